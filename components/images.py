@@ -276,6 +276,11 @@ For models that one GPU does not hold: `engine.tensor_parallel` is 4.
 PROFILES: dict[str, Profile] = {p.name: p for p in (CPU_TINY, GPU_1X8, GPU_4X8, GPU_16X8)}
 """Profiles by name."""
 
+GPU_IMAGES = frozenset(
+    STAGE_IMAGES[stage] for p in PROFILES.values() for stage, pod in p.stages.items() if pod.gpus
+)
+"""Images of stages that some profile gives GPUs; Triton needs a C compiler in each."""
+
 
 def resolve_images(replaced: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the image table with some references replaced.

@@ -67,8 +67,10 @@ GPU_ENV: dict[str, str] = {
     "XDG_CACHE_HOME": f"{SCRATCH}/cache",
     "TRITON_CACHE_DIR": f"{SCRATCH}/triton",
     "VLLM_CACHE_ROOT": f"{SCRATCH}/vllm",
+    "PLANISH_GPU_POD": "1",
 }
-"""Caches of GPU libraries on a writable volume: pods run as a user without a home."""
+"""Caches of GPU libraries on a writable volume, for pods run as a user without a home; and that
+the pod asked for GPUs, so that it does not compute without."""
 
 
 def with_pod_settings(

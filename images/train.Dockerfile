@@ -21,6 +21,14 @@ LABEL org.opencontainers.image.title="planish/train" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0"
 
+# Triton builds a small C module for each kernel when it is first called. A base without the headers
+# of its Python, such as the one of `--debian`, needs PACKAGES="gcc python3-dev".
+ARG PACKAGES="gcc libc6-dev"
+# hadolint ignore=DL3008,SC2086
+RUN apt-get update \
+    && apt-get install --no-install-recommends --yes ${PACKAGES} \
+    && rm -rf /var/lib/apt/lists/*
+
 COPY --from=build /opt/planish /opt/planish
 
 # Pods run as a user without a home; GPU pods get their own writable HOME.

@@ -12,8 +12,9 @@ import pytest
 from packaging.requirements import Requirement
 
 import planish
-from components.images import IMAGES
-from tests.images.containers import extras_and_pins
+from components.images import GPU_IMAGES, IMAGES
+from tests.images.__main__ import BUILD
+from tests.images.containers import debian_packages, extras_and_pins
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECORDER = """#!/bin/sh
@@ -95,6 +96,22 @@ def test_an_image_runs_as_nobody_and_keeps_neither_caches_nor_addresses(name):
     assert "pip install" not in last
     assert re.findall(r"^USER (.*)$", text, re.M) == ["65532:65532"]
     assert last.count("apt-get update") == last.count("rm -rf /var/lib/apt/lists")
+
+
+@pytest.mark.parametrize("name", sorted(GPU_IMAGES))
+def test_an_image_of_a_gpu_stage_has_what_triton_builds_kernels_with(name, tmp_path):
+    """gcc and the headers of libc; those of Python are in its image, or in the last package."""
+    last = (REPOSITORY / "images" / f"{name}.Dockerfile").read_text().split("FROM ${BASE}\n")[1]
+    assert 'ARG PACKAGES="gcc libc6-dev"' in last
+    assert "apt-get install --no-install-recommends --yes ${PACKAGES}" in debian_packages(name)
+    # The image test calls this in every such image.
+    done = subprocess.run([sys.executable, "-c", BUILD], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith(".so")
+
+
+def test_the_images_of_gpu_stages_are_known():
+    assert {"rollout", "train"} == GPU_IMAGES
 
 
 @pytest.mark.long

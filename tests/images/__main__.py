@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from components.images import IMAGES, STAGE_IMAGES
+from components.images import GPU_IMAGES, IMAGES, STAGE_IMAGES
 from pipelines.post_train import build_post_train, profile_named
 from planish.engines import ENGINES
 from planish.run.__main__ import STAGES
@@ -44,6 +44,18 @@ for name in sys.argv[1:]:
     print(name, 1 + sum(importlib.import_module(part.name) is not None for part in found))
 """
 """Imports every module of the packages named, and says how many."""
+
+
+BUILD = """
+import sysconfig, tempfile
+from triton.runtime.build import _build
+with tempfile.TemporaryDirectory() as folder:
+    source = folder + "/one.c"
+    with open(source, "w") as file:
+        file.write("#include <Python.h>")
+    print(_build("one", source, folder, [], [], [], []))
+"""
+"""Builds a C module as Triton does for each kernel; that asks for no GPU."""
 
 
 def main() -> int:
@@ -114,6 +126,9 @@ def try_out(containers: Containers, timings: list[tuple[str, float]]) -> None:
             modules += [engine.partition(":")[0] for engine in ENGINES.values()]
         with step(f"stages imported in {name}", timings):
             containers.run(name, "python", "-c", IMPORT, *dict.fromkeys(modules))
+        if name in GPU_IMAGES:
+            with step(f"a kernel's module built in {name}", timings):
+                containers.run(name, "python", "-c", BUILD)
     with step("planish doctor in core", timings):
         answer = containers.run("core", "sh", "-c", "id -u && planish doctor")
         assert answer.startswith(f"{USER}\n"), answer

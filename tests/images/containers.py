@@ -23,6 +23,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BASE = "planish/base:bookworm"
 """What `images/build.py --debian` makes."""
 
+DEBIAN_COMPILER = "gcc python3-dev"
+"""What `images/build.py --debian` gives as `PACKAGES`."""
+
 ENVIRONMENT = "/opt/planish"
 """Where each image has its packages."""
 
@@ -33,6 +36,12 @@ def extras_and_pins(name: str) -> tuple[list[str], str]:
     (file,) = set(re.findall(r"(constraints[a-z-]*\.txt)", text))
     (extras,) = re.findall(r'"/build\[([a-z,]+)\]"', text)
     return extras.split(","), file
+
+
+def debian_packages(name: str) -> str:
+    """Return the command by which an image installs packages of Debian; "" where it has none."""
+    text = (REPOSITORY / "images" / f"{name}.Dockerfile").read_text().replace("\\\n", " ")
+    return "".join(re.findall(r"^RUN (apt-get .*)$", text, re.M))
 
 
 @dataclass
@@ -67,12 +76,13 @@ class Containers:
         return self._buildah("inspect", "--type", "image", reference, check=False).returncode == 0
 
     def open(self, name: str) -> None:
-        """Make a container of an image; that of core, opened first, serves environments too."""
-        if self.environment(name).exists():
-            self.names[name] = self.names["core"]
-        else:
-            done = self._buildah("from", "--pull=never", IMAGES[name])
-            self.names[name] = done.stdout.strip()
+        """Make a container of an image; an environment stands in one of core."""
+        is_built = not self.environment(name).exists()
+        done = self._buildah("from", "--pull=never", IMAGES[name if is_built else "core"])
+        self.names[name] = done.stdout.strip()
+        if not is_built and (line := debian_packages(name)):
+            words = ["--user", "0", self.names[name], "--", "sh", "-c", line]
+            self._buildah("run", "--env", f"PACKAGES={DEBIAN_COMPILER}", *words)
 
     def environment(self, name: str) -> Path:
         """Return where the environment of an image is, or would be."""

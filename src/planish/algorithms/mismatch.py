@@ -6,10 +6,13 @@ weights. The metrics are always logged; the correction is off unless it is confi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from planish.algorithms.losses import LOG_RATIO_LIMIT, kl_estimate
 from planish.algorithms.masked import hidden, masked_mean, masked_sum
+from planish.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,6 +20,61 @@ if TYPE_CHECKING:
 Correction = Literal[
     "off", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask", "bypass"
 ]
+
+
+def mismatch_limit(config: Mapping[str, Mapping[str, Any]]) -> float:
+    """Return the largest mean difference of log-probabilities that number formats explain, in nats.
+
+    Kernels of one network in float32 differ by 1e-5 and less, in bfloat16 by some hundredths, more
+    where routers choose other experts; another network by whole nats. Infinity where the engine's
+    are of a distribution that `rollout.top_p` or `top_k` cuts.
+
+    Args:
+        config: resolved tables.
+
+    Example:
+        >>> mismatch_limit({"model": {"dtype": "float32"}, "train": {"compute_dtype": "bfloat16"}})
+        0.25
+    """
+    rollout, engine = config.get("rollout", {}), config.get("engine", {})
+    if rollout.get("top_p", 1.0) < 1.0 or rollout.get("top_k", 0):
+        return math.inf
+    if engine.get("quantization", "none") != "none":
+        return 0.5
+    formats = {
+        config.get("model", {}).get("dtype", "float32"),
+        config.get("train", {}).get("compute_dtype", "float32"),
+    }
+    return 0.02 if formats == {"float32"} else 0.25
+
+
+def check_mismatch(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, limit: float
+) -> None:
+    """Refuse rollouts that another network than the one that trains has sampled.
+
+    Args:
+        old_logprobs: [B, S] float32, trainer's.
+        rollout_logprobs: [B, S] float32, engine's.
+        mask: [B, S] bool, tokens to compare.
+        limit: as `mismatch_limit`.
+
+    Raises:
+        ConfigError: the mean of the absolute difference is beyond the limit.
+    """
+    if not mask.any():
+        return
+    trainer, engine = hidden(old_logprobs, mask), hidden(rollout_logprobs, mask)
+    seen = float(masked_mean((trainer - engine).abs(), mask))
+    # A NaN is refused as well.
+    if not seen <= limit:
+        raise ConfigError(
+            "engine and trainer must compute the same policy, got log-probabilities of "
+            f"{float(masked_mean(engine, mask)):.4f} by the engine and "
+            f"{float(masked_mean(trainer, mask)):.4f} by the trainer in the mean of "
+            f"{int(mask.sum())} tokens of the first iteration, {seen:.4f} apart where the number "
+            f"formats explain {limit:g}; take the engine `transformers`, or another trainer"
+        )
 
 
 def correction_weights(

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from planish.base.errors import ConfigError
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DeviceName = Literal["auto", "cpu", "cuda"]
+
+GPU_POD_VARIABLE = "PLANISH_GPU_POD"
+"""Set in pods that asked for GPUs, which must not compute on their processors instead."""
+
+MIN_DRIVER = 580
+"""Least major version of NVIDIA's driver for CUDA 13. Source: CUDA Toolkit 13.0 release notes."""
 
 
 @dataclass(frozen=True)
@@ -181,19 +189,48 @@ def pick_device(name: DeviceName, rank: int = 0) -> torch.device:
     """Return the device of a rank; `auto` takes an accelerator where there is one.
 
     Raises:
-        ConfigError: an accelerator is asked for and this process sees none.
+        ConfigError: an accelerator is asked for, by `name` or by the pod, and this process sees
+            none.
     """
     import torch
 
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    if name == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if not count:
+    # A driver that is too old counts as no device, as torch tells by a warning only.
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        return torch.device("cuda", rank % count)
+    fault = driver_fault() if torch.version.cuda else ""
+    if os.environ.get(GPU_POD_VARIABLE):
         raise ConfigError(
-            "`device` must be 'auto' or 'cpu' where a process sees no accelerator, got 'cuda'; "
-            "give the pod or machine a GPU and its driver, and a torch with CUDA (`planish doctor`)"
+            f"`device` = {name!r} must find an accelerator in a pod that asked for GPUs, got none: "
+            + (fault or "the node gives it none, or the image has a torch without CUDA")
         )
-    return torch.device("cuda", rank % count)
+    if name == "auto":
+        return torch.device("cpu")
+    raise ConfigError(
+        "`device` must be 'auto' or 'cpu' where a process sees no accelerator, got 'cuda'; "
+        + (fault or "give the pod or machine a GPU and its driver, and a torch with CUDA")
+        + " (`planish doctor`)"
+    )
+
+
+def driver_fault(place: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Return why the NVIDIA driver of this machine can not run CUDA 13; "" where none tells.
+
+    Args:
+        place: where its kernel module tells its version; containers see that of their node.
+    """
+    try:
+        found = re.search(r"\b(\d{3,})\.\d+", place.read_text("utf-8", "replace"))
+    except OSError:
+        return ""
+    if found is None or int(found[1]) >= MIN_DRIVER:
+        return ""
+    return (
+        f"the NVIDIA driver must be {MIN_DRIVER} or newer for CUDA 13, which torch and vLLM are "
+        f"built with, got {found[0]}; update the driver of the node"
+    )
 
 
 def num_devices(name: DeviceName) -> int:

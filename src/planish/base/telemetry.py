@@ -339,6 +339,11 @@ class MetricsServer:
     _server: WSGIServer
     _collector: _Collector
 
+    @property
+    def was_scraped(self) -> bool:
+        """Whether somebody has read the metrics since they are served."""
+        return self._collector.asked.is_set()
+
     def wait_for_scrape(self, limit_seconds: float) -> bool:
         """Wait until somebody reads the metrics as they are now; returns whether they did."""
         self._collector.asked.clear()

@@ -31,8 +31,8 @@ class EngineConfig(Section):
     """Bytes of the cache of keys and values on each rank; 0 takes what `memory_share` leaves, on
     the CPU 1 GiB. Engines `vllm`, `vllm_disagg`."""
     attention_ranks: int = Field(default=1, ge=1)
-    """Processes that hold attention and the requests, each with whole copies. Engines
-    `disagg`, `vllm_disagg`."""
+    """Processes that hold attention and the requests, each with whole copies; every rank of a pod
+    has an accelerator of its own. Engines `disagg`, `vllm_disagg`."""
     expert_ranks: int = Field(default=1, ge=1)
     """Processes that hold the experts between them. Engines `disagg`, `vllm_disagg`."""
     micro_batches: int = Field(default=2, ge=1, le=4)
@@ -67,7 +67,7 @@ class EngineConfig(Section):
                     f"{getattr(self, key)!r}; it belongs to "
                     + " and ".join(f"`{name}`" for name in _OWNERS[key])
                 )
-        num_ranks = self.attention_ranks + self.expert_ranks
+        num_ranks = self.num_ranks
         if self.peers and (len(set(self.peers)) != num_ranks or len(self.peers) != num_ranks):
             raise ValueError(
                 f"`peers` must name each of the {num_ranks} ranks once, got {list(self.peers)}; "
@@ -79,6 +79,11 @@ class EngineConfig(Section):
                 "use gloo find each other in a folder of one machine"
             )
         return self
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of an engine whose attention and experts are apart."""
+        return self.attention_ranks + self.expert_ranks
 
     def _off(self) -> list[str]:
         return [

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ _CACHE_KEEPS = 3
 """Fetched folders that stay whatever their age."""
 _CACHE_SECONDS = 3600.0
 """Older fetched folders go once they have not been asked for this long."""
+_TICK_NS = 50_000_000
+_digests: dict[tuple[int, ...], str] = {}
+"""Device, inode, size and times of a file to its sha256: stages ask for a policy twice."""
+_FILES_AT_ONCE = 3
+"""Each is hashed by a thread of its own, and read by several."""
 
 
 def write_files(
@@ -127,8 +133,11 @@ def fetch_files(uri: str, *, sha256: str | None = None, schema: str | None = Non
     return folder
 
 
-def _verify(folder: Path, manifest: Manifest, uri: str) -> None:
-    faults = []
+def _verify(
+    folder: Path, manifest: Manifest, uri: str, digests: Mapping[str, str] | None = None
+) -> None:
+    """Refuse other files than those of a manifest; `digests` are of those that have just come."""
+    digests, faults, whole = digests or {}, [], []
     for shard in manifest.shards:
         path = folder / shard.name
         if not path.is_file():
@@ -137,8 +146,15 @@ def _verify(folder: Path, manifest: Manifest, uri: str) -> None:
         seen = path.stat().st_size
         if seen != shard.bytes:
             faults.append(f"`{shard.name}` must have {shard.bytes} bytes, got {seen}")
-        elif hash_file(path)[1] != shard.sha256:
-            faults.append(f"`{shard.name}` must have the sha256 {shard.sha256}, got another")
+        else:
+            whole.append(shard)
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        found = pool.map(lambda s: _digest(folder / s.name, digests.get(s.name, "")), whole)
+        faults += [
+            f"`{shard.name}` must have the sha256 {shard.sha256}, got another"
+            for shard, digest in zip(whole, found, strict=True)
+            if digest != shard.sha256
+        ]
     # A loader would pick up an unlisted file (say, weights of another format) without a check.
     known = {shard.name for shard in manifest.shards} | {MANIFEST}
     present = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
@@ -152,6 +168,32 @@ def _verify(folder: Path, manifest: Manifest, uri: str) -> None:
             f"`{uri}` is damaged: {'; '.join(faults[:8])}; "
             "remove the set and run the stage that writes it again"
         )
+
+
+def _digest(path: Path, known: str) -> str:
+    """Return the sha256 of a file: `known`, or that of an unchanged file from before."""
+    facts = path.stat()
+    file = facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+    digest = known or _digests.get(file) or hash_file(path)[1]
+    # Of two changes within one tick of the file system's clock the second would not show.
+    if time.time_ns() - facts.st_ctime_ns > _TICK_NS:
+        _digests[file] = digest
+    return digest
+
+
+def _read_files(uri: str, manifest: Manifest, folder: Path) -> dict[str, str]:
+    """Copy the files of a set, some at a time, and return the sha256 of each that there is."""
+
+    def read(name: str) -> str:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        # The check reports an absent file together with all other faults.
+        with contextlib.suppress(ObjectMissing):
+            return store.read_file(f"{uri.rstrip('/')}/{name}", folder / name)
+        return ""
+
+    names = [shard.name for shard in manifest.shards]
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        return dict(zip(names, pool.map(read, names), strict=True))
 
 
 def _fetch(uri: str, manifest: Manifest) -> Path:
@@ -175,12 +217,7 @@ def _fetch(uri: str, manifest: Manifest) -> Path:
             with tempfile.TemporaryDirectory(dir=cache, prefix="part-") as name:
                 part = Path(name) / "files"
                 part.mkdir()
-                for shard in manifest.shards:
-                    (part / shard.name).parent.mkdir(parents=True, exist_ok=True)
-                    # The check reports an absent file together with all other faults.
-                    with contextlib.suppress(ObjectMissing):
-                        store.read_file(f"{uri.rstrip('/')}/{shard.name}", part / shard.name)
-                _verify(part, manifest, uri)
+                _verify(part, manifest, uri, _read_files(uri, manifest, part))
                 part.rename(target)
             break
     # Older folders go, the newest few stay.

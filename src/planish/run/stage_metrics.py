@@ -22,7 +22,8 @@ PORT_VARIABLE = "PLANISH_METRICS_PORT"
 """First TCP port to try; several processes of one machine take the ports after it."""
 
 LAST_SCRAPE_VARIABLE = "PLANISH_METRICS_LAST_SCRAPE_SECONDS"
-"""How long a finished task waits for its last numbers to be scraped."""
+"""How long a finished task waits for its last numbers to be scraped; one that has lasted longer and
+was never scraped does not wait."""
 
 ITERATION_LIMIT_VARIABLE = "PLANISH_ITERATION_LIMIT_SECONDS"
 """How long an iteration may last under the timeouts of its profile."""
@@ -77,6 +78,7 @@ class StageMetrics:
         self._stage, self._iteration, self._rank = stage, iteration, rank
         self._server: telemetry.MetricsServer | None = None
         self._has_news = False
+        self._opened_s = 0.0
 
     def __enter__(self) -> StageMetrics:
         return self
@@ -104,6 +106,7 @@ class StageMetrics:
         for port in range(first, first + NUM_PORTS):
             try:
                 self._server = telemetry.serve_metrics(port)
+                self._opened_s = time.monotonic()
             except OSError:
                 continue
             logger.info("serving metrics port=%d", port)
@@ -142,7 +145,11 @@ class StageMetrics:
         if self._server is None:
             return
         limit = _number(LAST_SCRAPE_VARIABLE, LAST_SCRAPE_SECONDS)
-        if self._has_news and limit and not self._server.wait_for_scrape(limit):
+        left = limit
+        if not self._server.was_scraped:
+            # Who has not come in this time comes no more: nothing scrapes here.
+            left -= time.monotonic() - self._opened_s
+        if self._has_news and left > 0 and not self._server.wait_for_scrape(left):
             logger.warning("last metrics were not scraped waited_seconds=%g", limit)
         self._server.close()
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from planish import __version__
 from planish.base.errors import ConfigError, PlanishError
+from planish.base.parallel import driver_fault
 from planish.base.text import bytes_text
 
 TOOLS = {
@@ -89,8 +90,11 @@ def devices() -> list[MachineFact]:
     if _version("torch") is not None:
         import torch
 
-        names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        names = [torch.cuda.get_device_name(n) for n in range(count)]
         none = MachineFact("accelerators", "absent", "none; everything runs on the processors")
+        if fault := driver_fault():
+            none = MachineFact("accelerators", "wrong", fault)
         accelerators = MachineFact("accelerators", "ok", ", ".join(names)) if names else none
     return [MachineFact("machine", "ok", machine), accelerators]
 

@@ -6,9 +6,11 @@ writes in parts and on a condition.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -140,21 +142,42 @@ def write_file(uri: str, path: Path) -> None:
     _count("written", uri, num_bytes)
 
 
-def read_file(uri: str, path: Path) -> None:
-    """Copy an object of any size to a local file; where that fails there is no file."""
+def read_file(uri: str, path: Path) -> str:
+    """Copy an object of any size to a local file; where that fails there is no file.
+
+    Returns:
+        Hex sha256 of its bytes, which are hashed while others are still on their way.
+    """
     store, key = _open_object(uri)
     stat = store.head(key)
-    block = memoryview(bytearray(min(stat.size, PART_BYTES)))
+    starts, digest = range(0, stat.size, PART_BYTES), hashlib.sha256()
+    # One more than are read at once: it is hashed meanwhile.
+    size = min(stat.size, PART_BYTES)
+    blocks = [memoryview(bytearray(size)) for _ in starts[: _PARALLEL_PARTS + 1]]
     try:
-        with open(path, "wb") as file:
-            for start in range(0, stat.size, PART_BYTES):
-                view = block[: min(PART_BYTES, stat.size - start)]
-                store.get_into(key, start, view, etag=stat.etag)
-                file.write(view)
+        with open(path, "wb") as file, ThreadPoolExecutor(_PARALLEL_PARTS) as pool:
+
+            def read_part(number: int) -> memoryview:
+                start = starts[number]
+                block = blocks[number % len(blocks)][: stat.size - start]
+                store.get_into(key, start, block, etag=stat.etag)
+                os.pwrite(file.fileno(), block, start)
+                return block
+
+            parts = deque(pool.submit(read_part, number) for number in range(len(blocks)))
+            try:
+                for number in range(len(blocks), len(starts) + len(blocks)):
+                    digest.update(parts.popleft().result())
+                    if number < len(starts):
+                        parts.append(pool.submit(read_part, number))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
     except StoreError:
         path.unlink()
         raise
     _count("read", uri, stat.size)
+    return digest.hexdigest()
 
 
 def size(uri: str) -> int:

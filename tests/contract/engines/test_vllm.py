@@ -14,14 +14,16 @@ import torch
 
 from planish.base.errors import ConfigError, EngineError, RecordError
 from planish.engines.config import EngineConfig
-from planish.engines.requests import ModelRef
+from planish.engines.disagg.engine import DisaggEngine
+from planish.engines.requests import EngineState, ModelRef
 from planish.engines.vllm.engine import VllmEngine
 from planish.engines.weights import DictWeights, PinnedWeights
 from planish.models.policy import save_policy
 from planish.records.rollouts import FinishReason
 from tests.contract.engines.conftest import FAMILIES
 from tests.contract.engines.test_control import weights
-from tests.unit.engines.tiny import ids_of, qwen3_policy, request
+from tests.unit.engines.disagg.instances import ThreadRank
+from tests.unit.engines.tiny import family_policy, ids_of, qwen3_policy, request
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,6 +70,40 @@ def test_experts_that_ranks_can_not_share_evenly_are_refused(policy, ranks):
     text = refused(policy(), config=config)
     assert f"divisible by the ranks with `engine.expert_parallel`, got {count} and " in text
     assert f"`engine.tensor_parallel` = {ranks}; change the ranks" in text
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm_disagg"])
+def test_tensors_that_vllm_drops_are_refused_by_name(name):
+    """Its Qwen3-MoE has no bias of the output projection, and takes the others without a word."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    policy = family_policy("Qwen3Moe", head_dim=32, attention_bias=True, **sizes)
+    if name == "vllm":
+        text = refused(policy)
+    else:
+        config = EngineConfig(name=name, cache_bytes=16 << 20)
+        with pytest.raises(EngineError) as caught:
+            DisaggEngine(max_rows=2, config=config, launcher=ThreadRank).start(
+                ModelRef(policy=policy)
+            )
+        text = str(caught.value)
+    assert "got a model of vLLM without model.layers.0.self_attn.o_proj.bias [32]" in text
+    assert "model.layers.1.self_attn.o_proj.bias [32] (2 in all)" in text
+
+
+def test_a_tensor_that_a_change_of_weights_drops_ends_the_engine():
+    def forget(model):
+        load = model.load_weights
+        model.load_weights = lambda given: load(
+            (name, tensor) for name, tensor in given if name != "model.norm.weight"
+        )
+
+    engine = VllmEngine(max_rows=2, config=SMALL)
+    with engine:
+        engine.start(ModelRef(policy=qwen3_policy()))
+        engine.apply(forget)
+        with pytest.raises(EngineError, match=r"without model.norm.weight \[\d+\] \(1 in all\)"):
+            engine.update_weights(weights(qwen3_policy(1)), 1)
+        assert engine.state is EngineState.FAILED
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused():

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from components.pod_settings import GPU_ENV
 from planish.base.errors import ConfigError
-from planish.base.parallel import num_devices, pick_device
+from planish.base.parallel import GPU_POD_VARIABLE, driver_fault, num_devices, pick_device
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an accelerator")
@@ -22,3 +23,33 @@ def test_ranks_go_round_the_accelerators(monkeypatch):
     assert num_devices("auto") == num_devices("cuda") == 8
     assert [pick_device("auto", rank).index for rank in (0, 7, 8)] == [0, 7, 0]
     assert num_devices("cpu") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an accelerator")
+def test_a_pod_that_asked_for_accelerators_does_not_compute_without(monkeypatch):
+    monkeypatch.setenv(GPU_POD_VARIABLE, GPU_ENV[GPU_POD_VARIABLE])
+    for name in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=rf"`device` = '{name}' must find .*got none: the no"):
+            pick_device(name)
+    assert pick_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr("planish.base.parallel.driver_fault", lambda: "the driver is old")
+    with pytest.raises(ConfigError, match="in a pod that asked for GPUs, got none: the driver is"):
+        num_devices("auto")
+
+
+@pytest.mark.parametrize(
+    ("told", "seen"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19", "535.104"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release", ""),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  1001.5  Sat Aug 19", ""),
+        ("NVRM", ""),
+    ],
+)
+def test_a_driver_older_than_the_wheels_is_named(told, seen, tmp_path):
+    place = tmp_path / "version"
+    assert driver_fault(place) == ""
+    place.write_text(told)
+    fault = driver_fault(place)
+    assert bool(fault) == bool(seen)
+    assert seen in fault

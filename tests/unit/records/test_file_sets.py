@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -58,6 +60,39 @@ def test_bytes_and_files_of_equal_content_give_one_digest(file_root, tmp_path):
 def test_the_folder_of_a_file_store_is_used_in_place(file_root):
     ref = write(file_root)
     assert fetch_files(ref.uri) == Path(ref.uri.removeprefix("file://"))
+
+
+@pytest.mark.server
+def test_a_process_hashes_each_byte_of_a_fetched_set_once(s3_root, monkeypatch):
+    """On its way, and not again for the engine that asks after the tokenizer."""
+    files = {f"{number}.safetensors": bytes([number]) * (20 << 20) for number in range(2)}
+    ref = write(s3_root, files)
+    hashed, plain = [], hashlib.sha256
+
+    class Counting:
+        def __init__(self, data=b"", **_):
+            self._digest = plain()
+            self.update(data)
+            self.hexdigest, self.digest = self._digest.hexdigest, self._digest.digest
+
+        def update(self, data):
+            hashed.append(len(data))
+            self._digest.update(data)
+
+    def file_digest(file, _):
+        return Counting(file.read())
+
+    counting = SimpleNamespace(sha256=Counting, file_digest=file_digest)
+    for module in (store, files_module):
+        monkeypatch.setattr(module, "hashlib", counting, raising=False)
+    monkeypatch.setattr(files_module, "_TICK_NS", 0)
+    for _ in range(2):
+        folder = fetch_files(ref.uri)
+    whole = sum(map(len, files.values()))
+    assert sum(hashed) == whole
+    path = folder / "1.safetensors"
+    path.write_bytes(bytes(20 << 20))
+    assert contents(fetch_files(ref.uri)) == files
 
 
 @pytest.mark.server

@@ -5,11 +5,13 @@ import math
 import threading
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 
 from planish.base import telemetry
 from planish.base.errors import ConfigError
+from planish.run import stage_metrics
 from planish.run.stage import Outcome, PathArtifact, execute
 from planish.run.stage_metrics import SCALARS, StageMetrics
 from tests import pages
@@ -108,6 +110,7 @@ def test_a_finished_task_waits_until_its_last_numbers_are_scraped(monkeypatch):
 
     with StageMetrics("reward", 1) as shown:
         shown.open()
+        scrape(shown._server.port)
         shown.publish({"reward_mean": 0.5})
         reader = threading.Thread(target=read, args=(shown._server.port,))
         reader.start()
@@ -116,12 +119,37 @@ def test_a_finished_task_waits_until_its_last_numbers_are_scraped(monkeypatch):
     assert seen["planish_reward_mean"] == 0.5
 
 
+@pytest.mark.parametrize(
+    ("lasted", "is_scraped", "waited"),
+    [(600.0, True, [20.0]), (600.0, False, []), (5.0, True, [20.0]), (5.0, False, [15.0])],
+)
+def test_a_task_waits_only_where_something_scrapes(monkeypatch, lasted, is_scraped, waited):
+    """A short one may have ended before a scraper came by."""
+    port, clock, waits = free_port(), [100.0], []
+    monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
+    monkeypatch.setenv("PLANISH_METRICS_LAST_SCRAPE_SECONDS", "20")
+    clock_of = SimpleNamespace(monotonic=lambda: clock[0], time=time.time)
+    monkeypatch.setattr(stage_metrics, "time", clock_of)
+    monkeypatch.setattr(
+        telemetry.MetricsServer, "wait_for_scrape", lambda _, limit: waits.append(limit) or True
+    )
+    with StageMetrics("reward", 1) as shown:
+        shown.open()
+        if is_scraped:
+            scrape(port)
+        shown.publish({"reward_mean": 0.5})
+        clock[0] += lasted
+    assert waits == waited
+
+
 def test_the_wait_for_a_scrape_ends_at_its_limit(monkeypatch, caplog):
-    monkeypatch.setenv("PLANISH_METRICS_PORT", str(free_port()))
+    port = free_port()
+    monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
     monkeypatch.setenv("PLANISH_METRICS_LAST_SCRAPE_SECONDS", "0.2")
     begun = time.monotonic()
     with StageMetrics("reward", 1) as shown:
         shown.open()
+        scrape(port)
         shown.fail(75)
     assert time.monotonic() - begun >= 0.2
     assert "last metrics were not scraped waited_seconds=0.2" in caplog.text

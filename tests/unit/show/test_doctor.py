@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from planish.__main__ import main
 from planish.show import doctor
@@ -40,6 +41,13 @@ def test_packages_are_grouped_by_extra_and_missing_ones_named_with_the_remedy():
 
 def test_the_base_packages_are_here():
     assert states(doctor.packages())["base packages"] == "ok"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an accelerator")
+def test_a_driver_that_is_too_old_is_wrong_and_no_accelerator_is_fine(monkeypatch):
+    assert states(doctor.devices())["accelerators"] == "absent"
+    monkeypatch.setattr(doctor, "driver_fault", lambda: "the driver is old")
+    assert doctor.devices()[1] == doctor.MachineFact("accelerators", "wrong", "the driver is old")
 
 
 def test_tools_on_the_path_are_found_and_others_explained():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -126,9 +127,25 @@ def test_files_of_any_size_go_and_come_back_equal(store_root, tmp_path, size):
     (tmp_path / "source").write_bytes(data)
     store.write_file(f"{store_root}/big", tmp_path / "source")
     assert store.size(f"{store_root}/big") == size
-    store.read_file(f"{store_root}/big", tmp_path / "copy")
+    digest = store.read_file(f"{store_root}/big", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == data
+    assert digest == hashlib.sha256(data).hexdigest()
     assert store.read(f"{store_root}/big", max(0, size - 3), 100) == data[-3:]
+
+
+def test_ranges_of_a_file_are_read_at_the_same_time(store_root, tmp_path, monkeypatch):
+    """Each of three ranges waits until all have been asked for."""
+    opened, _ = store.open_store(f"{store_root}/big")
+    together, get_into = threading.Barrier(3, timeout=60.0), type(opened).get_into
+
+    def waiting(self, *words, **options):
+        together.wait()
+        get_into(self, *words, **options)
+
+    store.write(f"{store_root}/big", bytes(3 * store.PART_BYTES))
+    monkeypatch.setattr(type(opened), "get_into", waiting)
+    store.read_file(f"{store_root}/big", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == bytes(3 * store.PART_BYTES)
 
 
 @pytest.mark.slow

@@ -18,11 +18,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from planish.base.errors import ConfigError, EngineError
+from planish.base.parallel import num_devices
 from planish.engines.base import BaseEngine
 from planish.engines.config import VLLM_SETTINGS, EngineConfig
 from planish.engines.deploy.dial import Dialer
@@ -70,6 +72,21 @@ def elsewhere(pin: str) -> None:
         )
 
 
+def has_devices(num_ranks: int) -> None:
+    """Refuse ranks that would have to share an accelerator of this machine.
+
+    Raises:
+        ConfigError: there are fewer accelerators than ranks.
+    """
+    count = num_devices("cuda")
+    if num_ranks > count:
+        raise ConfigError(
+            "`engine.attention_ranks` + `engine.expert_ranks` must be at most the accelerators of "
+            f"this pod or machine ({count}), got {num_ranks}; lower them, take a profile with "
+            "more, or name ranks elsewhere in `engine.peers`"
+        )
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where a request runs."""
@@ -101,21 +118,21 @@ class DisaggEngine(BaseEngine):
         timeout_s: float | None = None,
         stage_s: tuple[float, float] = (0.0, 0.0),
         link: tuple[float, float] | None = None,
-        launcher: Callable[[socket.socket], Process] = launch,
+        launcher: Callable[[socket.socket, int], Process] | None = None,
     ) -> None:
         """Make an engine.
 
         Args:
             max_rows: requests that run at once, over all attention ranks.
             max_model_len: prompt and response in tokens; 0 takes the model's own limit.
-            device: torch device of all ranks; several may share an accelerator.
+            device: torch device of the ranks; each on this machine has an accelerator of its own.
             routing: keep the experts of each token, for requests that want them.
             config: numbers of ranks and micro-batches, transport, addresses of ranks elsewhere.
             timeout_s: longest wait for an iteration, a change of weights, or the start; None takes
                 that of `config`.
             stage_s: least seconds of a layer on attention and on expert ranks, for measurements.
             link: latency in seconds and bytes per second of an emulated link, for measurements.
-            launcher: starts a rank on this machine; as `beside` takes it.
+            launcher: starts a rank on this machine, as `beside` takes it; None takes `launch`.
 
         Raises:
             ConfigError: numbers out of range, or more micro-batches than rows.
@@ -135,7 +152,8 @@ class DisaggEngine(BaseEngine):
             )
         self._max_rows, self._max_model_len, self._device = max_rows, max_model_len, device
         self._timeout_s = timeout_s or self._config.rank_timeout_seconds
-        self._stage_s, self._link, self._launcher = stage_s, link, launcher
+        self._stage_s, self._link = stage_s, link
+        self._launcher = launcher or partial(launch, device=device)
         self._routing = routing
         self._processes: Processes | None = None
         self._scratch = ExitStack()
@@ -179,6 +197,8 @@ class DisaggEngine(BaseEngine):
             if peers:
                 opener = Dialer(peers, self._timeout_s)
                 elsewhere(model.pin)
+            elif self._device != "cpu":
+                has_devices(self._config.num_ranks)
             settings = self._plan_ranks(*local_policy(model, self._scratch))
             settings = self._settings = replace(settings, pin=model.pin if peers else "")
             if source is not None:

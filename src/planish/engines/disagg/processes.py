@@ -49,13 +49,28 @@ class Process(Protocol):
         """End it by force."""
 
 
-def launch(end: socket.socket) -> Process:
-    """Start a rank as a process of this machine whose standard input is `end`."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def launch(end: socket.socket, number: int, device: str = "cpu") -> Process:
+    """Start a rank as a process of this machine.
+
+    Args:
+        end: its standard input.
+        number: of the rank; it sees that one of the accelerators of this process, as its first.
+            vLLM takes the first that it sees, and page-locked memory begins a context there.
+        device: torch device of the ranks; those on the CPU see what this process does.
+    """
+    environment = {**os.environ, **_THREADS}
+    if device != "cpu":
+        # Indices or names of devices, those of a Kubernetes device plugin among them.
+        visible = environment.get(_VISIBLE)
+        environment[_VISIBLE] = visible.split(",")[number] if visible else str(number)
     return subprocess.Popen(
         [sys.executable, "-m", "planish.engines.disagg.rank"],
         stdin=end.fileno(),
         stdout=subprocess.DEVNULL,
-        env={**os.environ, **_THREADS},
+        env=environment,
         start_new_session=True,
     )
 
@@ -64,17 +79,18 @@ Opener = Callable[[int], tuple[Process, socket.socket]]
 """Takes the number of a rank, gives what runs it and this end of the connection to it."""
 
 
-def beside(launcher: Callable[[socket.socket], Process]) -> Opener:
+def beside(launcher: Callable[[socket.socket, int], Process]) -> Opener:
     """Return an opener of ranks on this machine.
 
     Args:
-        launcher: starts a rank over its end of a connection, which is closed here afterwards.
+        launcher: starts a rank over its end of a connection, which is closed here afterwards, by
+            its number.
     """
 
-    def start(_: int) -> tuple[Process, socket.socket]:
+    def start(number: int) -> tuple[Process, socket.socket]:
         here, there = socket.socketpair()
         with there:
-            return launcher(there), here
+            return launcher(there, number), here
 
     return start
 

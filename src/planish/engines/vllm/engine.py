@@ -27,7 +27,7 @@ from planish.engines.policy_folder import check_policy
 from planish.engines.requests import Capabilities, ModelRef, Output, Request, Sampling, WeightUpdate
 from planish.engines.sampling import request_seed
 from planish.engines.stops import StopTable, stop_table
-from planish.engines.vllm.plugin import WEIGHT_TRANSFER, register
+from planish.engines.vllm.plugin import LOAD_FORMAT, WEIGHT_TRANSFER, register
 from planish.engines.vllm.routing import (
     SlotRouting,
     inputs_routing,
@@ -41,7 +41,7 @@ from planish.engines.weights import (
     check_weights,
     local_policy,
 )
-from planish.models.experts import num_experts, routing_dtype
+from planish.models.experts import is_expert, num_experts, routing_dtype
 from planish.records.rollouts import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class VllmEngine(BaseEngine):
         device: str = "cpu",
         routing: bool = False,
         config: EngineConfig | None = None,
-        load_format: str = "auto",
+        load_format: str = LOAD_FORMAT,
     ) -> None:
         """Make an engine.
 
@@ -102,7 +102,8 @@ class VllmEngine(BaseEngine):
             routing: keep the experts of each token, for requests that want them; vLLM can on
                 accelerators.
             config: ranks and memory.
-            load_format: vLLM's name of what reads the weights at the start.
+            load_format: vLLM's name of what reads the weights at the start; another than ours
+                reads no routed experts.
         """
         super().__init__()
         if max_rows < 1 or max_model_len < 0:
@@ -161,6 +162,14 @@ class VllmEngine(BaseEngine):
             before = multiprocessing.active_children()
             self._llm = self._open(folder, config)
             self._ranks = [p for p in multiprocessing.active_children() if p not in before]
+            self._wanted = {
+                name
+                for name in self._names
+                if not (self._load_format != LOAD_FORMAT and is_expert(name))
+                # An LM head that is the embedding is the same tensor again.
+                and not (name == "lm_head.weight" and config.get("tie_word_embeddings"))
+            }
+            self._check_taken()
             # One token, so that a model that this build can not run fails now.
             one = Sampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
             self._add(Request("probe", "", (0,), one), 0.0)
@@ -244,6 +253,7 @@ class VllmEngine(BaseEngine):
             enforce_eager=is_cpu or not settings.compile,
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
+            worker_extension_cls="planish.engines.vllm.taken.TellsTaken",
             disable_log_stats=True,
             async_scheduling=False,
             enable_return_routed_experts=self._routing,
@@ -495,9 +505,26 @@ class VllmEngine(BaseEngine):
                 self._tell_workers("start_weight_update")
                 self._tell_workers("update_weights", update_info={})
                 self._tell_workers("finish_weight_update")
+                self._check_taken()
                 self._forget()
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in given.values())
         return WeightUpdate(version, len(given), size, time.monotonic() - begin)
+
+    def _check_taken(self) -> None:
+        """Refuse weights of which vLLM has dropped some.
+
+        Raises:
+            EngineError: no rank has read a tensor; the message names the first five.
+        """
+        taken: set[str] = set().union(*self._llm.collective_rpc("planish_taken"))
+        dropped = sorted(self._wanted - taken)
+        if dropped:
+            shapes = [f"{name} {list(self._names[name][0])}" for name in dropped[:5]]
+            raise EngineError(
+                "vLLM must take every tensor of the policy, got a model of vLLM without "
+                f"{', '.join(shapes)} ({len(dropped)} in all), which would sample from another "
+                "policy; take the engine `transformers`"
+            )
 
     def _tell_workers(self, method: str, **arguments: Any) -> None:
         self._llm.collective_rpc(method, timeout=_UPDATE_SECONDS, kwargs=arguments)

@@ -8,10 +8,19 @@ from __future__ import annotations
 WEIGHT_TRANSFER = "planish"
 """Name of our way to change weights."""
 
+LOAD_FORMAT = "planish"
+"""Name of our way to read them at the start."""
+
 
 def register() -> None:
-    """Make our weight transfer known to this process."""
+    """Make both known to this process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor import model_loader
+
+    from planish.engines.vllm.taken import SeenLoader
+
+    if LOAD_FORMAT not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
+        model_loader.register_model_loader(LOAD_FORMAT)(SeenLoader)
 
     if WEIGHT_TRANSFER not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(

@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from planish.base.errors import EngineError
+from planish.engines.vllm.taken import load
 from planish.engines.weights import FolderWeights
 from planish.models.experts import is_expert
 
@@ -105,7 +106,7 @@ class WithoutExperts(BaseModelLoader):  # type: ignore[misc]  # vllm is untyped 
         """Load every tensor that is not of a routed expert."""
         weights = FolderWeights(Path(model_config.model))
         names = [name for name in weights.names() if not is_expert(name)]
-        model.load_weights((name, weights.read(name)) for name in names)
+        load(model, ((name, weights.read(name)) for name in names))
 
 
 @contextmanager

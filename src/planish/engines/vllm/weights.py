@@ -29,6 +29,7 @@ from vllm.platforms import current_platform
 
 from planish.base.errors import EngineError
 from planish.engines.vllm.remote_experts import RemoteRoutedExperts
+from planish.engines.vllm.taken import load
 from planish.engines.weights import FolderWeights, fetch_weights
 from planish.models.experts import is_expert
 
@@ -109,7 +110,7 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
         names = list(weights.names()) if weights is not None else []
         if any(isinstance(layer, RemoteRoutedExperts) for layer in self.model.modules()):
             names = [name for name in names if not is_expert(name)]
-        self.model.load_weights(in_group(weights, names, get_tp_group(), self.device))
+        load(self.model, in_group(weights, names, get_tp_group(), self.device))
 
     def finish_weight_update(self) -> None:
         """Bring the weights into the form that the kernels read.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from planish.base.errors import ConfigError
+from planish.base.parallel import MIN_DRIVER
 from planish.run.gang.cluster import PERMISSIONS as GANG_PERMISSIONS
 from planish.run.gang.cluster import SERVICE_ACCOUNT, TRAINER_PERMISSIONS
 from planish.run.gang.manifests import RUNTIME
@@ -22,6 +23,9 @@ ACTIVE_PHASES = ("", "Pending", "Running")
 """Phases of a workflow that has not ended."""
 
 TIMEOUT_SECONDS = 20
+
+DRIVER_LABEL = "nvidia.com/cuda.driver.major"
+"""Label by which GPU feature discovery tells the major version of a node's driver."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class ClusterApi(Protocol):
         """Return `{"hard": {...}, "used": {...}}` of each ResourceQuota of the namespace."""
 
     def nodes(self) -> Sequence[Mapping[str, str]]:
-        """Return what each schedulable node can allocate, by resource."""
+        """Return what each schedulable node can allocate, by resource, and `DRIVER_LABEL`."""
 
     def run_is_active(self, run_id: str) -> bool:
         """Tell whether the workflow of a run exists and has not ended."""
@@ -122,7 +126,12 @@ class KubernetesApi:
         """List the nodes that take pods."""
         response = self._core.list_node(_request_timeout=TIMEOUT_SECONDS)
         return [
-            item.status.allocatable or {} for item in response.items if not item.spec.unschedulable
+            {
+                **(item.status.allocatable or {}),
+                **{k: v for k, v in (item.metadata.labels or {}).items() if k == DRIVER_LABEL},
+            }
+            for item in response.items
+            if not item.spec.unschedulable
         ]
 
     def run_is_active(self, run_id: str) -> bool:
@@ -324,10 +333,26 @@ def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling:
     if Permission("", "resourcequotas", "list") not in missing:
         room += _quota_faults(api.quotas(), requests)
     if Permission("", "nodes", "list") not in missing:
-        room += _node_faults(api.nodes(), requests)
+        nodes = api.nodes()
+        room += [*_node_faults(nodes, requests), *_driver_faults(nodes, requests)]
     if assume_autoscaling:
         return Findings(tuple(faults), tuple(room))
     return Findings((*faults, *room), ())
+
+
+def _driver_faults(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[str]:
+    """Return which drivers of nodes with GPUs are older than the wheels of our images need."""
+    if not requests.have_gpus:
+        return []
+    versions = {node[DRIVER_LABEL] for node in nodes if DRIVER_LABEL in node}
+    old = sorted(each for each in versions if each.isdecimal() and int(each) < MIN_DRIVER)
+    if not old:
+        return []
+    return [
+        f"nodes with GPUs must have the NVIDIA driver {MIN_DRIVER} or newer for CUDA 13, got "
+        f"`{DRIVER_LABEL}` = {', '.join(old)}; update their driver, cordon them, or set "
+        "`chain.assume_autoscaling=true`"
+    ]
 
 
 def _quota_faults(

@@ -24,8 +24,10 @@ from planish.stages.prepare.memory import (
     Sharing,
     cold_start_parts,
     engine_parts,
+    expert_rank_part,
     host_bytes,
     opening_bytes,
+    settings_of_engine,
     train_parts,
 )
 from planish.store.sources import open_folder, parse_source
@@ -196,15 +198,24 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
         fault = grid_fault(num_ranks, **grid_of(config))
         faults += [fault] if fault else []
     engine = config["engine"]
-    ranks = engine.get("tensor_parallel", 1)
+    ranks, setting = engine.get("tensor_parallel", 1), "`engine.tensor_parallel`"
+    if engine.get("name") in APART:
+        ranks = sum(ranks_apart(config))
+        setting = "`engine.attention_ranks` + `engine.expert_ranks`"
     for stage in ("rollout", "evaluate"):
         pod = requests.stages.get(stage)
         if pod and pod.gpus and ranks > pod.gpus:
             faults.append(
-                f"`engine.tensor_parallel` must be at most the GPUs of a pod of `{stage}` "
+                f"{setting} must be at most the GPUs of a pod of `{stage}` "
                 f"({pod.gpus}), got {ranks}; lower it, or take a profile with more"
             )
     return faults
+
+
+def ranks_apart(config: Config) -> tuple[int, int]:
+    """Return how many attention and expert ranks have devices of a pod: rank i has device i."""
+    engine = settings_of_engine(config)
+    return (0, 0) if engine.peers else (engine.attention_ranks, engine.expert_ranks)
 
 
 def grid_of(config: Config) -> dict[str, int]:
@@ -278,15 +289,12 @@ def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[De
     Args:
         config: resolved tables.
         shape: of the model.
-        requests: the pods; a stage without one is left out, and so are engines whose attention and
-            experts are apart.
+        requests: the pods; a stage without one is left out, and so are ranks at `engine.peers`.
     """
     found = []
     if pod := requests.stages.get("train"):
         num_nodes = config["train"]["num_nodes"] or requests.num_nodes or 1
         found += train_demands(config, shape, pod, requests.gpu_bytes, num_nodes)
-    if config["engine"].get("name", "transformers") in APART:
-        return found
     if (pod := requests.stages.get("sft")) and (
         config["sft"]["force"] or not config["model"]["path"]
     ):
@@ -296,23 +304,59 @@ def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[De
         if config["model"]["path"]:
             remedy += ", or begin with the model as it is (`sft.force=false`)"
         found.append(Demand("sft", "one GPU" if pod.gpus else HOST, tuple(start), room, remedy))
-    remedy = "take a smaller model, `model.dtype=bfloat16`, or devices with more memory"
     for stage in ("rollout", "evaluate"):
-        pod = requests.stages.get(stage)
-        if pod is None:
-            continue
-        engine = config["engine"]
-        room = int(USABLE * requests.gpu_bytes) if pod.gpus else pod.memory_bytes - PROGRAM_BYTES
-        is_vllm = engine.get("name") == "vllm"
-        if is_vllm and pod.gpus:
-            room = int(engine.get("memory_share", 0.85) * requests.gpu_bytes)
-        parts = engine_parts(config, shape, stage, requests.gpu_bytes, on_cpu=not pod.gpus)
-        more = f"lower `{stage}.max_rows` or `{stage}.max_response_tokens`, {remedy}"
-        if is_vllm:
-            more = f"raise `engine.memory_share`, lower `{stage}.max_response_tokens`, {remedy}"
-        device = f"each of {pod.gpus} GPUs" if pod.gpus > 1 else "a GPU" if pod.gpus else HOST
-        found.append(Demand(stage, device, tuple(parts), room, more))
+        if pod := requests.stages.get(stage):
+            found += engine_demands(config, shape, stage, pod, requests.gpu_bytes)
     return found
+
+
+def engine_demands(
+    config: Config, shape: ModelShape, stage: str, pod: Pod, gpu_bytes: int
+) -> list[Demand]:
+    """Return what the engine needs of each kind of device in a pod.
+
+    Args:
+        config: resolved tables.
+        shape: of the policy.
+        stage: `rollout` or `evaluate`.
+        pod: one of the stage.
+        gpu_bytes: memory of one GPU.
+    """
+    engine = config["engine"]
+    is_apart = engine.get("name") in APART
+    attention, experts = ranks_apart(config) if is_apart else (1, 0)
+    if not attention:
+        return []
+    remedy = "take a smaller model, `model.dtype=bfloat16`, or devices with more memory"
+    more = f"lower `{stage}.max_rows` or `{stage}.max_response_tokens`, {remedy}"
+    parts = engine_parts(config, shape, stage, gpu_bytes, on_cpu=not pod.gpus)
+    others = [expert_rank_part(config, shape)] if experts else []
+    if not pod.gpus:
+        room = pod.memory_bytes - (1 + is_apart * (attention + experts)) * PROGRAM_BYTES
+        total = [*_times(parts, attention), *_times(others, experts)]
+        return [Demand(stage, HOST, tuple(total), room, more)]
+    room = int(USABLE * gpu_bytes)
+    if engine.get("name", "").startswith("vllm"):
+        room = int(engine.get("memory_share", 0.85) * gpu_bytes)
+        more = f"raise `engine.memory_share`, lower `{stage}.max_response_tokens`, {remedy}"
+    device = f"each of {pod.gpus} GPUs" if pod.gpus > 1 else "a GPU"
+    if not experts:
+        return [Demand(stage, device, tuple(parts), room, more)]
+    for_experts = f"raise `engine.expert_ranks`, {remedy}"
+    room_of_experts = int(USABLE * gpu_bytes)
+    return [
+        Demand(stage, f"each of {attention} GPUs of attention", tuple(parts), room, more),
+        Demand(
+            stage, f"each of {experts} GPUs of experts", tuple(others), room_of_experts, for_experts
+        ),
+    ]
+
+
+def _times(parts: list[MemoryPart], ranks: int) -> list[MemoryPart]:
+    """Return what so many processes of one machine hold."""
+    if ranks == 1:
+        return parts
+    return [MemoryPart(p.name, p.num_bytes * ranks, f"{p.how} x {ranks}") for p in parts]
 
 
 def memory_rows(
@@ -377,11 +421,7 @@ def train_demands(
     parts = train_parts(config, shape, sharing)
     if not pod.gpus:
         room = pod.memory_bytes - ranks * PROGRAM_BYTES
-        total = tuple(
-            MemoryPart(part.name, part.num_bytes * ranks, part.how + f" x {ranks}" * (ranks > 1))
-            for part in parts
-        )
-        return [Demand("train", HOST, total, room, remedy)]
+        return [Demand("train", HOST, tuple(_times(parts, ranks)), room, remedy)]
     room = int(USABLE * gpu_bytes)
     device = f"each of {num_nodes * pod.gpus} GPUs"
     whole = "take a smaller model: one that a GPU can not hold in float32 is not opened"

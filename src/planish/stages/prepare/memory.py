@@ -16,6 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from planish.base.config import parse_section
+from planish.engines import APART
+from planish.engines.config import EngineConfig
 from planish.models.shapes import ModelShape
 
 Config = Mapping[str, Mapping[str, Any]]
@@ -155,9 +158,11 @@ def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
             f"4 B x {largest:,}{sharing}" + ", one model at a time" * bool(critic),
         ),
     ]
-    layer = kept_by_layer(shape, precision)
+    # Ranks that share tokens keep their part of what a layer keeps (Korthikanti et al., eq. 4).
+    parts_of_tokens = train.get("tensor_parallel", 1) if train.get("sequence_parallel") else 1
+    layer = kept_by_layer(shape, precision) // parts_of_tokens
     if train["activation_checkpointing"]:
-        each = precision.stream * shape.hidden_size
+        each = precision.stream * shape.hidden_size // parts_of_tokens
         how = f"{tokens:,} tokens x {shape.layers} layers x {each:,} B, their inputs"
     else:
         each = layer
@@ -303,10 +308,18 @@ def host_bytes(config: Config, shape: ModelShape, ranks: int) -> int:
     return 4 * (shape.parameters + critic) * ranks
 
 
+def settings_of_engine(config: Config) -> EngineConfig:
+    """Return the settings of `[engine]` with those that resolved tables leave out."""
+    return parse_section(EngineConfig, config["engine"], section="engine")
+
+
 def engine_parts(
     config: Config, shape: ModelShape, section: str, room_bytes: int, *, on_cpu: bool
 ) -> list[MemoryPart]:
     """Return what the engine takes of one device; the cache is the last part.
+
+    Where attention and experts are apart it is the device of an attention rank, which has every row
+    of its own; `expert_rank_part` has those of the others.
 
     Args:
         config: resolved tables.
@@ -321,13 +334,16 @@ def engine_parts(
     in_type = 1 if engine.get("quantization") == "fp8" else wide
     shared = f" / {ranks} ranks" if ranks > 1 else ""
     rows, cached = settings["max_rows"], shape.kv_bytes_per_token(wide) // ranks
+    held = shape.parameters
+    if name in APART:
+        held -= shape.expert_parameters
+        shared = " outside of experts"
+        rows = -(-rows // settings_of_engine(config).attention_ranks)
     prompt = config["rollout"]["max_prompt_tokens"]
     longest = prompt + settings["max_response_tokens"]
     limit = min(longest, shape.max_model_tokens)
-    weights = in_type * shape.parameters // ranks
-    parts = [
-        MemoryPart("weights", weights, f"{in_type} B x {shape.parameters:,} parameters{shared}")
-    ]
+    weights = in_type * held // ranks
+    parts = [MemoryPart("weights", weights, f"{in_type} B x {held:,} parameters{shared}")]
     if not name.startswith("vllm"):
         parts.append(
             MemoryPart(
@@ -358,3 +374,13 @@ def engine_parts(
     )
     how += f"longest responses at once (`{section}.max_rows` = {rows})"
     return [*parts, MemoryPart("keys and values", max(cache, least), how)]
+
+
+def expert_rank_part(config: Config, shape: ModelShape) -> MemoryPart:
+    """Return the weights on a rank of an engine whose attention and experts are apart."""
+    wide = 2 if config["model"]["dtype"] == "bfloat16" else 4
+    engine = settings_of_engine(config)
+    each = shape.expert_parameters // max(1, shape.num_experts)
+    count = shape.num_experts // engine.expert_ranks + engine.redundant_experts
+    how = f"{count} experts of {shape.layers} layers x {wide} B x {each // shape.layers:,}"
+    return MemoryPart("weights of experts", wide * each * count, how)

@@ -8,6 +8,7 @@ Source: DAPO, arXiv 2503.14476, algorithm 1; VAPO, arXiv 2504.05118, section 4.1
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from planish.algorithms.base import ActorCritic, Algorithm, Denominators, LossOutput, TrainBatch
 from planish.algorithms.masked import masked_mean
-from planish.algorithms.mismatch import mismatch_metrics
+from planish.algorithms.mismatch import check_mismatch, mismatch_metrics
 from planish.base import telemetry
 from planish.records.waiting import WaitingSet
 from planish.stages.train.batching import split_by_gradient, split_minibatches
@@ -110,6 +111,7 @@ def run_update(
     waiting: WaitingSet | None = None,
     reference_pin: str = "",
     boundaries: Boundaries | None = None,
+    mismatch_limit: float = math.inf,
 ) -> UpdateResult:
     """Train on one rollout batch: policy and critic, or during value pretraining the critic alone.
 
@@ -127,13 +129,24 @@ def run_update(
         waiting: finished responses that the critic has still to be trained on; None for none.
         reference_pin: pinned URI of the reference policy, for algorithms that need one.
         boundaries: between the steps; None does nothing there.
+        mismatch_limit: largest mean difference of log-probabilities of engine and trainer, nats.
+
+    Raises:
+        ConfigError: beyond the limit.
     """
     critic = critic or CriticConfig()
     if len(batch) == 0:
         return _without_rollouts(algorithm, progress, critic, waiting)
     selection = select_groups(batch, config, group_places)
     batch, values, scalars = _estimate(
-        trainer, algorithm, batch, selection, config=config, seed=seed, earlier=earlier_values
+        trainer,
+        algorithm,
+        batch,
+        selection,
+        config=config,
+        seed=seed,
+        earlier=earlier_values,
+        mismatch_limit=mismatch_limit,
     )
     rates = _Rates(learning_rate(config, progress.iterations), None)
     passes = config.num_passes
@@ -186,6 +199,7 @@ def _estimate(
     config: TrainConfig,
     seed: Sequence[int],
     earlier: Tensor | None,
+    mismatch_limit: float,
 ) -> tuple[TrainBatch, Tensor | None, dict[str, float]]:
     """Fill in what the steps need: old log-probabilities, values, advantages and masks.
 
@@ -196,7 +210,9 @@ def _estimate(
     """
     scalars = batch_metrics(batch) | selection.metrics(batch)
     whole, values = batch, None
-    batch, mismatch = _score_old_policy(trainer, algorithm, selection.apply(batch), config, seed)
+    batch, mismatch = _score_old_policy(
+        trainer, algorithm, selection.apply(batch), config, seed, mismatch_limit
+    )
     scalars |= mismatch
     if algorithm.needs_values:
         values = trainer.values(whole)
@@ -220,6 +236,7 @@ def _score_old_policy(
     batch: TrainBatch,
     config: TrainConfig,
     seed: Sequence[int],
+    mismatch_limit: float,
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Fill in the log-probabilities before the iteration, and compare them with the engine's.
 
@@ -239,6 +256,9 @@ def _score_old_policy(
         old, entropy, routed = trainer.logprobs(part)
         part = part.updated(old_logprobs=old)
         batch = batch.updated(old_logprobs=batch.rollout_logprobs)
+    if math.isfinite(mismatch_limit):
+        compared = part.old_logprobs, part.rollout_logprobs, part.policy_mask
+        check_mismatch(*compared, mismatch_limit)
     metrics = mismatch_metrics(part.old_logprobs, part.rollout_logprobs, part.policy_mask) | routed
     if metrics:
         metrics["entropy"] = float(masked_mean(entropy, part.policy_mask))

@@ -52,7 +52,7 @@ class ThreadRank:
 
     pid = os.getpid()
 
-    def __init__(self, end: socket.socket, **options) -> None:
+    def __init__(self, end: socket.socket, number: int = 0, **options) -> None:
         self._channel = Channel(end.dup())
         self._options = options
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -95,7 +95,7 @@ def local_ranks():
         transport = LocalTransport(settings.rank, settings.limits, network)
         return emulated(transport, settings), ("", 0)
 
-    return lambda end: ThreadRank(end, new_transport=new_transport)
+    return lambda end, number: ThreadRank(end, number, new_transport=new_transport)
 
 
 def disagg(

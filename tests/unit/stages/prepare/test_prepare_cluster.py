@@ -2,7 +2,7 @@
 
 import json
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
@@ -11,9 +11,11 @@ import pytest
 from planish.base.errors import ConfigError
 from planish.stages.prepare.cluster import (
     CLUSTER_PERMISSIONS,
+    DRIVER_LABEL,
     PERMISSIONS,
     KubernetesApi,
     Permission,
+    Pod,
     PodRequests,
     amount,
     check_cluster,
@@ -118,6 +120,19 @@ def test_an_absent_accelerator_and_small_nodes_are_told_or_only_warned_about():
     assert "the largest has 4" in findings.faults[0]
     scaling = check_cluster(cluster, REQUESTS, assume_autoscaling=True)
     assert (scaling.faults, scaling.warnings) == ((), findings.faults)
+
+
+@pytest.mark.parametrize(("major", "faults"), [("580", 0), ("1000", 0), ("575", 1), ("", 0)])
+def test_a_driver_that_is_too_old_is_told_by_the_label_of_its_node(major, faults):
+    node = {"cpu": "96", "memory": "2000Gi", GPU: "8"}
+    cluster = FakeCluster(machines=({**node, DRIVER_LABEL: "580"}, {**node, DRIVER_LABEL: major}))
+    wanted = replace(REQUESTS, stages={"train": Pod(8, "1200Gi")})
+    findings = check_cluster(cluster, wanted, assume_autoscaling=False)
+    assert len(findings.faults) == faults
+    assert all("NVIDIA driver 580 or newer" in f and "got `nvidia" in f for f in findings.faults)
+    assert check_cluster(cluster, wanted, assume_autoscaling=True).warnings == findings.faults
+    # Stages that compute on processors do not care.
+    assert check_cluster(cluster, REQUESTS, assume_autoscaling=False).faults == ()
 
 
 RANKS = {"cpu": "64", "memory": "1200Gi", GPU: "8"}
@@ -232,7 +247,11 @@ def test_the_real_client_sends_what_the_api_expects(recorder):
         f"{core}/namespaces/team/resourcequotas": {"items": [_item(status=quota)]},
         f"{core}/nodes": {
             "items": [
-                _item(spec={}, status={"allocatable": {"cpu": "8"}}),
+                {
+                    "metadata": {"labels": {DRIVER_LABEL: "580", "zone": "a"}},
+                    "spec": {},
+                    "status": {"allocatable": {"cpu": "8"}},
+                },
                 _item(spec={"unschedulable": True}, status={"allocatable": {"cpu": "64"}}),
             ]
         },
@@ -243,7 +262,7 @@ def test_the_real_client_sends_what_the_api_expects(recorder):
     with client.ApiClient(client.Configuration(host=host)) as connection:
         api = KubernetesApi(connection, "team")
         assert api.quotas() == [quota]
-        assert api.nodes() == [{"cpu": "8"}]
+        assert api.nodes() == [{"cpu": "8", DRIVER_LABEL: "580"}]
         assert api.run_is_active("7f3a") is True
         Recorder.answers[workflows] = {"items": [{"status": {"phase": "Failed"}}]}
         assert api.run_is_active("7f3a") is False

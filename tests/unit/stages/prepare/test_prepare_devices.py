@@ -338,3 +338,72 @@ def test_ranks_that_share_experts_hold_their_part_of_them():
     assert weights[0] == 4 * shape.parameters
     assert weights[0] - weights[1] == 4 * experts * 7 // 8
     assert moments[1] == 2 * weights[1]
+
+
+# Sizes of Qwen3-30B-A3B.
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("engine", ["disagg", "vllm_disagg"])
+def test_each_rank_of_attention_and_experts_has_a_device_of_its_own(engine, tmp_path, capsys):
+    """Three ranks do not fit one GPU; they fit a pod of four, in which one has nothing to do."""
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    words = ["plan", "dapo-qwen2.5-0.5b", f"engine.name={engine}", "engine.expert_ranks=2"]
+    words += [f"model.path={tmp_path}", "rollout.max_rows=64", "evaluate.max_rows=64"]
+    words += ["train.num_processes=0", "--json"]
+
+    def planned(profile):
+        main([*words, "--profile", profile])
+        document = json.loads(capsys.readouterr().out)
+        ours = [d for d in document["demands"] if d["stage"] == "rollout"]
+        return document["faults"], {d["device"]: (d["fits"], d["parts"]) for d in ours}
+
+    faults, _ = planned("gpu-1x8")
+    told = "`engine.attention_ranks` + `engine.expert_ranks` must be at most the GPUs of a pod of"
+    assert [f"{told} `rollout` (1), got 3" in fault for fault in faults].count(True) == 1
+    faults, devices = planned("gpu-16x8")
+    assert not [fault for fault in faults if "engine" in fault]
+    assert list(devices) == ["each of 1 GPUs of attention", "each of 2 GPUs of experts"]
+    assert [fits for fits, _ in devices.values()] == [True, True]
+    # 48 layers x 64 experts x 3 matrices of 2048 x 768, and all else of the model.
+    experts = 48 * 64 * 3 * 2048 * 768
+    attention, (only,) = (parts for _, parts in devices.values())
+    assert only["num_bytes"] == 2 * experts
+    assert attention[0]["num_bytes"] == 2 * (shape_of(EXPERTS).parameters - 2 * experts)
+
+
+def test_ranks_elsewhere_take_no_device_of_the_pod(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    overrides = f"engine.name=disagg engine.peers=['a:1','b:1'] model.path={tmp_path}"
+    config, requests = configured("dapo-qwen2.5-0.5b", overrides), profile_requests(GPUS)
+    assert device_faults(config, requests) == []
+    found = demands(config, find_shape(config), requests)
+    assert {demand.stage for demand in found} == {"train"}
+
+
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+def test_ranks_that_share_tokens_keep_their_part_of_the_activations(checkpointing):
+    overrides = 'train.trainer="megatron" train.tensor_parallel=4 train.sequence_parallel='
+
+    def kept(is_shared):
+        again = f" train.activation_checkpointing={checkpointing}"
+        config = configured("dapo-qwen2.5-7b", overrides + is_shared + again)
+        parts = demands(config, find_shape(config), profile_requests(GPUS))[0].parts
+        (found,) = (part.num_bytes for part in parts if part.name == "activations kept")
+        return found
+
+    assert kept("false") == 4 * kept("true") > 0

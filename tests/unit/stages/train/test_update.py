@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from planish.algorithms.dapo import Dapo, DapoConfig
+from planish.algorithms.mismatch import mismatch_limit
 from planish.base import telemetry
-from planish.base.errors import CheckpointError
+from planish.base.errors import CheckpointError, ConfigError
 from planish.stages.train.config import TrainConfig
 from planish.stages.train.metrics import batch_metrics
 from planish.stages.train.progress import Progress
@@ -56,6 +57,39 @@ def test_counters_and_scalars_after_one_batch():
     assert scalars["mismatch_logprob_mean"] == 1.0
     assert [m["num_rollouts"] for m in result.minibatches] == [2.0, 2.0]
     assert num_steps(4, table_config()) == 2
+
+
+@pytest.mark.parametrize("algorithm", [DapoConfig(), DapoConfig(correction="bypass")])
+def test_rollouts_of_another_network_end_the_run_before_a_step(algorithm):
+    """The batch has log-probabilities of -2, and the table gives -1."""
+
+    def run(limit):
+        return run_update(
+            trainer, Dapo(algorithm), batch_of(), config=table_config(), progress=Progress(),
+            seed=(0, 1), mismatch_limit=limit,
+        )  # fmt: skip
+
+    trainer = TableTrainer(3)
+    told = r"-2\.0000 by the engine and -1\.0000 by the trainer in .*, 1\.0000 apart where"
+    with pytest.raises(ConfigError, match=told):
+        run(0.25)
+    assert trainer.table.tolist() == [-1.0] * 3
+    assert run(1.0).progress.updates == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
+        ({}, 0.02),
+        ({"model": {"dtype": "bfloat16"}}, 0.25),
+        ({"train": {"compute_dtype": "bfloat16"}}, 0.25),
+        ({"engine": {"quantization": "fp8"}}, 0.5),
+        ({"rollout": {"top_p": 0.9}}, math.inf),
+        ({"rollout": {"top_k": 5}}, math.inf),
+    ],
+)
+def test_the_number_formats_say_how_far_apart_engine_and_trainer_may_be(changes, limit):
+    assert mismatch_limit(changes) == limit
 
 
 def test_the_first_step_sees_ratio_one_and_the_second_does_not():

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any
 
 from planish import store
 from planish.algorithms import build_algorithm
+from planish.algorithms.mismatch import mismatch_limit
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.base.parallel import SINGLE, Grid, Ranks, join, leave, local_rank, pick_device
 from planish.checkpoint import train_state as checkpoint
@@ -102,6 +104,7 @@ def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult
         waiting=inputs.waiting if algorithm.needs_values else None,
         reference_pin=job.reference_pin,
         boundaries=boundaries,
+        mismatch_limit=math.inf if job.state_pin else mismatch_limit(job.config),
     )
     seconds = time.perf_counter() - started
     scalars = result.scalars | trainer.sizes()
