@@ -86,6 +86,10 @@ def _add_cases(one: argparse.ArgumentParser, use: str, *, faults: int, normal: i
     one.add_argument("--models", type=Path, default=default_models(), metavar="DIR",
                      help="default: those of the package")  # fmt: skip
     one.add_argument("--config", type=Path, metavar="TOML", help="settings; default: built in")
+    one.add_argument("--scrape-seconds", type=int, default=1, metavar="S",
+                     help="between two samples of a simulated machine (default 1)")  # fmt: skip
+    one.add_argument("--missing", type=float, default=0.0, metavar="P",
+                     help="share of the samples that are lost (default 0)")  # fmt: skip
     one.add_argument("--work", type=Path, metavar="DIR", help="keeps finished jobs for a next run")
     one.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default 1)")
     one.add_argument("--json", type=Path, metavar="FILE", help="also write every figure there")
@@ -145,6 +149,11 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace, variants: tuple[str, ...]) -> Plan:
+    if options.scrape_seconds < 1 or not 0 <= options.missing < 1:
+        raise ConfigError(
+            "`--scrape-seconds` must be at least 1 and `--missing` at least 0 and below 1, got "
+            f"{options.scrape_seconds} and {options.missing}"
+        )
     if options.workers < 1 or options.faults < 0 or options.normal < 0:
         raise ConfigError(
             "`--workers` must be at least 1, `--faults` and `--normal` at least 0, got "
@@ -157,6 +166,8 @@ def _plan(options: argparse.Namespace, variants: tuple[str, ...]) -> Plan:
         comparison=getattr(options, "comparison", COMPARISON),
         config={name: one for name, one in tables.items() if name in MinderConfig.model_fields},
         work=options.work,
+        every=options.scrape_seconds,
+        missing=options.missing,
     )
 
 
@@ -243,9 +254,8 @@ def _calibrate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _record(wanted: Wanted, variants: dict[str, Any], plan: Plan) -> Recorded:
-    del plan
     (variant,) = variants.values()
-    return record(case_of(wanted), variant.models, variant.config, detector=variant.make())
+    return record(case_of(wanted, plan), variant.models, variant.config, detector=variant.make())
 
 
 if __name__ == "__main__":

@@ -10,15 +10,18 @@ import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from planish.minder.lab.cases import Case, Truth, facts_path, read_case
 from planish.minder.lab.evaluate import Progress, outcome_of
 from planish.minder.lab.replay import Alarm
 from planish.minder.lab.score import CaseOutcome
 from tests.minder_lab.simulator import simulate
+from tests.minder_lab.simulator.sampling import thinned
 from tests.minder_lab.variants import Variant, build
 
 SEEDS = {"train": 1_000_000, "calibrate": 2_000_000, "evaluate": 3_000_000}
@@ -45,6 +48,10 @@ class Plan:
     work: Path | None = None
     """Keeps finished cases, so that an interrupted run goes on; they are named by seed, settings
     and models, not by the code."""
+    every: int = 1
+    """Seconds between two samples of a simulated machine."""
+    missing: float = 0.0
+    """Share of the samples of simulated jobs that are lost."""
 
     def build(self) -> dict[str, Variant]:
         """Return the detectors."""
@@ -65,9 +72,15 @@ def cases(first: int, faults: int, normal: int) -> list[Wanted]:
     return [(first + i, kind) for i, kind in enumerate(kinds)]
 
 
-def case_of(wanted: Wanted) -> Case:
+def case_of(wanted: Wanted, plan: Plan) -> Case:
     """Return a case; a recorded one is read."""
-    return read_case(wanted) if isinstance(wanted, Path) else simulate(wanted[0], fault=wanted[1])
+    if isinstance(wanted, Path):
+        return read_case(wanted)
+    case = simulate(wanted[0], fault=wanted[1])
+    if plan.every == 1 and not plan.missing:
+        return case
+    rng = np.random.default_rng([wanted[0], plan.every])
+    return replace(case, frame=thinned(case.frame, rng, every=plan.every, missing=plan.missing))
 
 
 def evaluate(
@@ -146,12 +159,13 @@ def one_case(wanted: Wanted, variants: Mapping[str, Variant], plan: Plan) -> dic
     for name, variant in variants.items():
         place = None
         if plan.work is not None:
-            place = plan.work / f"{_key(wanted)}-{_digest(variant)}.json"
+            thin = "" if plan.every == 1 and not plan.missing else f"-{plan.every}-{plan.missing}"
+            place = plan.work / f"{_key(wanted)}{thin}-{_digest(variant)}.json"
         if place is not None and place.exists():
             result[name] = outcome_from(json.loads(place.read_text("utf-8")))
             continue
         if case is None:
-            case = case_of(wanted)
+            case = case_of(wanted, plan)
         outcome = outcome_of(
             case, variant.models, variant.config, metrics=metrics, detector=variant.make()
         )

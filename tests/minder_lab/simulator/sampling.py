@@ -6,7 +6,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from planish.minder.detect.frame import F64
+from planish.minder.detect.frame import F64, Frame, align
 from tests.minder_lab.simulator.noise import Values
 
 MAX_STAGGER = 1.6
@@ -62,3 +62,26 @@ def sent(
             series.append((ts[rows, machine], array[rows, machine].astype(np.float64)))
         result[name] = series
     return result
+
+
+def thinned(frame: Frame, rng: Generator, *, every: int = 1, missing: float = 0.0) -> Frame:
+    """Return a frame as a slower scrape gives it, of which a share of the samples is lost.
+
+    Args:
+        frame: of samples a second apart.
+        rng: of the moments at which each machine is asked, and of what is lost.
+        every: seconds between two samples of a machine.
+        missing: share of the samples.
+    """
+    phase = rng.integers(every, size=frame.num_machines)
+    asked = (np.arange(frame.num_seconds)[:, None] - phase) % every == 0
+    samples: dict[str, dict[str, tuple[F64, F64]]] = {}
+    for name, array in frame.values.items():
+        kept = asked & frame.mask[name] & (rng.random(asked.shape) >= missing)
+        samples[name] = {
+            machine: (frame.ts[rows].astype(np.float64), array[rows, i].astype(np.float64))
+            for i, machine in enumerate(frame.machines)
+            for rows in [np.flatnonzero(kept[:, i])]
+        }
+    start = int(frame.ts[0])
+    return align(frame.job, start, start + frame.num_seconds, frame.machines, samples)

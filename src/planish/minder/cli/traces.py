@@ -6,7 +6,6 @@ import argparse
 import functools
 import json
 import sys
-from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,12 @@ from planish.minder.cli.service import run_once_live
 from planish.minder.detect.config import MinderConfig, minder_config
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.model_files import default_models, load_models
+from planish.minder.detect.result import Result
 from planish.minder.lab.calibrate import (
     LEAST_FAULTS,
     calibrate,
     fitted_limits,
+    fitted_roles,
     record,
     site_tables,
     toml_of,
@@ -29,10 +30,7 @@ from planish.minder.lab.calibrate import (
 from planish.minder.lab.cases import Case, read_case, trace_files
 from planish.minder.lab.evaluate import in_processes, markdown, outcome_of, report
 from planish.minder.lab.files import read_frame
-from planish.minder.lab.replay import replay
-
-_CLIPPED_SHARE = 0.01
-"""With a larger share of values beyond them, the limits of a metric are wrong."""
+from planish.minder.lab.replay import notes_of, replay
 
 
 def run(options: argparse.Namespace) -> int:
@@ -90,41 +88,42 @@ def _run_once(options: argparse.Namespace) -> int:
         options.progress("calls", call.now - first, frame.num_seconds)
     assert call is not None
     sys.stdout.write(call.result.to_json() + "\n")
-    return FAULT_FOUND if call.result.findings else CLEAN
+    return _concluded([call.result], is_fault=bool(call.result.findings))
+
+
+def _concluded(results: list[Result], *, is_fault: bool) -> int:
+    """Say on standard error what the results rest on, and return the exit code."""
+    for note in notes_of(results):
+        sys.stderr.write(f"planish minder: {note}\n")
+    if is_fault:
+        return FAULT_FOUND
+    return CLEAN if any(result.is_judged for result in results) else BAD_INPUT
 
 
 def _replay(options: argparse.Namespace) -> int:
-    """Print a line for each alarm, and one with what the calls took."""
+    """Print a line for each alarm, and one with what the calls took; 2 after an alarm."""
     case, models, config = _trace(options)
     frame = case.frame
     if options.every < 0:
         raise ConfigError(f"`--every` must be a number of seconds, got {options.every}")
-    costs = []
-    clipped: defaultdict[str, float] = defaultdict(float)
+    costs, results, is_fault = [], [], False
     for call in replay(
         frame, models, config, every=options.every, stages=case.stages, board=case.board
     ):
         options.progress("calls", call.now - int(frame.ts[0]), frame.num_seconds)
         costs.append(call.seconds)
-        for metric, share in call.result.clipped.items():
-            clipped[metric] += share
+        results.append(call.result)
         for alarm in call.alarms:
+            is_fault = True
             sys.stdout.write(json.dumps(asdict(alarm)) + "\n")
             sys.stdout.flush()
-    for metric, total in sorted(clipped.items()):
-        share = total / len(costs)
-        if share > _CLIPPED_SHARE:
-            sys.stderr.write(
-                f"planish minder: {share:.0%} of {metric} lies outside its limits; give those of "
-                "this hardware in the table `limits` (`planish minder calibrate --traces`)\n"
-            )
     last = {
         "calls": len(costs),
         "seconds_per_call": round(sum(costs) / max(1, len(costs)), 5),
         "seconds_max": round(max(costs, default=0.0), 5),
     }
     sys.stdout.write(json.dumps(last) + "\n")
-    return CLEAN
+    return _concluded(results, is_fault=is_fault)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -170,13 +169,18 @@ def _evaluate(options: argparse.Namespace) -> int:
     """Print the tables of a report."""
     config = minder_config(_tables(options))
     models = _models(options, config)
-    outcomes = in_processes(
-        functools.partial(outcome_of, models=models, config=config),
-        _traces(options),
-        workers=options.workers,
-        progress=lambda done, total: options.progress("traces", done, total),
+    outcomes = list(
+        in_processes(
+            functools.partial(outcome_of, models=models, config=config),
+            _traces(options),
+            workers=options.workers,
+            progress=lambda done, total: options.progress("traces", done, total),
+        )
     )
-    document = report(list(outcomes))
+    for outcome in outcomes:
+        for note in outcome.notes:
+            sys.stderr.write(f"planish minder: {outcome.case}: {note}\n")
+    document = report(outcomes)
     sys.stdout.write(markdown(document))
     _write_json(options, document)
     return CLEAN
@@ -193,15 +197,16 @@ def _calibrate(options: argparse.Namespace) -> int:
         options.progress("traces", number, len(paths))
     limits = fitted_limits(cases, config.detect.metrics)
     faults = sum(case.truth.faulty for case in cases)
-    tables, document = site_tables(limits, None), {}
+    fitted = {name: {**raw.get(name, {}), **t} for name, t in site_tables(limits, None).items()}
+    config = minder_config({**raw, **fitted})
+    roles = fitted_roles(cases, models, config)
+    tables, document = site_tables(limits, None, roles), {}
     if faults < LEAST_FAULTS:
         text = (
             f"Thresholds and floors stay as they are: {LEAST_FAULTS} labelled faults are needed, "
             f"got {faults}.\n"
         )
     else:
-        fitted = {name: {**raw.get(name, {}), **table} for name, table in tables.items()}
-        config = minder_config({**raw, **fitted})
         recorded = in_processes(
             functools.partial(record, models=models, config=config),
             paths,
@@ -210,7 +215,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         )
         best = calibrate(list(recorded), config, min_precision=options.min_precision)
         document, text = best.to_json(), best.markdown()
-        tables = site_tables(limits, best.best)
+        tables = site_tables(limits, best.best, roles)
     toml = f"# From {len(paths)} recorded traces, {faults} of them with a fault.\n{toml_of(tables)}"
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

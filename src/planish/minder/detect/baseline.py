@@ -44,9 +44,9 @@ class Baseline:
     than the metric's floor keeps the value that it had before, or none.
     """
 
-    def __init__(self, config: DetectConfig) -> None:
-        """Begin without history."""
-        self.config = config
+    def __init__(self, config: DetectConfig, *, is_role: bool = True) -> None:
+        """Begin without history; roles lie within the limits of the configuration."""
+        self.config, self._is_role = config, is_role
         self.machines: tuple[str, ...] = ()
         self.until = 0
         """Unix second before which all history has been looked at."""
@@ -164,6 +164,9 @@ class Baseline:
             if not due.any():
                 continue
             agreed = _agreed(rows, floor, needed)
+            if self._is_role:
+                # What lies further away than a role may is a fault, however old it is.
+                agreed[np.abs(agreed) > self.config.role_limit(metric)] = np.nan
             for place in np.flatnonzero(due).tolist():
                 name, value = self.machines[place], float(agreed[place])
                 if np.isfinite(value):
@@ -188,13 +191,15 @@ class Baseline:
         }
 
     @classmethod
-    def from_json(cls, config: DetectConfig, raw: Mapping[str, Any]) -> Baseline:
+    def from_json(
+        cls, config: DetectConfig, raw: Mapping[str, Any], *, is_role: bool = True
+    ) -> Baseline:
         """Go on from what `to_json` gave.
 
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
-        baseline = cls(config)
+        baseline = cls(config, is_role=is_role)
         baseline.machines, baseline.until = tuple(map(str, raw["machines"])), int(raw["until"])
         baseline._stride = 1
         count = int(raw["minutes"]) // 2

@@ -24,8 +24,8 @@ class PreprocessConfig(Section):
 
     max_gap_seconds: int = Field(default=30, ge=0)
     """Longer gaps are not filled and break continuity; 0 fills every gap, as published."""
-    min_real_share: float = Field(default=0.9, gt=0.0, le=1.0)
-    """A metric needs this share of real samples on enough machines."""
+    min_known_share: float = Field(default=0.9, gt=0.0, le=1.0)
+    """A metric needs this share of known seconds, short gaps filled, on enough machines."""
     min_machine_share: float = Field(default=0.8, gt=0.0, le=1.0)
     """How many machines are enough, as a share; never fewer than four."""
     join_grace_seconds: int = Field(default=120, ge=0)
@@ -87,6 +87,15 @@ class DetectConfig(Section):
     unknown_role_distance: float = Field(default=0.1, ge=0.0)
     """Distance that is added to the floor of a machine without a baseline, as all are at first; 0
     is off, as published."""
+    role_limits: dict[str, float] = Field(default_factory=dict)
+    """Largest difference in healthy history that is taken for a machine's role, normalised, by
+    metric, as healthy jobs of the site show (`calibrate` fits it). A machine that is further away
+    from its first minute on is faulty. A GPU metric without an entry has `unknown_role_distance`;
+    other metrics have no limit, since hosts differ by what else they do."""
+    rest_share: float = Field(default=0.75, ge=0.0, le=1.0)
+    """While the machines together do less than this share of what they mostly do, for at most
+    `idle_seconds`, a machine that is like its peers goes on being a candidate: at rest, as in a
+    checkpoint, differences shrink. 0 is off, as published."""
     baseline_min_seconds: int = Field(default=600, ge=60)
     """With this much healthy history a baseline is not learned while a machine is candidate."""
     baseline_early_seconds: int = Field(default=120, ge=120)
@@ -120,12 +129,21 @@ class DetectConfig(Section):
 
     @model_validator(mode="after")
     def _known_metrics(self) -> DetectConfig:
-        for name in (*self.metrics, *(self.floors or {})):
+        for name in (*self.metrics, *(self.floors or {}), *self.role_limits):
             if name not in METRICS:
                 raise ValueError(f"a metric must be known, got {name!r}{nearest(name, METRICS)}")
         if not self.metrics or len(set(self.metrics)) != len(self.metrics):
             raise ValueError(f"`metrics` must be unique and at least one, got {self.metrics}")
         return self
+
+    def role_distance(self, metric: str) -> float:
+        """Return by how much a machine whose role is not known may differ, normalised."""
+        return self.role_limits.get(metric, self.unknown_role_distance)
+
+    def role_limit(self, metric: str) -> float:
+        """Return how far a machine's role may lie from its peers; infinite without a limit."""
+        bounded = metric in self.role_limits or METRICS[metric].is_gpu
+        return (self.role_distance(metric) if bounded else 0.0) or math.inf
 
 
 class ServiceConfig(Section):
@@ -219,6 +237,7 @@ PAPER: dict[str, dict[str, Any]] = {
         "role_baseline": False,
         "usual_distance": False,
         "unknown_role_distance": 0.0,
+        "rest_share": 0.0,
         "compare_within_stage": False,
         "gap_tolerance": 0,
         "only_most_unlike": True,

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planish.minder.detect.config import MinderConfig
+from planish.minder.detect.config import DetectConfig, MinderConfig
 from planish.minder.detect.denoise import WINDOW, Denoiser
 from planish.minder.detect.distances import (
     Trace,
+    activity,
     candidates,
     floor_of,
     floors_of,
@@ -23,13 +24,15 @@ from planish.minder.detect.distances import (
     thresholds,
     without,
 )
-from planish.minder.detect.frame import F32, I64, Frame, Job, Mask
+from planish.minder.detect.frame import COARSE_SECONDS, F32, F64, I64, Frame, Job, Mask
 from planish.minder.detect.preprocess import Prepared
 from planish.minder.detect.result import Candidate, Evidence, Finding, Result
 from planish.minder.detect.two_modes import BLOCK_SECONDS, find_part
 
 _TOLERATED_SHARE = 0.02
 """Gaps in a run may be at most this share of it."""
+_SAMPLE_SHARE = 0.12
+"""Where samples are held, one that lacks the candidate may be at most this share of a run."""
 _FEWEST_WINDOWS = 30
 """A shorter run is not reported as a candidate."""
 
@@ -59,7 +62,9 @@ def stretches(flags: Mask) -> list[tuple[int, int]]:
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def runs(machine: int, named: Mask, masked: Mask, *, gap_tolerance: int = 0) -> list[Run]:
+def runs(
+    machine: int, named: Mask, masked: Mask, *, gap_tolerance: int = 0, sample: int = 0
+) -> list[Run]:
     """Return the runs of one machine, in order.
 
     A window in which it is no candidate ends a run, unless the tolerance allows it: at most
@@ -71,6 +76,8 @@ def runs(machine: int, named: Mask, masked: Mask, *, gap_tolerance: int = 0) -> 
         named: [W], windows in which it is a candidate.
         masked: [W], windows of which too little is known.
         gap_tolerance: windows in a run that may lack the candidate.
+        sample: windows that one held sample touches, of which one in a run may lack it; 0 where
+            samples are a second apart.
 
     Example:
         >>> named = np.array([True, True, False, True])
@@ -82,7 +89,11 @@ def runs(machine: int, named: Mask, masked: Mask, *, gap_tolerance: int = 0) -> 
     gaps = 0
     for start, stop in stretches(named[known]):
         gap = start - joined[-1][1] if joined else 0
-        if joined and gaps + gap <= min(gap_tolerance, _TOLERATED_SHARE * (stop - joined[-1][0])):
+        length = stop - joined[-1][0] if joined else 0
+        tolerated = max(
+            min(gap_tolerance, _TOLERATED_SHARE * length), min(sample, _SAMPLE_SHARE * length)
+        )
+        if joined and gaps + gap <= tolerated:
             joined[-1], gaps = (joined[-1][0], stop), gaps + gap
         else:
             joined.append((start, stop))
@@ -93,21 +104,59 @@ def runs(machine: int, named: Mask, masked: Mask, *, gap_tolerance: int = 0) -> 
     ]
 
 
-def long_runs(named: Mask, masked: Mask, min_windows: int, *, gap_tolerance: int) -> list[Run]:
-    """Return for each machine its first run of more than `min_windows`, the earliest run first.
+@dataclass(frozen=True)
+class Rule:
+    """How long machines must be candidates in a metric."""
+
+    needed: F64
+    """[N], windows: a held sample makes everything look longer."""
+    samples: I64
+    """[N], windows that one held sample touches; 0 where samples are a second apart."""
+    resting: Mask
+    """[W], windows that count for candidates and say nothing of other machines."""
+    gap_tolerance: int
+    """Windows in a run that may lack the candidate, see `runs`."""
+
+    @classmethod
+    def of(cls, name: str, prepared: Prepared, rules: DetectConfig) -> Rule:
+        """Return the rule of a metric in one call."""
+        intervals = prepared.intervals.get(name, np.ones(prepared.frame.num_machines))
+        held = (intervals > COARSE_SECONDS) & (rules.gap_tolerance > 0)
+        touched = np.where(held, intervals + WINDOW - 1, 0).astype(np.int64)
+        needed = rules.continuity_seconds + intervals - 1.0
+        return cls(needed, touched, resting(name, prepared, rules), rules.gap_tolerance)
+
+    def runs(self, machine: int, named: Mask, masked: Mask) -> list[Run]:
+        """Return the runs of one machine, see `runs`."""
+        return runs(
+            *(machine, named, masked | (self.resting & ~named)),
+            gap_tolerance=self.gap_tolerance,
+            sample=int(self.samples[machine]),
+        )
+
+
+def long_runs(named: Mask, masked: Mask, rule: Rule) -> list[Run]:
+    """Return for each machine its first run that is long enough, the earliest run first.
 
     Args:
         named: [W, N], who is candidate in which windows.
         masked: [W], as for `runs`.
-        min_windows: of a run.
-        gap_tolerance: as for `runs`.
+        rule: of the metric.
     """
     result = []
     # In a run, gaps are few: a machine that is candidate less often has no run of this length.
-    for machine in np.flatnonzero(named.sum(axis=0) > 0.9 * min_windows).tolist():
-        mine = runs(machine, named[:, machine], masked, gap_tolerance=gap_tolerance)
-        result += [run for run in mine if run.length > min_windows][:1]
+    for machine in np.flatnonzero(named.sum(axis=0) > 0.8 * rule.needed).tolist():
+        found = rule.runs(machine, named[:, machine], masked)
+        result += [run for run in found if run.length > rule.needed[machine]][:1]
     return sorted(result, key=lambda run: (run.first, run.machine))
+
+
+def resting(name: str, prepared: Prepared, rules: DetectConfig) -> Mask:
+    """Return [W], windows of short stretches in which the machines do less than they mostly do."""
+    low = activity(name, prepared) < rules.rest_share
+    for start, stop in stretches(low):
+        low[start:stop] = stop - start <= rules.idle_seconds
+    return np.asarray(low)
 
 
 @dataclass(frozen=True)
@@ -157,6 +206,11 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
         "silent": tuple(np.array(frame.machines)[silent].tolist()),
         "clipped": dict(view.prepared.clipped),
         "broken": dict(view.prepared.broken),
+        "intervals": {
+            name: seconds
+            for name, each in view.prepared.intervals.items()
+            if (seconds := round(float(np.median(each)), 1)) > COARSE_SECONDS
+        },
         "theta": threshold(rules.theta, rules.kappa, frame.num_machines),
     }
     # One silent machine of four is no outage.
@@ -201,6 +255,7 @@ class _Named:
     """[W, N]."""
     unknown: Mask
     """[W], windows of which too little is known."""
+    rule: Rule
 
 
 def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
@@ -211,12 +266,14 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
     result = {}
     for name, trace in view.traces.items():
         rest = without(trace, gone, view.groups)
-        floor = floors_of(name, view.frame.machines, rules, view.job)
+        floor = floors_of(name, view.prepared, rules, view.job)
         named = candidates(rest, theta, floor, only_most_unlike=rules.only_most_unlike)
         named[view.ignored] = False
         masked = (~rest.present[:, ~gone]).mean(axis=1) if not gone.all() else np.ones(len(named))
         unknown = (masked > rules.max_masked_share) & ~view.ignored
-        result[name] = _Named(rest, named, unknown)
+        rule = Rule.of(name, view.prepared, rules)
+        rule = replace(rule, resting=rule.resting & ~view.ignored)
+        result[name] = _Named(rest, named, unknown, rule)
     return result
 
 
@@ -226,12 +283,7 @@ def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
     findings: dict[str, Finding] = {}
     for name, metric in named.items():
         trace = metric.trace
-        for run in long_runs(
-            metric.candidates,
-            metric.unknown,
-            rules.continuity_seconds,
-            gap_tolerance=rules.gap_tolerance,
-        ):
+        for run in long_runs(metric.candidates, metric.unknown, metric.rule):
             evidence = {}
             for other, theirs in named.items():
                 mine = theirs.candidates[:, run.machine]
@@ -245,7 +297,7 @@ def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
                 metric=name,
                 kind="dissimilar",
                 run_start=start,
-                confirmed_at=start + rules.continuity_seconds + WINDOW - 1,
+                confirmed_at=start + int(metric.rule.needed[run.machine]) + WINDOW - 1,
                 duration_s=float(run.last - run.first + WINDOW),
                 score_mean=float(trace.scores[cells][trace.present[cells]].mean()),
                 evidence=evidence,
@@ -263,7 +315,7 @@ def _ongoing(view: View, named: Mapping[str, _Named]) -> tuple[Candidate, ...]:
         flags = metric.candidates
         recent = flags[-1 - tolerance :].any(axis=0) & (flags.sum(axis=0) >= _FEWEST_WINDOWS)
         for machine in np.flatnonzero(recent).tolist():
-            run = runs(machine, flags[:, machine], metric.unknown, gap_tolerance=tolerance)[-1]
+            run = metric.rule.runs(machine, flags[:, machine], metric.unknown)[-1]
             if run.length >= _FEWEST_WINDOWS and run.last >= len(flags) - 1 - tolerance:
                 score = float(metric.trace.scores[run.last, machine])
                 since = int(view.frame.ts[run.first])

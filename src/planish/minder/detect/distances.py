@@ -16,6 +16,7 @@ import numpy as np
 from planish.minder.detect.config import DetectConfig
 from planish.minder.detect.denoise import WINDOW, Denoiser, windows_of
 from planish.minder.detect.frame import F32, F64, I64, Job, Mask
+from planish.minder.detect.metrics_table import METRICS
 from planish.minder.detect.preprocess import Prepared
 
 Distance = Literal["euclidean", "manhattan", "chebyshev"]
@@ -309,13 +310,33 @@ def floor_of(name: str, config: DetectConfig) -> float:
     return config.floors.get(name, config.default_floor)
 
 
-def floors_of(name: str, machines: Sequence[str], config: DetectConfig, job: Job) -> F64:
-    """Return for each machine [N] the distance that counts: the floor above its usual one."""
-    floor = np.full(len(machines), floor_of(name, config))
-    known = job.usual.get(name, {}) if config.usual_distance else {}
-    if known:
-        floor += [max(0.0, known.get(machine, 0.0)) for machine in machines]
-    return floor
+def activity(name: str, prepared: Prepared) -> F64:
+    """Return [W], what the machines do in a metric, as a share of what they mostly do; at most 1.
+
+    It is 1 for what is no single metric.
+    """
+    if name not in prepared.values:
+        return np.ones(max(0, prepared.frame.num_seconds - WINDOW + 1))
+    median = fleet_median(prepared.values[name], prepared.masked[name])
+    level = windows_of(median[:, None])[:, 0].mean(axis=1, dtype=np.float64)
+    usual = np.quantile(level, 0.75) if len(level) else 0.0
+    return np.minimum(1.0, level / usual) if usual > 0 else np.ones(len(level))
+
+
+def floors_of(name: str, prepared: Prepared, config: DetectConfig, job: Job) -> F64:
+    """Return for each window and machine [W, N] the distance that counts.
+
+    It is the floor above the machine's usual distance, or above what its role may be as long as
+    that is not known. What GPUs differ by follows from what they do, so it is less at rest.
+    """
+    share = activity(name, prepared)[:, None]
+    if name not in METRICS or not METRICS[name].is_gpu:
+        share = np.ones_like(share)
+    usual = job.usual.get(name, {}) if config.usual_distance else {}
+    unknown, machines = set(job.unknown.get(name, ())), prepared.frame.machines
+    lift = np.array([0.0 if m in unknown else max(0.0, usual.get(m, 0.0)) for m in machines])
+    roles = np.array([config.role_distance(name) if m in unknown else 0.0 for m in machines])
+    return floor_of(name, config) + lift + share * roles
 
 
 def candidates(trace: Trace, theta: F64, floor: F64, *, only_most_unlike: bool) -> Mask:
@@ -324,7 +345,7 @@ def candidates(trace: Trace, theta: F64, floor: F64, *, only_most_unlike: bool) 
     Args:
         trace: of a metric.
         theta: [N], thresholds of the normal score.
-        floor: [N], smallest distance above the median machine.
+        floor: [W, N], smallest distance above the median machine.
         only_most_unlike: at most one machine a window, the one whose score is highest in units of
             its threshold; of equal ones the first by name.
     """

@@ -21,6 +21,8 @@ Mask = NDArray[np.bool_]
 Samples = Mapping[str, Mapping[str, tuple[F64, F64]]]
 """Metric to machine to (timestamps in unix seconds, values), in any order."""
 
+COARSE_SECONDS = 2.0
+"""Samples further apart than this are not second-level data."""
 COARSEST_SECONDS = 60.0
 """Between samples that are further apart nothing is known."""
 _DENSE_SECONDS = 1.5
@@ -50,6 +52,8 @@ class Frame:
     """Metric to [T, N]; NaN where nothing was measured."""
     mask: dict[str, Mask] = field(default_factory=dict)
     """Metric to [T, N], True for a real sample; made from `values` where it is not given."""
+    held: Mapping[str, float] = field(default_factory=dict)
+    """Metric to the seconds for which one measurement stands, where a server said so."""
 
     def __post_init__(self) -> None:
         """Check the shapes.
@@ -91,6 +95,7 @@ class Frame:
             self.machines,
             {name: array[low:high] for name, array in self.values.items()},
             {name: array[low:high] for name, array in self.mask.items()},
+            self.held,
         )
 
     def select(self, machines: Sequence[str]) -> Frame:
@@ -111,6 +116,7 @@ class Frame:
             names,
             {name: array[:, columns] for name, array in self.values.items()},
             {name: array[:, columns] for name, array in self.mask.items()},
+            self.held,
         )
 
 

@@ -35,7 +35,9 @@ class JobMonitor:
     ) -> None:
         """Begin with nothing known of the job; `detector` replaces the usual one."""
         self.job, self.config = job, config
-        self.baseline, self.usual = Baseline(config.detect), Baseline(config.detect)
+        self._forget()
+        self.known = Job()
+        """What was known of the job in the last call."""
         self._detector = detector or Detector(models, config)
         self._limits = models.limits
         self._scales: dict[str, float] = {}
@@ -78,10 +80,10 @@ class JobMonitor:
         self.baseline.keep(frame.machines)
         self.usual.keep(frame.machines)
         metrics = rules.metrics if rules.role_baseline else ()
-        job = Job(
+        self.known = job = Job(
             stages=dict(stages or {}),
             baseline=self.baseline.table(),
-            usual=self.usual_distances(),
+            usual=self.usual.table(),
             since=since,
             ignored=ignored,
             unknown={name: self.baseline.unknown(name) for name in metrics},
@@ -139,20 +141,8 @@ class JobMonitor:
             self._forget()
 
     def _forget(self) -> None:
-        self.baseline, self.usual = Baseline(self.config.detect), Baseline(self.config.detect)
-
-    def usual_distances(self) -> dict[str, dict[str, float]]:
-        """Return the usual distances, further for machines whose role is not known yet."""
-        rules, usual = self.config.detect, self.usual.table()
-        if not (rules.role_baseline and rules.unknown_role_distance):
-            return usual
-        further = {}
-        for metric in rules.metrics:
-            known = usual.get(metric, {})
-            unknown = self.baseline.unknown(metric)
-            least = dict.fromkeys(unknown, rules.unknown_role_distance)
-            further[metric] = {**known, **{k: max(v, known.get(k, 0.0)) for k, v in least.items()}}
-        return {**usual, **further}
+        self.baseline = Baseline(self.config.detect)
+        self.usual = Baseline(self.config.detect, is_role=False)
 
     def _learn(self, result: Result, now: int, ignored: Sequence[tuple[int, int]]) -> None:
         """Let the baseline grow by what was healthy."""
@@ -212,7 +202,7 @@ class JobMonitor:
         """
         monitor = cls(str(state["job"]), models, config, detector=detector)
         monitor.baseline = Baseline.from_json(config.detect, state["baseline"])
-        monitor.usual = Baseline.from_json(config.detect, state["usual"])
+        monitor.usual = Baseline.from_json(config.detect, state["usual"], is_role=False)
         monitor._joined = {str(name): int(at) for name, at in state["joined"].items()}
         monitor._started = int(state["started"])
         monitor._scales = {str(name): float(scale) for name, scale in state["scales"].items()}

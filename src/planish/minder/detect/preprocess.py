@@ -13,13 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from planish.minder.detect.config import MinderConfig
-from planish.minder.detect.frame import F32, F64, I64, Frame, Mask
+from planish.minder.detect.frame import COARSEST_SECONDS, F32, F64, I64, Frame, Mask
 from planish.minder.detect.metrics_table import METRICS, Metric
 
 _STEP = 1.1
 """Limits are widened by powers of this, and only when they are too narrow by more."""
 _TOP_QUANTILE = 0.99
 """Of the samples of a machine, what lies above may be glitches."""
+_FEWEST_CHANGES = 4
+"""Of a machine whose samples change less often it is not known how often they come."""
+_ADJACENT_SHARE = 0.1
+"""Where so many changes follow one another, samples come every second."""
 _FRESH_ROWS = 10
 """A machine whose last sample is older has stopped, which is another matter than standing still."""
 
@@ -43,6 +47,8 @@ class Prepared:
     """Share of values beyond the limits that were given, widened or not."""
     broken: dict[str, tuple[str, ...]]
     """Metric to machines whose exporter is broken: it gives 0, or the same values on and on."""
+    intervals: dict[str, F64]
+    """Usable metric to [N], seconds from one distinct sample of a machine to the next."""
     silent_seconds: F64
     """[N], how long before the end of the frame each machine gave its last sample of anything."""
 
@@ -69,6 +75,7 @@ def prepare(
     skipped: dict[str, str] = {}
     clipped: dict[str, float] = {}
     rules = config.preprocess
+    intervals: dict[str, F64] = {}
     broken = broken_exporters(frame) if rules.mask_broken_exporter else {}
     frozen = frozen_exporters(frame, rules.frozen_after_seconds)
     for name in config.detect.metrics:
@@ -79,7 +86,8 @@ def prepare(
         real[:, [frame.machines.index(m) for m in broken.get(name, ())]] = False
         for machine, first in frozen.get(name, {}).items():
             real[first:, frame.machines.index(machine)] = False
-        reason = unusable(frame.values[name], real, config)
+        filled, unknown = fill(frame.values[name], real, rules.max_gap_seconds)
+        reason = unusable(frame.values[name], real, unknown, config)
         bounds = limits_of(METRICS[name], config, limits, board)
         if not reason and (bounds is None or bounds[0] >= bounds[1]):
             reason = "limits"
@@ -87,7 +95,7 @@ def prepare(
             skipped[name] = reason
             continue
         assert bounds is not None
-        filled, unknown = fill(frame.values[name], real, rules.max_gap_seconds)
+        intervals[name] = np.maximum(sample_intervals(filled, unknown), frame.held.get(name, 1.0))
         for machine, first in frozen.get(name, {}).items():
             unknown[first:, frame.machines.index(machine)] = True
         scaled = transformed(filled, METRICS[name])
@@ -100,7 +108,8 @@ def prepare(
         values[name], masked[name] = scaled.astype(np.float32), unknown
     for name, machines in frozen.items():
         broken[name] = tuple(sorted({*broken.get(name, ()), *machines}))
-    return Prepared(frame, values, masked, skipped, clipped, broken, silent_seconds(frame))
+    silent = silent_seconds(frame)
+    return Prepared(frame, values, masked, skipped, clipped, broken, intervals, silent)
 
 
 def limits_of(
@@ -197,13 +206,47 @@ def fill(values: F32, real: Mask, max_gap_seconds: int) -> tuple[F32, Mask]:
     return filled, unknown
 
 
-def unusable(values: F32, real: Mask, config: MinderConfig) -> str:
-    """Return why a metric can not be used in this frame; empty when it can."""
+def sample_intervals(values: F32, unknown: Mask) -> F64:
+    """Return [N], the seconds from one distinct sample of each machine to the next.
+
+    A server and an exporter repeat a sample until the next one comes, so timestamps do not tell. A
+    machine whose samples hardly change is asked as often as most others are.
+
+    Args:
+        values: [T, N], gaps filled.
+        unknown: [T, N], True where nothing is known.
+
+    Example:
+        >>> held = np.arange(60, dtype=np.float32)[:, None] // 20 * 20
+        >>> sample_intervals(np.tile(held, (3, 1)), np.zeros((180, 1), bool))
+        array([20.])
+    """
+    changed = (values[1:] != values[:-1]) & ~(unknown[1:] | unknown[:-1])
+    counts = changed.sum(axis=0)
+    adjacent = (changed[1:] & changed[:-1]).sum(axis=0)
+    result = np.where(adjacent >= _ADJACENT_SHARE * counts, 1.0, np.nan)
+    result[counts < _FEWEST_CHANGES] = np.nan
+    for place in np.flatnonzero(np.isnan(result) & (counts >= _FEWEST_CHANGES)).tolist():
+        result[place] = np.quantile(np.diff(np.flatnonzero(changed[:, place])), 0.25)
+    known = result[np.isfinite(result)]
+    usual = float(np.median(known)) if len(known) else 1.0
+    return np.minimum(np.where(np.isfinite(result), result, usual), COARSEST_SECONDS)
+
+
+def unusable(values: F32, real: Mask, unknown: Mask, config: MinderConfig) -> str:
+    """Return why a metric can not be used in this frame; empty when it can.
+
+    Args:
+        values: [T, N].
+        real: [T, N], True for real samples.
+        unknown: [T, N], True where nothing is known after short gaps have been filled.
+        config: of the monitor.
+    """
     rules = config.preprocess
     if not real.any():
         return "missing"
     machines = values.shape[1]
-    good = real.mean(axis=0) >= rules.min_real_share
+    good = (~unknown).mean(axis=0) >= rules.min_known_share
     if good.sum() < min(machines, max(4, int(np.ceil(rules.min_machine_share * machines)))):
         seconds = next((np.flatnonzero(column) for column in real.T if column.sum() > 2), ())
         # Coarse samples come regularly, but less often than every two seconds.

@@ -91,7 +91,15 @@ class Result:
     """Metric to the share of its values beyond the limits."""
     broken: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Metric to machines whose exporter is broken, see `Prepared.broken`."""
+    intervals: dict[str, float] = field(default_factory=dict)
+    """Metric to the seconds between its samples, where they are more than two; a machine must
+    differ for so much longer."""
     call_seconds: float = 0.0
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether machines could be compared."""
+        return self.status in ("ok", "fault")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""

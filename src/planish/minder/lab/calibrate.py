@@ -20,14 +20,21 @@ import numpy as np
 
 from planish.base.errors import ConfigError
 from planish.minder.detect.config import MinderConfig
-from planish.minder.detect.continuity import long_runs
+from planish.minder.detect.continuity import Rule, long_runs, resting
 from planish.minder.detect.denoise import WINDOW, Models
 from planish.minder.detect.detector import Detector
-from planish.minder.detect.distances import Trace, floor_of, threshold
+from planish.minder.detect.distances import (
+    Trace,
+    fleet_median,
+    floor_of,
+    floors_of,
+    median_of_known,
+    threshold,
+)
 from planish.minder.detect.frame import F32, Mask
 from planish.minder.detect.job_monitor import JobMonitor
 from planish.minder.detect.metrics_table import METRICS
-from planish.minder.detect.preprocess import fit_limits
+from planish.minder.detect.preprocess import fit_limits, prepare
 from planish.minder.lab.cases import Case
 from planish.minder.lab.evaluate import fault_of, table
 from planish.minder.lab.replay import Alarm
@@ -199,14 +206,18 @@ class _Kept:
     above: F32
     """Beyond the machine's usual distance."""
     present: Mask
+    resting: Mask
+    rule: Rule | None = None
+    """Of the last call, for all windows."""
 
-    def take(self, rows: slice, trace: Trace, above: F32) -> None:
+    def take(self, rows: slice, trace: Trace, above: F32, quiet: Mask) -> None:
         """Note the last rows of a call; of calls that overlap the larger distance counts."""
         count = rows.stop - rows.start
         more = trace.present[-count:] & (above[-count:] > self.above[rows])
         self.scores[rows] = np.where(more, trace.scores[-count:], self.scores[rows])
         self.above[rows] = np.where(more, above[-count:], self.above[rows])
         self.present[rows] |= trace.present[-count:]
+        self.resting[rows] |= quiet[-count:]
 
 
 def record(
@@ -228,7 +239,6 @@ def record(
     silent: dict[str, Alarm] = {}
     step = config.service.interval_seconds
     for end in range(start + step, start + frame.num_seconds + 1, step):
-        usual = monitor.usual_distances() if config.detect.usual_distance else {}
         result = monitor.call(
             frame.slice(end - config.service.window_seconds, end),
             stages=case.stages,
@@ -241,12 +251,18 @@ def record(
         last = end - start - WINDOW + 1
         for name, trace in detector.last.items():
             empty = np.zeros((windows, count), np.float32)
-            mine = kept.setdefault(name, _Kept(empty, empty - np.inf, empty.astype(bool)))
-            known = usual.get(name, {})
-            lift = np.array([max(0.0, known.get(m, 0.0)) for m in frame.machines], np.float32)
+            none = empty.astype(bool)
+            quiet = np.zeros(windows, bool)
+            mine = kept.setdefault(name, _Kept(empty, empty - np.inf, none, quiet))
             new = min(last, len(trace.scores))
             if new > 0 and trace.scores.shape[1] == count:
-                mine.take(slice(last - new, last), trace, trace.above - lift)
+                prepared = detector.prepared
+                assert prepared is not None
+                floors = floors_of(name, prepared, config.detect, monitor.known)
+                lift = (floors - floor_of(name, config.detect)).astype(np.float32)
+                quiet = resting(name, prepared, config.detect)
+                mine.take(slice(last - new, last), trace, trace.above - lift, quiet)
+                mine.rule = replace(Rule.of(name, prepared, config.detect), resting=mine.resting)
     outcome = CaseOutcome(
         case=case.name,
         fault=fault_of(case, config.detect.metrics),
@@ -268,14 +284,14 @@ def _hits(kept: Mapping[str, _Kept], case: Case, config: MinderConfig) -> dict[P
     thetas = sorted({_theta(theta, kappa, len(machines)) for theta, kappa in pairs})
     hits: dict[Point, Hits] = {}
     for name, metric in kept.items():
+        if metric.rule is None:
+            continue
         unknown = (~metric.present).mean(axis=1) > rules.max_masked_share
         for theta, floor in itertools.product(thetas, floors):
             over = metric.present & (metric.scores > theta) & (metric.above > floor)
             named = []
-            for run in long_runs(
-                over, unknown, rules.continuity_seconds, gap_tolerance=rules.gap_tolerance
-            ):
-                confirmed = run.first + rules.continuity_seconds + WINDOW
+            for run in long_runs(over, unknown, metric.rule):
+                confirmed = run.first + metric.rule.needed[run.machine] + WINDOW
                 named.append((machines[run.machine], start + step * math.ceil(confirmed / step)))
             hits[name, theta, floor] = tuple(named)
     return hits
@@ -314,14 +330,40 @@ def fitted_limits(cases: Sequence[Case], metrics: Sequence[str]) -> dict[str, Si
     return result
 
 
+def fitted_roles(cases: Sequence[Case], models: Models, config: MinderConfig) -> dict[str, float]:
+    """Return by how much machines of healthy traces lastingly differ at most, and a quarter more.
+
+    Args:
+        cases: recorded; those with a fault do not count.
+        models: that hold limits of metrics which the configuration does not name.
+        config: with the limits of the site.
+
+    Returns:
+        Metric to the largest difference from the fleet's median, normalised; at least the floor.
+    """
+    most: dict[str, float] = {}
+    for case in (case for case in cases if not case.truth.faulty):
+        prepared = prepare(case.frame, config, models.limits, board=case.board)
+        for name, values in prepared.values.items():
+            masked = prepared.masked[name]
+            away = values - fleet_median(values, masked)[:, None]
+            lasting = np.abs(median_of_known(away.T, ~masked.T))
+            widest = float(np.nanmax(lasting, initial=floor_of(name, config.detect)))
+            most[name] = max(most.get(name, 0.0), widest)
+    return {name: float(f"{1.25 * widest:.3g}") for name, widest in most.items()}
+
+
 def site_tables(
-    limits: Mapping[str, SiteLimits], settings: CalibrationSettings | None
+    limits: Mapping[str, SiteLimits],
+    settings: CalibrationSettings | None,
+    roles: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Return the tables of a configuration.
 
     Args:
         limits: as `fitted_limits` returns them.
         settings: thresholds and floors; None: those that come with the package.
+        roles: as `fitted_roles` returns them.
     """
     lists = {
         board: {name: list(pair) for name, pair in metrics.items()}
@@ -332,9 +374,13 @@ def site_tables(
         tables["limits"] = lists.pop("")
     if lists:
         tables["boards"] = lists
+    if roles:
+        tables["detect"] = {"role_limits": dict(roles)}
     if settings is not None:
         kappa = {} if settings.kappa is None else {"kappa": settings.kappa}
-        tables["detect"] = {"theta": settings.theta, **kappa, "floors": dict(settings.floors)}
+        tables.setdefault("detect", {}).update(
+            {"theta": settings.theta, **kappa, "floors": dict(settings.floors)}
+        )
     return tables
 
 

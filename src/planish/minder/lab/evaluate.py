@@ -17,7 +17,7 @@ from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
 from planish.minder.lab.cases import DETECTABLE_SECONDS, Case, Truth, read_case
-from planish.minder.lab.replay import Alarm, replay
+from planish.minder.lab.replay import Alarm, notes_of, replay
 from planish.minder.lab.score import GRACE_SECONDS, CaseOutcome, summary
 
 Progress = Callable[[int, int], None]
@@ -72,11 +72,12 @@ def outcome_of(
         detector: in place of the usual one.
     """
     first: dict[str, Alarm] = {}
-    costs = []
+    costs, results = [], []
     for call in replay(
         case.frame, models, config, stages=case.stages, board=case.board, detector=detector
     ):
         costs.append(call.seconds)
+        results.append(call.result)
         for alarm in call.alarms:
             first.setdefault(alarm.machine, alarm)
     return CaseOutcome(
@@ -86,6 +87,7 @@ def outcome_of(
         seconds=case.frame.num_seconds,
         alarms=tuple(sorted(first.values(), key=lambda alarm: (alarm.time, alarm.machine))),
         call_seconds=tuple(costs),
+        notes=tuple(notes_of(results)),
     )
 
 

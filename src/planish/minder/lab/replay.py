@@ -8,7 +8,8 @@ reported, whether or not the others go on: only a cluster knows that a job was m
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,8 @@ FAULT_KINDS = ("dissimilar", "silent", "job_wide")
 
 _TOGETHER_SECONDS = 60
 """Machines with a sample within this time of the start belong to the job from the start."""
+_CLIPPED_SHARE = 0.01
+"""With a larger share of values beyond them, the limits of a metric are wrong."""
 _REPLACED_SECONDS = 300
 """A machine that comes within this time of the last sample of another one replaces it."""
 
@@ -104,6 +107,35 @@ def replay(
             if alert.state == "firing" and alert.kind in FAULT_KINDS
         )
         yield Call(now, result, alarms, time.perf_counter() - begun)
+
+
+def notes_of(results: Sequence[Result]) -> list[str]:
+    """Return what one must know to trust the results of a trace, a line each."""
+    count, notes = len(results), []
+    clipped: Counter[str] = Counter()
+    skipped: Counter[tuple[str, str]] = Counter()
+    for result in results:
+        clipped.update(result.clipped)
+        skipped.update(result.skipped.items())
+    notes += [
+        f"{metric} was not judged in {times} of {count} calls: {reason}"
+        for (metric, reason), times in sorted(skipped.items())
+        if 2 * times > count
+    ]
+    notes += [
+        f"{total / count:.0%} of {metric} lies outside its limits; give those of this hardware in "
+        "the table `limits` (`planish minder calibrate --traces`)"
+        for metric, total in sorted(clipped.items())
+        if total > _CLIPPED_SHARE * count
+    ]
+    intervals = results[-1].intervals if results else {}
+    notes += [
+        f"samples of {metric} come every {seconds:g} s: a machine must differ for as much longer"
+        for metric, seconds in sorted(intervals.items())
+    ]
+    if not any(result.is_judged for result in results):
+        notes.append("nothing could be judged: that no machine is named says nothing")
+    return notes
 
 
 class Membership:

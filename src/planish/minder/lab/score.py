@@ -53,6 +53,8 @@ class CaseOutcome:
     """First alarm of each machine, in the order of time, then of name."""
     call_seconds: tuple[float, ...] = ()
     """What each call took."""
+    notes: tuple[str, ...] = ()
+    """See `notes_of`."""
 
     @property
     def right(self) -> tuple[Alarm, ...]:

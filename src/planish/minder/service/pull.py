@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from planish.base.errors import BackendUnavailable
-from planish.minder.detect.frame import F32, F64, Frame, Mask
+from planish.minder.detect.frame import COARSE_SECONDS, F32, F64, Frame, Mask
 from planish.minder.detect.metrics_table import JOB_SELECTOR, METRICS, Metric
 from planish.minder.service.http import Deadline
 from planish.minder.service.prometheus import (
@@ -30,8 +30,6 @@ from planish.minder.service.prometheus import (
 
 logger = logging.getLogger(__name__)
 
-COARSE_SECONDS = 2.0
-"""Samples further apart than this are not second-level data."""
 _DENSE_SHARE = 0.75
 """A larger share of seconds with a sample means one sample every second."""
 _SAME_SHARE = 0.01
@@ -112,7 +110,13 @@ class Puller:
         if kept is not None:
             before = kept.select(names).slice(start, first).values
             values = {name: np.concatenate([before[name], values[name]]) for name in values}
-        frame = Frame(self._job, np.arange(start, end, dtype=np.int64), names, values)
+        held = {
+            name: self._rate_seconds(seconds) if METRICS[name].kind == "counter" else seconds
+            for name, seconds in self.intervals.items()
+            if seconds > COARSE_SECONDS
+        }
+        ts = np.arange(start, end, dtype=np.int64)
+        frame = Frame(self._job, ts, names, values, held=held)
         self.seconds_pulled = end - first
         self._kept = frame
         return frame
@@ -154,7 +158,7 @@ class Puller:
 
         interval = self.intervals.get(source.name, 1.0)
         for _ in range(2):
-            rate = max(MIN_RATE_SECONDS, math.ceil(4 * interval))
+            rate = self._rate_seconds(interval)
             queries = queries_of(source, names, config.series_labels, rate)
             # A value rests on the samples before it, a rate on those at both its ends.
             before = max(rate, math.ceil(self._stale_after(interval)))
@@ -235,6 +239,10 @@ class Puller:
                 bad |= column < -_RATE_JITTER * abs(source.scale) * (source.kind == "counter")
                 np.maximum(column, 0.0, out=column, where=had & ~bad)
         column[bad] = np.nan
+
+    @staticmethod
+    def _rate_seconds(interval: float) -> int:
+        return max(MIN_RATE_SECONDS, math.ceil(4 * interval))
 
     def _stale_after(self, interval: float) -> float:
         return max(self._prometheus.config.stale_after_seconds, 1.5 * interval)

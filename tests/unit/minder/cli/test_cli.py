@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from planish.__main__ import main
 from planish.minder.detect.result import Result
-from planish.minder.lab.files import write_samples
+from planish.minder.lab.files import write_frame, write_samples
 from tests.minder_lab.simulator import simulate
 from tests.unit.minder.cli.command import run, simulated
 
@@ -20,7 +21,7 @@ def test_a_simulated_fault_is_found_by_replay_and_run_once(tmp_path, capsys):
     assert truth.detectable
     code, shown = run(capsys, "replay", "--from-file", trace)
     *alerts, last = map(json.loads, shown.out.splitlines())
-    assert code == 0
+    assert code == 2
     assert [alert["machine"] for alert in alerts] == list(truth.machines)
     assert set(alerts[0]) == {"machine", "time", "kind", "metric"}
     assert truth.onset < alerts[0]["time"] <= truth.halt + 480
@@ -39,6 +40,21 @@ def test_a_healthy_trace_is_clean(tmp_path, capsys):
     code, shown = run(capsys, "run-once", "--from-file", trace, "--job", "mine")
     assert code == 0
     assert json.loads(shown.out)["job"] == "mine"
+
+
+def test_a_trace_of_which_nothing_can_be_judged_is_bad_input_and_says_what_was_skipped(
+    tmp_path, capsys
+):
+    trace = tmp_path / "job.csv"
+    frame = simulate(1, machines=5, minutes=4).frame
+    for mask in frame.mask.values():
+        mask[:, 1:] &= np.arange(frame.num_seconds)[:, None] < 5
+    write_frame(trace, frame)
+    for verb in ("replay", "run-once"):
+        code, shown = run(capsys, verb, "--from-file", trace)
+        assert code == 3
+        assert "gpu_power_draw was not judged in" in shown.err
+        assert "nothing could be judged" in shown.err
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,8 @@ def test_a_site_with_other_boards_fits_its_limits_and_scores_its_own_traces(tmp_
     assert code == 0, shown.err
     assert "10 labelled faults are needed, got 1" in shown.out
     tables = tomllib.loads(out.read_text("utf-8"))
-    assert set(tables) == {"boards"}
+    assert set(tables) == {"boards", "detect"}
+    assert 0.05 < tables["detect"]["role_limits"]["gpu_power_draw"] < 0.2
     low, high = tables["boards"][BOARD]["gpu_power_draw"]
     assert low == 0.0
     assert 2.1 * 200 < high < 2.1 * 400
@@ -120,7 +121,7 @@ def test_ten_labelled_faults_are_enough_for_thresholds_of_the_site(tmp_path, cap
     assert code == 0, shown.err
     tables = tomllib.loads(out.read_text("utf-8"))
     assert set(tables) == {"boards", "detect"}
-    assert set(tables["detect"]) == {"theta", "kappa", "floors"}
+    assert set(tables["detect"]) == {"theta", "kappa", "floors", "role_limits"}
     settings = minder_config(tables)
     assert settings.detect.floors == tables["detect"]["floors"]
     assert settings.site_limits("gpu_power_draw", BOARD) is not None

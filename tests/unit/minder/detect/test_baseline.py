@@ -23,7 +23,7 @@ def prepared(minutes, offsets, *, start=0, seed=0):
     values = values.astype(np.float32)
     frame = Frame("j", np.arange(start, start + 60 * minutes), NAMES, {"cpu_usage": values})
     masked = {"cpu_usage": np.zeros(values.shape, bool)}
-    return Prepared(frame, {"cpu_usage": values}, masked, {}, {}, {}, np.zeros(5))
+    return Prepared(frame, {"cpu_usage": values}, masked, {}, {}, {}, {}, np.zeros(5))
 
 
 def history(minutes, offsets, **options):

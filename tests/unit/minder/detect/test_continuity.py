@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planish.minder.detect.continuity import Run, long_runs, runs
+from planish.minder.detect.continuity import Rule, Run, long_runs, runs
 
 
 def windows(*pieces):
@@ -24,10 +24,19 @@ def lengths(named, machine=5, **options):
     return [run.length for run in found]
 
 
+def longest(named, needed=240.0, *, resting=(), sample=0):
+    quiet = np.zeros(len(named), bool)
+    quiet[list(resting)] = True
+    machines = named.shape[1]
+    samples = np.full(machines, sample)
+    rule = Rule(np.full(machines, needed), samples, quiet, 0)
+    return long_runs(named, np.zeros(len(named), bool), rule)
+
+
 @pytest.mark.parametrize(("length", "fires"), [(239, False), (240, False), (241, True)])
 def test_a_run_must_last_for_more_than_240_windows(length, fires):
     named = windows((None, 30), (5, length), (None, 30))
-    found = long_runs(named, np.zeros(len(named), bool), 240, gap_tolerance=0)
+    found = longest(named)
     assert found == [Run(5, 30, 29 + length, length)] * fires
 
 
@@ -55,5 +64,20 @@ def test_masked_windows_neither_count_nor_end_a_run():
 
 def test_of_two_runs_that_begin_together_the_first_machine_comes_first():
     named = windows((None, 5), (1, 295)) | windows((7, 300)) | windows((3, 300))
-    found = long_runs(named, np.zeros(300, bool), 240, gap_tolerance=0)
+    found = longest(named)
     assert [run.machine for run in found] == [3, 7, 1]
+
+
+def test_windows_in_which_all_rest_do_not_end_a_run_and_others_do():
+    named = windows((5, 150), (None, 20), (5, 150))
+    assert longest(named) == []
+    assert longest(named, resting=range(150, 170)) == [Run(5, 0, 319, 300)]
+    # A machine that is a candidate at rest too counts on.
+    assert longest(windows((5, 300)), resting=range(150, 170)) == [Run(5, 0, 299, 300)]
+
+
+def test_one_held_sample_may_lack_the_candidate_where_samples_are_held():
+    named = windows((5, 140), (None, 27), (5, 140))
+    assert longest(named) == []
+    assert [run.length for run in longest(named, sample=27)] == [307]
+    assert longest(windows((5, 140), (None, 28), (5, 140)), sample=27) == []

@@ -68,6 +68,24 @@ def powered(scale, *, seconds=1500):
     return Frame("job", np.arange(START, START + seconds), names, values)
 
 
+@pytest.mark.parametrize("share", [0.4, 0.6])
+def test_a_gpu_that_is_bad_from_the_first_second_is_named_and_does_not_become_its_role(share):
+    frame = powered(1.0)
+    frame.values["gpu_power_draw"][:, 2] = share * frame.values["gpu_power_draw"][:, 1]
+    found, monitor = power_calls(frame)
+    assert min(minute for minute, names in found.items() if names) == 5
+    assert alarms(found) == ["node-002"]
+    assert monitor.baseline.unknown("gpu_power_draw") == ["node-002"]
+    # A board that is capped by a tenth has a role.
+    capped = powered(1.0).slice(START, START + 900)
+    capped.values["gpu_power_draw"][:, 2] *= 0.9
+    assert alarms(power_calls(capped)[0]) == []
+    # Healthy jobs of another site have shown more.
+    wide = {"role_limits": {"gpu_power_draw": 1.0}, "metrics": ["gpu_power_draw"]}
+    monitor = JobMonitor("job", POWER, minder_config({"detect": wide}))
+    assert alarms(calls(frame, monitor=monitor)) == []
+
+
 POWER = Models({"gpu_power_draw": Identity("gpu_power_draw")}, {"gpu_power_draw": (0.0, 332.0)})
 
 

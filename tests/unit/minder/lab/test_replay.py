@@ -8,7 +8,8 @@ import pytest
 from planish.minder.detect.config import minder_config
 from planish.minder.detect.denoise import Identity, Models
 from planish.minder.detect.frame import Frame
-from planish.minder.lab.replay import Membership, replay
+from planish.minder.lab.replay import Membership, notes_of, replay
+from tests.minder_lab.simulator.sampling import thinned
 
 METRICS = ("cpu_usage", "gpu_tensor_core_activity")
 MODELS = Models({name: Identity(name) for name in METRICS})
@@ -30,6 +31,30 @@ def made(machines=8, seconds=1500, seed=0):
 
 def lines(frame, **options):
     return [alert for call in replay(frame, MODELS, CONFIG, **options) for alert in call.alarms]
+
+
+def scraped(frame, *, every=1, missing=0.0):
+    return thinned(frame, np.random.default_rng(1), every=every, missing=missing)
+
+
+@pytest.mark.parametrize("missing", [0.1, 0.3])
+def test_a_fault_is_found_where_many_samples_are_missing(missing):
+    frame = made()
+    frame.values["cpu_usage"][610:, 3] -= 20
+    calls = list(replay(scraped(frame, missing=missing), MODELS, CONFIG))
+    (alert,) = [alert for call in calls for alert in call.alarms]
+    assert alert.machine == "node-003"
+    assert notes_of([call.result for call in calls]) == []
+
+
+@pytest.mark.parametrize(("seconds", "every", "named"), [(230, 1, 0), (230, 20, 0), (300, 20, 1)])
+def test_what_a_held_sample_makes_longer_is_not_named(seconds, every, named):
+    frame = made()
+    frame.values["cpu_usage"][610 : 610 + seconds, 3] += 20
+    calls = list(replay(scraped(frame, every=every), MODELS, CONFIG))
+    assert len([alert for call in calls for alert in call.alarms]) == named
+    notes = notes_of([call.result for call in calls])
+    assert any("come every 20 s" in note for note in notes) == (every == 20)
 
 
 def without(frame, machine, start=0, stop=10**6):
