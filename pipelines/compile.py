@@ -21,7 +21,7 @@ from pipelines.lint import lint
 from pipelines.monitor import Monitor, monitor_of, monitor_options
 from pipelines.post_train import build_post_train, profile_named
 from pipelines.reshard import build_reshard
-from pipelines.share import share_components
+from pipelines.share import name_tasks_apart, share_components
 from planish.submit.pipeline import parse_images
 
 GOLDEN = Path(__file__).resolve().parent.parent / "src/planish/submit/compiled"
@@ -69,6 +69,7 @@ def compile_text(
         text = path.read_text("utf-8")
     heading = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
     spec, platform = yaml.load_all(text, yaml.CSafeLoader)
+    name_tasks_apart(spec)
     share_components(spec, platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"])
     return heading + yaml.dump_all([spec, platform], Dumper=yaml.CSafeDumper, sort_keys=True)
 

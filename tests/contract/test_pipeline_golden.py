@@ -66,6 +66,25 @@ def test_the_form_of_a_new_run_is_short_and_the_description_says_what_to_fill():
         assert words in description
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_no_two_tasks_of_a_run_have_the_name_by_which_the_run_page_finds_artifacts(name):
+    text = (GOLDEN / file_name(PROFILES[name])).read_text()
+    spec = next(yaml.load_all(text, yaml.CSafeLoader))
+
+    def artifacts(graph):
+        for task_name, task in graph["dag"]["tasks"].items():
+            component = spec["components"][task["componentRef"]["name"]]
+            if "dag" in component:
+                yield from artifacts(component)
+            for artifact in component.get("outputDefinitions", {}).get("artifacts", {}):
+                yield task_name, artifact
+
+    found = list(artifacts(spec["root"]))
+    profile = PROFILES[name]
+    assert len(found) > profile.num_iterations * (2 * profile.num_shards + 4)
+    assert len(found) == len({*found})
+
+
 def test_a_secret_of_another_name_is_fixed_at_compilation():
     profile = profile_named(
         "cpu-tiny", num_iterations=1, store_secret="team-store", hub_secret="team-hub"
@@ -196,8 +215,8 @@ def test_images_can_be_replaced_and_the_result_still_passes(tmp_path):
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        (["--iterations", "0"], "1 to 35, got 0"),
-        (["--iterations", "36"], "1 MiB"),
+        (["--iterations", "0"], "1 to 20, got 0"),
+        (["--iterations", "21"], "1 MiB"),
         (["--shards", "33"], "`num_shards` must be 1 to 32, got 33"),
         (["--parallelism", "-1"], "`parallelism` must be 0"),
         (["--image", "core"], "NAME=REFERENCE"),
@@ -218,11 +237,11 @@ def test_fewer_pods_than_shards_run_several_in_turn_and_get_so_much_more_time():
     assert lint(text) == []
     spec, platform = yaml.safe_load_all(text)
     tasks = spec["components"]["comp-iteration-1"]["dag"]["tasks"]
-    rollouts = ["rollout", "rollout-2"]
-    assert tasks["reward"]["dependentTasks"] == rollouts
-    assert [name for name in tasks if name.startswith("rollout")] == rollouts
+    rollouts = ["rollout-i1", "rollout-2-i1"]
+    assert sorted(tasks["reward-i1"]["dependentTasks"]) == sorted(rollouts)
+    assert {name for name in tasks if name.startswith("rollout")} == {*rollouts}
     assert [tasks[name]["taskInfo"]["name"] for name in rollouts] == ["rollout 0", "rollout 1"]
-    given = tasks["rollout-2"]["inputs"]["parameters"]
+    given = tasks["rollout-2-i1"]["inputs"]["parameters"]
     constants = [given[key]["runtimeValue"]["constant"] for key in ("shard", "num_tasks")]
     assert constants == [1.0, 2.0]
     pod = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]["exec-rollout"]
@@ -240,11 +259,11 @@ def test_a_monitor_stands_beside_each_train_task_only_where_it_is_asked_for():
     )
     before = plain["comp-iteration-1"]["dag"]["tasks"]
     tasks = watched["comp-iteration-1"]["dag"]["tasks"]
-    assert set(tasks) - set(before) == {"monitor-check"}
+    assert set(tasks) - set(before) == {"monitor-check-i1"}
     assert {name: tasks[name] for name in before} == before
-    check, train = tasks["monitor-check"], tasks["train"]
-    assert check["dependentTasks"] == ["reward"]
-    assert "monitor-check" not in train.get("dependentTasks", [])
+    check, train = tasks["monitor-check-i1"], tasks["train-i1"]
+    assert check["dependentTasks"] == ["reward-i1"]
+    assert "monitor-check-i1" not in train.get("dependentTasks", [])
     settings = check["inputs"]["parameters"]["settings"]["runtimeValue"]["constant"]
     assert settings == "s3://b/minder.toml"
 

@@ -250,3 +250,6 @@ def cut(pipeline: CompiledPipeline, iterations: int) -> None:
             output = source.get("taskOutputParameter", {})
             if output.get("producerTask") == last:
                 output["producerTask"] = kept
+    used = {task["componentRef"]["name"] for tasks in pipeline.tasks() for task in tasks.values()}
+    for name in {*pipeline.spec["components"]} - used:
+        del pipeline.spec["components"][name]
