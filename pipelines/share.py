@@ -1,9 +1,10 @@
 """Name the tasks of iterations apart, and let those that run the same thing name one component.
 
-The run page finds the artifacts of a task by the name of the task in the whole run, so with equal
-names every iteration would show those of the last one. The compiler of kfp 2.17 writes each use of a component and of a nested pipeline once more, so ten
-equal iterations stand in the workflow object ten times. The back end takes a component that many
-tasks name: it visits each once (kubeflow/pipelines, backend/src/v2/compiler/visitor.go, `dfs`).
+The run page finds the artifacts of a task by its name in the whole run: with equal names every
+iteration would show those of the last one. The compiler of kfp 2.17 writes each use of a component
+once more, so what ten iterations run would stand in the workflow object ten times. The back end
+takes a component that many tasks name: it visits each once (kubeflow/pipelines,
+backend/src/v2/compiler/visitor.go, `dfs`).
 """
 
 import json
