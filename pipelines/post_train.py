@@ -231,6 +231,9 @@ DESCRIPTION = """Post-train a reasoning language model by reinforcement learning
 
 Fill in three fields: `root`, the folder of the run; `preset`, the algorithm and its sizes; `model`,
 what training starts from (empty for a preset that ends with `-tiny`). The rest may stay as it is.
+Above them the form asks for three more: an experiment, the service account `planish-runner`, and as
+custom pipeline root `kfp` in the bucket of `root`, `s3://bucket/kfp`. The defaults of Kubeflow have
+neither the rights of a run nor its bucket.
 
 Args:
     root: URI under which the run lives, `s3://bucket/prefix` or `file:///folder`.
