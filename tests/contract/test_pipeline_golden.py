@@ -1,5 +1,6 @@
 """Compiled pipelines equal the committed files, and compiling is deterministic."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import yaml
 
 from components.images import FETCHING_STAGES, IMAGES, PROFILES
 from pipelines.compile import BUILDERS, GOLDEN, compile_text, drift, file_name, main, normalised
+from pipelines.compiled import PIPELINES
 from pipelines.lint import lint
 from pipelines.monitor import Monitor
 from pipelines.post_train import profile_named
@@ -83,6 +85,22 @@ def test_no_two_tasks_of_a_run_have_the_name_by_which_the_run_page_finds_artifac
     profile = PROFILES[name]
     assert len(found) > profile.num_iterations * (2 * profile.num_shards + 4)
     assert len(found) == len({*found})
+
+
+@pytest.mark.parametrize("pipeline", sorted(BUILDERS))
+@pytest.mark.parametrize("name", NAMES)
+def test_pods_of_tasks_with_retries_begin_again_by_themselves_and_no_others(name, pipeline):
+    text = (GOLDEN / file_name(PROFILES[name], pipeline)).read_text()
+    spec = next(yaml.load_all(text, yaml.CSafeLoader))
+    twice = {
+        label.removeprefix("exec-").replace("-", "_")
+        for label, executor in spec["deploymentSpec"]["executors"].items()
+        if executor["container"]["command"][:3] == ["python3", "-m", "planish.run.again"]
+    }
+    retried = {stage for stage, pod in PROFILES[name].stages.items() if pod.retries}
+    ours = PIPELINES[pipeline].stages & retried
+    assert twice == {"next_run" if stage == "next" else stage for stage in ours}
+    assert importlib.util.find_spec("planish.run.again")
 
 
 def test_a_secret_of_another_name_is_fixed_at_compilation():

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from kubernetes.client import ApiException
 
 from components.pod_settings import STAGE_LABEL
@@ -128,7 +131,9 @@ class FakeJanitor:
 def test_cleaning_up_ends_a_live_run_and_deletes_by_label(server, client, state, ended):
     run = server.add_run(display_name="x", state=state)
     janitor = FakeJanitor()
-    assert cleanup.clean_up(client, janitor, run["run_id"]) == ["job/train-7f3a-3"]
+    word = "is told to end, it was" if ended else "had ended"
+    told = [f"the run {run['run_id']} {word} {state}", "deleted job/train-7f3a-3"]
+    assert cleanup.clean_up(client, janitor, run["run_id"]) == told
     assert janitor.selectors == [f"pipeline/runid={run['run_id']},{STAGE_LABEL}"]
     terminated = [r for r in server.requests if r[1].endswith(":terminate")]
     assert len(terminated) == ended
@@ -267,8 +272,7 @@ def test_the_command_line_starts_a_run(server, capsys):
     }
     assert body["display_name"] == "run grpo-tiny #0"
     uri = "s3://bucket/run/report/report.html"
-    link = "artifacts/get?source=s3&bucket=bucket&key=run%2Freport%2Freport.html"
-    assert body["description"] == f"[Report]({link}) at the end: `{uri}`"
+    assert body["description"] == f"The report lies at {uri} when the run has ended."
     assert server.posted("experiments")[0]["display_name"] == "bucket"
     assert "mirror/core:1" in json.dumps(body["pipeline_spec"])
 
@@ -369,6 +373,36 @@ def test_the_state_of_a_run_comes_with_its_tasks(server, capsys):
         assert words in row
 
 
+def test_tasks_are_told_in_the_order_of_the_graph_without_those_of_kubeflow(
+    server, file_root, capsys, package
+):
+    recorded = json.loads((Path(__file__).parent / "run_of_one_iteration.json").read_text())
+    details = {"task_details": recorded}
+    given = {"pipeline_spec": package.spec, "platform_spec": package.platform}
+    facts = {"state": "RUNNING", "run_details": details}
+    parameters = {"parameters": {"root": file_root}}
+    log = layout.stage_log(file_root, "train", 1, 0)
+    store.write(log, b'{"state": "running", "start_seconds": 5.0}')
+    store.write(f"{log.removesuffix('.json')}-0.txt", b"step=1\nstep=2 of=8\n")
+    for spec in (given, None):
+        run = server.add_run(pipeline_spec=spec, runtime_config=parameters, **facts)
+        assert main(["status", run["run_id"], "--host", server.url]) == 0
+        told = capsys.readouterr().out
+        assert "0001-01-01" not in told
+        words = [line.replace("│", " ").split() for line in told.splitlines()]
+        names = [row[0] for row in words if row[1:2] in (["SUCCEEDED"], ["RUNNING"])]
+        names = [name for name in names if name != "post-train-x7k2p"]
+        shards = {"rollout-i1", "rollout-2-i1"}
+        assert [name for name in names if name not in shards] == [
+            *("exit-handler-1", "prepare", "curate", "sft", "iteration-1"),
+            *("reward-i1", "train-i1"),
+        ]
+        assert {*names[5:7]} == shards
+        # Only the pipeline tells tasks from the workflow itself.
+        assert ("post-train-x7k2p" in told) == (spec is None)
+        assert told.splitlines()[-1] == "== 00001-train-00-0.txt running: step=2 of=8"
+
+
 def test_a_pipeline_is_uploaded_once_and_a_changed_one_is_another_version(server, capsys):
     words = ["upload", "--profile", "cpu-tiny", "--iterations", "1", "--host", server.url]
     for more in ([], [], ["--image", "mirror/team"]):
@@ -379,6 +413,9 @@ def test_a_pipeline_is_uploaded_once_and_a_changed_one_is_another_version(server
     assert first.split()[3] != other.split()[3]
     (made,) = server.posted("pipelines")
     assert made["display_name"] == "post-train-cpu-tiny"
+    assert "Fill in three fields" in made["description"]
+    versions = server.posted("pipelines/upload_version")
+    assert [version["description"] for version in versions] == [made["description"]] * 2
     original, changed = server.files
     assert "mirror/team/core:0.1.0" in changed
     assert original == changed.replace("mirror/team", "planish")
@@ -392,8 +429,8 @@ def test_a_pipeline_is_uploaded_once_and_a_changed_one_is_another_version(server
         (["upload", "rehard"], "must be one of ['post-train', 'reshard'], got 'rehard'"),
         (["upload", "reshard", "--iterations", "2"], "must be left out for reshard"),
         (["submit", "s3://b/r", "--profile", "cpu-tny"], "did you mean `cpu-tiny`"),
-        (["submit", "s3://b/r", "--iterations", "11"], "must be 1 to 10, got 11; longer training"),
-        (["submit", "s3://b/r", "--iterations", "0"], "must be 1 to 10, got 0"),
+        (["submit", "s3://b/r", "--iterations", "9"], "must be 1 to 8, got 9; longer training"),
+        (["submit", "s3://b/r", "--iterations", "0"], "must be 1 to 8, got 0"),
         (["submit", "s3://b/r", "--gpu-memory", "0"], "must be 1 to 10000 GB, got 0"),
         (
             ["submit", "s3://b/r", "--image", "core"],
@@ -464,22 +501,33 @@ def test_logs_are_followed_until_the_run_has_ended(server, file_root, capsys, mo
 
 
 def test_stopping_ends_the_run_after_the_iteration_and_can_be_undone(file_root, capsys):
+    store.write(layout.run_file(file_root), b"{}")
     assert not mark_stopped(file_root, 1)
     assert main(["stop", file_root]) == 0
-    assert capsys.readouterr().out.strip() == layout.stop_file(file_root)
+    told = capsys.readouterr().out
+    assert told.splitlines()[0] == f"written {layout.stop_file(file_root)}"
+    assert f"`planish stop {file_root} --undo`" in told
     assert not is_stopped(file_root, 1)
     assert mark_stopped(file_root, 2)
     assert mark_stopped(file_root, 3)
     assert len(stop(file_root, undo=True)) == 3
     assert not is_stopped(file_root, 2)
     assert not mark_stopped(file_root, 2)
-    assert stop(file_root, undo=True) == []
+    assert stop(file_root, undo=True) == [f"nothing to undo: no {layout.stop_file(file_root)}"]
     assert not store.exists(layout.stop_file(file_root))
+
+
+@pytest.mark.parametrize("more", [[], ["--undo"]])
+def test_a_root_that_is_not_there_is_not_made_by_stopping_it(file_root, more, capsys):
+    assert main(["stop", f"{file_root}/typo", *more]) == 2
+    assert "must hold a run, got no" in capsys.readouterr().err
+    assert store.list_uris(file_root) == []
 
 
 def test_a_run_is_named_by_its_id_where_the_server_knows_its_root(server, file_root, capsys):
     run = server.add_run(runtime_config={"parameters": {"root": file_root}})
     words = [run["run_id"], "--host", server.url]
+    store.write(layout.run_file(file_root), b"{}")
     assert main(["stop", *words]) == 0
     assert store.exists(layout.stop_file(file_root))
     other = server.add_run(runtime_config={"parameters": {}})
@@ -495,6 +543,13 @@ def test_logs_are_those_of_what_failed_and_of_the_last_attempt(file_root, capsys
         store.write(f"{uri.removesuffix('.json')}-{number}.txt", text.encode())
 
     assert main(["logs", file_root]) == 1
+    over = layout.stage_log(file_root, "reward", 2, 0)
+    store.write(over, b'{"state": "running"}')
+    assert main(["logs", file_root, "--stage", "reward"]) == 1
+    store.write(over, b'{"state": "done"}')
+    capsys.readouterr()
+    assert main(["logs", file_root, "--stage", "reward"]) == 0
+    assert capsys.readouterr().out == "== 00002-reward-00 done, and wrote no line\n"
     attempt("prepare", 0, 0, "done", 1.0, 1)
     attempt("rollout", 1, 0, "failed", 2.0, 3)
     attempt("train", 1, 1, "running", 3.0, 50)
@@ -515,8 +570,10 @@ def test_an_operator_names_a_node_and_takes_it_back(file_root, capsys):
     assert (node.name, node.named_by) == ("node-3", "operator")
     assert main(["avoid", file_root, "node-3"]) == 0
     uri = layout.avoided_node(file_root, "node-3")
-    assert capsys.readouterr().out == f"{uri}\n"
-    for expected in (f"{uri}\n", ""):
+    told = capsys.readouterr().out.splitlines()
+    assert told[::2] == [f"written {uri}", f"named before: {uri}"]
+    assert "--max-restarts" in told[1] == told[3]
+    for expected in (f"deleted {uri}\n", f"nothing to undo: no {uri}\n"):
         assert main(["avoid", file_root, "node-3", "--undo"]) == 0
         assert capsys.readouterr().out == expected
     assert avoided(file_root) == []
@@ -527,3 +584,55 @@ def test_an_operator_names_a_node_and_takes_it_back(file_root, capsys):
 )
 def test_a_node_or_a_root_that_can_not_be_is_refused(words):
     assert main(words) == 2
+
+
+def test_every_pod_gets_pull_secret_toleration_and_selector(capsys):
+    words = ["submit", "s3://b/r", "--profile", "gpu-1x8", "--dry-run", "--iterations", "1"]
+    words += ["-p", "preset=dapo-qwen2.5-0.5b", "--image-pull-secret", "registry"]
+    words += ["--toleration", "dedicated=rl:NoSchedule", "--node-selector", "pool=rl"]
+    assert main(words) == 0
+    told = pipeline.parse(capsys.readouterr().out)
+    for _, pod in told.pods():
+        assert [secret["secretName"] for secret in pod["imagePullSecret"]] == ["registry"]
+        wanted = {"key": "dedicated", "operator": "Equal", "value": "rl", "effect": "NoSchedule"}
+        assert wanted in pod["tolerations"]
+        assert pod["nodeSelector"]["labels"]["pool"] == "rl"
+    train = next(pod for box, pod in told.pods() if "train" in box["args"])
+    assert {one["key"] for one in train["tolerations"]} == {"nvidia.com/gpu", "dedicated"}
+    assert train["nodeSelector"]["labels"]["nvidia.com/gpu.present"] == "true"
+
+
+def test_placement_is_written_as_the_sdk_of_kubeflow_writes_it(package):
+    from kfp import compiler, dsl, kubernetes
+
+    @dsl.container_component
+    def box():
+        return dsl.ContainerSpec(image="x")
+
+    @dsl.pipeline(name="p")
+    def one():
+        task = box()
+        kubernetes.set_image_pull_secrets(task, ["registry"])
+        kubernetes.add_toleration(task, "dedicated", "Equal", "rl", "NoSchedule")
+        kubernetes.add_node_selector(task, "pool", "rl")
+
+    with tempfile.TemporaryDirectory() as folder:
+        compiler.Compiler().compile(one, f"{folder}/p.yaml")
+        _, platform = yaml.safe_load_all(Path(f"{folder}/p.yaml").read_text())
+    executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    ours = pipeline.parse(package.text())
+    pipeline.set_placement(
+        ours,
+        pull_secrets=["registry"],
+        tolerations=["dedicated=rl:NoSchedule"],
+        node_selectors=["pool=rl"],
+    )
+    _, prepared = next(ours.pods())
+    assert {key: prepared[key] for key in executors["exec-box"]} == executors["exec-box"]
+
+
+@pytest.mark.parametrize("more", [["--toleration", "a:Never"], ["--node-selector", "pool"]])
+def test_a_placement_that_can_not_be_is_refused(more, capsys):
+    words = ["submit", "s3://b/r", "--profile", "cpu-tiny", "--dry-run", *more]
+    assert main(words) == 2
+    assert more[1] in capsys.readouterr().err
