@@ -214,9 +214,7 @@ def check_not_stopped(root: str) -> None:
         )
 
 
-def nodes_to_avoid(
-    root: str, resume_from: str, limit: int, *, in_cluster: bool = False
-) -> list[str]:
+def nodes_to_avoid(root: str, resume_from: str, limit: int, *, api: ClusterApi | None) -> list[str]:
     """Return the nodes named first, on this root and on the one that this run starts from.
 
     Raises:
@@ -227,7 +225,7 @@ def nodes_to_avoid(
             f"`max_avoided_nodes` must be 0 or more, got {limit}; it is fixed "
             "when the pipeline is compiled"
         )
-    if not limit and not in_cluster:
+    if not limit and api is None:
         return []
     nodes = avoided(root)
     named = [node.name for node in nodes if node.named_by == "operator"]
@@ -276,15 +274,10 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     faults = [*check_run(config, wish.num_shards), *findings.faults]
     if faults := [*faults, *device_faults(config, requests)]:
         raise ConfigError("; ".join(faults))
-    away_from = nodes_to_avoid(
-        root, chain.resume_from, wish.max_avoided_nodes, in_cluster=api is not None
-    )
+    away_from = nodes_to_avoid(root, chain.resume_from, wish.max_avoided_nodes, api=api)
     lock = acquire(root, me, alive=liveness(api))
     run_file, changed, is_new = open_run_file(
-        root,
-        config,
-        resume_from=chain.resume_from,
-        allow_config_change=chain.allow_config_change,
+        root, config, resume_from=chain.resume_from, allow_config_change=chain.allow_config_change
     )
     run_file = replace(run_file, preset=wish.preset or run_file.preset)
     link = find_link(root, chain.index, wish.num_iterations)
