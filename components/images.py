@@ -231,7 +231,7 @@ def _gpu_stages(train_timeout_seconds: int, gpus_per_engine: int = 1) -> dict[st
 
 GPU_1X8 = Profile(
     name="gpu-1x8",
-    num_iterations=10,
+    num_iterations=8,
     num_shards=8,
     parallelism=8,
     stages=_gpu_stages(train_timeout_seconds=24 * HOUR),
@@ -243,7 +243,7 @@ GPU_1X8 = Profile(
 
 GPU_4X8 = Profile(
     name="gpu-4x8",
-    num_iterations=4,
+    num_iterations=2,
     num_shards=32,
     parallelism=32,
     stages=_gpu_stages(train_timeout_seconds=24 * HOUR),
@@ -259,7 +259,7 @@ Its wide loops leave room for fewer iterations in one workflow object.
 
 GPU_16X8 = Profile(
     name="gpu-16x8",
-    num_iterations=4,
+    num_iterations=2,
     num_shards=32,
     parallelism=32,
     stages=_gpu_stages(train_timeout_seconds=24 * HOUR, gpus_per_engine=4),

@@ -6,6 +6,7 @@ python -m pipelines.compile --check    fails with a diff when they are not up to
 
 import argparse
 import difflib
+import itertools
 import re
 import sys
 import tempfile
@@ -21,11 +22,16 @@ from pipelines.lint import lint
 from pipelines.monitor import Monitor, monitor_of, monitor_options
 from pipelines.post_train import build_post_train, profile_named
 from pipelines.reshard import build_reshard
-from pipelines.share import share_components
-from planish.submit.pipeline import parse_images
+from pipelines.share import name_tasks_apart, share_components
+from planish.submit.command import placement_options
+from planish.submit.pipeline import parse, parse_images, set_placement
 
 GOLDEN = Path(__file__).resolve().parent.parent / "src/planish/submit/compiled"
 """Folder of the committed files, from which `planish submit` takes them."""
+
+
+TWICE = ("python3", "-m", "planish.run.again")
+"""What runs the command of a pod up to twice, whatever Kubeflow is told about retries."""
 
 
 BUILDERS: dict[str, Callable[..., Any]] = {
@@ -69,8 +75,21 @@ def compile_text(
         text = path.read_text("utf-8")
     heading = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
     spec, platform = yaml.load_all(text, yaml.CSafeLoader)
+    name_tasks_apart(spec)
+    _try_twice(spec)
     share_components(spec, platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"])
     return heading + yaml.dump_all([spec, platform], Dumper=yaml.CSafeDumper, sort_keys=True)
+
+
+def _try_twice(spec: dict[str, Any]) -> None:
+    """Let every pod whose task has retries begin once more by itself, in place."""
+    components, executors = spec["components"], spec["deploymentSpec"]["executors"]
+    for graph in (spec["root"], *components.values()):
+        for task in graph.get("dag", {}).get("tasks", {}).values():
+            label = components[task["componentRef"]["name"]].get("executorLabel", "")
+            if label and task.get("retryPolicy", {}).get("maxRetryCount"):
+                container = executors[label]["container"]
+                container["command"] = [*TWICE, *container["command"]]
 
 
 def normalised(text: str) -> str:
@@ -109,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--store-secret", default="", help="secret with endpoint and keys")
     parser.add_argument("--hub-secret", default="", help="secret with the hub's token")
     parser.add_argument("--cache-claim", default="", help="volume claim for models and data")
+    placement_options(parser)
     monitor_options(parser, on_cluster=True)
     parser.add_argument("--release", action="store_true", help="images must be pinned by digest")
     arguments = parser.parse_args(argv)
@@ -129,14 +149,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in arguments.profile or PROFILES
         ]
         monitor = monitor_of(arguments.monitor, max_restarts=arguments.max_restarts)
-        texts = [
-            (
-                file_name(profile, pipeline),
-                compile_text(profile, images, pipeline=pipeline, monitor=monitor),
+        texts = []
+        for pipeline, profile in itertools.product(arguments.pipeline or BUILDERS, profiles):
+            compiled = parse(compile_text(profile, images, pipeline=pipeline, monitor=monitor))
+            set_placement(
+                compiled,
+                pull_secrets=arguments.image_pull_secret,
+                tolerations=arguments.toleration,
+                node_selectors=arguments.node_selector,
             )
-            for pipeline in arguments.pipeline or BUILDERS
-            for profile in profiles
-        ]
+            texts.append((file_name(profile, pipeline), compiled.text()))
     except ValueError as error:
         parser.error(str(error))
     for name, text in texts:

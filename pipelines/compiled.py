@@ -163,6 +163,9 @@ POD_STATUS_BYTES = 2_300
 """What the nodes of one pod add to the status, compressed: 398 kB for 182 pods, 32 kB for the 14 of
 an iteration with two shards. Retries of the installation wrap every node, which is counted in."""
 
+TASK_BYTES = 3_200
+"""What a task of an iteration, or the iteration itself, adds to what `spec_bytes` counts."""
+
 LEAF_BYTES, GRAPH_BYTES = 1_600, 1_000
 """What a task adds to the templates besides its own text: a container, a graph or loop."""
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from components.images import GPU, resolve_images
+from components.images import GPU, GPU_NODE_LABEL, resolve_images
 from components.pod_settings import FIELD_ENV, SECRET_ENV, STAGE_LABEL
 from pipelines.compiled import MAX_OBJECT_BYTES, PIPELINES, Compiled, object_bytes, pods_of, walk
 
@@ -144,7 +144,7 @@ def gpu_pods_are_complete(compiled: Compiled) -> Iterator[BrokenRule]:
         parts = {
             "accelerator": resources.get("accelerator", {}).get("resourceType") == GPU,
             "toleration": any(t.get("key") == GPU for t in pod.get("tolerations", [])),
-            "node selector": bool(pod.get("nodeSelector", {}).get("labels")),
+            "node selector": GPU_NODE_LABEL[0] in pod.get("nodeSelector", {}).get("labels", {}),
             "/dev/shm": "/dev/shm" in mounts,
         }
         if any(parts.values()):

@@ -16,7 +16,7 @@ from kfp import dsl, kubernetes
 from components import curate, evaluate, next_run, prepare, report, sft
 from components.images import CPU_TINY, GPU, MODEL_STAGES, PROFILES, Profile, resolve_images
 from components.pod_settings import WEBHOOK_ENV, with_pod_settings
-from pipelines.compiled import MAX_OBJECT_BYTES, POD_STATUS_BYTES
+from pipelines.compiled import MAX_OBJECT_BYTES, POD_STATUS_BYTES, TASK_BYTES
 from pipelines.iteration import build_iteration
 from pipelines.monitor import Monitor
 from planish.base.errors import ConfigError
@@ -33,8 +33,9 @@ def check_profile(profile: Profile) -> None:
         ConfigError: names each limit and its reason.
     """
     faults = []
-    pods = 1 + 2 * profile.num_rollout_tasks + (2 if profile.compact else 6)
-    most = MAX_OBJECT_BYTES // (POD_STATUS_BYTES * pods)
+    tasks = profile.num_rollout_tasks + (1 if profile.compact else 3)
+    pods = 1 + 2 * tasks
+    most = MAX_OBJECT_BYTES // (POD_STATUS_BYTES * pods + TASK_BYTES * (tasks + 1))
     if not 1 <= profile.num_iterations <= most:
         faults.append(
             f"`num_iterations` must be 1 to {most}, got {profile.num_iterations}; the workflow "
@@ -230,6 +231,9 @@ DESCRIPTION = """Post-train a reasoning language model by reinforcement learning
 
 Fill in three fields: `root`, the folder of the run; `preset`, the algorithm and its sizes; `model`,
 what training starts from (empty for a preset that ends with `-tiny`). The rest may stay as it is.
+Above them the form asks for three more: an experiment, the service account `planish-runner`, and as
+custom pipeline root `kfp` in the bucket of `root`, `s3://bucket/kfp`. The defaults of Kubeflow have
+neither the rights of a run nor its bucket.
 
 Args:
     root: URI under which the run lives, `s3://bucket/prefix` or `file:///folder`.

@@ -1,13 +1,46 @@
-"""Let tasks that run the same thing name the same component.
+"""Name the tasks of iterations apart, and let those that run the same thing name one component.
 
-The compiler of kfp 2.17 writes each use of a component and of a nested pipeline once more, so ten
-equal iterations stand in the workflow object ten times. The back end takes a component that many
-tasks name: it visits each once (kubeflow/pipelines, backend/src/v2/compiler/visitor.go, `dfs`).
+The run page finds the artifacts of a task by its name in the whole run: with equal names every
+iteration would show those of the last one. The compiler of kfp 2.17 writes each use of a component
+once more, so what ten iterations run would stand in the workflow object ten times. The back end
+takes a component that many tasks name: it visits each once (kubeflow/pipelines,
+backend/src/v2/compiler/visitor.go, `dfs`).
 """
 
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
+
+REFERENCES = ("producerTask", "producerSubtask", "dependentTasks")
+"""Keys under which a graph names its tasks."""
+
+
+def name_tasks_apart(spec: dict[str, Any]) -> None:
+    """Put the number of the iteration behind the names of its tasks, in place.
+
+    Args:
+        spec: the pipeline document, in which each iteration has a component of its own.
+    """
+    components = spec["components"]
+    for graph in (spec["root"], *components.values()):
+        for name, task in graph.get("dag", {}).get("tasks", {}).items():
+            before, _, number = name.rpartition("iteration-")
+            if not before and number.isdecimal():
+                dag = components[task["componentRef"]["name"]]["dag"]
+                names = {old: f"{old}-i{number}" for old in dag["tasks"]}
+                dag["tasks"] = {names[old]: inner for old, inner in dag["tasks"].items()}
+                _rename(dag, names)
+
+
+def _rename(node: Any, names: Mapping[str, str]) -> None:
+    """Replace the names of tasks wherever something below a node refers to them."""
+    children = node.items() if isinstance(node, dict) else enumerate(node)
+    for key, value in children:
+        if key in REFERENCES:
+            is_one = isinstance(value, str)
+            node[key] = names[value] if is_one else [names[name] for name in value]
+        elif isinstance(value, (dict, list)):
+            _rename(value, names)
 
 
 def share_components(spec: dict[str, Any], pods: dict[str, Any]) -> None:

@@ -272,6 +272,7 @@ def test_the_client_calls_in_the_code_are_those_that_the_roles_grant():
         "list_node",
         "list_namespaced_custom_object",
         "get_cluster_custom_object",
+        "read_namespaced_config_map",
         "delete_namespaced_custom_object",
         "list_namespaced_job",
         "delete_namespaced_job",

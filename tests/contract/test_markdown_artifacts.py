@@ -12,6 +12,7 @@ from markdown_it import MarkdownIt
 from planish import store
 from planish.records import layout
 from planish.stages.prepare.chain import Link
+from planish.stages.prepare.cluster import retries_under
 from planish.stages.prepare.plan import RunPlan, render
 from planish.stages.prepare.run_file import RunFile, StartPins
 from planish.stages.report.gather import gather
@@ -75,6 +76,9 @@ def test_the_curation_report_is_clean_and_shows_the_data_as_it_is(tmp_path):
     assert any("*</b> & `a|b` &#42;" in code for code in codes(markdown))
 
 
+OFF = "spec: {templateDefaults: {retryStrategy: {retryPolicy: OnError}}}"
+
+
 def test_the_plan_of_a_run_is_clean():
     pins = StartPins()
     config = {
@@ -86,7 +90,7 @@ def test_the_plan_of_a_run_is_clean():
     plan = RunPlan(
         "s3://b/my_run", run, Link(1, 2, 2), 2, is_new=False, newest_version=None,
         changed=("train.learning_rate: 1 -> 2",), warnings=("a `node_x` must exist",),
-        away_from=("node_a",),
+        away_from=("node_a",), retries=retries_under({"workflowDefaults": OFF}),
     )  # fmt: skip
     assert faults(render(plan)) == []
 

@@ -1,5 +1,6 @@
 """Compiled pipelines equal the committed files, and compiling is deterministic."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import yaml
 
 from components.images import FETCHING_STAGES, IMAGES, PROFILES
 from pipelines.compile import BUILDERS, GOLDEN, compile_text, drift, file_name, main, normalised
+from pipelines.compiled import PIPELINES
 from pipelines.lint import lint
 from pipelines.monitor import Monitor
 from pipelines.post_train import profile_named
@@ -66,6 +68,41 @@ def test_the_form_of_a_new_run_is_short_and_the_description_says_what_to_fill():
     description = spec["pipelineInfo"]["description"]
     for words in ("Fill in three fields", "`root`", "`preset`", "`model`"):
         assert words in description
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_two_tasks_of_a_run_have_the_name_by_which_the_run_page_finds_artifacts(name):
+    text = (GOLDEN / file_name(PROFILES[name])).read_text()
+    spec = next(yaml.load_all(text, yaml.CSafeLoader))
+
+    def artifacts(graph):
+        for task_name, task in graph["dag"]["tasks"].items():
+            component = spec["components"][task["componentRef"]["name"]]
+            if "dag" in component:
+                yield from artifacts(component)
+            for artifact in component.get("outputDefinitions", {}).get("artifacts", {}):
+                yield task_name, artifact
+
+    found = list(artifacts(spec["root"]))
+    profile = PROFILES[name]
+    assert len(found) > profile.num_iterations * (2 * profile.num_shards + 4)
+    assert len(found) == len({*found})
+
+
+@pytest.mark.parametrize("pipeline", sorted(BUILDERS))
+@pytest.mark.parametrize("name", NAMES)
+def test_pods_of_tasks_with_retries_begin_again_by_themselves_and_no_others(name, pipeline):
+    text = (GOLDEN / file_name(PROFILES[name], pipeline)).read_text()
+    spec = next(yaml.load_all(text, yaml.CSafeLoader))
+    twice = {
+        label.removeprefix("exec-").replace("-", "_")
+        for label, executor in spec["deploymentSpec"]["executors"].items()
+        if executor["container"]["command"][:3] == ["python3", "-m", "planish.run.again"]
+    }
+    retried = {stage for stage, pod in PROFILES[name].stages.items() if pod.retries}
+    ours = PIPELINES[pipeline].stages & retried
+    assert twice == {"next_run" if stage == "next" else stage for stage in ours}
+    assert importlib.util.find_spec("planish.run.again")
 
 
 def test_a_secret_of_another_name_is_fixed_at_compilation():
@@ -198,8 +235,8 @@ def test_images_can_be_replaced_and_the_result_still_passes(tmp_path):
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        (["--iterations", "0"], "1 to 35, got 0"),
-        (["--iterations", "36"], "1 MiB"),
+        (["--iterations", "0"], "1 to 20, got 0"),
+        (["--iterations", "21"], "1 MiB"),
         (["--shards", "33"], "`num_shards` must be 1 to 32, got 33"),
         (["--parallelism", "-1"], "`parallelism` must be 0"),
         (["--image", "core"], "NAME=REFERENCE"),
@@ -220,11 +257,11 @@ def test_fewer_pods_than_shards_run_several_in_turn_and_get_so_much_more_time():
     assert lint(text) == []
     spec, platform = yaml.safe_load_all(text)
     tasks = spec["components"]["comp-iteration-1"]["dag"]["tasks"]
-    rollouts = ["rollout", "rollout-2"]
-    assert tasks["reward"]["dependentTasks"] == rollouts
-    assert [name for name in tasks if name.startswith("rollout")] == rollouts
+    rollouts = ["rollout-i1", "rollout-2-i1"]
+    assert sorted(tasks["reward-i1"]["dependentTasks"]) == sorted(rollouts)
+    assert {name for name in tasks if name.startswith("rollout")} == {*rollouts}
     assert [tasks[name]["taskInfo"]["name"] for name in rollouts] == ["rollout 0", "rollout 1"]
-    given = tasks["rollout-2"]["inputs"]["parameters"]
+    given = tasks["rollout-2-i1"]["inputs"]["parameters"]
     constants = [given[key]["runtimeValue"]["constant"] for key in ("shard", "num_tasks")]
     assert constants == [1.0, 2.0]
     pod = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]["exec-rollout"]
@@ -242,11 +279,11 @@ def test_a_monitor_stands_beside_each_train_task_only_where_it_is_asked_for():
     )
     before = plain["comp-iteration-1"]["dag"]["tasks"]
     tasks = watched["comp-iteration-1"]["dag"]["tasks"]
-    assert set(tasks) - set(before) == {"monitor-check"}
+    assert set(tasks) - set(before) == {"monitor-check-i1"}
     assert {name: tasks[name] for name in before} == before
-    check, train = tasks["monitor-check"], tasks["train"]
-    assert check["dependentTasks"] == ["reward"]
-    assert "monitor-check" not in train.get("dependentTasks", [])
+    check, train = tasks["monitor-check-i1"], tasks["train-i1"]
+    assert check["dependentTasks"] == ["reward-i1"]
+    assert "monitor-check-i1" not in train.get("dependentTasks", [])
     settings = check["inputs"]["parameters"]["settings"]["runtimeValue"]["constant"]
     assert settings == "s3://b/minder.toml"
 

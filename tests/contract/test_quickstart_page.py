@@ -7,7 +7,9 @@ from pathlib import Path
 
 from components.pod_settings import GANG_ENV
 from planish.__main__ import main
-from tests.contract.test_manifests import FOLDER, names, resolve
+from planish.submit.parameters import pipeline_root
+from planish.submit.pipeline import profiles, shipped
+from tests.contract.test_manifests import FOLDER, find, launcher_settings, names, resolve
 from tests.unit.submit.kfp_server import Server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -89,6 +91,27 @@ def test_the_commands_of_planish_print_what_the_page_shows(capsys):
         "iteration-1",
         "iteration-2",
     ]
+
+
+def test_the_form_is_filled_with_what_the_manifests_make():
+    """With the defaults of Kubeflow a run has neither our rights nor the secret of its root."""
+    text = " ".join(PAGE.read_text("utf-8").split())
+    account = re.search(r"Service Account `([^`]+)`", text)[1]
+    place = re.search(r"Custom Pipeline Root `([^`]+)`", text)[1]
+    assert "and an Experiment" in text
+    objects = resolve((FOLDER / "overlays/kfp-single-user").resolve())
+    assert account in names(objects, "ServiceAccount")
+    (bucket,) = launcher_settings()["s3"]["overrides"]
+    assert place == pipeline_root(f"s3://{bucket['bucketName']}/first")
+    secret = bucket["credentials"]["secretRef"]["secretName"]
+    rules = find(objects, "Role", account)["rules"]
+    opened = [n for r in rules if "secrets" in r["resources"] for n in r["resourceNames"]]
+    assert opened == [secret]
+    assert secret in names(objects, "Secret")
+    for profile in profiles():
+        description = shipped("post-train", profile).spec["pipelineInfo"]["description"]
+        for word in (account, place.rpartition("/")[2], "experiment"):
+            assert word in description
 
 
 def test_the_page_for_gpus_is_followed_as_far_as_it_needs_none(capsys, monkeypatch):

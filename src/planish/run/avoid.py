@@ -23,6 +23,12 @@ logger = logging.getLogger(__name__)
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 """Label of a node that holds its name, where nobody has changed it."""
 
+WHICH_RUNS = (
+    "runs keep away from it whose pipeline was compiled with `--max-restarts` (`python -m "
+    "pipelines.compile --monitor URI --max-restarts N`, then `planish submit --pipeline FILE`); "
+    "others refuse to begin"
+)
+
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 
 

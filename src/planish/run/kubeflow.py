@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlencode
 
 TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"
 """Where an installation for several users mounts the token that its API asks for."""
@@ -173,20 +172,15 @@ def restart_name(root: str, counter: int, preset: str = "") -> str:
 
 
 def description(root: str) -> str:
-    """Return the description of a run: where its report lies, as a link of the run page on S3.
+    """Return the description of a run, which the run page shows as plain text.
 
     Example:
         >>> description("file:///runs/a")
-        'Report at the end: `file:///runs/a/report/report.html`'
+        'The report lies at file:///runs/a/report/report.html when the run has ended.'
     """
     from planish.records import layout
 
-    uri = f"{layout.report(root)}/report.html"
-    scheme, _, path = uri.partition("://")
-    bucket, _, key = path.partition("/")
-    query = urlencode({"source": "s3", "bucket": bucket, "key": key})
-    word = f"[Report](artifacts/get?{query})" if scheme == "s3" else "Report"
-    return f"{word} at the end: `{uri}`"
+    return f"The report lies at {layout.report(root)}/report.html when the run has ended."
 
 
 def _mark(root: str) -> str:

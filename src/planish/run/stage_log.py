@@ -18,7 +18,7 @@ from planish.base.telemetry import LOG_FORMAT, LogFormatter
 from planish.records import layout
 from planish.run import lock
 from planish.run.events import record_earlier_attempt
-from planish.store.documents import write_json
+from planish.store.documents import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,20 @@ def process_age_seconds() -> float:
     except (OSError, IndexError, ValueError):
         return 0.0
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+
+
+EARLIER = "earlier"
+"""Key of an entry in progress for that of the attempt which has done the work before."""
+
+
+def earlier_success(uri: str) -> dict[str, Any] | None:
+    """Return the entry of the attempt that did the work of a task; None where none has."""
+    try:
+        entry = read_json(uri)
+    except (PlanishError, OSError):
+        return None
+    entry = entry.get(EARLIER, entry) if isinstance(entry, dict) else {}
+    return entry if entry.get("state") == "done" else None
 
 
 class _Lines(logging.Handler):
@@ -68,6 +82,7 @@ class StageLog:
         self._lines.setFormatter(LogFormatter(log_format))
         self._ended = threading.Event()
         self._gave_up = False
+        self._earlier: dict[str, Any] | None = None
         self._shipper = threading.Thread(target=self._ship, name="stage-log", daemon=True)
 
     def __enter__(self) -> StageLog:
@@ -108,14 +123,23 @@ class StageLog:
             logger.warning("log lines not written uri=%s error=%s", self.text_uri, error)
 
     def write(self, state: str, **facts: Any) -> None:
-        """Write the state (`running`, `done`, `failed`) with more facts."""
+        """Write the state (`running`, `done`, `failed`) with more facts.
+
+        One that found the work done leaves times, metrics and lines of the attempt that did it.
+        """
         if self._gave_up:
             return
         if state == "running":
             record_earlier_attempt(self._root, self.uri, self.entry["start_seconds"])
         now = time.time()
         self.entry.update(state=state, seconds=now - self.entry["start_seconds"], **facts)
+        entry = self.entry
         try:
-            write_json(self.uri, self.entry)
+            self._earlier = self._earlier or earlier_success(self.uri)
+            if self._earlier and state == "running":
+                entry = {**entry, EARLIER: self._earlier}
+            elif self._earlier and facts.get("already_done"):
+                entry, self._gave_up = {**self._earlier, "already_done": True}, True
+            write_json(self.uri, entry)
         except (PlanishError, OSError) as error:
             logger.warning("stage log not written uri=%s error=%s", self.uri, error)

@@ -133,7 +133,7 @@ class RunReader:
             if entry["stage"] == "train" and entry["state"] == "done":
                 uri = layout.update(self.root, int(entry["iteration"]))
                 key = uri.removeprefix(self.root)
-            elif not entry.get("metrics") or entry.get("already_done"):
+            elif not entry.get("metrics"):
                 continue
             sources.append(Source(self.root, key, uri, end, entry))
         sources += self.evaluations(entries.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from planish.run.gang.cluster import TRAINER
-from planish.submit.server import Kubeflow
+from planish.submit.server import ENDED, Kubeflow
 
 RUN_LABEL = "pipeline/runid"
 """Label that Kubeflow puts on every pod of a run, and we on every job of one."""
@@ -66,6 +66,9 @@ class KubernetesJanitor:
 
 
 def clean_up(server: Kubeflow, janitor: Janitor, run_id: str) -> list[str]:
-    """End a run that is still alive and delete what it created; return what was deleted."""
-    server.terminate(run_id)
-    return janitor.delete_labelled(f"{RUN_LABEL}={run_id},{STAGE_LABEL}")
+    """End a run that is still alive and delete what it created; return what was done."""
+    state = server.terminate(run_id)
+    word = "had ended" if state in ENDED else "is told to end, it was"
+    gone = janitor.delete_labelled(f"{RUN_LABEL}={run_id},{STAGE_LABEL}")
+    told = [f"deleted {name}" for name in gone] or ["nothing of it to delete: no job, no service"]
+    return [f"the run {run_id} {word} {state}", *told]

@@ -57,6 +57,7 @@ def add_commands(commands: Any) -> None:
     pipeline.add_argument("--store-secret", default="", help="secret with endpoint and keys")
     pipeline.add_argument("--hub-secret", default="", help="secret with the hub's token")
     pipeline.add_argument("--cache-claim", default="", help="volume claim for models and data")
+    placement_options(pipeline)
     pipeline.add_argument("--gpu-memory", type=int, metavar="GB", help="of one GPU (default 80)")
     pipeline.add_argument(
         "--dry-run", action="store_true", help="ask nobody and print what would be submitted"
@@ -83,6 +84,11 @@ def add_commands(commands: Any) -> None:
     status.add_argument("run", metavar="RUN_ID")
     status.add_argument("--wait", action="store_true", help="until the run has ended; 1 if failed")
     status.add_argument("--timeout-seconds", type=float, default=24 * 3600.0)
+    _add_operations(commands, server)
+
+
+def _add_operations(commands: Any, server: argparse.ArgumentParser) -> None:
+    """Add the commands for a run that has been submitted."""
     logs = commands.add_parser("logs", parents=[server], help="print the last lines of its tasks")
     logs.add_argument("run", metavar="RUN", help="id or root of a run")
     logs.add_argument("--stage", default="", help="such as train; what failed, and the last one")
@@ -100,6 +106,16 @@ def add_commands(commands: Any) -> None:
     avoid.add_argument("--undo", action="store_true", help="use the node again")
     cleanup = commands.add_parser("cleanup", parents=[server], help="end a run, delete its jobs")
     cleanup.add_argument("run", metavar="RUN_ID")
+
+
+def placement_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `set_placement` takes, each of which may be given again."""
+    for option, metavar, text in (
+        ("--image-pull-secret", "NAME", "secret that opens the registry of the images"),
+        ("--toleration", "KEY[=VALUE][:EFFECT]", "of every pod, for nodes with a taint"),
+        ("--node-selector", "KEY=VALUE", "of every pod: a label of the nodes that it may go to"),
+    ):
+        parser.add_argument(option, action="append", default=[], metavar=metavar, help=text)
 
 
 def run(options: argparse.Namespace, _: Progress) -> Lines:
@@ -137,6 +153,12 @@ def _pipeline(options: argparse.Namespace, what: str) -> CompiledPipeline:
     pipelines.set_secrets(pipeline, store=options.store_secret, hub=options.hub_secret)
     if options.cache_claim:
         pipelines.set_cache(pipeline, options.cache_claim)
+    pipelines.set_placement(
+        pipeline,
+        pull_secrets=options.image_pull_secret,
+        tolerations=options.toleration,
+        node_selectors=options.node_selector,
+    )
     if what != "post-train" and (options.iterations, options.gpu_memory) != (None, None):
         raise ConfigError(f"`--iterations` and `--gpu-memory` must be left out for {what}")
     if options.gpu_memory is not None:
@@ -218,35 +240,35 @@ def upload(options: argparse.Namespace) -> Lines:
 
 
 def status(options: argparse.Namespace) -> Lines:
-    """Yield the state of a run, and its tasks where they are known.
+    """Yield the state of a run, and its tasks where they are known; what those at work said last.
 
     Raises:
         PlanishError: it was waited for and has not succeeded.
     """
+    from planish.submit.root import running
+    from planish.submit.status import task_rows
+
     server = _connected(options)
     with server.asked():
         if options.wait:
             server.wait(options.run, timeout_seconds=options.timeout_seconds)
         found = server.run(options.run)
     yield str(found.state)
-    tasks = (found.run_details and found.run_details.task_details) or []
-    rows = [
-        [
-            task.display_name or "-",
-            task.state or "-",
-            *(f"{moment:%Y-%m-%d %H:%M:%S}" if moment else "-" for moment in moments),
-            (task.error.message if task.error else "") or "",
-        ]
-        for task in tasks
-        for moments in [(task.start_time, task.end_time)]
-    ]
+    rows = task_rows(found)
     if rows and not options.wait:
         yield Table("tasks", ("task", "state", "start", "end", "error"), rows)
+        yield from running(str(_parameters(found).get("root", "")))
     if options.wait and found.state != "SUCCEEDED":
         raise PlanishError(
             f"the run {options.run} must end as SUCCEEDED, got {found.state}; "
-            f"`planish logs {options.run}` prints what its tasks said last"
+            f"`planish logs {options.run}` prints what its tasks said last, where the store of its "
+            "root answers: in the pods, or with MINIO_ENDPOINT and its keys set (docs/operate.md)"
         )
+
+
+def _parameters(run: Any) -> Mapping[str, Any]:
+    """Return the run parameters of a run of Kubeflow."""
+    return (run.runtime_config and run.runtime_config.parameters) or {}
 
 
 def _root_of(options: argparse.Namespace) -> str:
@@ -259,8 +281,7 @@ def _root_of(options: argparse.Namespace) -> str:
         return str(options.run)
     server = _connected(options)
     with server.asked():
-        found = server.run(options.run).runtime_config
-    root = str(((found and found.parameters) or {}).get("root", ""))
+        root = str(_parameters(server.run(options.run)).get("root", ""))
     if not root:
         raise ConfigError(f"the run {options.run} must have a parameter `root`, got none")
     return root
@@ -290,7 +311,7 @@ def logs(options: argparse.Namespace) -> Lines:
 
 
 def stop(options: argparse.Namespace) -> Lines:
-    """Yield what was written to end a run, or deleted to let it go on."""
+    """Yield what was written to end a run, or deleted to let it go on, and what follows."""
     from planish.submit.root import stop
 
     yield from stop(_root_of(options), undo=options.undo)
@@ -304,7 +325,7 @@ def avoid(options: argparse.Namespace) -> Lines:
 
 
 def cleanup(options: argparse.Namespace) -> Lines:
-    """Yield what was deleted of a run."""
+    """Yield what became of a run, and what was deleted of it."""
     from kubernetes import client, config
 
     from planish.submit.cleanup import KubernetesJanitor, clean_up

@@ -28,6 +28,9 @@ IMAGES = ("core", "monitor", "rollout", "train")
 HUB_VARIABLE = "HF_TOKEN"
 """Variable that the hub secret fills, in the pods that fetch models and data sets."""
 
+EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+"""Effects of taints."""
+
 CACHE = "/cache"
 """Where those pods see the claim for models and data sets."""
 
@@ -210,6 +213,64 @@ def set_cache(pipeline: CompiledPipeline, claim: str) -> None:
         container["env"] = [{"name": k, "value": v} for k, v in environment.items()]
 
 
+def parse_toleration(text: str) -> dict[str, str]:
+    """Return a toleration of `KEY[=VALUE][:EFFECT]`, as `kubectl taint` writes taints.
+
+    Raises:
+        ConfigError: no key, or an effect that Kubernetes has not.
+
+    Example:
+        >>> parse_toleration("dedicated=rl:NoSchedule")["operator"]
+        'Equal'
+    """
+    taint, _, effect = text.partition(":")
+    key, equals, value = taint.partition("=")
+    if not key or effect not in ("", *EFFECTS):
+        raise ConfigError(
+            f"`--toleration` must be KEY[=VALUE][:EFFECT] with an effect of {list(EFFECTS)}, got "
+            f"{text!r}"
+        )
+    found = {"key": key, "operator": "Equal" if equals else "Exists"}
+    return found | ({"value": value} if equals else {}) | ({"effect": effect} if effect else {})
+
+
+def set_placement(
+    pipeline: CompiledPipeline,
+    *,
+    pull_secrets: Sequence[str] = (),
+    tolerations: Sequence[str] = (),
+    node_selectors: Sequence[str] = (),
+) -> None:
+    """Say where every pod of a run may go, and what opens the registry of its image.
+
+    Args:
+        pipeline: to change.
+        pull_secrets: names of secrets.
+        tolerations: each as `parse_toleration` reads it.
+        node_selectors: each a label and its value, `KEY=VALUE`.
+
+    Raises:
+        ConfigError: a word of another form.
+    """
+    labels = {}
+    for word in node_selectors:
+        key, equals, value = word.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"`--node-selector` must be KEY=VALUE, got {word!r}")
+        labels[key] = value
+    tolerated = [parse_toleration(word) for word in tolerations]
+    secrets = [
+        {"secretName": name, "secretNameParameter": {"runtimeValue": {"constant": name}}}
+        for name in pull_secrets
+    ]
+    for _, pod in pipeline.pods():
+        for key, more in (("imagePullSecret", secrets), ("tolerations", tolerated)):
+            if more:
+                pod[key] = [*pod.get(key, []), *(dict(each) for each in more)]
+        if labels:
+            pod.setdefault("nodeSelector", {}).setdefault("labels", {}).update(labels)
+
+
 def set_gpu_memory(pipeline: CompiledPipeline, gigabytes: int) -> None:
     """Say what one GPU of the cluster has, in 10**9 bytes.
 
@@ -250,3 +311,6 @@ def cut(pipeline: CompiledPipeline, iterations: int) -> None:
             output = source.get("taskOutputParameter", {})
             if output.get("producerTask") == last:
                 output["producerTask"] = kept
+    used = {task["componentRef"]["name"] for tasks in pipeline.tasks() for task in tasks.values()}
+    for name in {*pipeline.spec["components"]} - used:
+        del pipeline.spec["components"][name]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from planish import store
-from planish.base.errors import ConfigError, ObjectMissing
+from planish.base.errors import ConfigError, ObjectMissing, PlanishError
 from planish.records import layout
 from planish.run import avoid as nodes
 from planish.store import normal_uri
@@ -27,28 +27,37 @@ def stop(root: str, *, undo: bool = False) -> list[str]:
     """Ask a run to end after the iteration in progress, or take that back.
 
     Returns:
-        URIs of the objects that were written or deleted.
+        What was written or deleted, and what follows.
+
+    Raises:
+        ConfigError: no run has begun under the root.
     """
     root = normal_uri(root)
     uri = layout.stop_file(root)
+    if not store.exists(layout.run_file(root)):
+        raise ConfigError(
+            f"the root must hold a run, got no `{layout.run_file(root)}`; its first task writes it"
+        )
     if not undo:
         store.write(uri, json.dumps({"reason": "operator"}).encode())
-        return [uri]
+        return [
+            f"written {uri}",
+            "the run ends after the iteration in progress, and no other begins on this root before "
+            f"`planish stop {root} --undo`",
+        ]
     folder = layout.iteration(root, 0).rpartition("/")[0]
     marks = [mark for mark in store.list_uris(folder) if mark.endswith("/stopped.json")]
     present = [mark for mark in (uri, *marks) if store.exists(mark)]
     for mark in present:
         store.delete(mark)
-    return present
+    return [f"deleted {mark}" for mark in present] or [f"nothing to undo: no {uri}"]
 
 
 def avoid(root: str, node: str, *, undo: bool = False) -> list[str]:
     """Keep the following runs on a root away from a node, or take that back.
 
-    Only runs that are submitted with restarts keep away from anything.
-
     Returns:
-        URIs of the objects that were written or deleted.
+        What was written or deleted, and what follows.
 
     Raises:
         ConfigError: no node can have that name.
@@ -56,11 +65,12 @@ def avoid(root: str, node: str, *, undo: bool = False) -> list[str]:
     root = normal_uri(root)
     uri = layout.avoided_node(root, node)
     if not undo:
-        return [uri] if nodes.avoid(root, nodes.AvoidedNode(node, "operator")) else []
+        is_new = nodes.avoid(root, nodes.AvoidedNode(node, "operator"))
+        return [f"written {uri}" if is_new else f"named before: {uri}", nodes.WHICH_RUNS]
     if not nodes.is_node_name(node) or not store.exists(uri):
-        return []
+        return [f"nothing to undo: no {uri}"]
     store.delete(uri)
-    return [uri]
+    return [f"deleted {uri}"]
 
 
 @dataclass(frozen=True, order=True)
@@ -94,6 +104,17 @@ def _attempts(folder: str, stage: str, iteration: int) -> list[_Attempt]:
     return sorted(attempts)
 
 
+def _silent(folder: str, stage: str, iteration: int) -> Iterator[str]:
+    """Yield a line for each task of a stage and an iteration that is over."""
+    for uri in store.list_uris(folder):
+        name = uri.rpartition("/")[2].removesuffix(".json")
+        found = _LOG.fullmatch(f"{name}-0.txt")
+        if found and stage in ("", found["stage"]) and iteration in (-1, int(found["iteration"])):
+            state = str(read_json(uri).get("state", ""))
+            if state in ("done", "failed"):
+                yield f"== {name} {state}, and wrote no line"
+
+
 def logs(root: str, *, stage: str = "", iteration: int = -1, num_lines: int = 40) -> Iterator[str]:
     """Yield the last lines of task attempts, each below a line that says whose they are.
 
@@ -113,6 +134,9 @@ def logs(root: str, *, stage: str = "", iteration: int = -1, num_lines: int = 40
     folder = layout.logs(normal_uri(root))
     attempts = _attempts(folder, stage, iteration)
     if not attempts:
+        if silent := list(_silent(folder, stage, iteration)):
+            yield from silent
+            return
         raise ObjectMissing(
             f"`{folder}` must hold a log of {stage or 'a stage'}, got none; lines arrive a minute "
             "after a task began"
@@ -122,6 +146,18 @@ def logs(root: str, *, stage: str = "", iteration: int = -1, num_lines: int = 40
     for attempt in attempts:
         yield attempt.head
         yield from attempt.lines()[-num_lines:]
+
+
+def running(root: str) -> Iterator[str]:
+    """Yield what each task at work said last; nothing where the root can not be read."""
+    try:
+        attempts = _attempts(layout.logs(normal_uri(root)), "", -1)
+        newest = {attempt.uri.rpartition("-")[0]: attempt for attempt in attempts}
+        for attempt in newest.values():
+            if attempt.state == "running":
+                yield f"{attempt.head}: {''.join(attempt.lines()[-1:])}"
+    except (PlanishError, KeyError, OSError):
+        return
 
 
 def follow(

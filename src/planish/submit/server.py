@@ -196,6 +196,7 @@ class Kubeflow:
             The ids of the pipeline and of the version.
         """
         text = pipeline.text()
+        description = str(pipeline.spec["pipelineInfo"].get("description", ""))
         version = version or f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         pipelines = api.PipelineServiceApi(self.client)
         more = {"namespace": namespace} if namespace else {}
@@ -203,7 +204,9 @@ class Kubeflow:
         if found:
             pipeline_id = str(found[0].pipeline_id)
         else:
-            wanted = api.V2beta1Pipeline(display_name=name, namespace=namespace or None)
+            wanted = api.V2beta1Pipeline(
+                display_name=name, namespace=namespace or None, description=description
+            )
             made = pipelines.pipeline_service_create_pipeline(pipeline=wanted)
             pipeline_id = str(made.pipeline_id)
         versions = pipelines.pipeline_service_list_pipeline_versions(
@@ -215,7 +218,9 @@ class Kubeflow:
             path = Path(folder) / f"{name}.yaml"
             path.write_text(text, "utf-8")
             uploads = api.PipelineUploadServiceApi(self.client)
-            sent = uploads.upload_pipeline_version(str(path), name=version, pipelineid=pipeline_id)
+            sent = uploads.upload_pipeline_version(
+                str(path), name=version, pipelineid=pipeline_id, description=description
+            )
         return pipeline_id, str(sent.pipeline_version_id)
 
     def run(self, run_id: str) -> Any:
@@ -238,10 +243,11 @@ class Kubeflow:
             time.sleep(poll_seconds)
         return state
 
-    def terminate(self, run_id: str) -> None:
-        """End a run that is still alive."""
-        if str(self.run(run_id).state) not in ENDED:
+    def terminate(self, run_id: str) -> str:
+        """End a run that is still alive; return its state before."""
+        if (state := str(self.run(run_id).state)) not in ENDED:
             api.RunServiceApi(self.client).run_service_terminate_run(run_id)
+        return state
 
 
 def check_times(cron: str, interval_seconds: int) -> None:

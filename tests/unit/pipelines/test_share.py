@@ -2,7 +2,7 @@
 
 import copy
 
-from pipelines.share import share_components
+from pipelines.share import name_tasks_apart, share_components
 
 
 def graph(*names):
@@ -45,3 +45,29 @@ def test_other_pod_settings_keep_components_and_their_graphs_apart():
     before = copy.deepcopy((spec, pods))
     share_components(spec, pods)
     assert (spec, pods) == before
+
+
+def test_tasks_of_an_iteration_and_what_names_them_get_its_number():
+    of_task = {
+        "inputs": {"artifacts": {"state": {"taskOutputArtifact": {"producerTask": "train"}}}}
+    }
+    after = {"dependentTasks": ["train"], "componentRef": {"name": "a"}}
+    subtask = {"valueFromParameter": {"producerSubtask": "train"}}
+    tasks = {"train": {"componentRef": {"name": "a"}}, "checkpoint": {**after, **of_task}}
+    one = {"dag": {"tasks": tasks, "outputs": {"parameters": {"pin": subtask}}}}
+    two = graph("a")
+    root = {
+        "iteration-12": {"componentRef": {"name": "one"}},
+        "other": {"componentRef": {"name": "two"}},
+    }
+    spec = {"root": {"dag": {"tasks": root}}, "components": {"one": one, "two": two, "a": {}}}
+    name_tasks_apart(spec)
+    dag = one["dag"]
+    assert list(dag["tasks"]) == ["train-i12", "checkpoint-i12"]
+    last = dag["tasks"]["checkpoint-i12"]
+    assert last["dependentTasks"] == ["train-i12"]
+    assert last["inputs"]["artifacts"]["state"]["taskOutputArtifact"]["producerTask"] == "train-i12"
+    assert (
+        dag["outputs"]["parameters"]["pin"]["valueFromParameter"]["producerSubtask"] == "train-i12"
+    )
+    assert two == graph("a")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from kubernetes.client import ApiException
@@ -197,3 +200,45 @@ def test_a_server_that_has_just_started_may_forbid_for_a_while(clock):
     with pytest.raises(ConfigError, match="must be allowed to read namespaced job"):
         cluster.call(answer_after(clock, 1e9, ApiException(403)))
     assert clock.seconds < 10.0 + module.STARTING_SECONDS + 2 * module.POLL_SECONDS
+
+
+class Forgetful(BaseHTTPRequestHandler):
+    """An API server that was started anew: of old versions it says 410."""
+
+    asked: ClassVar[list[str]] = []
+    events: ClassVar[list[tuple[str, str]]] = []
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        gone = "resourceVersion=7" in self.path
+        self.send_response(410 if gone else 200)
+        self.end_headers()
+        for kind, version in [] if gone else self.events:
+            metadata = {"name": "gang", "resourceVersion": version}
+            event = {"type": kind, "object": {"metadata": metadata}}
+            self.wfile.write(f"{json.dumps(event)}\n".encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_version_that_the_server_has_forgotten_is_watched_from_what_it_has(monkeypatch):
+    from kubernetes import client
+
+    def no_pause(_):
+        raise AssertionError("it polls")
+
+    monkeypatch.setattr(module.time, "sleep", no_pause)
+    Forgetful.events[:] = [("ADDED", "7"), ("MODIFIED", "9"), ("MODIFIED", "11")]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Forgetful)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    host = f"http://127.0.0.1:{server.server_port}"
+    try:
+        with client.ApiClient(client.Configuration(host=host)) as connection:
+            cluster = GangCluster(connection, "team", "stage")
+            job = {"metadata": {"name": "gang", "resourceVersion": "7"}}
+            cluster.wait_for_change(job, 60)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert ["resourceVersion=7" in path for path in Forgetful.asked] == [True, False]

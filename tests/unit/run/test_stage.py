@@ -246,3 +246,35 @@ def test_attempts_before_the_last_are_kept_as_events(root: str, tmp_path: Path) 
     assert "gone for a while" in failed["error"]
     assert killed["exit_code"] is None
     assert killed["end_seconds"] == pytest.approx(read_json(uri)["start_seconds"], abs=30)
+
+
+def test_an_attempt_that_found_the_work_done_replaces_no_record(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = layout.stage_log(root, "toy", 2, 0)
+
+    def work(_: Context) -> Outcome:
+        logging.getLogger("planish.toy").info("working hard")
+        return Outcome(metrics={"good": 2.0})
+
+    def finds_it_done(_: Context) -> Outcome:
+        assert read_json(uri)["state"] == "running"
+        logging.getLogger("planish.toy").info("nothing to do")
+        return Outcome(already_done=True)
+
+    def is_killed(_: Context) -> Outcome:
+        monkeypatch.setattr("planish.run.stage_log.write_json", lambda *_: None)
+        raise SystemExit(137)
+
+    call(root, work, tmp_path, iteration=2)
+    first = read_json(uri)
+    call(root, finds_it_done, tmp_path, iteration=2)
+    assert read_json(uri) == {**first, "already_done": True}
+    assert "working hard" in store.read(f"{root}/logs/00002-toy-00-0.txt").decode()
+    with pytest.raises(SystemExit):
+        call(root, is_killed, tmp_path, iteration=2)
+    monkeypatch.undo()
+    call(root, finds_it_done, tmp_path, iteration=2)
+    assert read_json(uri) == {**first, "already_done": True}
+    call(root, work, tmp_path, iteration=2)
+    assert read_json(uri)["start_seconds"] > first["start_seconds"]

@@ -146,6 +146,7 @@ class Server:
             self.files.append(content[: content.rindex(b"\r\n--")].decode())
             assert b'name="uploadfile"' in head
             body = {"display_name": query["name"][0], "pipeline_id": query["pipelineid"][0]}
+            body |= {"description": query["description"][0]}
         else:
             body = json.loads(data)
         self.requests.append(("POST", path, {}, body))

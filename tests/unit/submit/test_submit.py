@@ -128,7 +128,9 @@ class FakeJanitor:
 def test_cleaning_up_ends_a_live_run_and_deletes_by_label(server, client, state, ended):
     run = server.add_run(display_name="x", state=state)
     janitor = FakeJanitor()
-    assert cleanup.clean_up(client, janitor, run["run_id"]) == ["job/train-7f3a-3"]
+    word = "is told to end, it was" if ended else "had ended"
+    told = [f"the run {run['run_id']} {word} {state}", "deleted job/train-7f3a-3"]
+    assert cleanup.clean_up(client, janitor, run["run_id"]) == told
     assert janitor.selectors == [f"pipeline/runid={run['run_id']},{STAGE_LABEL}"]
     terminated = [r for r in server.requests if r[1].endswith(":terminate")]
     assert len(terminated) == ended
@@ -273,8 +275,7 @@ def test_the_command_line_starts_a_run(server, capsys):
     }
     assert body["display_name"] == "run grpo-tiny #0"
     uri = "s3://bucket/run/report/report.html"
-    link = "artifacts/get?source=s3&bucket=bucket&key=run%2Freport%2Freport.html"
-    assert body["description"] == f"[Report]({link}) at the end: `{uri}`"
+    assert body["description"] == f"The report lies at {uri} when the run has ended."
     assert server.posted("experiments")[0]["display_name"] == "bucket"
     assert "mirror/core:1" in json.dumps(body["pipeline_spec"])
 
@@ -363,18 +364,6 @@ def test_the_command_line_schedules_and_waits(server, capsys):
     assert f"`planish logs {run['run_id']}` prints" in told.err
 
 
-def test_the_state_of_a_run_comes_with_its_tasks(server, capsys):
-    failed = {"display_name": "train", "state": "FAILED", "start_time": "2026-01-01T00:00:01Z"}
-    details = {"task_details": [{**failed, "error": {"message": "exit code 75"}}]}
-    run = server.add_run(display_name="x", state="RUNNING", run_details=details)
-    assert main(["status", run["run_id"], "--host", server.url]) == 0
-    first, *rest = capsys.readouterr().out.splitlines()
-    assert first == "RUNNING"
-    row = next(line for line in rest if "train" in line)
-    for words in ("FAILED", "2026-01-01 00:00:01", "exit code 75"):
-        assert words in row
-
-
 def test_a_pipeline_is_uploaded_once_and_a_changed_one_is_another_version(server, capsys):
     words = ["upload", "--profile", "cpu-tiny", "--iterations", "1", "--host", server.url]
     for more in ([], [], ["--image", "mirror/team"]):
@@ -385,6 +374,9 @@ def test_a_pipeline_is_uploaded_once_and_a_changed_one_is_another_version(server
     assert first.split()[3] != other.split()[3]
     (made,) = server.posted("pipelines")
     assert made["display_name"] == "post-train-cpu-tiny"
+    assert "Fill in three fields" in made["description"]
+    versions = server.posted("pipelines/upload_version")
+    assert [version["description"] for version in versions] == [made["description"]] * 2
     original, changed = server.files
     assert "mirror/team/core:0.1.0" in changed
     assert original == changed.replace("mirror/team", "planish")
@@ -398,8 +390,8 @@ def test_a_pipeline_is_uploaded_once_and_a_changed_one_is_another_version(server
         (["upload", "rehard"], "must be one of ['post-train', 'reshard'], got 'rehard'"),
         (["upload", "reshard", "--iterations", "2"], "must be left out for reshard"),
         (["submit", "s3://b/r", "--profile", "cpu-tny"], "did you mean `cpu-tiny`"),
-        (["submit", "s3://b/r", "--iterations", "11"], "must be 1 to 10, got 11; longer training"),
-        (["submit", "s3://b/r", "--iterations", "0"], "must be 1 to 10, got 0"),
+        (["submit", "s3://b/r", "--iterations", "9"], "must be 1 to 8, got 9; longer training"),
+        (["submit", "s3://b/r", "--iterations", "0"], "must be 1 to 8, got 0"),
         (["submit", "s3://b/r", "--gpu-memory", "0"], "must be 1 to 10000 GB, got 0"),
         (
             ["submit", "s3://b/r", "--image", "core"],
@@ -470,22 +462,33 @@ def test_logs_are_followed_until_the_run_has_ended(server, file_root, capsys, mo
 
 
 def test_stopping_ends_the_run_after_the_iteration_and_can_be_undone(file_root, capsys):
+    store.write(layout.run_file(file_root), b"{}")
     assert not mark_stopped(file_root, 1)
     assert main(["stop", file_root]) == 0
-    assert capsys.readouterr().out.strip() == layout.stop_file(file_root)
+    told = capsys.readouterr().out
+    assert told.splitlines()[0] == f"written {layout.stop_file(file_root)}"
+    assert f"`planish stop {file_root} --undo`" in told
     assert not is_stopped(file_root, 1)
     assert mark_stopped(file_root, 2)
     assert mark_stopped(file_root, 3)
     assert len(stop(file_root, undo=True)) == 3
     assert not is_stopped(file_root, 2)
     assert not mark_stopped(file_root, 2)
-    assert stop(file_root, undo=True) == []
+    assert stop(file_root, undo=True) == [f"nothing to undo: no {layout.stop_file(file_root)}"]
     assert not store.exists(layout.stop_file(file_root))
+
+
+@pytest.mark.parametrize("more", [[], ["--undo"]])
+def test_a_root_that_is_not_there_is_not_made_by_stopping_it(file_root, more, capsys):
+    assert main(["stop", f"{file_root}/typo", *more]) == 2
+    assert "must hold a run, got no" in capsys.readouterr().err
+    assert store.list_uris(file_root) == []
 
 
 def test_a_run_is_named_by_its_id_where_the_server_knows_its_root(server, file_root, capsys):
     run = server.add_run(runtime_config={"parameters": {"root": file_root}})
     words = [run["run_id"], "--host", server.url]
+    store.write(layout.run_file(file_root), b"{}")
     assert main(["stop", *words]) == 0
     assert store.exists(layout.stop_file(file_root))
     other = server.add_run(runtime_config={"parameters": {}})
@@ -501,6 +504,13 @@ def test_logs_are_those_of_what_failed_and_of_the_last_attempt(file_root, capsys
         store.write(f"{uri.removesuffix('.json')}-{number}.txt", text.encode())
 
     assert main(["logs", file_root]) == 1
+    over = layout.stage_log(file_root, "reward", 2, 0)
+    store.write(over, b'{"state": "running"}')
+    assert main(["logs", file_root, "--stage", "reward"]) == 1
+    store.write(over, b'{"state": "done"}')
+    capsys.readouterr()
+    assert main(["logs", file_root, "--stage", "reward"]) == 0
+    assert capsys.readouterr().out == "== 00002-reward-00 done, and wrote no line\n"
     attempt("prepare", 0, 0, "done", 1.0, 1)
     attempt("rollout", 1, 0, "failed", 2.0, 3)
     attempt("train", 1, 1, "running", 3.0, 50)
@@ -521,8 +531,10 @@ def test_an_operator_names_a_node_and_takes_it_back(file_root, capsys):
     assert (node.name, node.named_by) == ("node-3", "operator")
     assert main(["avoid", file_root, "node-3"]) == 0
     uri = layout.avoided_node(file_root, "node-3")
-    assert capsys.readouterr().out == f"{uri}\n"
-    for expected in (f"{uri}\n", ""):
+    told = capsys.readouterr().out.splitlines()
+    assert told[::2] == [f"written {uri}", f"named before: {uri}"]
+    assert "--max-restarts" in told[1] == told[3]
+    for expected in (f"deleted {uri}\n", f"nothing to undo: no {uri}\n"):
         assert main(["avoid", file_root, "node-3", "--undo"]) == 0
         assert capsys.readouterr().out == expected
     assert avoided(file_root) == []

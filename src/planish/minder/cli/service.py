@@ -165,7 +165,7 @@ def _serve(settings: ServiceSettings) -> int:
         server.port,
         service.shared.metrics,
         is_healthy=service.is_healthy,
-        is_ready=service.is_ready,
+        why_not_ready=service.why_not_ready,
     )
     service.start()
     logger.info("serving host=%s port=%d", server.host, status.port)

@@ -189,7 +189,7 @@ def status_server(
     metrics: OwnMetrics,
     *,
     is_healthy: Callable[[], bool],
-    is_ready: Callable[[], bool],
+    why_not_ready: Callable[[], str],
 ) -> PageServer:
     """Serve /healthz, /readyz and /metrics from now on; port 0 picks a free one.
 
@@ -197,8 +197,9 @@ def status_server(
         ConfigError: the address can not be listened on.
     """
 
-    def probe(is_good: Callable[[], bool]) -> StatusPage:
-        return StatusPage(200, b"ok\n") if is_good() else StatusPage(503, b"not ok\n")
+    def probe(fault: str) -> StatusPage:
+        text = f"not ok: {fault}\n" if fault else "ok\n"
+        return StatusPage(503 if fault else 200, text.encode())
 
     kind = "text/plain; version=0.0.4; charset=utf-8"
     try:
@@ -206,8 +207,8 @@ def status_server(
             host,
             port,
             {
-                "/healthz": lambda _: probe(is_healthy),
-                "/readyz": lambda _: probe(is_ready),
+                "/healthz": lambda _: probe("" if is_healthy() else "control tasks hang"),
+                "/readyz": lambda _: probe(why_not_ready()),
                 "/metrics": lambda _: StatusPage(200, metrics.text(), kind),
             },
         )

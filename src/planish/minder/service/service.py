@@ -182,6 +182,7 @@ class Service:
         """State of jobs of an earlier process that have not been found again; None: not read."""
         self._is_leading = False
         self._last_save = self._last_tick = shared.clock()
+        self._why_not_ready = "no query has been answered yet"
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -223,9 +224,9 @@ class Service:
         """Tell whether the control tasks go on."""
         return self.shared.clock() - self._last_tick < _HUNG_SECONDS
 
-    def is_ready(self) -> bool:
-        """Tell whether models are loaded and one query has succeeded."""
-        return self.shared.has_succeeded.is_set()
+    def why_not_ready(self) -> str:
+        """Return why no query has succeeded yet; empty once models are loaded and one has."""
+        return "" if self.shared.has_succeeded.is_set() else self._why_not_ready
 
     def _leads(self) -> bool:
         return self._lease is None or self._lease.is_leader()
@@ -236,7 +237,8 @@ class Service:
             try:
                 self._probe(Deadline.after(10.0, self.shared.stop))
             except PlanishError as error:
-                logger.warning("not_ready reason=%r", str(error)[:300])
+                self._why_not_ready = str(error)[:300]
+                logger.warning("not_ready reason=%r", self._why_not_ready)
                 return 10.0
             self.shared.has_succeeded.set()
         return 3600.0

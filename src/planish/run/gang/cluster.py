@@ -260,26 +260,39 @@ class GangCluster:
     def wait_for_change(self, job: Mapping[str, Any], seconds: float) -> None:
         """Wait until a job differs from what was read, at most so long and `WATCH_SECONDS`.
 
-        An API server that can not be watched is asked again after `POLL_SECONDS`.
+        An API server that can not be watched is asked again after `POLL_SECONDS`. One that has been
+        started anew has forgotten the version of a job that has not changed since (410): it is
+        watched from what it has now.
         """
         from kubernetes.client import ApiException
-        from kubernetes.watch import Watch
         from urllib3.exceptions import HTTPError
 
-        meta = job["metadata"]
-        watch = Watch()
+        name, version = job["metadata"]["name"], job["metadata"]["resourceVersion"]
         try:
-            for _ in watch.stream(
-                *self.jobs("list"),
-                field_selector=f"metadata.name={meta['name']}",
-                resource_version=meta["resourceVersion"],
-                timeout_seconds=max(1, min(WATCH_SECONDS, round(seconds))),
-                _request_timeout=(REQUEST_SECONDS, WATCH_SECONDS + REQUEST_SECONDS),
-            ):
-                return
+            try:
+                self._watch(name, version, seconds, resource_version=version)
+            except ApiException as error:
+                if error.status != 410:
+                    raise
+                self._watch(name, version, seconds)
         except (ApiException, HTTPError, OSError, ValueError) as error:
-            logger.info("not watched job=%s error=%.200s", meta["name"], error)
+            logger.info("not watched job=%s error=%.200s", name, error)
             time.sleep(POLL_SECONDS)
+
+    def _watch(self, name: str, version: str, seconds: float, **begin: str) -> None:
+        """Return once a job of a name has another version, or the time is over."""
+        from kubernetes.watch import Watch
+
+        for event in Watch().stream(
+            *self.jobs("list"),
+            field_selector=f"metadata.name={name}",
+            timeout_seconds=max(1, min(WATCH_SECONDS, round(seconds))),
+            _request_timeout=(REQUEST_SECONDS, WATCH_SECONDS + REQUEST_SECONDS),
+            **begin,
+        ):
+            # A watch without a beginning tells first what is there.
+            if event["raw_object"]["metadata"]["resourceVersion"] != version:
+                return
 
     def pods(self, digest: str) -> list[dict[str, Any]]:
         """Return the pods of a gang."""

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import yaml
+
 from planish.base.errors import ConfigError
 from planish.base.parallel import MIN_DRIVER
 from planish.run.gang.cluster import PERMISSIONS as GANG_PERMISSIONS
@@ -57,6 +59,10 @@ RUNTIME_PERMISSION = Permission("trainer.kubeflow.org", "clustertrainingruntimes
 """The same for a training that Kubeflow Trainer runs."""
 
 
+CONTROLLER = "workflow-controller-configmap"
+"""Settings of Argo's controller, beside the pods of a run where Kubeflow serves one user."""
+
+
 class ClusterApi(Protocol):
     """The questions that the checks ask."""
 
@@ -74,6 +80,9 @@ class ClusterApi(Protocol):
 
     def has_runtime(self, name: str) -> bool:
         """Tell whether Kubeflow Trainer is there and has a ClusterTrainingRuntime."""
+
+    def controller(self) -> Mapping[str, str] | None:
+        """Return the settings of Argo's controller by key; None where they may not be read."""
 
 
 class KubernetesApi:
@@ -171,6 +180,20 @@ class KubernetesApi:
             return False
         return True
 
+    def controller(self) -> Mapping[str, str] | None:
+        """Read them in the namespace of this pod."""
+        from kubernetes.client import ApiException
+
+        try:
+            found = self._core.read_namespaced_config_map(
+                CONTROLLER, self.namespace, _request_timeout=TIMEOUT_SECONDS
+            )
+        except ApiException as error:
+            if error.status not in (403, 404):
+                raise
+            return None
+        return found.data or {}
+
 
 @dataclass(frozen=True)
 class Findings:
@@ -180,6 +203,8 @@ class Findings:
     """Each ends the run."""
     warnings: tuple[str, ...] = ()
     """Each goes into the plan."""
+    retries: str = ""
+    """Whether the cluster tries tasks again, and what does where it does not."""
 
 
 _SUFFIX = (
@@ -335,9 +360,37 @@ def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling:
     if Permission("", "nodes", "list") not in missing:
         nodes = api.nodes()
         room += [*_node_faults(nodes, requests), *_driver_faults(nodes, requests)]
+    retries = retries_under(api.controller())
     if assume_autoscaling:
-        return Findings(tuple(faults), tuple(room))
-    return Findings((*faults, *room), ())
+        return Findings(tuple(faults), tuple(room), retries)
+    return Findings((*faults, *room), (), retries)
+
+
+def retries_under(settings: Mapping[str, str] | None) -> str:
+    """Say whether Argo's controller tries a pod again whose program failed.
+
+    A task of Kubeflow has a number of retries and no policy: Argo fills that in from the defaults
+    of its controller, and takes `OnFailure` where they have none.
+
+    Args:
+        settings: of the controller, by key; None where they are not known.
+    """
+    if settings is None:
+        return f"not known: `{CONTROLLER}` is not to be read in this namespace"
+    try:
+        whole = yaml.safe_load(settings.get("config", "")) or {}
+        defaults = settings.get("workflowDefaults") or whole.get("workflowDefaults") or {}
+        defaults = yaml.safe_load(defaults) if isinstance(defaults, str) else defaults
+        strategy = defaults.get("spec", {}).get("templateDefaults", {}).get("retryStrategy", {})
+        policy = str(strategy.get("retryPolicy", "OnFailure"))
+    except (AttributeError, yaml.YAMLError):
+        return f"not known: `{CONTROLLER}` has another form"
+    if policy in ("Always", "OnFailure"):
+        return f"on: `retryPolicy: {policy}`"
+    return (
+        f"off: `retryPolicy: {policy}` of the cluster tries no pod again whose program failed; "
+        "each runs it once more by itself (`manifests/overlays/kfp-patch` turns retries on)"
+    )
 
 
 def _driver_faults(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[str]:

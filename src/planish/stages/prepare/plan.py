@@ -35,6 +35,8 @@ class RunPlan:
     """What may go wrong."""
     away_from: Sequence[str] = field(default_factory=tuple)
     """Nodes that the pods keep away from."""
+    retries: str = ""
+    """Whether the cluster tries tasks again, in Markdown; empty outside a cluster."""
 
     @property
     def num_finished(self) -> int:
@@ -84,6 +86,8 @@ def render(plan: RunPlan) -> str:
         *plan.opened,
         ("rollout shards", str(plan.num_shards)),
     ]
+    if plan.retries:
+        rows.append(("retries", plan.retries))
     if plan.away_from:
         rows.append(("keeps away from", ", ".join(f"`{name}`" for name in plan.away_from)))
     lines = ["# What will happen", "", "| what | value |", "| --- | --- |"]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from planish import store
 from planish.base.config import config_sha256, parse_section
 from planish.base.errors import ConfigError
 from planish.checkpoint.train_state import read_state_info
@@ -15,7 +16,7 @@ from planish.models.adapters import check_same, configured
 from planish.models.config import ModelConfig
 from planish.records import layout
 from planish.records.reference import find_reference
-from planish.run.avoid import avoided, node_affinity
+from planish.run.avoid import WHICH_RUNS, avoided, node_affinity
 from planish.run.chain import parse_chain
 from planish.run.lock import Holder, acquire, check_free, current_holder, is_alive
 from planish.run.stage import Artifact, Outcome, execute
@@ -200,16 +201,39 @@ def check_adapters(config: Config, state: str) -> None:
         check_same(read_state_info(state), configured(settings), pin=state)
 
 
-def nodes_to_avoid(root: str, resume_from: str, limit: int) -> list[str]:
-    """Return the nodes named first, on this root and on the one that this run starts from."""
+def check_not_stopped(root: str) -> None:
+    """Refuse a root that an operator has stopped: every task would only pass.
+
+    Raises:
+        ConfigError: it has a stop file.
+    """
+    if store.exists(uri := layout.stop_file(root)):
+        raise ConfigError(
+            f"the root must not be stopped, got `{uri}`; `planish stop {root} --undo` lets runs on "
+            "it go on"
+        )
+
+
+def nodes_to_avoid(root: str, resume_from: str, limit: int, *, api: ClusterApi | None) -> list[str]:
+    """Return the nodes named first, on this root and on the one that this run starts from.
+
+    Raises:
+        ConfigError: a person has named one and this pipeline keeps away from none.
+    """
     if limit < 0:
         raise ConfigError(
             f"`max_avoided_nodes` must be 0 or more, got {limit}; it is fixed "
             "when the pipeline is compiled"
         )
-    if not limit:
+    if not limit and api is None:
         return []
     nodes = avoided(root)
+    named = [node.name for node in nodes if node.named_by == "operator"]
+    if named and not limit:
+        raise ConfigError(
+            f"this pipeline keeps away from no node, but {', '.join(named)} must be avoided: "
+            f"{WHICH_RUNS}; `planish avoid {root} {named[0]} --undo` uses the node again"
+        )
     if resume_from:
         nodes = [*nodes, *avoided(resumed_root(resume_from))]
     nodes = sorted(nodes, key=lambda node: node.seconds)
@@ -241,6 +265,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     chain, me = parse_chain(wish.chain), current_holder()
     # Before all else: a run that may not be here leaves no fault on another run's root.
     check_free(root, me, alive=liveness(api))
+    check_not_stopped(root)
     config = wish.configuration()
     findings, requests = Findings(), this_machine()
     if api is not None:
@@ -249,15 +274,12 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     faults = [*check_run(config, wish.num_shards), *findings.faults]
     if faults := [*faults, *device_faults(config, requests)]:
         raise ConfigError("; ".join(faults))
+    away_from = nodes_to_avoid(root, chain.resume_from, wish.max_avoided_nodes, api=api)
     lock = acquire(root, me, alive=liveness(api))
     run_file, changed, is_new = open_run_file(
-        root,
-        config,
-        resume_from=chain.resume_from,
-        allow_config_change=chain.allow_config_change,
+        root, config, resume_from=chain.resume_from, allow_config_change=chain.allow_config_change
     )
     run_file = replace(run_file, preset=wish.preset or run_file.preset)
-    away_from = nodes_to_avoid(root, chain.resume_from, wish.max_avoided_nodes)
     link = find_link(root, chain.index, wish.num_iterations)
     if link.offset:
         run_file = replace(run_file, initial=start_after(root, link.offset))
@@ -282,6 +304,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         opened=[*found.rows, *memory],
         warnings=[*findings.warnings, *found.warnings, *device_warnings(config, requests)],
         away_from=away_from,
+        retries=findings.retries,
     )
     text = render(plan)
     logger.info("plan\n%s", text)

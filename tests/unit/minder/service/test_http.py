@@ -20,12 +20,12 @@ class Health:
     def is_healthy(self):
         return self.healthy
 
-    def is_ready(self):
-        return self.ready
+    def why_not_ready(self):
+        return "" if self.ready else "Prometheus is away"
 
 
 def serve(port, health):
-    probes = {"is_healthy": health.is_healthy, "is_ready": health.is_ready}
+    probes = {"is_healthy": health.is_healthy, "why_not_ready": health.why_not_ready}
     return status_server("127.0.0.1", port, OwnMetrics(), **probes)
 
 
@@ -38,7 +38,7 @@ def test_probes_tell_health_and_readiness_and_metrics_are_text():
     server = serve(0, health)
     try:
         assert get(server, "/healthz") == (200, "ok\n")
-        assert get(server, "/readyz") == (503, "not ok\n")
+        assert get(server, "/readyz") == (503, "not ok: Prometheus is away\n")
         health.healthy, health.ready = False, True
         assert get(server, "/healthz")[0] == 503
         assert get(server, "/readyz?verbose=1") == (200, "ok\n")

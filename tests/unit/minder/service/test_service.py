@@ -261,8 +261,8 @@ def test_jobs_are_found_watched_and_ended_and_a_failing_discovery_ends_none(tmp_
     service = service_of(jobs, clock, FileState(tmp_path / "state.json"))
     service.prepare()
     play(service, clock, FAULT + 400)
-    assert (sorted(service.watches), service.is_ready(), service.is_healthy()) == (
-        ["a", "b"], True, True,
+    assert (sorted(service.watches), service.why_not_ready(), service.is_healthy()) == (
+        ["a", "b"], "", True,
     )  # fmt: skip
     is_down.set()
     play(service, clock, FAULT + 460)

@@ -7,10 +7,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
+import yaml
 
 from planish.base.errors import ConfigError
 from planish.stages.prepare.cluster import (
     CLUSTER_PERMISSIONS,
+    CONTROLLER,
     DRIVER_LABEL,
     PERMISSIONS,
     KubernetesApi,
@@ -20,7 +22,9 @@ from planish.stages.prepare.cluster import (
     amount,
     check_cluster,
     inside_cluster,
+    retries_under,
 )
+from tests.contract.test_retries import SETTINGS, STOCK
 
 GPU = "nvidia.com/gpu"
 REQUESTS = PodRequests.parse(
@@ -42,6 +46,7 @@ class FakeCluster:
     machines: tuple = ({"cpu": "96", "memory": "2000Gi", GPU: "8"}, {"cpu": "4", "memory": "8Gi"})
     asked: list = field(default_factory=list)
     runtimes: tuple = ()
+    settings: dict | None = None
 
     def allowed(self, permission, *, namespaced):
         self.asked.append((permission.describe(), namespaced))
@@ -58,6 +63,9 @@ class FakeCluster:
 
     def has_runtime(self, name):
         return name in self.runtimes
+
+    def controller(self):
+        return self.settings
 
 
 @pytest.mark.parametrize(
@@ -210,8 +218,8 @@ class Recorder(BaseHTTPRequestHandler):
     def _answer(self, body):
         path = self.path.partition("?")[0]
         self.asked.append((self.command, self.path, body))
-        data = json.dumps(self.answers[path]).encode()
-        self.send_response(200)
+        data = json.dumps(self.answers.get(path, {})).encode()
+        self.send_response(200 if path in self.answers else 404)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -262,13 +270,16 @@ def test_the_real_client_sends_what_the_api_expects(recorder):
     with client.ApiClient(client.Configuration(host=host)) as connection:
         api = KubernetesApi(connection, "team")
         assert api.quotas() == [quota]
+        assert api.controller() is None
+        Recorder.answers[f"{core}/namespaces/team/configmaps/{CONTROLLER}"] = {"data": {"a": "b"}}
+        assert api.controller() == {"a": "b"}
         assert api.nodes() == [{"cpu": "8", DRIVER_LABEL: "580"}]
         assert api.run_is_active("7f3a") is True
         Recorder.answers[workflows] = {"items": [{"status": {"phase": "Failed"}}]}
         assert api.run_is_active("7f3a") is False
         assert api.allowed(Permission("argoproj.io", "workflows", "list"), namespaced=True)
         assert api.allowed(Permission("", "nodes", "list"), namespaced=False)
-    assert [path for _, path, _ in Recorder.asked[2:5]] == [
+    assert [path for _, path, _ in Recorder.asked[4:7]] == [
         f"{workflows}?labelSelector=pipeline%2Frunid%3D7f3a",
         f"{workflows}?labelSelector=pipeline%2Frunid%3D7f3a",
         f"{workflows}?fieldSelector=metadata.name%3D7f3a",
@@ -277,3 +288,25 @@ def test_the_real_client_sends_what_the_api_expects(recorder):
         {"group": "argoproj.io", "resource": "workflows", "verb": "list", "namespace": "team"},
         {"group": "", "resource": "nodes", "verb": "list"},
     ]
+
+
+PATCHED = yaml.safe_load(SETTINGS.read_text())["data"]
+INSTALLED = {"workflowDefaults": yaml.safe_dump({"spec": STOCK})}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (INSTALLED, "off: `retryPolicy: OnError`"),
+        ({"config": yaml.safe_dump({"workflowDefaults": {"spec": STOCK}})}, "off: "),
+        (PATCHED, "on: `retryPolicy: Always`"),
+        ({}, "on: `retryPolicy: OnFailure`"),
+        ({"workflowDefaults": "- a"}, "not known: "),
+        (None, "not known: "),
+    ],
+)
+def test_whether_the_cluster_tries_tasks_again_is_read_from_its_controller(settings, told):
+    assert retries_under(settings).startswith(told)
+    cluster = FakeCluster(settings=settings)
+    findings = check_cluster(cluster, REQUESTS, assume_autoscaling=False)
+    assert findings.retries == retries_under(settings)

@@ -20,6 +20,7 @@ from planish.run.chain import Chain, with_settings
 from planish.run.lock import Holder, acquire, current_holder
 from planish.run.stage import PathArtifact
 from planish.stages.prepare.stage import Wish, liveness, prepare, run
+from planish.submit.root import stop
 from tests.unit.stages.prepare.test_prepare_cluster import FakeCluster
 
 SMALL = "rollout.prompts_per_iteration=8 train.rollouts_per_minibatch=64"
@@ -284,6 +285,25 @@ def test_a_run_keeps_away_from_as_many_nodes_as_it_is_told_to(file_root, tmp_pat
     assert values.node_affinity == node_affinity(["node-b", "node-c"])
     assert "| keeps away from | `node-c`, `node-b` |" in summary
     assert metrics["avoided_nodes"] == 2.0
+
+
+def test_a_pipeline_that_keeps_away_from_none_refuses_a_root_whose_nodes_a_person_named(file_root):
+    cluster = FakeCluster()
+    avoid(file_root, AvoidedNode("node-2", "monitor_check"))
+    assert prepare(file_root, wish(), api=cluster).metrics["avoided_nodes"] == 0.0
+    avoid(file_root, AvoidedNode("node-3", "operator"))
+    with pytest.raises(ConfigError, match=r"keeps away from no node, but node-3 .*--max-restarts"):
+        prepare(file_root, wish(), api=cluster)
+    assert prepare(file_root, wish(max_avoided_nodes=2), api=cluster).metrics["avoided_nodes"] == 2
+
+
+def test_a_run_on_a_root_that_was_stopped_says_how_to_go_on(file_root):
+    prepare(file_root, wish())
+    stop(file_root)
+    with pytest.raises(ConfigError, match=rf"`planish stop {file_root} --undo`"):
+        prepare(file_root, wish())
+    stop(file_root, undo=True)
+    prepare(file_root, wish())
 
 
 def test_nodes_of_the_root_that_a_run_starts_from_are_avoided_too(tmp_path):

@@ -56,12 +56,26 @@ class StartOver(Exception):
     """
 
 
-def hear_sigterm() -> threading.Event:
-    """Return an event that SIGTERM sets from now on, in place of ending this process."""
-    asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    logger.info("rank leaves before its next step once it gets SIGTERM")
-    return asked
+class Sigterm(threading.Event):
+    """An event that SIGTERM sets, in place of ending this process, once it has been looked at.
+
+    Ranks look at it before each step. Until the first one there is nothing to keep, and a rank may
+    be loading or scoring for long: it ends at once.
+
+    Example:
+        >>> Sigterm().is_set()
+        False
+    """
+
+    _is_heard = False
+
+    def is_set(self) -> bool:
+        """Tell whether SIGTERM has come; the first look begins to hear it."""
+        if not self._is_heard:
+            self._is_heard = True
+            signal.signal(signal.SIGTERM, lambda *_: self.set())
+            logger.info("rank leaves before its next step once it gets SIGTERM")
+        return super().is_set()
 
 
 class StepBoundaries:

@@ -37,7 +37,7 @@ from planish.run.signals import Terminated
 from planish.run.stage_metrics import StageMetrics
 from planish.stages.train.batching import train_batch
 from planish.stages.train.progress import Progress
-from planish.stages.train.ranks.boundaries import StartOver, StepBoundaries, hear_sigterm
+from planish.stages.train.ranks.boundaries import Sigterm, StartOver, StepBoundaries
 from planish.stages.train.ranks.job import JobResult, TrainJob, read_inputs, read_job, relative_pin
 from planish.stages.train.trainer import Trainer, open_trainer
 from planish.stages.train.update import UpdateResult, run_update
@@ -190,7 +190,7 @@ def main(argv: list[str]) -> int:
         ranks = join(device, timeout_seconds=config.timeout_seconds)
         with StageMetrics("train", job.iteration, ranks.rank) as shown:
             shown.open()
-            result = train_iteration(job, ranks, hear_sigterm())
+            result = train_iteration(job, ranks, Sigterm())
             shown.publish(result.metrics)
     except PlanishError as error:
         # The launcher sees only an exit code; the error itself travels through the store.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import signal
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -238,3 +241,27 @@ def test_an_iteration_that_is_done_is_rid_of_its_commits_by_the_next_attempt(job
     # As an attempt leaves it that is killed between its state and the removal.
     assert train(job).already_done
     assert has_no_commits(job)
+
+
+RANK = """
+import sys, time
+from planish.stages.train.ranks.boundaries import Sigterm
+asked = Sigterm()
+if sys.argv[1] == "steps":
+    asked.is_set()
+print("ready", flush=True)
+while not (sys.argv[1] == "steps" and asked.is_set()):
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize(("when", "code"), [("loads", -signal.SIGTERM), ("steps", 0)])
+def test_a_rank_whose_first_step_has_not_begun_ends_at_once(when, code):
+    words = [sys.executable, "-c", RANK, when]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout.readline() == b"ready\n"
+        rank.send_signal(signal.SIGTERM)
+        try:
+            assert rank.wait(timeout=60) == code
+        finally:
+            rank.kill()

@@ -1,0 +1,55 @@
+"""The tasks of a run as Kubeflow tells them, in the order of its graph.
+
+Kubeflow Pipelines 2.17 lists every node of the workflow: a driver and an executor beside each task,
+in no order, and the year 1 for what has not ended.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
+from typing import Any
+
+_OF_KUBEFLOW = re.compile(r"root|(.*-)?driver(\(\d+\))?|executor(\(\d+\))?")
+
+
+def task_names(spec: Mapping[str, Any], component: str = "") -> Iterator[str]:
+    """Yield the tasks of a compiled pipeline, each after those that it waits for.
+
+    Args:
+        spec: the pipeline document.
+        component: a graph of it; empty for the outermost.
+    """
+    graph = spec["components"][component] if component else spec["root"]
+    tasks = graph["dag"]["tasks"]
+    upstream = {name: tasks[name].get("dependentTasks", []) for name in tasks}
+    for name in TopologicalSorter(upstream).static_order():
+        yield name
+        inner = tasks[name]["componentRef"]["name"]
+        if "dag" in spec["components"][inner]:
+            yield from task_names(spec, inner)
+
+
+def task_rows(run: Any) -> list[list[str]]:
+    """Return name, state, begin, end and error of each task of a run that has begun.
+
+    Args:
+        run: as the API tells it; without its pipeline, tasks are in the order of their beginnings.
+    """
+    given = run.pipeline_spec or {}
+    spec = given.get("pipeline_spec", given)
+    order = {name: place for place, name in enumerate(task_names(spec))} if spec else {}
+    rows = []
+    for task in (run.run_details and run.run_details.task_details) or []:
+        name = str(task.display_name or "-")
+        if name in order or not (order or _OF_KUBEFLOW.fullmatch(name)):
+            begin, end = _moment(task.start_time), _moment(task.end_time)
+            error = (task.error.message if task.error else "") or ""
+            rows.append((order.get(name, 0), [name, str(task.state or "-"), begin, end, error]))
+    return [row for _, row in sorted(rows, key=lambda each: (each[0], each[1][2]))]
+
+
+def _moment(time: datetime.datetime | None) -> str:
+    return f"{time:%Y-%m-%d %H:%M:%S}" if time and time.year > 1 else "-"
