@@ -8,7 +8,7 @@ folder holds one tensor per expert, under the names that the family was publishe
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from planish.base.errors import ConfigError
@@ -58,6 +58,7 @@ FAMILIES = {
 _FUSED = re.compile(r"(.+\.)mlp\.experts\.(gate_up_proj|down_proj)")
 _ROUTER = re.compile(r"(.+\.)mlp\.gate\.(.+)")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.\w+\.weight")
+_EXPERTS = re.compile(r"\.(mlp|block_sparse_moe)\.experts\.")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -166,6 +167,27 @@ def sharing_fault(experts: int, ranks: int, *, tensor_parallel: int, shares_toke
     return ""
 
 
+def check_family(names: Iterable[str], config: Mapping[str, Any]) -> None:
+    """Refuse experts that no policy could be saved of, since their names are not known.
+
+    Args:
+        names: of tensors, in memory or of a folder.
+        config: content of config.json; its `model_type` decides.
+
+    Raises:
+        ConfigError: there are such.
+
+    Example:
+        >>> check_family(["model.layers.0.mlp.up_proj.weight"], {"model_type": "other"})
+    """
+    kind = config.get("model_type")
+    if kind not in FAMILIES and any(map(_EXPERTS.search, names)):
+        raise ConfigError(
+            f"a model with experts must be of {sorted(FAMILIES)}, got the `model_type` {kind!r}; "
+            "choose another model"
+        )
+
+
 def disk_tensors(
     name: str, shape: Sequence[int], config: Mapping[str, Any]
 ) -> Iterator[DiskTensor]:
@@ -195,10 +217,8 @@ def disk_tensors(
         yield DiskTensor(name, tuple(shape), (0,) * len(shape), tuple(shape))
         return
     if family is None:
-        raise ConfigError(
-            f"a model with experts must be of {sorted(FAMILIES)}, got the `model_type` "
-            f"{config.get('model_type')!r}; choose another model"
-        )
+        check_family([name], config)
+    assert family is not None
     experts, rows, columns = shape
     if fused[2] == "down_proj":
         parts = [(family.down, 0, rows)]

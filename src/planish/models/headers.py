@@ -14,6 +14,11 @@ MAX_HEADER_BYTES = 100_000_000
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _INDEX = "model.safetensors.index.json"
 
+UNLIMITED = 1 << 20
+"""Tokens of a model that names no limit."""
+BY_LENGTH = ("dynamic", "longrope", "su")
+"""Rotary scalings whose table depends on the length in use; `su` is an older name of `longrope`."""
+
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """Name of a tensor to its type, as safetensors writes it, and its shape."""
 
@@ -82,6 +87,53 @@ def vocabulary(config: Mapping[str, Any]) -> int:
     inner = config.get("text_config")
     size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else 0)
     return size if isinstance(size, int) else 0
+
+
+def context_tokens(config: Mapping[str, Any]) -> int:
+    """Return the tokens of prompt and response for which a model is the same in all that run it.
+
+    Rotary scalings whose table depends on the length in use are another model beyond their original
+    context: keys of earlier tokens stay as they were in a cache, and are new in a trainer.
+
+    Args:
+        config: content of config.json.
+
+    Example:
+        >>> rope = {"type": "longrope", "original_max_position_embeddings": 4096}
+        >>> context_tokens({"max_position_embeddings": 131072, "rope_scaling": rope})
+        4096
+        >>> context_tokens({"n_positions": 1024}), context_tokens({}) == UNLIMITED
+        (1024, True)
+    """
+    limits = [config.get("max_position_embeddings"), config.get("n_positions")]
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    tables = [rope, *rope.values()] if isinstance(rope, dict) else []
+    for table in tables:
+        if isinstance(table, dict) and table.get("rope_type", table.get("type")) in BY_LENGTH:
+            limits += [where.get("original_max_position_embeddings") for where in (table, config)]
+    return min((limit for limit in limits if type(limit) is int and limit > 0), default=UNLIMITED)
+
+
+def room_fault(config_tokens: int, prompt_tokens: int, response_tokens: int, setting: str) -> str:
+    """Return why a prompt leaves no room for the longest response, "" when it does.
+
+    Args:
+        config_tokens: of `context_tokens`, or a lower limit of an engine.
+        prompt_tokens: of one prompt.
+        response_tokens: most of a response.
+        setting: that sets them, such as `rollout.max_response_tokens`.
+
+    Example:
+        >>> room_fault(48, 9, 39, "x"), room_fault(48, 9, 40, "x")[:69]
+        ('', "prompt and response must fit in the model's 48 tokens, got 9 + `x` = 40")
+    """
+    if prompt_tokens + response_tokens <= config_tokens:
+        return ""
+    return (
+        f"prompt and response must fit in the model's {config_tokens} tokens, got {prompt_tokens} "
+        f"+ `{setting}` = {response_tokens}; lower it, lower `rollout.max_prompt_tokens`, or use a "
+        "model with a longer context"
+    )
 
 
 def architecture_fault(config: Mapping[str, Any]) -> str:

@@ -25,7 +25,15 @@ from planish.models.adapters import (
     num_trained,
 )
 from planish.models.config import ModelConfig
-from planish.models.headers import Tensors, architecture_fault, read_headers, vocabulary
+from planish.models.experts import check_family
+from planish.models.headers import (
+    Tensors,
+    architecture_fault,
+    context_tokens,
+    read_headers,
+    room_fault,
+    vocabulary,
+)
 from planish.models.tokens import Tokenizer, load_tokenizer
 from planish.store.sources import SourceFolder, open_folder, parse_source
 
@@ -82,7 +90,25 @@ def inspect_model(config: Mapping[str, Mapping[str, Any]], found: Inspection) ->
         ("- tokenizer", f"{tokenizer.vocab_size} tokens, chat template, ends with {ends}")
     )
     limit = config.get("rollout", {}).get("max_prompt_tokens")
-    measure_prompts(found, tokenizer, limit if isinstance(limit, int) else 0)
+    limit = limit if isinstance(limit, int) else 0
+    lengths = measure_prompts(found, tokenizer, limit)
+    longest = max((length for length in lengths if not limit or length <= limit), default=1)
+    found.faults += context_faults(config, found.model_config, longest)
+
+
+def context_faults(
+    config: Mapping[str, Mapping[str, Any]], model_config: Mapping[str, Any], prompt_tokens: int
+) -> list[str]:
+    """Return which stages have a longest response that does not fit behind the longest prompt."""
+    limit = context_tokens(model_config)
+    faults = []
+    for stage in ("rollout", "evaluate"):
+        response = config.get(stage, {}).get("max_response_tokens", 0)
+        fault = room_fault(limit, prompt_tokens, response, f"{stage}.max_response_tokens")
+        faults += [fault] if fault else []
+    if faults and limit != model_config.get("max_position_embeddings", limit):
+        faults[-1] += " (beyond them its rotary scaling depends on the length in use)"
+    return faults
 
 
 def open_tokenizer(folder: SourceFolder, settings: ModelConfig) -> Tokenizer:
@@ -164,8 +190,8 @@ def built_tensors(settings: ModelConfig) -> Tensors:
     return {f"{name}.weight": ("F32", shape) for name, shape in shapes.items()}
 
 
-def measure_prompts(found: Inspection, tokenizer: Tokenizer, limit: int) -> None:
-    """Add how long the prompts are under the model's chat template.
+def measure_prompts(found: Inspection, tokenizer: Tokenizer, limit: int) -> list[int]:
+    """Add how long the prompts are under the model's chat template, and return that, rising.
 
     Args:
         found: its `prompts` are measured.
@@ -173,17 +199,17 @@ def measure_prompts(found: Inspection, tokenizer: Tokenizer, limit: int) -> None
         limit: `rollout.max_prompt_tokens`; 0 for none.
     """
     if not found.prompts:
-        return
+        return []
     try:
         lengths = sorted(len(tokenizer.encode_prompt(messages)) for messages in found.prompts)
     except ConfigError as error:
         found.faults.append(str(error))
-        return
+        return []
     long = sum(length > limit for length in lengths) if limit else 0
     middle = lengths[len(lengths) // 2]
     found.rows.append(("- prompts", f"median {middle} tokens, longest {lengths[-1]}"))
     if not long:
-        return
+        return lengths
     line = (
         f"{long} of {len(lengths)} prompts have more than `rollout.max_prompt_tokens` ({limit}) "
         f"tokens, the longest {lengths[-1]}"
@@ -192,6 +218,7 @@ def measure_prompts(found: Inspection, tokenizer: Tokenizer, limit: int) -> None
         found.faults.append(f"{line}; nothing would be left to sample: raise it")
     else:
         found.warnings.append(f"{line}; they are left out")
+    return lengths
 
 
 def weight_rows(folder: SourceFolder, found: Inspection) -> tuple[list[tuple[str, str]], Tensors]:
@@ -224,6 +251,10 @@ def weight_rows(folder: SourceFolder, found: Inspection) -> tuple[list[tuple[str
     tensors, faults = read_headers(folder)
     fault = architecture_fault(raw)
     found.faults += [*([fault] if fault else []), *faults]
+    try:
+        check_family(tensors, raw)
+    except ConfigError as error:
+        found.faults.append(str(error))
     names = raw.get("architectures")
     parameters = sum(math.prod(shape) for _, shape in tensors.values())
     weights = sum(size for name, size in folder.sizes.items() if name.endswith(".safetensors"))

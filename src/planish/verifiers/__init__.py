@@ -11,7 +11,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from planish.base.errors import ConfigError, VerifierFailure
@@ -110,7 +110,7 @@ def find_verifier(name: str) -> Verifier:
     base, form = split_name(name)
     if base in VERIFIERS:
         module, _, function = VERIFIERS[base].partition(":")
-        verifier: Verifier = getattr(importlib.import_module(module), function)
+        verifier: Callable[..., Verdict] = getattr(importlib.import_module(module), function)
         return functools.partial(verifier, form=form) if form else verifier
     if is_reference(name):
         return shared_verifier(name)

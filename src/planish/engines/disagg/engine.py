@@ -50,6 +50,7 @@ from planish.engines.weights import (
     local_policy,
 )
 from planish.models.experts import expert_names, num_experts, routing_dtype, spread_fault
+from planish.models.headers import context_tokens
 from planish.records.refs import is_pin
 from planish.records.rollouts import FinishReason
 
@@ -247,7 +248,7 @@ class DisaggEngine(BaseEngine):
             fault = f"no experts that this package knows in {model_config.get('architectures')}"
         if fault:
             raise EngineError(f"a policy must fit the engine {self._config.name!r}, got {fault}")
-        limit = int(model_config.get("max_position_embeddings") or 1 << 20)
+        limit = context_tokens(model_config)
         self._max_model_len = min(self._max_model_len or limit, limit)
         self._limits = Limits(
             max_rows=math.ceil(self._max_rows / self._num_slots),

@@ -38,6 +38,7 @@ from planish.engines.transformers.routing import RoutingCells
 from planish.engines.transformers.served_model import ServedModel, open_model
 from planish.engines.weights import WeightSource
 from planish.models.experts import routing_dtype
+from planish.models.headers import context_tokens
 
 
 class TransformersEngine(BaseEngine):
@@ -100,7 +101,7 @@ class TransformersEngine(BaseEngine):
         dtype = routing_dtype(served.config) if self._routing else ""
         if source is not None:
             served.write(source)
-        limit = int(served.config.get("max_position_embeddings") or 1 << 20)
+        limit = context_tokens(served.config)
         self._max_model_len = min(self._max_model_len or limit, limit)
         limits = Limits(
             max_rows=self._max_rows,

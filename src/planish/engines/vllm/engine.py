@@ -42,6 +42,7 @@ from planish.engines.weights import (
     local_policy,
 )
 from planish.models.experts import is_expert, num_experts, routing_dtype
+from planish.models.headers import context_tokens
 from planish.records.rollouts import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class VllmEngine(BaseEngine):
         folder, version = local_policy(model, self._scratch)
         self._names = FolderWeights(folder).names()
         config, tokenizer = check_policy(folder, self._names)
-        limit = int(config.get("max_position_embeddings") or 1 << 20)
+        limit = context_tokens(config)
         self._max_model_len = min(self._max_model_len or limit, limit)
         self._vocab_size = int(config["vocab_size"])
         self._eos = frozenset(tokenizer.eos_token_ids)

@@ -10,6 +10,7 @@ from planish.base.errors import ConfigError
 from planish.engines.base import BaseEngine
 from planish.engines.requests import Request, Sampling
 from planish.engines.sampling import request_seed
+from planish.models.headers import room_fault
 from planish.models.tokens import Tokenizer
 from planish.records.prompts import PromptSet
 from planish.records.stream import position
@@ -122,14 +123,14 @@ class GroupSampler:
         Raises:
             ConfigError: prompt and response do not fit in the model.
         """
-        limit = self._engine.capabilities.max_model_len
-        if len(group.prompt_tokens) + self._config.max_response_tokens > limit:
-            raise ConfigError(
-                f"prompt and response must fit in the model's {limit} tokens, got "
-                f"{len(group.prompt_tokens)} + `rollout.max_response_tokens` = "
-                f"{self._config.max_response_tokens} for prompt {group.prompt_id}; "
-                "lower it, lower `rollout.max_prompt_tokens`, or use a model with a longer context"
-            )
+        fault = room_fault(
+            self._engine.capabilities.max_model_len,
+            len(group.prompt_tokens),
+            self._config.max_response_tokens,
+            "rollout.max_response_tokens",
+        )
+        if fault:
+            raise ConfigError(f"{fault} (prompt {group.prompt_id})")
 
     def request(self, group: Group, slot: Slot, max_new_tokens: int) -> Request:
         """Return the request for one response, or for its next window of at most so many tokens."""

@@ -200,13 +200,13 @@ class ModelTrainer:
         """
         num_rows, num_scored = len(still), min(len(still), STILL_ROWS)
         some = still.take(torch.arange(num_scored))
-        scores = self.policy.compute(some, some.policy_mask, self._score, num_results=2).split(1, 1)
+        scores = self.policy.compute(some, some.policy_mask, self._score, num_results=2)
         rows = some.policy_mask.sum(1).double()
         num_tokens = int(still.policy_mask.sum())
         # Every rank knows all of them.
         weight = num_tokens / float(rows.sum()) / self.grid.dp
         totals: dict[str, list[float]] = {"approx_kl": [], "entropy": []}
-        for row, (logprobs, entropy) in enumerate(scores):
+        for row, (logprobs, entropy) in enumerate(scores.chunk(num_scored, 1)):
             told = loss_fn(logprobs, entropy, some.take(torch.tensor([row])))
             tally.add(told.scaled(weight, self.device))
             for name, values in totals.items():

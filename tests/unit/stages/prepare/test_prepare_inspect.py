@@ -136,6 +136,64 @@ def test_parameters_that_adapters_train_are_told_against_all(tmp_path, model):
         adapters["lora_target_modules"][0] = "q_proj"
 
 
+def with_config(model, **changes):
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return model
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 40}
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
+        ({"max_position_embeddings": 40}, 40),
+        ({"max_position_embeddings": 256, "rope_parameters": LONGROPE}, 40),
+        (
+            {
+                "max_position_embeddings": 256,
+                "original_max_position_embeddings": 40,
+                "rope_parameters": None,
+                "rope_scaling": {"type": "longrope"},
+            },
+            40,
+        ),
+    ],
+)
+def test_responses_that_do_not_fit_behind_the_prompts_are_refused(tmp_path, model, changes, limit):
+    path = jsonl(tmp_path, *sums(5, verifier="trace"))
+    config = {
+        "curate": {"dataset": str(path), "dataset_map": MAP},
+        "model": {"path": str(with_config(model, **changes))},
+    }
+    longest = max(
+        int(value.rpartition(" ")[2])
+        for name, value in inspect_sources(config).rows
+        if name == "- prompts"
+    )
+    for stage in ("rollout", "evaluate"):
+        fits = {stage: {"max_response_tokens": limit - longest}}
+        inspect_sources(config | fits)
+        config_over = config | {stage: {"max_response_tokens": limit - longest + 1}}
+        with pytest.raises(ConfigError) as caught:
+            inspect_sources(config_over)
+        assert f"fit in the model's {limit} tokens, got {longest} + `{stage}." in str(caught.value)
+        assert ("rotary scaling" in str(caught.value)) == ("rope_parameters" in changes)
+
+
+def test_experts_that_no_policy_could_be_saved_of_are_refused(tmp_path):
+    folder = tmp_path / "moe"
+    moe = ModelConfig(**TINY.model_dump() | {"num_experts": 4})
+    policy = build_policy(moe, seed=2)
+    save_policy(f"file://{folder}", policy, version=0, parents={}, attributes={})
+    path = jsonl(tmp_path, *sums(3, verifier="trace"))
+    inspect(path, folder, dataset_map=MAP)
+    for kind in ("qwen2_moe", "gpt_oss"):
+        message = refused(path, with_config(folder, model_type=kind), dataset_map=MAP)
+        assert f"got the `model_type` '{kind}'; choose another model" in message
+
+
 def test_a_built_model_has_the_tensors_that_are_counted_for_it():
     for changes in ({}, {"num_experts": 4}):
         settings = ModelConfig(num_layers=2, **changes)
