@@ -11,7 +11,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from planish.base.errors import ConfigError, VerifierFailure
@@ -110,8 +110,9 @@ def find_verifier(name: str) -> Verifier:
     base, form = split_name(name)
     if base in VERIFIERS:
         module, _, function = VERIFIERS[base].partition(":")
-        verifier: Callable[..., Verdict] = getattr(importlib.import_module(module), function)
-        return functools.partial(verifier, form=form) if form else verifier
+        shipped = getattr(importlib.import_module(module), function)
+        verifier: Verifier = functools.partial(shipped, form=form) if form else shipped
+        return verifier
     if is_reference(name):
         return shared_verifier(name)
     installed = installed_verifiers()
