@@ -61,7 +61,7 @@ def test_counters_and_scalars_after_one_batch():
 
 @pytest.mark.parametrize("algorithm", [DapoConfig(), DapoConfig(correction="bypass")])
 def test_rollouts_of_another_network_end_the_run_before_a_step(algorithm):
-    """The batch has log-probabilities of -2, and the table gives -1."""
+    """The batch has log-probabilities of 0, and the table gives -1."""
 
     def run(limit):
         return run_update(
@@ -70,7 +70,7 @@ def test_rollouts_of_another_network_end_the_run_before_a_step(algorithm):
         )  # fmt: skip
 
     trainer = TableTrainer(3)
-    told = r"-2\.0000 by the engine and -1\.0000 by the trainer in .*, 1\.0000 apart where"
+    told = r"of 0\.0000 by the engine and -1\.0000 by the trainer in .*, 1\.0000 apart where"
     with pytest.raises(ConfigError, match=told):
         run(0.25)
     assert trainer.table.tolist() == [-1.0] * 3
