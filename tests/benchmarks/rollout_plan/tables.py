@@ -211,6 +211,6 @@ def balance(world: World) -> dict[str, float]:
     for model in PAPER:
         for a, e in (("a800", "a800"), ("h20", "l40s")):
             best = world.search(model, a, e, replicas=tuple(range(1, 33))).plans[0]
-            near = world.search(model, a, e, replicas=None).plans[0]
+            near = world.search(model, a, e, replicas="balance").plans[0]
             found[f"{model} {a} {e}"] = near.per_gpu / best.per_gpu
     return found

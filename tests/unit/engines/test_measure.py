@@ -84,7 +84,7 @@ def measure_apart(policy, prompts, losses):
     """
     ranks = []
 
-    def launcher(end):
+    def launcher(end, number):
         ranks.append(MortalRank(end))
         return ranks[-1]
 

@@ -19,10 +19,12 @@ from planish.engines.base import TurnLock
 from planish.engines.config import EngineConfig
 from planish.engines.requests import FinishReason, ModelRef
 from planish.engines.transformers.engine import TransformersEngine
-from planish.engines.vllm.engine import VllmEngine
+from planish.engines.transformers.served_model import open_model
+from planish.engines.vllm.engine import VllmEngine, check_cpu_sizes
 from planish.engines.weights import DictWeights, FolderWeights, PinnedWeights
 from planish.models.logprobs import TokenScorer
 from planish.models.policy import save_policy
+from planish.records.refs import parse_pin
 from tests.integration.waiting import wait_for
 from tests.thin import examples
 from tests.unit.engines.tiny import (
@@ -324,3 +326,28 @@ def test_the_engine_table_imports_without_torch():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_local_folder_of_a_policy_is_served_as_its_pin_is(saved, fused):
+    uri, _ = parse_pin(saved)
+    place = uri.removeprefix("file://")
+    outputs = []
+    for model in (ModelRef(pin=saved), ModelRef(folder=place, version=3)):
+        engine = open_model(model, torch.device("cpu"), fused=fused)
+        assert engine.version == 3
+        outputs.append({name: tensor.clone() for name, tensor in engine.tensors.items()})
+    assert outputs[0].keys() == outputs[1].keys()
+    assert all(torch.equal(outputs[0][name], outputs[1][name]) for name in outputs[0])
+
+
+def test_sizes_that_vllm_does_not_take_on_the_cpu_are_named():
+    config = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96}
+    check_cpu_sizes(config, [32, 64], 2)
+    with pytest.raises(EngineError) as told:
+        check_cpu_sizes({**config, "head_dim": 24, "hidden_size": 60}, [32, 64], 4)
+    assert "`head_dim` must be one of [32, 64], got 24" in str(told.value)
+    assert "`hidden_size` must be a multiple of 8, got 60" in str(told.value)
+    assert "intermediate_size" not in str(told.value)
+    with pytest.raises(EngineError, match="`intermediate_size` must be a multiple of 64, got 96"):
+        check_cpu_sizes(config, [32], 8)

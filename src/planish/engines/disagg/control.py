@@ -69,7 +69,8 @@ class Channel:
             try:
                 self._socket.sendall(len(data).to_bytes(_LENGTH, "little") + data)
             except OSError as error:
-                raise PeerLost(f"the other end of a control connection is gone: {error}") from None
+                why = "it was closed here" if self.fileno() < 0 else error
+                raise PeerLost(f"the other end of a control connection is gone: {why}") from None
 
     def receive(self, timeout_s: float | None) -> Message | None:
         """Return the next message; None when none came in time.

@@ -173,7 +173,7 @@ def colocated(
         # Tensor parallelism cuts every expert; expert parallelism deals whole ones out.
         cut = 1 if form == "ep" else tp
         if (
-            model.num_heads % tp
+            not model.splits_over(tp)
             or model.expert_size % cut
             or (form == "ep" and model.num_experts % size)
         ):

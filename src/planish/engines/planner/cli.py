@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ Progress = Callable[[str, int, int], None]
 Lines = Iterator[Table | str]
 """What a command prints, piece by piece."""
 
+LARGEST = 1e12
+"""Largest number that an option may have."""
 RANK_PORT = 9610
 """Where a rank listens for its coordinator."""
 
@@ -73,23 +76,25 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def replicas(text: str) -> tuple[int, ...] | None:
-    """Return numbers as `counts`; None for `balance`."""
-    return None if text == "balance" else counts(text)
+def replicas(text: str) -> tuple[int, ...] | str:
+    """Return numbers as `counts`; `balance` and `around` as they are."""
+    return text if text in ("balance", "around") else counts(text)
 
 
 def positive(text: str) -> float:
     """Return a number above 0; `inf` is one.
 
     Raises:
-        argparse.ArgumentTypeError: no number, or not above 0.
+        argparse.ArgumentTypeError: no number, not above 0, or larger than anything measured.
     """
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    if not (0 < value <= LARGEST or value == math.inf):
+        raise argparse.ArgumentTypeError(
+            f"must be a number above 0 and at most {LARGEST:g}, or inf, got {text!r}"
+        )
     return value
 
 
@@ -242,10 +247,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--replicas",
         type=replicas,
-        default=tuple(range(1, 17)),
+        default="around",
         metavar="1..16",
-        help="attention replicas that are tried (default 1..16); `balance`: where both stages "
-        "take as long, as the paper does",
+        help="attention replicas that are tried; `balance`: where both stages take as long, as "
+        "the paper does; `around` (default): these, and on for as long as others are better",
     )
     sizes = (1, 2, 4, 8)
     add("--tp-a", type=counts, default=sizes, metavar="N", help="GPUs of a replica (1,2,4,8)")

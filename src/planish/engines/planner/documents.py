@@ -25,6 +25,11 @@ from planish.engines.planner.performance import (
 ShapeT = TypeVar("ShapeT", MoeModel, Workload, Constants, Gpu)
 
 
+_DAMAGED = (
+    *(OSError, ValueError, LookupError, TypeError),
+    *(AttributeError, ArithmeticError, RecursionError),
+)
+"""What reading a damaged document may raise."""
 PLAN_SCHEMA = "rollout-plan/1"
 """Of the documents of `planish rollout plan --json`."""
 
@@ -65,7 +70,7 @@ def read_plan(path: Path) -> PlannedRun:
     try:
         document = json.loads(path.read_text("utf-8"))
         return planned_run(document)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+    except _DAMAGED as error:
         raise ConfigError(
             f"{path} must be a file of `planish rollout plan --json`, got "
             f"{type(error).__name__}: {error}; write it anew"
@@ -145,7 +150,7 @@ def read_profile(
             )
             for one in document["stages"]
         }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+    except _DAMAGED as error:
         raise ConfigError(
             f"`--profile` must be a file of `planish rollout profile`, got {path}: "
             f"{type(error).__name__}: {error}; measure anew"

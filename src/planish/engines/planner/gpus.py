@@ -65,6 +65,8 @@ paper; the others the vendors'. Networks of A800 (8 cards of 200 Gb/s per node o
 and L40S (2 of 400) are the paper's testbeds; L20 is taken as L40S, A100 as A800, and H800, H100 and
 H200 with one card of 400 Gb/s each."""
 
+_LARGEST = 1e18
+"""Largest figure of a GPU, in its unit."""
 CHANGEABLE = tuple(field.name for field in dataclasses.fields(Gpu) if field.name != "name")
 """What `changed` may replace."""
 
@@ -116,7 +118,7 @@ def changed(gpus: Sequence[Gpu], changes: Sequence[str]) -> list[Gpu]:
             value = float(text)
         except ValueError:
             value = math.nan
-        usable = math.isfinite(value) and value > 0
+        usable = 0 < value <= _LARGEST
         if figure == "per_node":
             usable = usable and value.is_integer()
         if name not in {**GPUS, **table} or figure not in CHANGEABLE or not usable:

@@ -133,6 +133,11 @@ class MoeModel:
         """Parameters of one routed expert over all layers: P_e of the paper."""
         return self.layers * 3 * self.hidden_size * self.expert_size
 
+    def splits_over(self, tp: int) -> bool:
+        """Tell whether GPUs share the heads evenly; KV heads may be repeated, a latent has none."""
+        kv = tp if self.kv_rank else self.num_kv_heads
+        return not self.num_heads % tp and not (kv % tp and tp % kv)
+
     def attention_bytes(self, tp: int) -> int:
         """Return the bytes of weights on one of `tp` GPUs of an attention node."""
         attention = self.all_layers * _count(self.attention_matrices(tp))
@@ -197,9 +202,10 @@ def find_model(text: str) -> MoeModel:
         )
     try:
         config = json.loads(path.read_text("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(
-            f"{path} must hold JSON, got {error}; give the config.json of a model"
+            f"{path} must hold JSON that is not deeply nested, got {error}; give the config.json "
+            "of a model"
         ) from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold a JSON object, got a {type(config).__name__}")

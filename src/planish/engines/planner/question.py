@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from planish.base.errors import ConfigError
 from planish.engines.planner.baseline import BaselineName, ColocatedPlan, baselines
+from planish.engines.planner.cli import LARGEST
 from planish.engines.planner.deployment import Deployment, Profiles, deploy
 from planish.engines.planner.documents import read_profile
 from planish.engines.planner.gpus import Gpu, changed, find_gpus
@@ -98,14 +99,16 @@ def read_options(options: argparse.Namespace) -> Asked:
     Raises:
         ConfigError: a value that can not be.
     """
-    if options.imbalance < 1 or not 0 <= options.redundancy < math.inf:
-        raise ConfigError(
-            "`--imbalance` must be at least 1 and `--redundancy` at least 0, got "
-            f"{options.imbalance:g} and {options.redundancy:g}; correct them"
-        )
-    if math.inf in (options.input, options.output, options.imbalance):
-        raise ConfigError("`--input`, `--output` and `--imbalance` must be finite; give numbers")
+    if math.inf in (options.input, options.output):
+        raise ConfigError("`--input` and `--output` must be finite; give numbers")
     model = find_model(options.model)
+    # All rows on one node, and every expert on every node, are the most that there can be.
+    most = model.num_experts
+    if not 1 <= options.imbalance <= most or not 0 <= options.redundancy <= most:
+        raise ConfigError(
+            f"`--imbalance` must be from 1, and `--redundancy` from 0, to the {most} experts of "
+            f"{model.name}, got {options.imbalance:g} and {options.redundancy:g}; correct them"
+        )
     workload = Workload(
         options.input, options.output, options.imbalance, options.combine, options.redundancy
     )
@@ -169,7 +172,7 @@ def read_constants(changes: Sequence[str]) -> Constants:
         except ValueError:
             value = math.nan
         share = name.endswith("_efficiency")
-        usable = 0 < value <= 1 if share else 0 <= value < (1 if "reserve" in name else math.inf)
+        usable = 0 < value <= 1 if share else 0 <= value < (1 if "reserve" in name else LARGEST)
         if name not in {field.name for field in dataclasses.fields(Constants)} or not usable:
             names = ", ".join(field.name for field in dataclasses.fields(Constants))
             raise ConfigError(

@@ -90,7 +90,8 @@ def describe(asked: Asked, found: Search) -> dict[str, Any]:
         "ratio": ratio,
         "strongest_colocated": vars_of(strongest),
         "ratio_to_strongest": gain,
-        "verdict": verdict(ratio, gain),
+        "verdict": verdict(gain),
+        "edge": found.edge,
         "public_results": list(PUBLIC_RESULTS),
         "sensitivity": sensitivity(asked, best),
         "rejected": dict(found.rejected),
@@ -148,20 +149,19 @@ def vars_of(one: ColocatedPlan | None) -> dict[str, Any] | None:
     }
 
 
-def verdict(ratio: float | None, gain: float | None) -> str:
+def verdict(gain: float | None) -> str:
     """Say whether to disaggregate.
 
     Args:
-        ratio: of the plan to the baseline of the paper; None where that does not fit.
         gain: of the plan to the strongest colocated form; None where none fits.
 
     Example:
-        >>> verdict(0.8, 0.7), verdict(1.9, 1.0), verdict(1.9, 1.2)
+        >>> verdict(0.97), verdict(1.0), verdict(1.2)
         ('do not disaggregate', 'no clear gain', 'disaggregate')
     """
     if gain is None:
         return "disaggregate"
-    if gain <= 1 and (ratio is None or ratio <= 1):
+    if gain < 1:
         return "do not disaggregate"
     return "disaggregate" if gain >= CLEAR_GAIN else "no clear gain"
 
@@ -335,4 +335,6 @@ def conclusion(document: dict[str, Any]) -> Iterator[str]:
         lines.append(
             f"{ends[document['verdict']]} ({gain:.2f}x of the strongest colocated form, {form})"
         )
+    if document["edge"]:
+        lines.append(f"{document['edge']}: others may be better; widen `--replicas`")
     yield "\n".join([*lines, *document["public_results"]])

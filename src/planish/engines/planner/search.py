@@ -9,10 +9,11 @@ so a plan that misses a condition of full overlap is no error; its flags say so.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,6 +30,10 @@ from planish.engines.planner.models import MoeModel
 from planish.engines.planner.performance import Constants, Workload
 
 Objective = Literal["gpu", "cost", "watt"]
+MOST_REPLICAS = 1024
+"""Attention replicas that are tried at most, where nothing else ends the search."""
+AROUND = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
+"""Replicas that are tried, by those at balance."""
 MAX_BATCH = 1 << 20
 """Rows of one micro-batch, where memory would hold more."""
 WORTH = 1.02
@@ -48,8 +53,9 @@ class Space:
     """GPUs of one attention replica."""
     tp_experts: tuple[int, ...] = (1, 2, 4, 8)
     """GPUs of one expert node."""
-    replicas: tuple[int, ...] | None = tuple(range(1, 17))
-    """Attention replicas; None: the two whole numbers around balance, as in the paper."""
+    replicas: tuple[int, ...] | Literal["balance", "around"] = "around"
+    """Attention replicas. `balance`: the two whole numbers around balance, as in the paper;
+    `around`: these, those from half to twice as many, and on for as long as more are better."""
     micro_batches: tuple[int, ...] = (3, 4)
     """Micro-batches of an iteration."""
     expert_nodes: tuple[int, ...] = ()
@@ -136,6 +142,8 @@ class Search:
     """Every feasible deployment, the best first."""
     rejected: Counter[str] = field(default_factory=Counter)
     """Reason -> deployments that it excluded."""
+    edge: str = ""
+    """At which end of what was tried the best deployment lies; beyond it may be a better one."""
 
     @property
     def best(self) -> Plan | None:
@@ -192,25 +200,68 @@ def search(
         degrees = fitting_sizes(model, workload, pair, space, nodes, constants, found.rejected)
         for tp_a, tp_e, n_e in degrees:
             sizes = {"tp_a": tp_a, "tp_e": tp_e, "n_e": n_e}
-            for n_a in space.replicas or balanced_replicas(
-                deploy(model, workload, pair, constants, profiles or {}, n_a=1, **sizes)
-            ):
-                deployment = deploy(
-                    model, workload, pair, constants, profiles or {}, n_a=n_a, **sizes
-                )
-                for m in space.micro_batches:
-                    made = plan(deployment, m, space)
-                    if isinstance(made, Plan):
-                        found.plans.append(made)
-                    else:
-                        found.rejected[made] += 1
+            make = functools.partial(
+                deploy, model, workload, pair, constants, profiles or {}, **sizes
+            )
+            try_replicas(make, space, objective, found)
     found.plans.sort(
         key=lambda one: (
             *(-one.value(objective), one.gpus, one.m, one.attention_gpu, one.expert_gpu),
             *(one.tp_a, one.tp_e, one.n_a, one.n_e),
         )
     )
+    found.edge = edge_of(found, space)
     return found
+
+
+def try_replicas(
+    make: Callable[..., Deployment], space: Space, objective: Objective, found: Search
+) -> None:
+    """Try numbers of attention replicas for one choice of GPUs and sizes."""
+    values: dict[int, float] = {}
+
+    def attempt(counts: Iterable[int]) -> None:
+        for n_a in sorted(set(counts) - values.keys()):
+            values[n_a] = 0.0
+            for m in space.micro_batches:
+                made = plan(make(n_a=n_a), m, space)
+                if isinstance(made, Plan):
+                    found.plans.append(made)
+                    values[n_a] = max(values[n_a], made.value(objective))
+                else:
+                    found.rejected[made] += 1
+
+    if isinstance(space.replicas, tuple):
+        attempt(space.replicas)
+        return
+    even = balance(make(n_a=1))
+    attempt({max(1, math.floor(even)), max(1, math.ceil(even))})
+    if space.replicas == "balance":
+        return
+    attempt(max(1, round(even * share)) for share in AROUND)
+    while (best := max(values, key=lambda n: (values[n], -n))) < MOST_REPLICAS and values[best]:
+        # Up from the last one, down from the first one, or into the gaps beside the best.
+        tried = sorted(values)
+        place = tried.index(best)
+        low = tried[place - 1] if place else best // 2
+        high = tried[place + 1] if best < tried[-1] else min(MOST_REPLICAS, 2 * best)
+        new = {(low + best) // 2, low, (best + high + 1) // 2, high} - {0} - values.keys()
+        if not new:
+            break
+        attempt(new)
+
+
+def edge_of(found: Search, space: Space) -> str:
+    """Say whether more or fewer attention replicas than were tried might be better."""
+    if found.best is None or space.replicas == "balance":
+        return ""
+    best = found.best
+    ends = (1, MOST_REPLICAS) if space.replicas == "around" else space.replicas
+    if best.n_a == max(ends) and not 0 < space.max_gpus < best.gpus + best.tp_a:
+        return f"the best plan has the most attention replicas that were tried, {best.n_a}"
+    if best.n_a == min(ends) > 1:
+        return f"the best plan has the fewest attention replicas that were tried, {best.n_a}"
+    return ""
 
 
 def default_expert_nodes(model: MoeModel) -> tuple[int, ...]:
@@ -240,8 +291,9 @@ def fitting_sizes(
     for tp in space.tp_attention:
         if tp > attention_gpu.per_node:
             why = f"tp_a={tp} is more than the {attention_gpu.per_node} GPUs of a node"
-        elif model.num_heads % tp:
-            why = f"{model.num_heads} heads do not split over tp_a={tp}"
+        elif not model.splits_over(tp):
+            heads = f"{model.num_heads} heads and {model.num_kv_heads} KV heads"
+            why = f"{heads} do not split over tp_a={tp}"
         elif free_bytes(model, attention_gpu, tp, constants) <= 0:
             why = f"attention weights do not fit tp_a={tp} of {attention_gpu.name}"
         else:
@@ -265,10 +317,10 @@ def fitting_sizes(
     return [(tp_a, tp_e, n_e) for tp_a in halves for tp_e, n_e in others]
 
 
-def balanced_replicas(one: Deployment) -> list[int]:
-    """Return the whole numbers around n_a = k1 E / (k3 K), where both stages grow alike."""
+def balance(one: Deployment) -> float:
+    """Return n_a = k1 E / (k3 K), with which both stages grow alike, from one replica."""
     even = one.attention.seconds_per_row() / (one.experts.seconds_per_row() * one.expert_rows)
-    return sorted({max(1, math.floor(even)), max(1, math.ceil(even))})
+    return min(float(MOST_REPLICAS), even)
 
 
 def plan(deployment: Deployment, micro_batches: int, space: Space) -> Plan | str:

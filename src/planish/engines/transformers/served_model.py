@@ -7,6 +7,7 @@ served from the files alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,10 @@ from planish.engines.policy_folder import check_policy
 from planish.engines.requests import ModelRef
 from planish.engines.stops import StopTable, stop_table
 from planish.engines.transformers import fused_decoder
-from planish.engines.weights import FolderWeights, WeightSource, check_weights
+from planish.engines.weights import FolderWeights, WeightSource, check_weights, local_policy
 from planish.models.experts import on_disk
-from planish.models.policy import load_policy
+from planish.models.policy import Policy, load_model
 from planish.models.tokens import Tokenizer
-from planish.records.io import fetch_files, read_manifest
-from planish.records.refs import parse_pin
 
 
 @dataclass
@@ -92,9 +91,10 @@ class ServedModel:
 
 def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedModel:
     """Load the model of a policy; its modules only where `fused` is off or does not fit."""
-    if model.policy is None:
-        uri, digest = parse_pin(model.pin)
-        folder = fetch_files(uri, sha256=digest, schema="policy/1")
+    policy = model.policy
+    if policy is None:
+        # Nothing is saved for a policy that is in files already.
+        folder, version = local_policy(model, ExitStack())
         weights = FolderWeights(folder)
         config, tokenizer = check_policy(folder, weights.names())
         names = config.get("architectures")
@@ -103,7 +103,7 @@ def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedM
             config,
             {},
             tokenizer,
-            int(read_manifest(uri, sha256=digest).attributes["policy_version"]),
+            version,
             model.pin,
         )
         held = [
@@ -114,7 +114,7 @@ def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedM
         if fused and fused_decoder.fits(bare.architecture, config, held):
             bare.tensors = {name: weights.read(name).to(device, copy=True) for name in held}
             return bare
-    policy = model.policy or load_policy(model.pin, device=device)
+        policy = Policy(load_model(folder).to(device), tokenizer, version, folder)
     modules = policy.model.eval()
     saved = modules.state_dict().keys()
     return ServedModel(

@@ -54,6 +54,8 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 _CPU_CACHE_BYTES = 1 << 30
+_CPU_VECTOR = 8
+"""Numbers that a kernel of the CPU takes at once."""
 _CPU_BATCH_TOKENS = 4096
 _UPDATE_SECONDS = 1800.0
 """Longest wait for the workers to take new weights."""
@@ -557,14 +559,34 @@ def _refuse_on_cpu(settings: EngineConfig, config: dict[str, Any], *, routing: b
             "can not return the experts of a token, and so must `train.replay_routing`, got true; "
             "take the engine `transformers`"
         )
-    sizes = _head_sizes()
+    check_cpu_sizes(config, _head_sizes(), settings.tensor_parallel)
+
+
+def check_cpu_sizes(config: dict[str, Any], head_sizes: list[int], ranks: int) -> None:
+    """Refuse sizes that the kernels of vLLM for the CPU do not take.
+
+    Args:
+        config: config.json of the model.
+        head_sizes: widths of heads that attention knows.
+        ranks: that share a matrix.
+
+    Raises:
+        EngineError: all that do not fit are named.
+    """
+    faults = []
     size = config.get("head_dim")
     if size is None and config.get("num_attention_heads") and "kv_lora_rank" not in config:
         size = int(config["hidden_size"]) // int(config["num_attention_heads"])
-    if size is not None and size not in sizes:
+    if size is not None and size not in head_sizes:
+        faults.append(f"`head_dim` must be one of {head_sizes}, got {size}")
+    # Norms and activations go through vectors of this many numbers.
+    for name, divided in (("hidden_size", 1), ("intermediate_size", ranks)):
+        width = int(config.get(name) or 0)
+        if width % (_CPU_VECTOR * divided):
+            faults.append(f"`{name}` must be a multiple of {_CPU_VECTOR * divided}, got {width}")
+    if faults:
         raise EngineError(
-            f"`head_dim` must be one of {sizes} for vLLM on the CPU, got {size}; take the engine "
-            "`transformers`"
+            f"{'; '.join(faults)} for vLLM on the CPU; take the engine `transformers`"
         )
 
 

@@ -72,11 +72,19 @@ def test_the_sensitivity_says_what_each_figure_does(tmp_path):
     assert rows["imbalance", 1.5]["value"] < low < high
 
 
-def test_a_gain_over_tensor_parallelism_alone_is_no_clear_gain(tmp_path):
+def test_the_verdict_goes_by_the_strongest_colocated_form_alone(tmp_path):
     made = document(tmp_path, *A800)
     assert made["ratio"] > 1.1
     assert made["strongest_colocated"]["form"] == "ep"
-    assert made["verdict"] == "no clear gain"
+    assert made["ratio_to_strongest"] < 1
+    assert made["verdict"] == "do not disaggregate"
+
+
+def test_the_end_of_what_was_tried_is_told(tmp_path, capsys):
+    made = document(tmp_path, *A800, "--replicas", "1..2")
+    assert made["edge"] == "the best plan has the most attention replicas that were tried, 2"
+    assert "others may be better; widen `--replicas`" in capsys.readouterr().out
+    assert document(tmp_path, *A800)["edge"] == ""
 
 
 def test_the_framework_baseline_changes_the_ratio_and_not_the_verdict(tmp_path):
@@ -126,12 +134,17 @@ def test_a_config_file_is_planned(tmp_path):
             [*A800, "--objective", "cost", "--baseline-gpu", "h200"],
             "the price of the baseline's GPU",
         ),
-        ([*A800, "--slo-ms", "0.5"], "one row takes longer than the time between tokens (512x)"),
+        ([*A800, "--slo-ms", "0.5"], "one row takes longer than the time between tokens ("),
         ([*A800, "--batch", "2"], "more micro-batches"),
         ([*A800, "--expert-nodes", "3"], "must divide the 8 experts"),
-        ([*A800, "--imbalance", "0.5"], "`--imbalance` must be at least 1"),
+        ([*A800, "--imbalance", "0.5"], "`--imbalance` must be from 1"),
+        ([*A800, "--imbalance", "9"], "to the 8 experts of mixtral-8x22b, got 9"),
+        ([*A800, "--redundancy", "1e308"], "got 1 and 1e+308"),
+        ([*A800, "--gpu-data", "a800.flops=1e308"], "a changed figure must be"),
+        ([*A800, "--constant", "kernel_seconds=1e308"], "`--constant` must be"),
+        ([*A800, "--tp-a", "3"], "48 heads and 8 KV heads do not split over tp_a=3"),
         ([*A800, "--input", "inf"], "must be finite"),
-        ([*A800, "--redundancy", "-1"], "`--redundancy` at least 0"),
+        ([*A800, "--redundancy", "-1"], "`--redundancy` from 0"),
         ([*A800, "--constant", "luck=1"], "`--constant` must be"),
         ([*A800, "--constant", "compute_efficiency=1.5"], "efficiencies in (0, 1]"),
         ([*A800, "--json", "/no/such/folder/x.json"], "`--json` must be a file"),
@@ -163,3 +176,22 @@ def test_a_wrong_option_is_refused(option, capsys):
         main([*A800, *option])
     assert ended.value.code == 2
     assert option[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--imbalance", "--input", "--output", "--slo-ms"])
+def test_a_number_beyond_all_measure_is_refused(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*A800, option, "1e308"])
+    assert ended.value.code == 2
+    assert "at most 1e+12, or inf, got '1e308'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["plan", "simulate"])
+def test_json_that_is_nested_too_deeply_is_refused(tmp_path, capsys, action):
+    path = tmp_path / "config.json"
+    path.write_text("[" * 100_000, "utf-8")
+    plan = ["rollout", "plan", "--model", str(path), *A800[4:]]
+    arguments = plan if action == "plan" else ["rollout", "simulate", str(path)]
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(path) in line

@@ -65,7 +65,7 @@ def test_seconds_and_rate_grow_with_the_batch(name):
 @pytest.mark.parametrize("gpus", [("a800", "a800"), ("h20", "l40s")])
 def test_balance_alone_is_within_a_tenth_of_trying_all_replicas(name, gpus):
     every = Space(slo_seconds=0.15, replicas=tuple(range(1, 33)))
-    balanced = Space(slo_seconds=0.15, replicas=None)
+    balanced = Space(slo_seconds=0.15, replicas="balance")
     values = [found(name, *gpus, space=space).best.per_gpu for space in (balanced, every)]
     assert 0.9 * values[1] <= values[0] <= values[1]
 
@@ -114,7 +114,12 @@ def test_a_fixed_batch_is_spread_and_may_be_uneven():
         ("scaled-moe", "l40s", Space(tp_experts=(1,), expert_nodes=(8,)), "4 experts a layer do"),
         ("deepseek-v3", "l20", Space(tp_attention=(1,)), "the cache of one row"),
         ("mixtral-8x22b", "a800", Space(tp_attention=(16,)), "more than the 8 GPUs of a node"),
-        ("mixtral-8x22b", "a800", Space(tp_attention=(5,)), "48 heads do not split over tp_a=5"),
+        (
+            "mixtral-8x22b",
+            "a800",
+            Space(tp_attention=(5,)),
+            "48 heads and 8 KV heads do not split over tp_a=5",
+        ),
         ("mixtral-8x22b", "a800", Space(tp_experts=(3,)), "experts of width 16384 do not split"),
     ],
 )
@@ -130,7 +135,7 @@ def test_heads_that_do_not_divide_are_a_reason():
     model = brute_force.problem(0)[0]
     odd = type(model)(**{**vars(model), "num_heads": 6, "num_kv_heads": 6})
     result = search(odd, Workload(), find_gpus("a800"), find_gpus("a800"))
-    assert result.rejected["6 heads do not split over tp_a=4"] == 1
+    assert result.rejected["6 heads and 6 KV heads do not split over tp_a=4"] == 1
     assert {one.tp_a for one in result.plans} == {1, 2}
 
 
@@ -205,3 +210,33 @@ def test_flags_say_which_conditions_hold():
     assert isinstance(made, Plan)
     assert made.flags()["enough_micro_batches"] is False
     assert made.flags()["network_hidden"] is True
+
+
+def test_the_default_search_goes_on_around_balance_and_finds_what_sixteen_replicas_miss():
+    wide = {"tp_attention": (1, 2), "tp_experts": (1,), "expert_nodes": (256,)}
+    few = Space(replicas=tuple(range(1, 17)), **wide)
+    stopped, balanced = (
+        found("deepseek-v3", "h800", space=space)
+        for space in (few, Space(replicas="balance", **wide))
+    )
+    around = found("deepseek-v3", "h800", space=Space(**wide))
+    assert around.best.n_a > 16
+    assert around.best.per_gpu >= balanced.best.per_gpu > 1.5 * stopped.best.per_gpu
+    assert "most attention replicas that were tried, 16" in stopped.edge
+    assert (around.edge, balanced.edge) == ("", "")
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_default_search_is_as_good_as_trying_every_number_of_replicas(name):
+    every = found(name, space=Space(slo_seconds=0.15, replicas=tuple(range(1, 33))))
+    assert found(name, space=SLO).best.per_gpu >= 0.999 * every.best.per_gpu
+
+
+def test_heads_that_do_not_split_evenly_are_refused():
+    space = Space(tp_attention=(3,), replicas=(2,))
+    refused = found("mixtral-8x22b", space=space)
+    assert refused.best is None
+    assert "48 heads and 8 KV heads do not split over tp_a=3" in refused.rejected
+    # KV heads may be fewer than the GPUs, each of which then has a copy; a latent has no heads.
+    assert MODELS["qwen3-235b"].splits_over(8)
+    assert MODELS["deepseek-v3"].splits_over(8)

@@ -6,6 +6,7 @@ A subclass moves bytes; it decides nothing about flow control, order or failure.
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -326,8 +327,11 @@ class PeerTransport(ABC):
         try:
             return self.carry(header, views)
         except OSError as error:
+            # A connection that the other end has closed is closed here too by now.
+            was_closed = error.errno in (errno.EBADF, errno.EPIPE, errno.ECONNRESET)
+            reason = peer.lost or ("closed its connection" if was_closed else str(error))
             raise PeerLost(
-                f"rank {header.target} is lost: {error}", per_rank={header.target: str(error)}
+                f"rank {header.target} is lost: {reason}", per_rank={header.target: reason}
             ) from error
 
     def _credit(self, rank: int, micro_batch: int) -> None:

@@ -110,11 +110,11 @@ def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult
     scalars = result.scalars | trainer.sizes()
     attributes: dict[str, str | int] = {
         "config_sha256": job.config_sha256,
+        "seed": job.seed,
+        "framework": config.trainer,
         "iteration": job.iteration,
         "policy_version": job.iteration,
-        "seed": job.seed,
         "step": result.progress.step,
-        "framework": config.trainer,
         **grid.to_json(),
     }
     stream = inputs.stream

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import socket
 import threading
@@ -118,6 +119,20 @@ def test_a_peer_that_breaks_the_protocol_is_refused_by_name(rank_1, spoil, what)
     assert list(error.value.per_rank) == [0]
     with pytest.raises(PeerLost):
         transport.send(header(0, source=1, target=0, kind=FrameKind.REPLY), counts_of(0), [])
+
+
+def test_a_frame_for_a_peer_that_has_closed_says_so_and_not_what_the_descriptor_is(
+    rank_1, monkeypatch
+):
+    transport, _ = rank_1
+
+    def gone(*_):
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(transport, "carry", gone)
+    reply = header(1, source=1, target=0, kind=FrameKind.REPLY)
+    with pytest.raises(PeerLost, match=r"^rank 0 is lost: closed its connection$"):
+        transport.send(reply, counts_of(1), torch.ones(1, 4))
 
 
 def test_a_peer_that_closes_one_lane_of_two_is_lost_in_time(rank_1):
