@@ -247,7 +247,7 @@ def fetch_file(source: Source, *, key: str) -> Path:
     return _cached(digest, {name: lambda target: store.read_file(source.place, target)}) / name
 
 
-def _cached(digest: str, files: Mapping[str, Callable[[Path], None]]) -> Path:
+def _cached(digest: str, files: Mapping[str, Callable[[Path], object]]) -> Path:
     """Return the folder of the cache with these files; a fetch that fails leaves nothing."""
     cache = cache_folder()
     target = cache / digest
@@ -453,7 +453,7 @@ def fetch_folder(
     listing = "\n".join(f"{stat.key} {stat.etag} {stat.size}" for stat in stats)
     names = [stat.key[len(place) + 1 :] for stat in stats]
 
-    def fetch(name: str) -> Callable[[Path], None]:
+    def fetch(name: str) -> Callable[[Path], object]:
         return lambda target: store.read_file(f"{source.place}/{name}", target)
 
     digest = hashlib.sha256(f"{source.place}\n{listing}".encode()).hexdigest()

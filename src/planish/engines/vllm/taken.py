@@ -22,7 +22,7 @@ _taken: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 """By model of this process: the names that its loader read last."""
 
 
-class Readings(TorchDispatchMode):
+class Readings(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the names of tensors that any operation but a view reads while this is open.
 
     Source: vLLM 0.32, `model_loader/reload/meta.py`, counts in the same way what loaders copy.
@@ -30,7 +30,7 @@ class Readings(TorchDispatchMode):
 
     def __init__(self) -> None:
         """See no tensor yet."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
         self._places: list[tuple[int, int, str]] = []
         """Address, end and name of tensors that a loader has been given."""
@@ -66,8 +66,8 @@ class Readings(TorchDispatchMode):
             self.names.add(self._places[index][2])
 
 
-def load(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Let a model load tensors, and keep which it takes."""
+def load(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Let a model of vLLM load tensors, and keep which it takes."""
     with Readings() as readings:
         model.load_weights(readings.give(tensors))
     _taken[model] = frozenset(readings.names)
