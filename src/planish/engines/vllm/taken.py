@@ -66,8 +66,8 @@ class Readings(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.names.add(self._places[index][2])
 
 
-def load(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Let a model load tensors, and keep which it takes."""
+def load(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Let a model of vLLM load tensors, and keep which it takes."""
     with Readings() as readings:
         cast(Any, model).load_weights(readings.give(tensors))
     _taken[model] = frozenset(readings.names)

@@ -140,7 +140,6 @@ def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult
     )
     trainer.close()
     boundaries.close()
-    # What an earlier attempt has trained on took none of the time.
     share = 1 - boundaries.resumed / max(1, len(result.minibatches))
     speed = scalars.get("num_tokens", 0.0) * config.num_passes * share / max(seconds, 1e-9)
     return JobResult(state, {**scalars, "update_seconds": seconds, "tokens_per_second": speed})
