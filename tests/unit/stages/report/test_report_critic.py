@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -21,6 +22,7 @@ CRITIC = [
 ]
 
 
+@functools.cache
 def _charts(root):
     return {chart.title: chart for chart in all_charts(gather(root))}
 
