@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from planish.records import layout
 from planish.run.chain import with_settings
 from planish.run.lock import acquire, current_holder
 from planish.run.signals import Terminated, end_descendants, on_signal
+from planish.run.stage import LOCAL_RUN
 from planish.store import normal_pin, normal_uri
 from planish.store.documents import read_json
 
@@ -80,9 +82,12 @@ def run_here(pipeline: Callable[..., Any], parameters: Mapping[str, Any]) -> Non
         local.init(
             local.SubprocessRunner(use_venv=False), pipeline_root=artifacts, raise_on_error=True
         )
+        # By this a second attempt knows that the first one failed for good.
+        os.environ[LOCAL_RUN] = uuid.uuid4().hex
         with output_restored(), on_signal(stop), warm_tasks():
             pipeline(**parameters)
     finally:
+        os.environ.pop(LOCAL_RUN, None)
         shutil.rmtree(artifacts, ignore_errors=True)
 
 

@@ -184,7 +184,17 @@ class ProtocolError(EngineError):
 
 
 class VerifierFailure(PlanishError):
-    """Too many verifier errors in one batch to trust its rewards."""
+    """Too many verifier errors in one batch to trust its rewards.
+
+    Example:
+        >>> exit_code(VerifierFailure("no", is_final=True)), exit_code(VerifierFailure("no"))
+        (2, 1)
+    """
+
+    def __init__(self, message: str, *, is_final: bool = False) -> None:
+        """Keep whether the same batch must fail again; a verifier that was slow may answer."""
+        super().__init__(message)
+        self.is_final = is_final
 
 
 class PeerLost(PlanishError):
@@ -234,14 +244,14 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 """Anything that no other code names; may be retried."""
 EXIT_CONFIG = 2
-"""Wrong arguments or configuration; must not be retried."""
+"""Wrong arguments or configuration, or rewards that no retry mends; must not be retried."""
 EXIT_TRANSIENT = 75
 """Store, peer or device failed for now; a retry may help."""
 
 
 def exit_code(error: BaseException) -> int:
     """Return the process exit code that tells a scheduler what to do about `error`."""
-    if isinstance(error, (ConfigError, AccessRefused)):
+    if isinstance(error, (ConfigError, AccessRefused)) or getattr(error, "is_final", False):
         return EXIT_CONFIG
     if isinstance(error, (StoreUnavailable, PeerLost, ClusterError, BackendUnavailable)):
         return EXIT_TRANSIENT

@@ -47,6 +47,8 @@ from planish.store.documents import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
+LOCAL_RUN = "PLANISH_LOCAL_RUN"
+"""Variable with the name of a run on one machine, which has no id of a cluster."""
 SectionT = TypeVar("SectionT", bound=Section)
 
 
@@ -289,7 +291,8 @@ def execute(
     handler.setFormatter(LogFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("planish").setLevel(logging.INFO)
-    root, run_id = root.rstrip("/"), os.environ.get("RUN_ID", "")
+    root = root.rstrip("/")
+    run_id = os.environ.get("RUN_ID", "") or os.environ.get(LOCAL_RUN, "")
     context = Context(root, stage, iteration, shard, {}, config_sha256 or "", {})
     log = StageLog(root, stage, iteration, shard)
     with stops_with(EXIT_TRANSIENT), StageMetrics(stage, iteration) as metrics, log:

@@ -10,10 +10,17 @@ import pytest
 
 from planish import store
 from planish.base.config import Section, config_sha256
-from planish.base.errors import ConfigError, PeerLost, RecordError, StoreUnavailable
+from planish.base.errors import (
+    ConfigError,
+    PeerLost,
+    RecordError,
+    StoreUnavailable,
+    VerifierFailure,
+)
 from planish.records import layout
 from planish.records.refs import Ref
 from planish.run.stage import (
+    LOCAL_RUN,
     Artifact,
     Context,
     Outcome,
@@ -88,6 +95,8 @@ def test_finite_metrics_replace_infinity_by_a_flag() -> None:
     [
         (ConfigError("no"), 2),
         (RecordError("no"), 1),
+        (VerifierFailure("slow"), 1),
+        (VerifierFailure("wrong", is_final=True), 2),
         (StoreUnavailable("no"), 75),
         (RuntimeError("bug"), 1),
     ],
@@ -106,21 +115,26 @@ def test_each_error_has_its_exit_code(
     assert entry["state"] == ("running" if code == 75 else "failed")
 
 
+@pytest.mark.parametrize("name", ["RUN_ID", LOCAL_RUN])
+@pytest.mark.parametrize(
+    "error", [ConfigError("`toy.size` is 3"), VerifierFailure("no", is_final=True)]
+)
 def test_a_final_failure_is_not_tried_again_by_the_same_run(
-    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, name: str
 ) -> None:
     calls = []
 
     def work(context: Context) -> Outcome:
         calls.append(1)
-        raise ConfigError("`toy.size` must be small, got 3")
+        raise error
 
-    monkeypatch.setenv("RUN_ID", "run-a")
+    monkeypatch.delenv("RUN_ID", raising=False)
+    monkeypatch.setenv(name, "run-a")
     for _ in range(2):
         with pytest.raises(SystemExit):
             call(root, work, tmp_path)
     assert len(calls) == 1
-    monkeypatch.setenv("RUN_ID", "run-b")
+    monkeypatch.setenv(name, "run-b")
     with pytest.raises(SystemExit):
         call(root, work, tmp_path)
     assert len(calls) == 2

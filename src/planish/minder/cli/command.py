@@ -84,7 +84,12 @@ def _add_trace_verbs(verbs: Any) -> None:
     calibrate = verbs.add_parser(
         "calibrate", help="fit limits, thresholds and floors to the traces of a site"
     )
-    calibrate.add_argument("--out", type=Path, metavar="TOML", help="gets tables for the settings")
+    calibrate.add_argument(
+        "--out",
+        type=Path,
+        metavar="TOML",
+        help="gets the tables; default: site.toml beside `--config`, where every verb reads them",
+    )
     calibrate.add_argument(
         "--min-precision", type=float, default=0.9, metavar="P", help="default 0.9"
     )

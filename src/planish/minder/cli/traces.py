@@ -10,11 +10,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from planish.base.config import read_toml
 from planish.base.errors import ConfigError
 from planish.minder.cli import BAD_INPUT, CLEAN, FAULT_FOUND
 from planish.minder.cli.service import run_once_live
-from planish.minder.detect.config import MinderConfig, minder_config
+from planish.minder.detect.config import SITE_FILE, MinderConfig, minder_config, read_settings
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.model_files import default_models, load_models
 from planish.minder.detect.result import Result
@@ -51,7 +50,7 @@ def _tables(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: the file can not be read, or is not as it must be.
     """
-    raw = read_toml(options.config) if options.config else {}
+    raw = read_settings(options.config) if options.config else {}
     # A service's file has sections that matter to it alone.
     raw = {name: table for name, table in raw.items() if name in MinderConfig.model_fields}
     if options.profile:
@@ -217,9 +216,11 @@ def _calibrate(options: argparse.Namespace) -> int:
         document, text = best.to_json(), best.markdown()
         tables = site_tables(limits, best.best, roles)
     toml = f"# From {len(paths)} recorded traces, {faults} of them with a fault.\n{toml_of(tables)}"
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(toml, "utf-8")
+    # Beside the configuration, whose next reader finds it there.
+    out = options.out or (options.config and options.config.parent / SITE_FILE)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(toml, "utf-8")
     sys.stdout.write(text + toml)
     _write_json(options, {**document, "tables": tables})
     return CLEAN

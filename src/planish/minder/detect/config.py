@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from planish.base.config import Section, nearest, parse_section
+from planish.base.config import Section, nearest, parse_section, read_toml
 from planish.base.errors import ConfigError
 from planish.minder.detect.metrics_table import METRICS, PUBLISHED_ORDER
 
@@ -250,6 +251,40 @@ PAPER: dict[str, dict[str, Any]] = {
 }
 """What the published behaviour switches off. `kappa` stays: without it no job of four machines
 could ever have an alert, while the smallest published one has four."""
+
+
+SITE_FILE = "site.toml"
+"""Beside the configuration: what `planish minder calibrate` has fitted to the site."""
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the tables of a configuration, over those of the `site.toml` that lies beside it.
+
+    Raises:
+        ConfigError: a file can not be read, or the site's holds other tables than fitted ones.
+    """
+    raw, beside = read_toml(path), path.parent / SITE_FILE
+    if path.name == SITE_FILE or not beside.is_file():
+        return raw
+    site = read_toml(beside)
+    other = sorted(site.keys() - {"limits", "boards", "detect"})
+    if other:
+        raise ConfigError(
+            f"`{beside}` must hold the tables that `planish minder calibrate` writes, got {other} "
+            f"too; settings of your own belong into `{path}`"
+        )
+    return over(site, raw)
+
+
+def over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables laid over others, key by key.
+
+    Example:
+        >>> over({"detect": {"theta": 2.0}}, {"detect": {"kappa": 0.9}})
+        {'detect': {'theta': 2.0, 'kappa': 0.9}}
+    """
+    both = {k for k in low if isinstance(low[k], Mapping) and isinstance(high.get(k), Mapping)}
+    return {**low, **high, **{key: over(low[key], high[key]) for key in sorted(both)}}
 
 
 def minder_config(raw: Mapping[str, Any] | None = None) -> MinderConfig:

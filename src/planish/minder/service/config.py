@@ -20,10 +20,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from planish.base.config import Section, nearest, parse_section, read_toml
+from planish.base.config import Section, nearest, parse_section
 from planish.base.errors import ConfigError
 from planish.minder.act.config import ActConfig, KubernetesConfig
-from planish.minder.detect.config import MinderConfig, minder_config
+from planish.minder.detect.config import MinderConfig, minder_config, read_settings
 from planish.minder.detect.metrics_table import METRICS, Aggregation, Kind, Metric, Transform
 from planish.minder.service.alertmanager import AlertmanagerConfig
 from planish.minder.service.prometheus import PrometheusConfig, check_source
@@ -132,7 +132,7 @@ def load_service_config(path: Path) -> ServiceSettings:
     Raises:
         ConfigError: no such file, no TOML, an unknown key or an invalid value.
     """
-    return service_settings(read_toml(path))
+    return service_settings(read_settings(path))
 
 
 def service_settings(raw: Mapping[str, Any]) -> ServiceSettings:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planish.base.errors import RecordError
+from planish.base.errors import ConfigError, RecordError
 from planish.minder.detect.config import minder_config
 from planish.minder.detect.metrics_table import METRICS
 from planish.minder.lab.cases import (
@@ -22,6 +22,7 @@ from planish.minder.lab.cases import (
     write_recorded,
 )
 from planish.minder.lab.files import write_frame
+from planish.minder.service.config import load_service_config
 from tests.minder_lab.simulator import simulate
 from tests.unit.minder.cli.command import run
 
@@ -125,6 +126,28 @@ def test_ten_labelled_faults_are_enough_for_thresholds_of_the_site(tmp_path, cap
     settings = minder_config(tables)
     assert settings.detect.floors == tables["detect"]["floors"]
     assert settings.site_limits("gpu_power_draw", BOARD) is not None
+
+
+def test_what_was_fitted_counts_from_the_next_command_on_and_own_settings_win(tmp_path, capsys):
+    recorded(tmp_path / "traces", 4_700_000, machines=4, minutes=4)
+    settings = tmp_path / "minder.toml"
+    settings.write_text('[prometheus]\nurl = "http://p:9090"\n[detect]\ntheta = 1.7\n', "utf-8")
+    options = ("--traces", tmp_path / "traces", "--config", settings)
+    assert run(capsys, "calibrate", *options)[0] == 0
+    assert (tmp_path / "site.toml").is_file()
+    found = load_service_config(settings).minder
+    fitted = tomllib.loads((tmp_path / "site.toml").read_text("utf-8"))
+    assert found.site_limits("gpu_power_draw", BOARD) == tuple(
+        fitted["boards"][BOARD]["gpu_power_draw"]
+    )
+    assert found.detect.role_limits == fitted["detect"]["role_limits"]
+    assert found.detect.theta == 1.7
+    text = settings.read_text("utf-8")
+    settings.write_text(f'{text}[boards."{BOARD}"]\ngpu_power_draw = [0, 1]\n', "utf-8")
+    assert load_service_config(settings).minder.site_limits("gpu_power_draw", BOARD) == (0, 1)
+    (tmp_path / "site.toml").write_text("[act]\nmode = 'evict'\n", "utf-8")
+    with pytest.raises(ConfigError, match=r"site.toml.*got \['act'\]"):
+        load_service_config(settings)
 
 
 def test_limits_that_can_not_be_are_refused(tmp_path, capsys):

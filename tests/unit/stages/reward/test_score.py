@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from planish.base.config import parse_section
-from planish.base.errors import ConfigError, VerifierFailure
+from planish.base.errors import EXIT_CONFIG, ConfigError, VerifierFailure, exit_code
 from planish.records.ragged import Ragged
 from planish.records.rewards import judged_late
 from planish.records.rollouts import FinishReason, RolloutSet
@@ -164,6 +164,7 @@ def test_more_than_one_percent_of_verifier_errors_fails_loudly():
     batch.answer[1] = batch.answer[2] = "mystery"
     with pytest.raises(VerifierFailure) as caught:
         score(batch, CONFIG)
+    assert exit_code(caught.value) == EXIT_CONFIG
     for part in ("3 of 198", "mystery", f"{0:016x}-000", "0.01"):
         assert part in str(caught.value)
 
