@@ -35,7 +35,7 @@ def test_the_role_of_runs_meets_every_need_of_kubeflow_and_names_what_it_reads()
             and need.resource in rule["resources"]
             and need.verb in rule["verbs"]
         ]
-        assert granted == [[need.name] if need.name else []], need
+        assert ([need.name] if need.name else []) in granted, need
 
 
 def test_a_namespace_of_kubeflow_gets_an_account_and_a_secret():

@@ -96,7 +96,7 @@ def test_a_single_call_names_the_machine(filled, tmp_path, capsys):
     sections = {
         "detect": {"metrics": ["cpu_usage", "gpu_duty_cycle"], "role_baseline": False},
         "service": {"window_seconds": SECONDS},
-        "preprocess": {"silent_after_seconds": 60, "min_real_share": 0.9},
+        "preprocess": {"silent_after_seconds": 60},
     }
     raw = raw_settings(tmp_path, filled.url, MACHINES, **sections)
     raw["detect"].pop("continuity_seconds", None)

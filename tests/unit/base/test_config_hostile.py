@@ -53,7 +53,7 @@ def test_no_setting_is_infinite_or_nan(value):
     for section, field in MinderConfig.model_fields.items():
         for name, inner in getattr(field.annotation, "model_fields", {}).items():
             if "float" in str(inner.annotation):
-                table = {"gpu_power_draw": value} if name == "floors" else value
+                table = {"gpu_power_draw": value} if name in ("floors", "role_limits") else value
                 with pytest.raises(ConfigError, match="finite number"):
                     minder_config({section: {name: table}})
 

@@ -34,7 +34,7 @@ def test_names_of_metrics_keep_the_rule_and_are_sorted_and_unique():
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         assert re.search(
             r"_(seconds|saves|step|groups|slots|tokens_per_second|tokens|ratio|mean|errors|info"
-            r"|iteration|entropy|norm|loss|bytes|queue"
+            r"|iteration|entropy|norm|loss|bytes|queue|timeouts"
             r"|(bytes|frames|failures|retries|stragglers|groups|tokens|nonfinite|steps|seconds|rows|iterations)_total)$",
             metric.name,
         )

@@ -85,7 +85,7 @@ def measure_apart(policy, prompts, losses):
     ranks = []
 
     def launcher(end, number):
-        ranks.append(MortalRank(end))
+        ranks.append(MortalRank(end, number))
         return ranks[-1]
 
     with disagg(policy, 3, 1, launcher=launcher) as engine:

@@ -43,7 +43,7 @@ def config(**detect):
     return minder_config({"detect": {"metrics": list(METRICS), **detect}})
 
 
-NO_FLOOR = {"floors": None}
+NO_FLOOR = {"floors": None, "rest_share": 0.0}
 MADE = {
     "con": lambda: ConcatenatedDetector(MODELS, config()),
     "int": lambda: IntegratedDetector(MODELS, config(), Identity("all")),

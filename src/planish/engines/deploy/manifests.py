@@ -38,6 +38,7 @@ SCRATCH_ENV = {
     "XDG_CACHE_HOME": "/scratch/cache",
     "TRITON_CACHE_DIR": "/scratch/triton",
     "VLLM_CACHE_ROOT": "/scratch/vllm",
+    "PLANISH_GPU_POD": "1",
 }
 """Where policies and caches of libraries go: pods have no other place to write."""
 

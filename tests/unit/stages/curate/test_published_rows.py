@@ -111,7 +111,7 @@ def olympiad():
 
 FORMS = {
     "DAPO-Math-17k": (lambda: verl("math_dapo", FRAME), {}, 12, "integer"),
-    "verl's GSM8K": (lambda: verl("openai/gsm8k", SUFFIX), {}, 12, "integer"),
+    "verl's GSM8K": (lambda: verl("openai/gsm8k", SUFFIX), {}, 12, "integer/hash"),
     "OpenR1-Math": (open_r1, {"no_answer": 1}, 11, "math"),
     "NuminaMath": (numina, {"no_answer": 1}, 11, "integer"),
     "OlympiadBench": (olympiad, {"several_answers": 1}, 11, "integer"),
