@@ -207,9 +207,9 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
         "clipped": dict(view.prepared.clipped),
         "broken": dict(view.prepared.broken),
         "intervals": {
-            name: seconds
+            name: round(float(np.median(each)), 1)
             for name, each in view.prepared.intervals.items()
-            if (seconds := round(float(np.median(each)), 1)) > COARSE_SECONDS
+            if np.median(each) > COARSE_SECONDS
         },
         "theta": threshold(rules.theta, rules.kappa, frame.num_machines),
     }

@@ -336,7 +336,8 @@ def floors_of(name: str, prepared: Prepared, config: DetectConfig, job: Job) -> 
     unknown, machines = set(job.unknown.get(name, ())), prepared.frame.machines
     lift = np.array([0.0 if m in unknown else max(0.0, usual.get(m, 0.0)) for m in machines])
     roles = np.array([config.role_distance(name) if m in unknown else 0.0 for m in machines])
-    return floor_of(name, config) + lift + share * roles
+    floors: F64 = floor_of(name, config) + lift + share * roles
+    return floors
 
 
 def candidates(trace: Trace, theta: F64, floor: F64, *, only_most_unlike: bool) -> Mask:
