@@ -258,7 +258,7 @@ def export_hf(
     )
 
 
-def import_dcp(folder: str | Path, path: str, *, step: int = 0) -> CheckpointInfo:
+def import_dcp(folder: str | Path, path: str, *, step: int | None = None) -> CheckpointInfo:
     """Turn a folder of torch.distributed.checkpoint into a checkpoint, running nothing of it."""
     from planish.checkpoint.convert import dcp_bridge
 

@@ -104,7 +104,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     add = made["import-dcp"].add_argument
     add("folder", help="local folder with `.metadata`")
     add("out", help="URI or path of the new checkpoint")
-    add("--step", type=int, default=0, help="training step (default 0)")
+    add("--step", type=int, help="training step (default: the folder's own `step`, else 0)")
     add("--role", default="main", help="name of its role (main)")
     add("--overwrite", action="store_true", help="replace what is there")
     add = made["export-dcp"].add_argument

@@ -244,6 +244,7 @@ def publish(
     overwrite: bool = False,
     replaces: str | None = None,
     journal: Journal | None = None,
+    is_newest: bool = True,
 ) -> Commit:
     """Make an attempt, all of whose objects are written, the checkpoint at `path`.
 
@@ -262,6 +263,8 @@ def publish(
         replaces: `standing()` at the start of the save, with `overwrite`; None reads it now.
         journal: the coordinator's, begun before anybody wrote data; None begins one now, which
             suffices where no collection can run meanwhile.
+        is_newest: of its run, so that the hint beside it names it; a rewrite may be of any step
+            and anywhere.
 
     Returns:
         What is committed now.
@@ -296,7 +299,7 @@ def publish(
     )
     etag = _commit(storage, path, commit, replaces, journal)
     journal.close()
-    _tidy(storage, path, commit, journals)
+    _tidy(storage, path, commit, journals, is_newest=is_newest)
     return replace(commit, etag=etag)
 
 
@@ -371,13 +374,15 @@ def _commit(storage: Store, path: str, commit: Commit, replaces: str, journal: J
         raise
 
 
-def _tidy(storage: Store, path: str, commit: Commit, journals: list[str]) -> None:
+def _tidy(
+    storage: Store, path: str, commit: Commit, journals: list[str], *, is_newest: bool
+) -> None:
     """Write the hint and remove the journals; a checkpoint without these is as good."""
     root, _, name = path.rpartition("/")
     hint = {"path": name, "attempt": commit.attempt, "step": commit.step}
     try:
         storage.delete(journals)
-        if name:
+        if name and is_newest:
             storage.put(join(root, LATEST), json.dumps(hint).encode())
     except StoreError as error:
         logger.warning("%s", telemetry.event("not_settled", path=path, reason=str(error)))

@@ -11,8 +11,9 @@ import io
 import mmap
 import os
 import pickle
+import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from planish.base.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
+from planish.checkpoint.adapters.gathering import OPTIMIZER
 from planish.checkpoint.adapters.placement import NAMES, TYPES
 from planish.checkpoint.convert.dcp_pickle import MAX_METADATA_BYTES, TorchRecord, read_dcp_metadata
 from planish.checkpoint.format.geometry import Box, box_of, whole
@@ -67,7 +69,7 @@ def import_dcp(
     folder: str | Path,
     place: str,
     *,
-    step: int = 0,
+    step: int | None = None,
     role: str = "main",
     names: Split = split_name,
     overwrite: bool = False,
@@ -75,12 +77,13 @@ def import_dcp(
 ) -> CheckpointInfo:
     """Turn a DCP folder into a checkpoint of ours; in one process.
 
-    Values that are no tensors become the shared value `dcp`, by their names.
+    Options of parameter groups, and states of parameters that are no tensors, become those of the
+    checkpoint's optimizer. Other values become the shared value `dcp`, by their names.
 
     Args:
         folder: local folder with `.metadata` and `*.distcp`.
         place: URI of the new checkpoint.
-        step: training step that it is of.
+        step: training step that it is of; None: the folder's own value `step`, else 0.
         role: whose state it is.
         names: DCP name to (kind, fqn).
         overwrite: replace what is committed at `place`.
@@ -90,9 +93,16 @@ def import_dcp(
         CheckpointIncomplete: the folder lacks its metadata or a file.
         CheckpointCorrupt: a file is not what DCP writes; nothing in it has been run.
         TypeError: a tensor or a value is of a kind that checkpoints do not hold.
+        LayoutMismatch: its optimizer knows parameters by number, so that nothing says whose state
+            is whose.
     """
     source = _Folder(Path(folder))
-    collected = Collected(list(source.items(role, names)), shared=source.values())
+    items, values = list(source.items(role, names)), source.values()
+    own = values.get("step")
+    if step is None:
+        step = own if isinstance(own, int) and not isinstance(own, bool) and own >= 0 else 0
+    shared = _shared(values, {item.tensor.fqn for item in items if item.tensor.kind == "model"})
+    collected = Collected(items, shared=shared)
     engine = SaveEngine(Control.single())
     try:
         options = SaveOptions(place, step=step, overwrite=overwrite, is_async=False)
@@ -142,8 +152,8 @@ class _Folder:
                 yield LocalItem(spec, (box,), data)
 
     def values(self) -> dict[str, Any]:
-        """Return what is no tensor, as shared values."""
-        values = {}
+        """Return what is no tensor, by name."""
+        values: dict[str, Any] = {}
         for name, entry in self.described.items():
             if getattr(entry, "kind", "") == "BytesStorageMetadata":
                 view = self._view(TorchRecord("MetadataIndex", {"fqn": name}))
@@ -153,7 +163,7 @@ class _Folder:
                     raise self._corrupt(
                         f"`{name}` must hold plain values ({error!s:.160})"
                     ) from None
-        return {"dcp": values} if values else {}
+        return values
 
     def _tensor(self, index: TorchRecord) -> Tensor:
         """Return a tensor whose storage is the mapped file: nothing is read yet."""
@@ -206,6 +216,44 @@ class _Folder:
         return CheckpointCorrupt(f"`{self.folder}`: {text}", file=METADATA)
 
 
+def _shared(values: Mapping[str, Any], parameters: Collection[str]) -> dict[str, Any]:
+    """Return values of a DCP folder as a checkpoint shares them.
+
+    Raises:
+        LayoutMismatch: members of a parameter group have no names.
+    """
+    rest: dict[str, Any] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        place = _OF_OPTIMIZER.fullmatch(name)
+        if place is None:
+            rest[name] = value
+            continue
+        owner, _, key = place["path"].rpartition(".")
+        if place["part"] == "state":
+            numbers.setdefault(owner, {})[key] = value
+        else:
+            # Where torch flattens groups, each parameter has options of its own.
+            own = {"params": [owner]} if owner in parameters else {}
+            groups.setdefault(owner, own)[key] = value
+    found = []
+    for number, options in groups.items():
+        members = options.pop("params", None)
+        if not isinstance(members, list) or not all(isinstance(one, str) for one in members):
+            raise LayoutMismatch(
+                f"the parameter groups of a DCP folder must name their parameters, got {members!r} "
+                f"in group {number!r}; save what torch's `get_state_dict` returns"
+            )
+        found.append({"params": members, "options": options})
+    shared: dict[str, Any] = {"dcp": rest} if rest else {}
+    if found or numbers:
+        shared[OPTIMIZER] = {"groups": found, "numbers": numbers}
+    return shared
+
+
+_OF_OPTIMIZER = re.compile(r"optim(izer)?\.(?P<part>state|param_groups)\.(?P<path>.+)")
+"""Name of a value of an optimizer."""
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, ValueError, AttributeError, EOFError)
 """What torch's loader raises on bytes that are not what they should be."""
 TYPES_OF_TORCH = {str(dtype).removeprefix("torch."): name for dtype, name in NAMES.items()}

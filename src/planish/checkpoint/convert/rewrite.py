@@ -288,4 +288,5 @@ def _write(
                 overwrite=bool(replaces),
                 replaces=replaces,
                 journal=journal,
+                is_newest=False,
             )

@@ -129,9 +129,7 @@ class Rule:
     def runs(self, machine: int, named: Mask, masked: Mask) -> list[Run]:
         """Return the runs of one machine, see `runs`."""
         return runs(
-            machine,
-            named,
-            masked | (self.resting & ~named),
+            *(machine, named, masked | (self.resting & ~named)),
             gap_tolerance=self.gap_tolerance,
             sample=int(self.samples[machine]),
         )
@@ -209,9 +207,9 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
         "clipped": dict(view.prepared.clipped),
         "broken": dict(view.prepared.broken),
         "intervals": {
-            name: interval
+            name: round(float(np.median(each)), 1)
             for name, each in view.prepared.intervals.items()
-            if (interval := round(float(np.median(each)), 1)) > COARSE_SECONDS
+            if np.median(each) > COARSE_SECONDS
         },
         "theta": threshold(rules.theta, rules.kappa, frame.num_machines),
     }

@@ -14,8 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from planish.base.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
+from planish.checkpoint import api
 from planish.checkpoint.convert import dcp_bridge
 from planish.checkpoint.convert.dcp_bridge import export_dcp, import_dcp
 from planish.checkpoint.convert.dcp_pickle import read_dcp_metadata
@@ -76,9 +78,50 @@ def test_a_folder_of_torch_becomes_a_checkpoint_with_every_bit(tmp_path):
         found = reader.read(reader.spec(f"w.{name}", kind="optim"))
         assert np.array_equal(found, raw(tensor)), name
     key = opened.metadata.objects["main"]["shared"]
-    shared = decode_extra(reader.reader.read_file(key))["dcp"]
-    assert shared["optim.param_groups.0.lr"] == 0.125
-    assert shared["optim.param_groups.0.betas"] == (0.9, 0.95)
+    (group,) = decode_extra(reader.reader.read_file(key))["optimizer"]["groups"]
+    assert group == {"params": ["w"], "options": {"lr": 0.125, "betas": (0.9, 0.95)}}
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_an_imported_optimizer_goes_on_with_its_groups_and_its_steps(tmp_path, is_flat):
+    def made(rates):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
+        first, *others = model.parameters()
+        groups = [{"params": [first]}, {"params": others, "lr": rates[1], "weight_decay": 0.3}]
+        return model, torch.optim.AdamW(groups, lr=rates[0], betas=(0.8, 0.99))
+
+    model, optimizer = made((0.01, 0.02))
+    for _ in range(3):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    weights, states = get_state_dict(model, optimizer, options=options)
+    save(tmp_path / "dcp", {"model": weights, "optim": states, "step": 7})
+    place = f"{tmp_path}/imported"
+    assert api.import_dcp(tmp_path / "dcp", place).step == 7
+    again, fresh = made((0.5, 0.6))
+    for group in fresh.param_groups:
+        group["weight_decay"], group["betas"] = 0.7, (0.1, 0.2)
+    api.load(place, {"model": again, "optimizer": fresh})
+    assert [(g["lr"], g["weight_decay"], tuple(g["betas"])) for g in fresh.param_groups] == [
+        (0.01, 0.01, (0.8, 0.99)),
+        (0.02, 0.3, (0.8, 0.99)),
+    ]
+    assert {float(state["step"]) for state in fresh.state.values()} == {3.0}
+    for one, other in ((model, optimizer), (again, fresh)):
+        one.zero_grad()
+        one(torch.ones(1, 3)).sum().backward()
+        other.step()
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+
+
+def test_an_optimizer_that_knows_parameters_by_number_is_refused(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    save(tmp_path / "dcp", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    with pytest.raises(LayoutMismatch, match=r"must name their parameters, got \[0, 1\]"):
+        import_dcp(tmp_path / "dcp", damage.fresh())
 
 
 @pytest.mark.slow

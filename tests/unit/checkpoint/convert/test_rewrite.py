@@ -62,6 +62,21 @@ def test_every_layout_becomes_every_other_bit_by_bit(source, target, root):
         assert BlockReader(opened).read_file(name) == content
 
 
+def test_a_rewrite_leaves_the_hint_to_the_newest_of_a_run_as_it_is(root):
+    layout = Layout.parse("dp=1")
+    first = write_checkpoint(f"{root}/run/step-7", tiny_model(), layout.boxes, num_ranks=1)
+    storage, folder = open_store(f"{root}/run")
+    hint = storage.get(f"{folder}/LATEST", 1000)
+    rewrite(first, f"{root}/run/step-7-tp2", Layout.parse("tp=2"))
+    rewrite(first, f"{root}/elsewhere/b", Layout.parse("tp=2"))
+    assert storage.get(f"{folder}/LATEST", 1000) == hint
+    assert [
+        one.key
+        for one in storage.list(folder.replace("run", "elsewhere"))
+        if one.key.endswith("LATEST")
+    ] == []
+
+
 def test_ranks_of_the_new_layout_find_their_shard_in_a_file_of_their_own(root):
     pin = write_checkpoint(f"{root}/a", tiny_model())
     made = rewrite(pin, f"{root}/b", Layout.parse("tp=2"))
