@@ -168,9 +168,9 @@ BAD_VERIFIER = "raised ZeroDivisionError: division by zero, called with the answ
 @pytest.mark.parametrize(
     ("answer", "function", "words"),
     [
-        ([2], "right", [BAD_ROW]),
+        ({"n": 2}, "right", [BAD_ROW]),
         (2, "wrong", [BAD_VERIFIER]),
-        ([2], "wrong", [BAD_ROW]),
+        ({"n": 2}, "wrong", [BAD_ROW]),
     ],
     ids=["data", "verifier", "both"],
 )
@@ -193,7 +193,7 @@ def test_bad_data_and_a_bad_verifier_end_the_run_before_it_begins(
     assert all(word in log["error"] for word in words)
     assert not store.exists(layout.run_file(file_root))
     # What was mended is enough: the same root takes the run then.
-    data.write_text(data.read_text().replace("[2]", "2"))
+    data.write_text(data.read_text().replace('{"n": 2}', "2"))
     settings["overrides"] = settings["overrides"].replace(":wrong", ":right")
     run_stage(tmp_path / "a", file_root, **settings)
     assert store.exists(layout.run_file(file_root))
