@@ -175,7 +175,7 @@ def test_prompts_beyond_the_limit_are_dropped_and_counted(new_run, caplog):
 @pytest.mark.parametrize(
     ("changes", "call", "text"),
     [
-        ({"max_response_tokens": 1020}, {}, r"1024 tokens, got 5 \+ .*= 1020"),
+        ({"max_response_tokens": 1020}, {}, r"1024 tokens, got 5 \+ .*= 1020; lower .*prompt \w"),
         ({}, {"num_shards": 7, "shard": 1}, "at most one per group of the 6 in an iteration"),
         ({}, {"num_shards": 2, "shard": 2}, "got shard 2 of 2"),
         ({"starvation_policy": "raise", "max_generation_rounds": 1, "temperature": 0.01}, {},

@@ -197,7 +197,12 @@ def damaged(run, state):
     [
         ({"window_tokens": 0}, None, 2, "`rollout.window_tokens` must be above 0 while responses"),
         ({"max_response_tokens": 3, "window_tokens": 2}, None, 2, "got 3 and 3 tokens for prompt"),
-        ({"max_response_tokens": 1020}, None, 2, r"1024 tokens, got 5 \+ .*= 1020"),
+        (
+            {"max_response_tokens": 1020},
+            None,
+            2,
+            r"1024 tokens, got 5 \+ .*= 1020; lower .*prompt \w",
+        ),
         ({}, gone, None, "carry/00` must hold a finished set"),
         ({}, damaged, None, "carry/00.* sha256"),
     ],
