@@ -129,7 +129,9 @@ class Rule:
     def runs(self, machine: int, named: Mask, masked: Mask) -> list[Run]:
         """Return the runs of one machine, see `runs`."""
         return runs(
-            *(machine, named, masked | (self.resting & ~named)),
+            machine,
+            named,
+            masked | (self.resting & ~named),
             gap_tolerance=self.gap_tolerance,
             sample=int(self.samples[machine]),
         )
