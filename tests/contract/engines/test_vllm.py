@@ -47,7 +47,7 @@ def refused(policy, *, config=SMALL, **options):
 def test_a_width_of_heads_that_the_kernels_lack_is_refused():
     text = refused(qwen3_policy(head_dim=16))
     assert "`head_dim` must be one of [32, 64" in text
-    assert "got 16; take the engine `transformers`" in text
+    assert "got 16 for vLLM on the CPU; take the engine `transformers`" in text
 
 
 def test_a_device_that_this_build_is_not_for_is_refused():
