@@ -8,6 +8,7 @@ weights. Deliberately for DCP's own files only: neither its safetensors nor comp
 from __future__ import annotations
 
 import io
+import logging
 import mmap
 import os
 import pickle
@@ -39,6 +40,8 @@ from planish.store import Store
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata as DcpMetadata
+
+logger = logging.getLogger(__name__)
 
 METADATA = ".metadata"
 CHUNK_BYTES = 256 << 20
@@ -93,8 +96,6 @@ def import_dcp(
         CheckpointIncomplete: the folder lacks its metadata or a file.
         CheckpointCorrupt: a file is not what DCP writes; nothing in it has been run.
         TypeError: a tensor or a value is of a kind that checkpoints do not hold.
-        LayoutMismatch: its optimizer knows parameters by number, so that nothing says whose state
-            is whose.
     """
     source = _Folder(Path(folder))
     items, values = list(source.items(role, names)), source.values()
@@ -219,8 +220,8 @@ class _Folder:
 def _shared(values: Mapping[str, Any], parameters: Collection[str]) -> dict[str, Any]:
     """Return values of a DCP folder as a checkpoint shares them.
 
-    Raises:
-        LayoutMismatch: members of a parameter group have no names.
+    An optimizer that knows its parameters by number says nothing of whose state is whose: its
+    options stay among the other values, with a warning.
     """
     rest: dict[str, Any] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -237,15 +238,15 @@ def _shared(values: Mapping[str, Any], parameters: Collection[str]) -> dict[str,
             # Where torch flattens groups, each parameter has options of its own.
             own = {"params": [owner]} if owner in parameters else {}
             groups.setdefault(owner, own)[key] = value
-    found = []
-    for number, options in groups.items():
-        members = options.pop("params", None)
-        if not isinstance(members, list) or not all(isinstance(one, str) for one in members):
-            raise LayoutMismatch(
-                f"the parameter groups of a DCP folder must name their parameters, got {members!r} "
-                f"in group {number!r}; save what torch's `get_state_dict` returns"
-            )
-        found.append({"params": members, "options": options})
+    members = [group.get("params") for group in groups.values()]
+    if any(not isinstance(m, list) or not all(isinstance(n, str) for n in m) for m in members):
+        logger.warning(
+            "optimizer_not_named groups=%.80s remedy='its state can not be loaded into an "
+            "optimizer: save what get_state_dict of torch returns'",
+            members,
+        )
+        return {"dcp": dict(values)}
+    found = [{"params": group.pop("params"), "options": group} for group in groups.values()]
     shared: dict[str, Any] = {"dcp": rest} if rest else {}
     if found or numbers:
         shared[OPTIMIZER] = {"groups": found, "numbers": numbers}

@@ -116,12 +116,16 @@ def test_an_imported_optimizer_goes_on_with_its_groups_and_its_steps(tmp_path, i
     assert all(map(torch.equal, model.parameters(), again.parameters()))
 
 
-def test_an_optimizer_that_knows_parameters_by_number_is_refused(tmp_path):
+def test_an_optimizer_that_knows_parameters_by_number_is_kept_and_told(tmp_path, caplog):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     save(tmp_path / "dcp", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    with pytest.raises(LayoutMismatch, match=r"must name their parameters, got \[0, 1\]"):
-        import_dcp(tmp_path / "dcp", damage.fresh())
+    opened = open_state(import_dcp(tmp_path / "dcp", damage.fresh()).pin)
+    shared = decode_extra(
+        SliceReader(opened).reader.read_file(opened.metadata.objects["main"]["shared"])
+    )
+    assert shared["dcp"]["optimizer.param_groups.0.lr"] == 0.1
+    assert "optimizer_not_named groups=[[0, 1]]" in caplog.text
 
 
 @pytest.mark.slow
