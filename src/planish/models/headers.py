@@ -124,7 +124,7 @@ def room_fault(config_tokens: int, prompt_tokens: int, response_tokens: int, set
         setting: that sets them, such as `rollout.max_response_tokens`.
 
     Example:
-        >>> room_fault(48, 9, 39, "x"), room_fault(48, 9, 40, "x")[:69]
+        >>> room_fault(48, 9, 39, "x"), room_fault(48, 9, 40, "x")[:71]
         ('', "prompt and response must fit in the model's 48 tokens, got 9 + `x` = 40")
     """
     if prompt_tokens + response_tokens <= config_tokens:
