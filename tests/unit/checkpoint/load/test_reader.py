@@ -167,7 +167,7 @@ def test_a_schedule_never_reuses_a_bucket_before_its_round_is_over(sizes, bucket
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["load", "verify", "diff"])
-def test_memory_stays_within_the_state_and_256_mib(tmp_path, what):
+def test_memory_stays_within_the_state_and_320_mib(tmp_path, what):
     shape = (16, 1 << 20)
     count = 6
     tensors = {
@@ -203,4 +203,4 @@ def test_memory_stays_within_the_state_and_256_mib(tmp_path, what):
         "print(peak() - before)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert int(done.stdout) << 10 <= 256 << 20 < count * (64 << 20)
+    assert int(done.stdout) << 10 <= 320 << 20 < count * (64 << 20)
