@@ -68,13 +68,13 @@ demo:  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, ENG
 		$(if $(DEMO_OVERRIDES),--overrides '$(DEMO_OVERRIDES)') $(ARGS)
 
 # What `test` needs is set up side by side: MinIO is compiled while Python packages are installed.
-test:  ## the quick and sure tests: about six minutes on two cores, ten with the set-up of a fresh checkout
+test:  ## the quick and sure tests: seven minutes on two cores, eleven with the set-up of a fresh checkout
 	@$(MAKE) --no-print-directory --jobs 3 $(VENV)/.installed tools quick-servers
 	@$(MAKE) --no-print-directory --jobs 2 static quick-tests
 
 # Three workers for two cores: tests of servers, timers and killed processes mostly wait. The engines
 # have a fourth beside them, which tells at its end what it has found.
-test-all: $(VENV)/.installed $(ENGINES)/.installed tools servers  ## every test, also Kubernetes, gangs and vLLM: half an hour and as long again to build the servers
+test-all: $(VENV)/.installed $(ENGINES)/.installed tools servers  ## every test, also Kubernetes, gangs and vLLM: an hour, and twenty minutes to build the servers once
 	@$(MAKE) --no-print-directory --jobs 3 static all-tests engines-beside
 
 durations:  ## run every test and note the seconds of each file in tests/durations.json
@@ -97,7 +97,7 @@ coverage: $(VENV)/.installed tools servers  ## the whole suite with a table of t
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered \
 	  -W ignore::pytest.PytestUnraisableExceptionWarning $(ARGS)
 
-check: $(VENV)/.installed  ## format, lint, types, fast unit and contract tests: two minutes
+check: $(VENV)/.installed  ## format, lint, types, fast unit and contract tests: three minutes
 	@$(MAKE) --no-print-directory --jobs 2 static fast-tests
 
 # Types take one core for a minute, so they are checked beside the tests.
