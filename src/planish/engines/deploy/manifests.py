@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planish.base.errors import ConfigError
+from planish.base.parallel import GPU_POD_VARIABLE
 from planish.engines.config import EngineConfig
 from planish.engines.deploy.handshake import TOKEN_ENV
 from planish.engines.planner.documents import PlannedRun, read_plan
@@ -38,9 +39,10 @@ SCRATCH_ENV = {
     "XDG_CACHE_HOME": "/scratch/cache",
     "TRITON_CACHE_DIR": "/scratch/triton",
     "VLLM_CACHE_ROOT": "/scratch/vllm",
-    "PLANISH_GPU_POD": "1",
+    GPU_POD_VARIABLE: "1",
 }
-"""Where policies and caches of libraries go: pods have no other place to write."""
+"""Where policies and caches of libraries go, as pods have no other place to write; and that each
+asked for a GPU."""
 
 ANY_GPU_NODE = ("nvidia.com/gpu.present", "true")
 """Label of nodes where all GPUs are of one type, as GPU feature discovery sets it."""

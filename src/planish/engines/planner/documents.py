@@ -26,8 +26,13 @@ ShapeT = TypeVar("ShapeT", MoeModel, Workload, Constants, Gpu)
 
 
 _DAMAGED = (
-    *(OSError, ValueError, LookupError, TypeError),
-    *(AttributeError, ArithmeticError, RecursionError),
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
 )
 """What reading a damaged document may raise."""
 PLAN_SCHEMA = "rollout-plan/1"

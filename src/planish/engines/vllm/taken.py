@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator
 from copy import copy
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class Readings(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def load(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Let a model of vLLM load tensors, and keep which it takes."""
     with Readings() as readings:
-        cast(Any, model).load_weights(readings.give(tensors))
+        model.load_weights(readings.give(tensors))
     _taken[model] = frozenset(readings.names)
 
 

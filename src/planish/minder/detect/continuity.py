@@ -118,13 +118,13 @@ class Rule:
     """Windows in a run that may lack the candidate, see `runs`."""
 
     @classmethod
-    def of(cls, name: str, prepared: Prepared, rules: DetectConfig) -> Rule:
-        """Return the rule of a metric in one call."""
+    def of(cls, name: str, prepared: Prepared, share: F64, rules: DetectConfig) -> Rule:
+        """Return the rule of a metric in one call; `share` is its `activity`."""
         intervals = prepared.intervals.get(name, np.ones(prepared.frame.num_machines))
         held = (intervals > COARSE_SECONDS) & (rules.gap_tolerance > 0)
         touched = np.where(held, intervals + WINDOW - 1, 0).astype(np.int64)
         needed = rules.continuity_seconds + intervals - 1.0
-        return cls(needed, touched, resting(name, prepared, rules), rules.gap_tolerance)
+        return cls(needed, touched, resting(share, rules), rules.gap_tolerance)
 
     def runs(self, machine: int, named: Mask, masked: Mask) -> list[Run]:
         """Return the runs of one machine, see `runs`."""
@@ -153,9 +153,9 @@ def long_runs(named: Mask, masked: Mask, rule: Rule) -> list[Run]:
     return sorted(result, key=lambda run: (run.first, run.machine))
 
 
-def resting(name: str, prepared: Prepared, rules: DetectConfig) -> Mask:
+def resting(share: F64, rules: DetectConfig) -> Mask:
     """Return [W], windows of short stretches in which the machines do less than they mostly do."""
-    low = activity(name, prepared) < rules.rest_share
+    low = share < rules.rest_share
     for start, stop in stretches(low):
         low[start:stop] = stop - start <= rules.idle_seconds
     return np.asarray(low)
@@ -268,12 +268,13 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
     result = {}
     for name, trace in view.traces.items():
         rest = without(trace, gone, view.groups)
-        floor = floors_of(name, view.prepared, rules, view.job)
+        share = activity(name, view.prepared)
+        floor = floors_of(name, view.frame.machines, share, rules, view.job)
         named = candidates(rest, theta, floor, only_most_unlike=rules.only_most_unlike)
         named[view.ignored] = False
         masked = (~rest.present[:, ~gone]).mean(axis=1) if not gone.all() else np.ones(len(named))
         unknown = (masked > rules.max_masked_share) & ~view.ignored
-        rule = Rule.of(name, view.prepared, rules)
+        rule = Rule.of(name, view.prepared, share, rules)
         rule = replace(rule, resting=rule.resting & ~view.ignored)
         result[name] = _Named(rest, named, unknown, rule)
     return result

@@ -323,20 +323,28 @@ def activity(name: str, prepared: Prepared) -> F64:
     return np.minimum(1.0, level / usual) if usual > 0 else np.ones(len(level))
 
 
-def floors_of(name: str, prepared: Prepared, config: DetectConfig, job: Job) -> F64:
+def floors_of(
+    name: str, machines: Sequence[str], share: F64, config: DetectConfig, job: Job
+) -> F64:
     """Return for each window and machine [W, N] the distance that counts.
 
     It is the floor above the machine's usual distance, or above what its role may be as long as
     that is not known. What GPUs differ by follows from what they do, so it is less at rest.
+
+    Args:
+        name: of the metric.
+        machines: in the order of the columns.
+        share: [W], the metric's `activity`.
+        config: thresholds and floors.
+        job: what is known of the machines.
     """
-    share = activity(name, prepared)[:, None]
     if name not in METRICS or not METRICS[name].is_gpu:
         share = np.ones_like(share)
     usual = job.usual.get(name, {}) if config.usual_distance else {}
-    unknown, machines = set(job.unknown.get(name, ())), prepared.frame.machines
+    unknown = set(job.unknown.get(name, ()))
     lift = np.array([0.0 if m in unknown else max(0.0, usual.get(m, 0.0)) for m in machines])
     roles = np.array([config.role_distance(name) if m in unknown else 0.0 for m in machines])
-    floors: F64 = floor_of(name, config) + lift + share * roles
+    floors: F64 = floor_of(name, config) + lift + share[:, None] * roles
     return floors
 
 

@@ -20,11 +20,12 @@ import numpy as np
 
 from planish.base.errors import ConfigError
 from planish.minder.detect.config import MinderConfig
-from planish.minder.detect.continuity import Rule, long_runs, resting
+from planish.minder.detect.continuity import Rule, long_runs
 from planish.minder.detect.denoise import WINDOW, Models
 from planish.minder.detect.detector import Detector
 from planish.minder.detect.distances import (
     Trace,
+    activity,
     fleet_median,
     floor_of,
     floors_of,
@@ -258,11 +259,13 @@ def record(
             if new > 0 and trace.scores.shape[1] == count:
                 prepared = detector.prepared
                 assert prepared is not None
-                floors = floors_of(name, prepared, config.detect, monitor.known)
+                share = activity(name, prepared)
+                known = monitor.known
+                floors = floors_of(name, prepared.frame.machines, share, config.detect, known)
                 lift = (floors - floor_of(name, config.detect)).astype(np.float32)
-                quiet = resting(name, prepared, config.detect)
-                mine.take(slice(last - new, last), trace, trace.above - lift, quiet)
-                mine.rule = replace(Rule.of(name, prepared, config.detect), resting=mine.resting)
+                rule = Rule.of(name, prepared, share, config.detect)
+                mine.take(slice(last - new, last), trace, trace.above - lift, rule.resting)
+                mine.rule = replace(rule, resting=mine.resting)
     outcome = CaseOutcome(
         case=case.name,
         fault=fault_of(case, config.detect.metrics),

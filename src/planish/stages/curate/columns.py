@@ -181,10 +181,14 @@ def is_answered(value: Any) -> bool:
 
 def in_asked_form(verifier: str, messages: Messages, data_source: Any) -> str:
     """Return a verifier with the form that it looks for first: what the prompt asks for."""
-    text = "\n".join(message["content"] for message in messages)
-    form = asked_form(text, data_source if isinstance(data_source, str) else "")
+    form = form_of(messages, data_source if isinstance(data_source, str) else "")
     is_usual = verifier not in READS_FORMS or form in (None, "line")
     return verifier if is_usual else f"{verifier}/{form}"
+
+
+def form_of(messages: Messages, data_source: str = "") -> str | None:
+    """Return the form in which a prompt asks for its answer, as `asked_form` does."""
+    return asked_form("\n".join(message["content"] for message in messages), data_source)
 
 
 def read_messages(value: Any) -> Messages | None:

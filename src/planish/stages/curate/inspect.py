@@ -17,6 +17,7 @@ from planish.base.text import code_span
 from planish.stages.curate.columns import (
     check_types,
     column_names,
+    form_of,
     judge_row,
     read_problems,
 )
@@ -31,7 +32,6 @@ from planish.verifiers import (
     FORMS,
     READS_FORMS,
     VerifierOptions,
-    asked_form,
     is_own,
     split_name,
     verify,
@@ -242,11 +242,6 @@ def verifier_faults(problems: Sequence[Problem], options: VerifierOptions) -> li
     return faults
 
 
-def form_of(problem: Problem) -> str | None:
-    """Return the form in which the text of a prompt asks for its answer."""
-    return asked_form("\n".join(message["content"] for message in problem.messages))
-
-
 def form_warnings(label: str, problems: Sequence[Problem]) -> list[str]:
     """Return where prompts ask for an answer in another form than their verifier looks for first.
 
@@ -257,7 +252,7 @@ def form_warnings(label: str, problems: Sequence[Problem]) -> list[str]:
     found: Counter[tuple[str, str]] = Counter()
     for problem in problems:
         name, form = split_name(problem.verifier)
-        asked = form_of(problem)
+        asked = form_of(problem.messages)
         if asked and (asked != (form or "line") if name in READS_FORMS else name in READS_ALL):
             found[asked, problem.verifier] += 1
     return [
@@ -302,7 +297,7 @@ def data_rows(
         rows.append((f"- {reason}", f"{len(those)} rows ({', '.join(those[:3])}{more})"))
     judges = Counter(problem.verifier for problem in problems)
     rows.append(("- verifiers", ", ".join(f"{code_span(k)} {v}" for k, v in judges.most_common())))
-    asked = Counter(FORMS[form] if (form := form_of(p)) else "not said" for p in problems)
+    asked = Counter(FORMS[form] if (form := form_of(p.messages)) else "not said" for p in problems)
     rows.append(("- answers asked for as", ", ".join(f"{k} {v}" for k, v in asked.most_common())))
     led = sum(problem.messages[0]["role"] == "system" for problem in problems)
     if led:

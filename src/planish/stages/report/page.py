@@ -76,8 +76,9 @@ class Page:
     failure: Failure | None = None
     """None after success."""
     unlearnt: list[str] = field(default_factory=list)
-    late: list[str] = field(default_factory=list)
     """Iterations that could teach nothing, and why."""
+    late: list[str] = field(default_factory=list)
+    """Iterations with responses that were not judged in time, and how many."""
     recovery: list[Chart] = field(default_factory=list)
     """The picture of what disturbed the run; empty where nothing did."""
     happenings: list[tuple[str, str]] = field(default_factory=list)

@@ -65,9 +65,8 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE, asked: Event | None = 
 
 def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult:
     """Train from the weights before the iteration, or go on from what was committed."""
-    config = job.train
+    config, info = job.train, job.info
     inputs = read_inputs(job)
-    info = job.info
     algorithm = build_algorithm(job.config.get("algorithm", {}))
     grid, device = config.grid(ranks), pick_device(config.device, ranks.rank)
     trainer = open_trainer(
@@ -110,11 +109,11 @@ def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult
     scalars = result.scalars | trainer.sizes()
     attributes: dict[str, str | int] = {
         "config_sha256": job.config_sha256,
-        "seed": job.seed,
-        "framework": config.trainer,
         "iteration": job.iteration,
         "policy_version": job.iteration,
+        "seed": job.seed,
         "step": result.progress.step,
+        "framework": config.trainer,
         **grid.to_json(),
     }
     stream = inputs.stream
@@ -140,6 +139,7 @@ def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult
     )
     trainer.close()
     boundaries.close()
+    # What an earlier attempt has trained on took none of the time.
     share = 1 - boundaries.resumed / max(1, len(result.minibatches))
     speed = scalars.get("num_tokens", 0.0) * config.num_passes * share / max(seconds, 1e-9)
     return JobResult(state, {**scalars, "update_seconds": seconds, "tokens_per_second": speed})
