@@ -24,7 +24,13 @@ def prepare(
     plan: dsl.Output[dsl.Markdown],
 ) -> NamedTuple(  # type: ignore[valid-type]
     "Prepared",
-    [("config_sha256", str), ("offset", int), ("chain_index", int), ("node_affinity", dict)],
+    [
+        ("config_sha256", str),
+        ("offset", int),
+        ("chain_index", int),
+        ("node_affinity", dict),
+        ("unfinished", bool),
+    ],
 ):
     """Check configuration, store, lock and cluster; write run.json; say what will happen.
 

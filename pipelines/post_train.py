@@ -8,6 +8,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -211,7 +212,7 @@ def build_post_train(
             reported, profile.store_secret, dict(WEBHOOK_ENV), optional=True
         )
         with dsl.ExitHandler(reported, name="post-train"):
-            _steps(in_pod, root, settings, iterations, max_restarts)
+            _steps(in_pod, root, settings, iterations, max_restarts, one_machine=one_machine)
 
     post_train.__doc__ = DESCRIPTION
     decorate = dsl.pipeline(
@@ -261,6 +262,8 @@ def _steps(
     settings: Mapping[str, Any],
     iterations: Sequence[Callable[..., Any]],
     max_restarts: int,
+    *,
+    one_machine: bool,
 ) -> None:
     """Wire everything that the exit handler watches; parameters are pipeline channels."""
     profile = in_pod.keywords["profile"]
@@ -273,10 +276,23 @@ def _steps(
         max_avoided_nodes=max_restarts,
     )
     in_pod(prepared, "prepare")
-    node_affinity = prepared.outputs["node_affinity"]
     if max_restarts:
-        in_pod = partial(in_pod, node_affinity=node_affinity)
+        in_pod = partial(in_pod, node_affinity=prepared.outputs["node_affinity"])
     of_run = {"root": root, "config_sha256": prepared.outputs["config_sha256"]}
+    # A finished run that is submitted again starts no pod below; on one machine that saves little.
+    is_open = prepared.outputs["unfinished"] == True  # noqa: E712
+    with nullcontext() if one_machine else dsl.If(is_open, name="training"):
+        _training(in_pod, prepared, settings, iterations, of_run)
+
+
+def _training(
+    in_pod: partial[dsl.PipelineTask],
+    prepared: dsl.PipelineTask,
+    settings: Mapping[str, Any],
+    iterations: Sequence[Callable[..., Any]],
+    of_run: Mapping[str, Any],
+) -> None:
+    """Wire what has work to do while the run is unfinished."""
     curated = in_pod(curate(**of_run), "curate")
     started = in_pod(sft(**of_run, prompts=curated.outputs["prompts"]), "sft")
     pins = started
@@ -287,7 +303,7 @@ def _steps(
             offset=prepared.outputs["offset"],
             policy_pin=pins.outputs["policy_pin"],
             state_pin=pins.outputs["state_pin"],
-            node_affinity=node_affinity,
+            node_affinity=prepared.outputs["node_affinity"],
         ).set_display_name(f"iteration {number}")
     evaluated = evaluate(
         **of_run,

@@ -41,6 +41,10 @@ def exit_dag(spec):
     return spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]
 
 
+def work(spec):
+    return spec["components"]["comp-condition-2"]["dag"]["tasks"]
+
+
 def iteration(spec):
     return spec["components"]["comp-iteration-1"]["dag"]["tasks"]
 
@@ -65,8 +69,8 @@ def producer_without_edge(spec, _):
 
 
 def unknown_producer_of_a_pod(_, pods):
-    (term,) = pods["exec-curate"]["nodeAffinity"]
-    term["nodeAffinityJson"]["taskOutputParameter"]["producerTask"] = "prepare-9"
+    source = {"producerTask": "prepare-9", "outputParameterKey": "node_affinity"}
+    pods["exec-curate"]["nodeAffinity"] = [{"nodeAffinityJson": {"taskOutputParameter": source}}]
 
 
 def output_of_a_missing_task(spec, _):
@@ -79,14 +83,14 @@ def cycle(spec, _):
 
 
 def stage_before_prepare(spec, _):
-    task = exit_dag(spec)["curate"]
+    task = exit_dag(spec)["condition-2"]
     task["dependentTasks"] = []
-    task["inputs"]["parameters"]["config_sha256"] = {"runtimeValue": {"constant": ""}}
+    task["inputs"]["parameters"] = {}
 
 
 def missing_stage(spec, _):
-    del exit_dag(spec)["evaluate"]
-    exit_dag(spec)["next-run"]["dependentTasks"].remove("evaluate")
+    del work(spec)["evaluate"]
+    work(spec)["next-run"]["dependentTasks"].remove("evaluate")
 
 
 def cached_stage(spec, _):
@@ -155,7 +159,7 @@ def no_retries(spec, _):
 
 
 def retried_graph(spec, _):
-    tasks = exit_dag(spec)
+    tasks = work(spec)
     tasks["iteration-1"]["retryPolicy"] = dict(tasks["curate"]["retryPolicy"])
 
 
@@ -364,8 +368,10 @@ def compiled_of(name, **changes):
 def test_pods_of_an_iteration(name, changes, expected):
     compiled = compiled_of(name, num_iterations=2, **changes)
     assert pods_of(compiled, "comp-iteration-1") == expected
-    # Root and exit handler have one driver each, the six tasks of a run two pods each.
-    assert pods_of(compiled) == 2 + 6 * 2 + 2 * expected
+    # Root, exit handler and condition have a driver each, the six tasks of a run two pods each.
+    assert pods_of(compiled) == 3 + 6 * 2 + 2 * expected
+    # A run that is done: three drivers, prepare and report.
+    assert pods_of(compiled) - pods_of(compiled, "comp-condition-2") + 1 == 3 + 2 * 2
 
 
 @pytest.mark.slow

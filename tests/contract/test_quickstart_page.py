@@ -86,7 +86,7 @@ def test_the_commands_of_planish_print_what_the_page_shows(capsys):
         in (" ".join(text.split()))
     )
     graphs = run["pipeline_spec"]["pipeline_spec"]["components"]
-    tasks = graphs["comp-exit-handler-1"]["dag"]["tasks"]
+    tasks = graphs["comp-condition-2"]["dag"]["tasks"]
     assert [name for name in tasks if name.startswith("iteration")] == [
         "iteration-1",
         "iteration-2",

@@ -50,13 +50,14 @@ def write(*artifacts):
 _STAGES = {
     "prepare": """
         from collections import namedtuple
-        Prepared = namedtuple("Prepared", "config_sha256 offset chain_index node_affinity")
+        Prepared = namedtuple(
+            "Prepared", "config_sha256 offset chain_index node_affinity unfinished")
         def run(*, root, preset, config, overrides, model, dataset, seed, chain, num_iterations,
                 num_shards, requests, max_avoided_nodes, summary):
             note("prepare", root=root, preset=preset, seed=seed, chain=chain,
                  num_iterations=num_iterations, num_shards=num_shards, requests=requests)
             write(summary)
-            return Prepared("c" * 64, 2, json.loads(chain or "{}").get("index", 0), {})
+            return Prepared("c" * 64, 2, json.loads(chain or "{}").get("index", 0), {}, True)
     """,
     "curate": """
         def run(*, root, config_sha256, prompts, report):

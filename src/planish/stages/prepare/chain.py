@@ -66,6 +66,15 @@ def is_complete(root: str, link: Link) -> bool:
     return True
 
 
+def is_evaluated(root: str, version: int) -> bool:
+    """Tell whether the policy of a version has its evaluation."""
+    try:
+        read_manifest(layout.evaluation(root, version))
+    except ObjectMissing:
+        return False
+    return True
+
+
 def count_links(root: str) -> int:
     """Return how many runs the chain has."""
     prefix = layout.chain_file(root, 0).rpartition("/")[0]

@@ -37,12 +37,22 @@ class RunPlan:
     """Nodes that the pods keep away from."""
     retries: str = ""
     """Whether the cluster tries tasks again, in Markdown; empty outside a cluster."""
+    is_last: bool = True
+    """No run of the chain follows it."""
+    is_evaluated: bool = False
+    """The policy of its last iteration has been evaluated."""
 
     @property
     def num_finished(self) -> int:
         """Iterations of this run that earlier attempts finished."""
         done = (self.newest_version or 0) - self.link.offset
         return max(0, min(done, self.link.num_iterations))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether an earlier attempt has done all of it, with the same settings."""
+        finished = self.num_finished == self.link.num_iterations
+        return finished and self.is_evaluated and self.is_last and not self.changed
 
 
 def _sizes(config: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -71,6 +81,8 @@ def render(plan: RunPlan) -> str:
     """Return the plan as Markdown."""
     link = plan.link
     kind = "new run" if plan.is_new else "goes on with a run that is here"
+    if plan.is_done:
+        kind = "done: every iteration is finished and evaluated, so no more pods start"
     if plan.run.resumed_from and plan.is_new:
         newest = "" if "#" in plan.run.resumed_from else "the newest policy of "
         kind = f"new run from {newest}`{plan.run.resumed_from}`"

@@ -20,7 +20,7 @@ from planish.run.avoid import WHICH_RUNS, avoided, node_affinity
 from planish.run.chain import parse_chain
 from planish.run.lock import Holder, acquire, check_free, current_holder, is_alive
 from planish.run.stage import Artifact, Outcome, execute
-from planish.stages.prepare.chain import find_link, record_link
+from planish.stages.prepare.chain import find_link, is_evaluated, record_link
 from planish.stages.prepare.checks import check_run
 from planish.stages.prepare.cluster import (
     ClusterApi,
@@ -63,6 +63,8 @@ class PreparedRun(NamedTuple):
     """Place of this run in its chain, never -1."""
     node_affinity: dict[str, Any]
     """Keeps the pods of this run away from faulty machines; empty for none."""
+    unfinished: bool
+    """Whether the run has anything left to do."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ def run(
         offset=int(values["offset"]),
         chain_index=int(values["chain_index"]),
         node_affinity=json.loads(str(values["node_affinity"])),
+        unfinished=bool(values["unfinished"]),
     )
 
 
@@ -305,6 +308,8 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         warnings=[*findings.warnings, *found.warnings, *device_warnings(config, requests)],
         away_from=away_from,
         retries=findings.retries,
+        is_last=link.index + 1 >= chain.runs,
+        is_evaluated=is_evaluated(root, link.last),
     )
     text = render(plan)
     logger.info("plan\n%s", text)
@@ -323,6 +328,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
             "offset": link.offset,
             "chain_index": link.index,
             "node_affinity": json.dumps(node_affinity(away_from)),
+            "unfinished": not plan.is_done,
         },
         already_done=plan.num_finished == link.num_iterations,
     )

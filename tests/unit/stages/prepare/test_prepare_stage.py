@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ from planish.run.avoid import AvoidedNode, avoid, node_affinity
 from planish.run.chain import Chain, with_settings
 from planish.run.lock import Holder, acquire, current_holder
 from planish.run.stage import PathArtifact
+from planish.stages.prepare.chain import Link
+from planish.stages.prepare.plan import RunPlan
+from planish.stages.prepare.run_file import open_run_file
 from planish.stages.prepare.stage import Wish, liveness, prepare, run
 from planish.submit.root import stop
 from tests.unit.stages.prepare.test_prepare_cluster import FakeCluster
@@ -68,7 +72,7 @@ def run_stage(folder, root, **changes):
 def test_a_new_run_is_planned_and_written(file_root, tmp_path):
     values, summary, metrics = run_stage(tmp_path / "a", file_root + "/")
     document = json.loads(store.read(layout.run_file(file_root)))
-    assert values == (document["config_sha256"], 0, 0, {})
+    assert values == (document["config_sha256"], 0, 0, {}, True)
     assert document["config"]["run"]["seed"] == 3
     assert document["preset"] == "dapo-tiny"
     assert "| kind | new run |" in summary
@@ -78,6 +82,25 @@ def test_a_new_run_is_planned_and_written(file_root, tmp_path):
     assert metrics["offset"] == 0.0
     assert metrics["num_iterations"] == 2.0
     assert metrics["lock_generation"] == 1.0
+
+
+def test_a_finished_run_is_told_apart_from_one_with_work_left(file_root, tmp_path):
+    run_stage(tmp_path / "a", file_root)
+    finish(file_root, 1)
+    finish(file_root, 2)
+    values, summary, _ = run_stage(tmp_path / "b", file_root)
+    assert (values.unfinished, "| kind | goes on" in summary) == (True, True)
+    write_files(layout.evaluation(file_root, 2), "eval/1", {"e": b"e"}, parents={}, attributes={})
+    values, summary, _ = run_stage(tmp_path / "c", file_root)
+    assert (values.unfinished, "| kind | done: every iteration" in summary) == (False, True)
+    # A longer chain and a setting that has changed are work.
+    assert run_stage(tmp_path / "d", file_root, runs=2)[0].unfinished
+    run_file, _, is_new = open_run_file(
+        file_root, wish().configuration(), resume_from="", allow_config_change=False
+    )
+    done = RunPlan(file_root, run_file, Link(0, 0, 2), 1, is_new, 2, is_evaluated=True)
+    assert done.is_done
+    assert not replace(done, changed=["evaluate.num_samples: 4 to 2"]).is_done
 
 
 def test_a_plan_counts_the_steps_of_every_pass(file_root, tmp_path):
@@ -365,4 +388,5 @@ def test_the_command_line_takes_every_parameter(file_root, tmp_path):
     ]
     subprocess.run([sys.executable, "-m", "planish.run", "prepare", *words], check=True)
     values = json.loads((tmp_path / "v.json").read_text())
-    assert sorted(values) == ["chain_index", "config_sha256", "node_affinity", "offset"]
+    known = ["chain_index", "config_sha256", "node_affinity", "offset", "unfinished"]
+    assert sorted(values) == known
