@@ -28,6 +28,7 @@ from planish.stages.curate.problem import CurationLedger, Drop, Problem, add_dro
 from planish.stages.curate.records import DataRow, DataTable, read_hub, read_table
 from planish.stages.curate.report import drop_warnings
 from planish.stages.curate.select import select
+from planish.stages.curate.tasks import task_stream
 from planish.verifiers import (
     FORMS,
     READS_FORMS,
@@ -75,6 +76,8 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
     settings = parse_section(CurateConfig, config.get("curate", {}), section="curate")
     if not settings.dataset:
         found.rows.append(("data", f"generated, {code_span(settings.task)}"))
+        made = task_stream(settings, config.get("run", {}).get("seed", 0))
+        found.prompts += [problem.messages for problem in itertools.islice(made, SAMPLED_PROMPTS)]
         return
     seconds = config.get("reward", {}).get("verifier_timeout_seconds")
     options = VerifierOptions() if seconds is None else VerifierOptions(timeout_seconds=seconds)
