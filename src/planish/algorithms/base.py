@@ -64,8 +64,9 @@ class TrainBatch:
     is_finished: Tensor
     """[B] bool, ended by a stop token or by the overall maximum length."""
     routing: Tensor | None = None
-    """[B, S, layers with experts, experts per token] of the smallest integer type: the experts that
-    the engine sent `input_ids[:, t]` to as an input; -1 unknown. None where nobody kept it."""
+    """[T, layers with experts, experts per token] of the smallest integer type: the experts that an
+    engine sent each of the T tokens of `attention_mask` to as an input, row after row; -1 unknown.
+    None where nobody kept it."""
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -77,15 +78,29 @@ class TrainBatch:
             rows: [K] int64 row numbers.
             num_columns: columns to keep; None keeps all. Only padding may be cut.
         """
-        picked = {name: value.index_select(0, rows) for name, value in self.tensors().items()}
-        if num_columns is not None:
-            for name, value in picked.items():
-                if value.dim() >= 2:
-                    picked[name] = value[:, :num_columns]
+        tensors = self.without_routing().tensors()
+        picked = {name: value.index_select(0, rows) for name, value in tensors.items()}
+        for name, value in picked.items():
+            if value.dim() == 2:
+                picked[name] = value[:, :num_columns]
+        if self.routing is not None:
+            lengths = self.attention_mask.sum(1)
+            starts = (lengths.cumsum(0) - lengths)[rows]
+            real = picked["attention_mask"]
+            # Rows begin with column 0, so that a column is a token's place in its row.
+            picked["routing"] = self.routing[(starts[:, None] + real.cumsum(1) - 1)[real]]
         return TrainBatch(**picked)
 
+    def routing_by_column(self) -> Tensor | None:
+        """Return `routing` as [B, S, layers, experts per token], -1 in padding."""
+        if self.routing is None:
+            return None
+        choices = self.routing.new_full((*self.input_ids.shape, *self.routing.shape[1:]), -1)
+        choices[self.attention_mask] = self.routing
+        return choices
+
     def tensors(self) -> dict[str, Tensor]:
-        """Return what is there by name; those of each token have two dims or more."""
+        """Return what is there by name."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in found.items() if value is not None}
 

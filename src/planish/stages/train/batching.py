@@ -60,12 +60,11 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
     routing = None
     if rollouts.num_rows and (known := rollouts.routing_of(0)) is not None:
         assert rollouts.routing is not None
-        choices = np.full((*shape, *known.shape[1:]), -1, known.dtype)
-        choices[real] = rollouts.routing.take(rows).values.reshape(-1, *known.shape[1:])
+        choices = rollouts.routing.take(rows).values.reshape(-1, *known.shape[1:])
         # For a new window the engine has computed the tokens before it again, under other weights
         # than those whose choices are recorded; the last of them was no input before.
         later = (rollouts.window_start[rows] > 0)[:, None]
-        choices[later & (np.arange(shape[1]) < starts[:, None] - 1)] = -1
+        choices[(later & (np.arange(shape[1]) < starts[:, None] - 1))[real]] = -1
         routing = torch.from_numpy(choices)
     truncated = rollouts.finish[rows] == FinishReason.LENGTH
     zeros = torch.zeros(shape, dtype=torch.float32)
@@ -294,7 +293,7 @@ def gather_rows(batch: TrainBatch, rows: Rows, *, num_columns: int) -> TrainBatc
         idle = batch.take(torch.zeros(1, dtype=torch.int64), num_columns=num_columns)
         off = torch.zeros_like(idle.policy_mask)
         if idle.routing is not None:
-            idle = idle.updated(routing=torch.full_like(idle.routing, -1))
+            idle = idle.updated(routing=idle.routing[:0])
         return idle.updated(attention_mask=off, policy_mask=off, value_mask=off, positive_mask=off)
     return batch.take(torch.from_numpy(np.ascontiguousarray(rows)), num_columns=num_columns)
 

@@ -90,7 +90,7 @@ class Fsdp2Sharding:
         # Sharded models compute in half precision by themselves.
         half = self.config.compute_dtype == "bfloat16" and self.grid.dp == 1
         for micro in micros:
-            recorded = micro.batch.routing
+            recorded = micro.batch.routing_by_column()
             if recorded is not None:
                 packing = micro.packing
                 recorded = recorded.flatten(0, 1) if packing is None else packing.take(recorded)

@@ -115,7 +115,7 @@ def batch(rollouts):
 def shuffled(batch, seed=0):
     """Return the batch with the choices of each row in another order of tokens."""
     routing, generator = batch.routing.clone(), torch.Generator().manual_seed(seed)
-    for row in routing:
+    for row in routing.split(batch.attention_mask.sum(1).tolist()):
         known = (row >= 0).all(-1).all(-1).nonzero().flatten()
         row[known] = row[known[torch.randperm(len(known), generator=generator)]]
     return batch.updated(routing=routing)
@@ -145,17 +145,20 @@ def mismatch(pin, batch, **changes):
 
 @pytest.mark.slow
 def test_experts_are_those_of_the_tokens_and_of_nothing_else(rollouts, batch):
-    assert batch.routing.dtype == torch.int8
+    columns = batch.routing_by_column()
+    assert columns.dtype == torch.int8
     for row in range(rollouts.num_rows):
         length = int(rollouts.num_tokens()[row])
-        assert batch.routing[row, :length].numpy().tolist() == rollouts.routing_of(row).tolist()
-        assert (batch.routing[row, length:] == -1).all()
-    assert gather_rows(batch, np.zeros(0, np.int64), num_columns=2).routing.unique().tolist() == [
-        -1
-    ]
+        assert columns[row, :length].numpy().tolist() == rollouts.routing_of(row).tolist()
+        assert (columns[row, length:] == -1).all()
+    idle = gather_rows(batch, np.zeros(0, np.int64), num_columns=2)
+    assert idle.routing_by_column().unique().tolist() == [-1]
+    some = gather_rows(batch, np.array([5, 2]), num_columns=9)
+    assert torch.equal(some.routing_by_column(), columns[[5, 2], :9])
     kept = rewards_for(rollouts, 6)
     kept.keep[::2] = False
-    assert torch.equal(train_batch(rollouts, kept).routing, batch.routing[1::2])
+    kept_columns = train_batch(rollouts, kept).routing_by_column()
+    assert torch.equal(kept_columns, columns[1::2, : kept_columns.shape[1]])
     assert batch.without_routing().take(torch.arange(2)).routing is None
     pool = with_waiting(batch, as_waiting(batch.take(torch.arange(3))))
     assert len(pool) == len(batch) + 3
@@ -177,7 +180,8 @@ def test_every_forward_pass_of_the_policy_has_the_recorded_experts_in_every_laye
     lengths = (batch.policy_mask * torch.arange(1, old.shape[1] + 1)).amax(1)
     # Rows are packed from the longest down, each without its last token.
     order = (-lengths).argsort(stable=True)
-    recorded = torch.cat([batch.routing[row, : lengths[row] - 1] for row in order])
+    columns = batch.routing_by_column()
+    recorded = torch.cat([columns[row, : lengths[row] - 1] for row in order])
     known = (recorded >= 0).all(-1).all(-1)
     for layer, calls in enumerate(heard.values()):
         assert len(calls) == 3  # old log-probabilities, loss, and the loss again for its gradient
@@ -215,6 +219,7 @@ def step_of_a_rank(rank, size, folder, *, pin, **settings):
     routing[~ragged_mask([3 + row % 9 for row in range(21)], 13)] = -1  # the last is no input
     batch = make_batch(mask, advantages=mask * torch.linspace(-1.0, 1.0, 21)[:, None])
     batch = batch.updated(input_ids=torch.randint(4, 50, mask.shape, generator=generator))
+    routing = routing[batch.attention_mask]
     trainer = trainer_of(
         pin, Ranks(rank, size), replay_routing=True, activation_checkpointing=True,
         tokens_per_microbatch=40, **settings,
@@ -281,10 +286,11 @@ def test_before_a_new_window_the_trainer_chooses_as_the_engine_did_under_the_sam
         part[:] = (part + 3) % EXPERTS
     rollouts.routing.values[:] = stale
     batch = batch_of(rollouts)
+    columns = batch.routing_by_column()
     for row in range(rollouts.num_rows):
         first = starts[row] - 1 if rollouts.window_start[row] else 0
-        assert (batch.routing[row, :first] == -1).all()
-        own = batch.routing[row, first : rollouts.num_tokens()[row] - 1].numpy()
+        assert (columns[row, :first] == -1).all()
+        own = columns[row, first : rollouts.num_tokens()[row] - 1].numpy()
         assert own.tolist() == rollouts.routing_of(row)[first:-1].tolist()
     old = trainer_of(pin, replay_routing=True).logprobs(batch)[0]
     assert mismatch_metrics(old, batch.rollout_logprobs, batch.policy_mask)["mismatch_k3"] < 1e-6

@@ -155,7 +155,7 @@ class MegatronSharding:
 
     def _recorded(self, micro: Micro) -> AbstractContextManager[None]:
         """Let the routers of this rank meet the recorded experts of their tokens."""
-        routing, packing = micro.batch.routing, micro.packing
+        routing, packing = micro.batch.routing_by_column(), micro.packing
         if routing is None:
             return nullcontext()
         routing = routing.transpose(0, 1) if packing is None else packing.take(routing)[:, None]
