@@ -258,7 +258,9 @@ class VllmEngine(BaseEngine):
             weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
             worker_extension_cls="planish.engines.vllm.taken.TellsTaken",
             disable_log_stats=True,
-            async_scheduling=False,
+            # None is on wherever it can be, which is not on the CPU (`platforms/cpu.py` of vLLM).
+            # Experts of a token are read between two steps, when none may be under way.
+            async_scheduling=False if self._routing else None,
             enable_return_routed_experts=self._routing,
         )
         try:
