@@ -69,12 +69,15 @@ def same_log_handlers():
     root.setLevel(level)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Begin with the files that take longest, so that no worker is left with one at the end.
+    """Thin out; begin with the files that take longest, so that no worker is left with one.
 
     With `--second-try` a failed test against a real server is tried once more: it shares the
     machine with others.
     """
+    items[:], left = thin.spread(items)
+    config.hook.pytest_deselected(items=left)
     seconds = json.loads(DURATIONS.read_text())["seconds"]
     items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0.0))
     if config.getoption("second_try"):

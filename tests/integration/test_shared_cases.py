@@ -50,14 +50,11 @@ def program(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "path",
-    sorted(set(CASES.glob("*/rows.jsonl")) - {CASES / OF_DECODING / "rows.jsonl"}),
-    ids=lambda path: path.parent.name,
-)
-def test_answers_are_graded_as_published(path):
-    for line in path.read_text("utf-8").splitlines():
-        row = json.loads(line)
+def test_answers_are_graded_as_published():
+    cases = set(CASES.glob("*/rows.jsonl")) - {CASES / OF_DECODING / "rows.jsonl"}
+    lines = [line for path in cases for line in path.read_text("utf-8").splitlines()]
+    assert len(lines) >= 9
+    for row in map(json.loads, lines):
         found = verify(row["verifier"], row["response"], row["answer"])
         assert float(found.accuracy) == row["expect"], row
 
@@ -75,10 +72,10 @@ def read(path):
     return found, len(kept.train)
 
 
-@pytest.mark.parametrize("name", ["blank-last-line", "bom", "id-twice", "messages-before-problem"])
-def test_published_forms_are_read(name):
-    found, kept = read(CASES / name / "data.jsonl")
-    assert (found.faults, kept > 0) == ([], True)
+def test_published_forms_are_read():
+    for name in ("blank-last-line", "bom", "id-twice", "messages-before-problem"):
+        found, kept = read(CASES / name / "data.jsonl")
+        assert (found.faults, kept > 0) == ([], True), name
 
 
 def test_decimals_are_read(tmp_path):
@@ -117,7 +114,6 @@ def zoo(case: str, name: str, folder: Path) -> Path:
         ("context-not-checked", "llama-dynamic", "48"),
         ("longrope", "phi3-longrope", "rotary scaling depends"),
         ("moe-refused-late", "qwen2moe", "experts"),
-        ("moe-refused-late", "gptoss", "experts"),
     ],
 )
 def test_prepare_refuses_what_a_stage_would(case, name, words, tmp_path):
