@@ -81,16 +81,17 @@ durations:  ## run every test and note the seconds of each file in tests/duratio
 	@$(MAKE) --no-print-directory test-all ARGS=--save-durations
 
 engines-beside:
-	@log=$$(mktemp); $(MAKE) --no-print-directory test-engines WORKERS=1 > $$log 2>&1; code=$$?; \
+	@log=$$(mktemp); $(MAKE) --no-print-directory test-engines WORKERS=1 CASES= > $$log 2>&1; code=$$?; \
 	  cat $$log; rm $$log; exit $$code
 
 # A shard on vLLM that is killed, and ranks of vLLM that are: other engines have the same rounds in `all-tests`.
 VLLM_ROUNDS := tests/integration/test_kill_rollout.py::test_a_shard_killed_at_random_moments_ends_as_it_must[vllm] \
 	tests/integration/test_kill_ranks.py::test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit[vllm_disagg]
 
+CASES ?= --full
 test-engines: $(ENGINES)/.installed  ## every engine against one contract, in an environment with vLLM
 	$(ENGINES)/bin/python -m pytest -n $(or $(WORKERS),3) --dist loadfile --no-loadscope-reorder \
-	  $(foreach round,$(VLLM_ROUNDS),'$(round)') tests/contract/engines $(ARGS)
+	  $(foreach round,$(VLLM_ROUNDS),'$(round)') tests/contract/engines $(CASES) $(ARGS)
 
 # Not part of `test`: of two threads that start at once Python 3.11 may refuse one its tracer.
 coverage: $(VENV)/.installed tools servers  ## the whole suite with a table of the lines that it runs
