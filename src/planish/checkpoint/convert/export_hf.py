@@ -2,8 +2,9 @@
 
 Low-rank adapters are merged into their weights, so that any engine loads the result.
 
-Imports neither torch nor transformers, so that the stage that calls it starts at once. In memory
-are at most the largest tensor and a few buffers of 16 MiB; files are written on local disk first.
+Imports neither torch nor transformers, so that the stage that calls it starts at once. Files are
+written side by side, on local disk first; of each one tensor and a few buffers of 16 MiB are in
+memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import hashlib
 import json
 import struct
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,8 @@ GROUP_BYTES = 64 << 20
 CHUNK_BYTES = 16 << 20
 """Elements are converted in pieces of this size."""
 MAX_FILE_BYTES = 5 << 30
+WORKERS = 4
+"""Files that are written at the same time."""
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json")
@@ -225,12 +230,15 @@ def _write(
     progress: Progress,
 ) -> dict[str, Path | bytes]:
     """Write the weight files to a local folder; return name to file, the index included."""
-    reader = SliceReader(opened)
     done, total = 0, sum(form.nbytes for form in forms.values())
     progress(done, total)
     files = plan_files(forms, max_file_bytes)
     written: dict[str, Path | bytes] = {name: folder / name for name in files}
-    for file, names in files.items():
+    told = threading.Lock()
+
+    def write(file: str) -> None:
+        nonlocal done
+        names, reader = files[file], SliceReader(opened)
         with (folder / file).open("wb") as stream:
             stream.write(encode_header({name: forms[name] for name in names}))
             # Small tensors are read together.
@@ -245,8 +253,13 @@ def _write(
                         part = cast(array[start : start + step], *types)
                         stream.write(part.view(np.uint8).data)
                     del array
-                    done += forms[name].nbytes
-                    progress(done, total)
+                    with told:
+                        done += forms[name].nbytes
+                        progress(done, total)
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for _ in pool.map(write, files):
+            pass
     if len(files) > 1:
         index = {
             "metadata": {"total_size": total},

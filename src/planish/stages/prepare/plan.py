@@ -37,10 +37,10 @@ class RunPlan:
     """Nodes that the pods keep away from."""
     retries: str = ""
     """Whether the cluster tries tasks again, in Markdown; empty outside a cluster."""
-    is_last: bool = True
-    """No run of the chain follows it."""
     is_evaluated: bool = False
     """The policy of its last iteration has been evaluated."""
+    is_followed: bool = False
+    """A further run of the chain is to be submitted at its end."""
 
     @property
     def num_finished(self) -> int:
@@ -52,7 +52,7 @@ class RunPlan:
     def is_done(self) -> bool:
         """Whether an earlier attempt has done all of it, with the same settings."""
         finished = self.num_finished == self.link.num_iterations
-        return finished and self.is_evaluated and self.is_last and not self.changed
+        return finished and self.is_evaluated and not (self.is_followed or self.changed)
 
 
 def _sizes(config: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:

@@ -289,8 +289,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     check_reference(config, run_file.initial)
     newest = newest_version(root)
     if changed:
-        start = start_after(root, newest) if newest else run_file.initial
-        check_adapters(config, start.state)
+        check_adapters(config, (start_after(root, newest) if newest else run_file.initial).state)
     policy = run_file.initial.policy if newest is None else layout.policy(root, newest)
     found = inspect_sources(config, policy=policy, changed=changed)
     memory = memory_rows(config, found.model_config, requests)
@@ -308,11 +307,10 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         warnings=[*findings.warnings, *found.warnings, *device_warnings(config, requests)],
         away_from=away_from,
         retries=findings.retries,
-        is_last=link.index + 1 >= chain.runs,
         is_evaluated=is_evaluated(root, link.last),
+        is_followed=link.index + 1 < chain.runs,
     )
-    text = render(plan)
-    logger.info("plan\n%s", text)
+    logger.info("plan\n%s", text := render(plan))
     return Outcome(
         documents={"summary": text},
         metrics={
