@@ -202,7 +202,9 @@ def cold_start_parts(
         logits_moment(shape, precision, alone, min(tokens, LOGIT_CHUNK), COLD_LOGIT_BYTES),
         layer_moment(shape, precision, alone, 0, tokens),
     ]
-    engine = {**config["engine"], "memory_share": sft["probe_memory_share"]}
+    engine = dict(config["engine"])
+    if engine.get("name") == "vllm":
+        engine["memory_share"] = sft["probe_memory_share"]
     probe = engine_parts({**config, "engine": engine}, shape, "sft", room_bytes, on_cpu=on_cpu)
     return [
         MemoryPart("weights, float32", 4 * shape.parameters, f"4 B x {shape.parameters:,}"),

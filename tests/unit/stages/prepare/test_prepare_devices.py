@@ -386,6 +386,13 @@ def test_each_rank_of_attention_and_experts_has_a_device_of_its_own(engine, tmp_
     assert attention[0]["num_bytes"] == 2 * (shape_of(EXPERTS).parameters - 2 * experts)
 
 
+def test_a_cold_start_measures_with_an_engine_of_ranks():
+    config = configured("dapo-moe-tiny", "engine.name=disagg engine.expert_ranks=2")
+    found = demands(config, find_shape(config), profile_requests(GPUS))
+    (cold,) = [demand for demand in found if demand.stage == "sft"]
+    assert "engine that measures" in [part.name for part in cold.parts]
+
+
 def test_ranks_elsewhere_take_no_device_of_the_pod(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     overrides = f"engine.name=disagg engine.peers=['a:1','b:1'] model.path={tmp_path}"
