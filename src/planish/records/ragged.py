@@ -80,9 +80,7 @@ class Ragged:
                 f"row indices must be in 0..{len(self) - 1}, got {rows.min()}..{rows.max()}"
             )
         # An index of each value would take 16 times the bytes of a column of small integers.
-        starts, ends = self.offsets[:-1][rows].tolist(), self.offsets[1:][rows].tolist()
-        parts = [self.values[start:end] for start, end in zip(starts, ends, strict=True)]
-        return Ragged(np.concatenate([self.values[:0], *parts]), _offsets(self.lengths[rows]))
+        return Ragged.from_lists(map(self.row, rows.tolist()), self.values.dtype)
 
     def slice(self, start: int, stop: int) -> Ragged:
         """Return rows start..stop-1; the values are a view."""

@@ -59,17 +59,18 @@ def read_link(root: str, index: int) -> Link | None:
 
 def is_complete(root: str, link: Link) -> bool:
     """Tell whether the last iteration of a run is finished: its policy is exported."""
-    try:
-        read_manifest(layout.policy(root, link.last))
-    except ObjectMissing:
-        return False
-    return True
+    return _is_written(layout.policy(root, link.last))
 
 
 def is_evaluated(root: str, version: int) -> bool:
     """Tell whether the policy of a version has its evaluation."""
+    return _is_written(layout.evaluation(root, version))
+
+
+def _is_written(uri: str) -> bool:
+    """Tell whether a record set is finished: its manifest comes last."""
     try:
-        read_manifest(layout.evaluation(root, version))
+        read_manifest(uri)
     except ObjectMissing:
         return False
     return True

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from planish import store
-from planish.base.config import config_sha256, parse_section
+from planish.base.config import parse_section
 from planish.base.errors import ConfigError
 from planish.checkpoint.train_state import read_state_info
 from planish.models.adapters import check_same, configured
@@ -289,7 +289,8 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     check_reference(config, run_file.initial)
     newest = newest_version(root)
     if changed:
-        check_adapters(config, (start_after(root, newest) if newest else run_file.initial).state)
+        start = start_after(root, newest) if newest else run_file.initial
+        check_adapters(config, start.state)
     policy = run_file.initial.policy if newest is None else layout.policy(root, newest)
     found = inspect_sources(config, policy=policy, changed=changed)
     memory = memory_rows(config, found.model_config, requests)
@@ -310,23 +311,29 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         is_evaluated=is_evaluated(root, link.last),
         is_followed=link.index + 1 < chain.runs,
     )
-    logger.info("plan\n%s", text := render(plan))
+    return outcome_of(plan, lock.generation)
+
+
+def outcome_of(plan: RunPlan, lock_generation: int) -> Outcome:
+    """Return what the stage hands on of its plan."""
+    text = render(plan)
+    logger.info("plan\n%s", text)
     return Outcome(
         documents={"summary": text},
         metrics={
-            "offset": float(link.offset),
-            "num_iterations": float(link.num_iterations),
+            "offset": float(plan.link.offset),
+            "num_iterations": float(plan.link.num_iterations),
             "iterations_finished": float(plan.num_finished),
-            "settings_changed": float(len(changed)),
-            "lock_generation": float(lock.generation),
-            "avoided_nodes": float(len(away_from)),
+            "settings_changed": float(len(plan.changed)),
+            "lock_generation": float(lock_generation),
+            "avoided_nodes": float(len(plan.away_from)),
         },
         values={
-            "config_sha256": config_sha256(config),
-            "offset": link.offset,
-            "chain_index": link.index,
-            "node_affinity": json.dumps(node_affinity(away_from)),
+            "config_sha256": plan.run.sha256,
+            "offset": plan.link.offset,
+            "chain_index": plan.link.index,
+            "node_affinity": json.dumps(node_affinity(plan.away_from)),
             "unfinished": not plan.is_done,
         },
-        already_done=plan.num_finished == link.num_iterations,
+        already_done=plan.num_finished == plan.link.num_iterations,
     )
