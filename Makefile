@@ -72,8 +72,8 @@ test:  ## the quick and sure tests: seven minutes on two cores, eleven with the 
 	@$(MAKE) --no-print-directory --jobs 3 $(VENV)/.installed tools quick-servers
 	@$(MAKE) --no-print-directory --jobs 2 static quick-tests
 
-# Three workers for two cores: tests of servers, timers and killed processes mostly wait. The engines
-# have a fourth beside them, which tells at its end what it has found.
+# Four workers for two cores: tests of servers, timers and killed processes mostly wait. The engines
+# have a fifth beside them, which tells at its end what it has found.
 test-all: $(VENV)/.installed $(ENGINES)/.installed tools servers  ## every test, also Kubernetes, gangs and vLLM: forty minutes, and twenty to build the servers once
 	@$(MAKE) --no-print-directory --jobs 3 static all-tests engines-beside
 
@@ -117,7 +117,7 @@ quick-tests:
 	$(PYTEST) -n 3 -m 'not long' $(ARGS)
 
 all-tests:
-	$(PYTEST) -n 3 --second-try --ignore tests/contract/engines $(ARGS)
+	$(PYTEST) -n 4 --second-try --ignore tests/contract/engines $(ARGS)
 
 quick-servers:
 	@tests/servers/build.sh minio expression

@@ -35,6 +35,7 @@ LOADED = (
     "kfp.dsl.executor_main",
     "pyarrow.parquet",
     "torch.distributed.fsdp",
+    "transformers.modeling_layers",
     "planish.run.stage",
     "planish.run.__main__",
 )

@@ -24,8 +24,9 @@ def third(cases: Sequence[Case]) -> Sequence[Case]:
 def spread(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Part collected tests into those that run and those that only `--full` runs.
 
-    Of a `long` test with more than three cases every third runs; the first test of a file begins
-    with its first case, the next with its second, so that each engine and each fault has its turn.
+    Of the cases of a `long` test every third runs, and at least one; the first test of a file
+    begins with its first case, the next with its second, so that each engine and each fault has its
+    turn.
     """
     cases: dict[tuple[str, str], list[Any]] = {}
     for item in items:
@@ -35,6 +36,5 @@ def spread(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     begun: dict[str, int] = {}
     for (path, _), group in cases.items():
         first = begun[path] = begun.get(path, -1) + 1
-        if len(group) > 3:
-            left |= set(group) - set(group[first % 3 :: 3])
+        left |= set(group) - set(group[first % min(3, len(group)) :: 3])
     return [item for item in items if item not in left], [item for item in items if item in left]

@@ -60,7 +60,7 @@ def test_a_run_on_s3_that_was_killed_once_has_the_digests_of_the_run_on_files(
 
 
 @pytest.mark.server
-def test_a_run_on_s3_that_was_killed_has_the_digests_of_the_run_on_files(
+def test_a_run_on_s3_that_was_killed_again_and_again_has_the_digests_of_the_run_on_files(
     undisturbed: str, s3_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, log = f"{s3_root}/team/run", tmp_path / "log.txt"
@@ -82,23 +82,13 @@ def test_killed_in_stage_after_stage_the_same_command_gives_equal_digests(
     undisturbed: str, tmp_path: Path
 ) -> None:
     root, log = (tmp_path / "run").as_uri(), tmp_path / "log.txt"
-    told = [kill_in(root, log, *at) for at in (("curate", 0), ("reward", 1), ("evaluate", 0))]
-    runs.run(root, log, **LEARNS)
-    assert runs.digests(root) == runs.digests(undisturbed), told
-    assert not list(tmp_path.rglob(f"{TEMPORARY}*")), told
-
-
-def test_the_next_attempt_of_a_train_task_that_got_lost_goes_on(
-    undisturbed: str, tmp_path: Path
-) -> None:
-    """Stopped first: a process that cannot finish in its grace time, as on a node that is gone."""
-    root, log = (tmp_path / "run").as_uri(), tmp_path / "log.txt"
-    told = [kill_in(root, log, "sft", 0)]
+    told = [kill_in(root, log, *at) for at in (("curate", 0), ("sft", 0), ("reward", 1))]
+    # Stopped first: a task that cannot finish in its grace time, as on a node that is gone.
     process = runs.start(root, log, **LEARNS)
     runs.wait_for_stage(root, "train", 1)
     runs.signal_task(process, "train", signal.SIGSTOP, signal.SIGKILL)
     # The same run goes on: its retry made up for the attempt that got lost.
-    runs.wait_for_stage(root, "report", 0)
+    runs.wait_for_stage(root, "evaluate", 0)
     runs.kill(process)
     runs.run(root, log, **LEARNS)
     assert runs.digests(root) == runs.digests(undisturbed), told
