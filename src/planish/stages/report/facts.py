@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,15 @@ class TaskLog:
         return (
             f"{self.stage}{shard} of iteration {self.iteration}" if self.iteration else self.stage
         )
+
+
+def busy_seconds(tasks: Iterable[TaskLog]) -> float:
+    """Return the seconds in which at least one of the tasks ran."""
+    total, reached = 0.0, float("-inf")
+    for task in sorted(tasks, key=lambda task: task.start_seconds):
+        total += max(0.0, task.end_seconds - max(reached, task.start_seconds))
+        reached = max(reached, task.end_seconds)
+    return total
 
 
 @dataclass(frozen=True)
@@ -293,11 +302,7 @@ class ReportFacts:
     @property
     def busy_seconds(self) -> float:
         """Seconds in which at least one task ran."""
-        total, reached = 0.0, float("-inf")
-        for task in sorted(self.tasks, key=lambda task: task.start_seconds):
-            total += max(0.0, task.end_seconds - max(reached, task.start_seconds))
-            reached = max(reached, task.end_seconds)
-        return total
+        return busy_seconds(self.tasks)
 
     @property
     def stage_seconds(self) -> dict[str, float]:

@@ -83,12 +83,13 @@ class Reader:
         return self.attempt(what, lambda: store.list_uris(f"{uri.rstrip('/')}/"), [])
 
 
-def gather(root: str, state: str = "") -> ReportFacts:
+def gather(root: str, state: str = "", *, curves_only: bool = False) -> ReportFacts:
     """Read everything that the report shows; never raises for a missing or damaged file.
 
     Args:
         root: URI of the run.
         state: final state of the run as the scheduler gives it.
+        curves_only: read configuration, stage logs, updates and evaluations, and nothing else.
     """
     reader = Reader(root)
     facts = ReportFacts(root=reader.root, state=state)
@@ -99,6 +100,15 @@ def gather(root: str, state: str = "") -> ReportFacts:
     facts.evaluations = _evaluations(reader)
     if facts.evaluations and store.exists(layout.best_policy(reader.root)):
         facts.best = reader.attempt("the best policy", partial(read_best, reader.root), None)
+    if not curves_only:
+        _read_the_rest(reader, facts)
+    facts.missing = reader.missing
+    facts.failure = reader.failure
+    return facts
+
+
+def _read_the_rest(reader: Reader, facts: ReportFacts) -> None:
+    """Fill in what no curve is drawn from."""
     facts.policies = _saved(reader, "policy", layout.policy(reader.root, 0))
     facts.states = _saved(reader, "state", layout.state(reader.root, 0))
     report = layout.curation_report(reader.root)
@@ -116,9 +126,6 @@ def gather(root: str, state: str = "") -> ReportFacts:
     facts.happenings = happenings(events, facts.tasks, facts.alerts)
     facts.avoided = reader.attempt("the avoided nodes", partial(avoided, reader.root), [])
     facts.comparisons = sample_comparisons(reader, facts)
-    facts.missing = reader.missing
-    facts.failure = reader.failure
-    return facts
 
 
 def scalars(raw: object) -> dict[str, float]:

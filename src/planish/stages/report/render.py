@@ -7,6 +7,7 @@ image or a script to the page.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -15,6 +16,7 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from planish.base.text import code_cell, code_span, longest_fence
+from planish.stages.report.figures.charts import Chart
 from planish.stages.report.page import Page
 from planish.stages.report.words import visible
 
@@ -28,10 +30,6 @@ def render_html(page: Page) -> str:
 
     A page that would be larger loses its samples, then its charts.
     """
-    template = _environment(autoescape=True).get_template("report.html.j2")
-    css = Markup(
-        resources.files("planish.stages.report").joinpath("templates/report.css").read_text()
-    )
     for drop in (
         (),
         ("comparisons",),
@@ -40,20 +38,32 @@ def render_html(page: Page) -> str:
     ):
         kept: dict[str, Any] = {**vars(page), **{name: [] for name in drop}}
         for name in ("recovery", "charts"):
-            kept[name] = [
-                {
-                    **vars(chart),
-                    "svg": Markup(chart.svg),
-                    "narrow": Markup(chart.narrow),
-                    "values": chart.values(),
-                }
-                for chart in kept[name]
-            ]
+            kept[name] = drawn(kept[name])
         kept["curation"] = _safe_markdown(str(kept["curation"] or ""))
-        text = template.render(page=kept, css=css)
+        text = fill("report.html.j2", kept)
         if len(text.encode()) < MAX_BYTES:
             break
     return text
+
+
+def drawn(charts: Sequence[Chart]) -> list[dict[str, Any]]:
+    """Return charts as the templates take them; their drawings are the only text that is markup."""
+    return [
+        {
+            **vars(chart),
+            "svg": Markup(chart.svg),
+            "narrow": Markup(chart.narrow),
+            "values": chart.values(),
+        }
+        for chart in charts
+    ]
+
+
+def fill(template: str, page: Mapping[str, Any]) -> str:
+    """Return a template in the report's style as HTML, all text escaped."""
+    css = resources.files("planish.stages.report").joinpath("templates/report.css").read_text()
+    environment = _environment(autoescape=True)
+    return environment.get_template(template).render(page=page, css=Markup(css))
 
 
 def render_markdown(page: Page) -> str:

@@ -94,7 +94,8 @@ def change_of(before: float, after: float, *, noise: float = 0.0) -> ScoreChange
     )
 
 
-def _cell(scalars: Mapping[str, float], name: str) -> str:
+def score_cell(scalars: Mapping[str, float], name: str) -> str:
+    """Return a score with its standard error where that is known; empty without the score."""
     if name not in scalars:
         return ""
     value = scalars[name]
@@ -168,7 +169,7 @@ def _overall(evaluations: Sequence[Evaluation], columns: list[str], has_change: 
     rows = [
         ScoreRow(
             label_of(name, last),
-            [_cell(evaluation.scalars, name) for evaluation in evaluations],
+            [score_cell(evaluation.scalars, name) for evaluation in evaluations],
             _change(name, first, last) if has_change else None,
         )
         for name in sorted(names - quiet, key=_importance)
@@ -201,7 +202,9 @@ def _per_source(
         change = _change("accuracy", scores[0], scores[-1]) if has_change else None
         count = scores[-1].get("num_prompts")
         label = f"{source} ({number(count)} prompts)" if count is not None else source
-        rows.append(ScoreRow(label, [_cell(scalars, "accuracy") for scalars in scores], change))
+        rows.append(
+            ScoreRow(label, [score_cell(scalars, "accuracy") for scalars in scores], change)
+        )
     return [ScoreTable("Mean accuracy per source", columns, rows, has_change)]
 
 
