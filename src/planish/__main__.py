@@ -41,6 +41,16 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--rows", type=int, default=1, metavar="N", help="rows of a record set in full (default 1)"
     )
+    compare = commands.add_parser(
+        "compare", help="lay the curves of runs over each other on one HTML page"
+    )
+    compare.add_argument("roots", nargs="+", metavar="ROOT", help="URI or path of a run")
+    compare.add_argument(
+        "--out", default="compare.html", metavar="FILE", help="URI or path (default compare.html)"
+    )
+    compare.add_argument(
+        "--name", nargs="+", metavar="NAME", help="of each run (default: end of its root)"
+    )
     track = commands.add_parser(
         "track", help="write the curves of a run to TensorBoard, MLflow or Weights & Biases"
     )
@@ -162,6 +172,7 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
 
 IN_PIECES: dict[str, str] = {
     "checkpoint": "planish.checkpoint.cli.command",
+    "compare": "planish.show.compare",
     "config": "planish.stages.prepare.command",
     "export": "planish.stages.export.publish",
     "plan": "planish.stages.prepare.command",

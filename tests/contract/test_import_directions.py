@@ -28,6 +28,7 @@ EDGES = {
     ("engines", "models"),
     ("checkpoint", "models"),
     ("stages.monitor_check", "minder"),
+    ("show", "stages.report"),
     ("submit", "stages.prepare"),
     ("pipelines", "components"),
 }

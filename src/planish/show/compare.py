@@ -1,0 +1,208 @@
+"""Lay the curves of several runs over each other on one page: `planish compare`.
+
+It reads what the report of each run is drawn from, and changes nothing below their roots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from planish import store
+from planish.base.errors import ConfigError, ObjectMissing
+from planish.base.text import Table
+from planish.run.stage import read_run
+from planish.stages.report.facts import ReportFacts, busy_seconds
+from planish.stages.report.figures.charts import Chart, LineSeries
+from planish.stages.report.figures.panels import LENGTHS, PANELS, Panel
+from planish.stages.report.figures.run_charts import draw, held_out, series
+from planish.stages.report.gather import gather
+from planish.stages.report.page import MAX_LISTED
+from planish.stages.report.render import drawn, fill
+from planish.stages.report.tables import score_cell
+from planish.stages.report.words import number, one_line, percent, seconds
+from planish.store import normal_uri
+
+COLORS = ("blue", "orange", "teal", "red", "violet", "slate")
+"""Keys of the palette for the runs in their order; the lines of a second six are dashed."""
+MAX_RUNS = 2 * len(COLORS)
+
+HELD_OUT = Panel(
+    "Held-out accuracy",
+    "share of correct responses",
+    "Diamonds: policies on the held-out prompts of their run, +- 1 standard error. Only runs with "
+    "the same prompts can be compared.",
+    unit="percent",
+)
+SECONDS = Panel(
+    "Time per iteration",
+    "time per iteration",
+    "Time in which at least one stage of the iteration ran: what a scheduler waited between them "
+    "is left out.",
+    unit="seconds",
+    from_zero=True,
+)
+_OF_THE_REPORT = {panel.title: panel for panel in (*PANELS, LENGTHS)}
+_TITLES = ("Reward", "Response length", "Entropy", "Gradient norm")
+# From zero up, runs that differ by little would lie on each other.
+CHARTS = (
+    HELD_OUT,
+    *(replace(_OF_THE_REPORT[title], from_zero=False) for title in _TITLES),
+    SECONDS,
+)
+"""In the order of the page; those of the report with the first of their curves."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of the runs."""
+
+    name: str
+    """What the page calls it."""
+    facts: ReportFacts
+    """What was read of it."""
+    color: str
+    """Key of the palette."""
+    is_dashed: bool
+    """Its lines are dashed."""
+
+
+def run(
+    options: argparse.Namespace, progress: Callable[[str, int, int], None]
+) -> Iterator[Table | str]:
+    """Write the page, and yield the outcomes and where it lies.
+
+    Raises:
+        ConfigError: too few or too many roots, one without a run, or names that do not fit.
+        PlanishError: a root can not be read, or the page not be written.
+    """
+    roots = [normal_uri(root) for root in options.roots]
+    if not 2 <= len(set(roots)) == len(roots) <= MAX_RUNS:
+        raise ConfigError(f"roots must be 2 to {MAX_RUNS} different ones, got {', '.join(roots)}")
+    names = [one_line(name) for name in options.name or default_names(roots)]
+    if not len(set(names)) == len(names) == len(roots):
+        raise ConfigError(f"`--name` must name each of {len(roots)} roots differently, got {names}")
+    runs = []
+    for place, (name, root) in enumerate(zip(names, roots, strict=True)):
+        progress("reading runs", place, len(roots))
+        second, color = divmod(place, len(COLORS))
+        runs.append(Run(name, read(root), COLORS[color], second > 0))
+    uri = normal_uri(options.out)
+    store.write(uri, page(runs).encode())
+    yield Table("outcomes", ("", *names), rows_of([outcomes(run.facts) for run in runs]))
+    yield str(store.local_path(uri) or uri)
+
+
+def default_names(roots: Sequence[str]) -> list[str]:
+    """Return the fewest last parts of the roots that tell them apart.
+
+    Example:
+        >>> default_names(["s3://b/x/run1", "s3://b/y/run1"])
+        ['x/run1', 'y/run1']
+    """
+    cuts = (["/".join(root.split("/")[-n:]) for root in roots] for n in itertools.count(1))
+    return next(names for names in cuts if len(set(names)) == len(roots))
+
+
+def read(root: str) -> ReportFacts:
+    """Return what the curves of a run are drawn from; the run may go on meanwhile."""
+    try:
+        read_run(root)
+    except ObjectMissing:
+        raise ConfigError(f"`{root}` must be the root of a run, got no run.json there") from None
+    facts = gather(root, curves_only=True)
+    if facts.failure:
+        raise facts.failure
+    return facts
+
+
+def page(runs: Sequence[Run]) -> str:
+    """Return the page as HTML."""
+    head = ["", *(run.name for run in runs)]
+    stages = [
+        {f"time in {stage}": seconds(spent) for stage, spent in run.facts.stage_seconds.items()}
+        for run in runs
+    ]
+    differing = [
+        [one_line(cell) for cell in row]
+        for row in sorted(rows_of([settings(run.facts) for run in runs]))
+        if len(set(row[1:])) > 1
+    ]
+    missing = [f"{run.name}: {one_line(item)}" for run in runs for item in run.facts.missing]
+    return fill(
+        "compare.html.j2",
+        {
+            "names": ", ".join(head[1:]),
+            "runs": [(run.name, run.color, run.is_dashed, run.facts.root) for run in runs],
+            "outcomes": [head, *rows_of([outcomes(run.facts) for run in runs]), *rows_of(stages)],
+            "charts": drawn(charts(runs)),
+            "settings": [head, *differing],
+            "missing": missing[:MAX_LISTED],
+        },
+    )
+
+
+def charts(runs: Sequence[Run]) -> list[Chart]:
+    """Draw what at least two runs have measured."""
+    found = []
+    for panel in CHARTS:
+        points = [points_of(run.facts, panel) for run in runs]
+        lines = [
+            LineSeries(run.name, run.color, [*curve], [*curve.values()], run.is_dashed)
+            for run, curve in zip(runs, points, strict=True)
+            if curve
+        ]
+        marks = [
+            replace(mark, label=f"{run.name}, {mark.label}", color=run.color)
+            for run in runs
+            for mark in (held_out(run.facts) if panel is HELD_OUT else ())
+        ]
+        # Bands of value pretraining would be those of one run: no facts, no bands.
+        chart = draw(ReportFacts(""), panel, lines=lines, marks=marks) if len(lines) > 1 else None
+        if chart:
+            found.append(replace(chart, legend=chart.legend[: len(lines)]))
+    return found
+
+
+def points_of(facts: ReportFacts, panel: Panel) -> Mapping[float, float]:
+    """Return iteration or policy version -> value of a run, by iteration; none where unknown."""
+    if panel is HELD_OUT:
+        return {mark.x: mark.y for mark in held_out(facts)}
+    if panel is SECONDS:
+        tasks = sorted(facts.tasks, key=lambda task: task.iteration)
+        groups = itertools.groupby(tasks, key=lambda task: task.iteration)
+        return {n: busy_seconds(group) for n, group in groups if n in facts.updates}
+    return {float(n): y for n, y in series(facts, panel.curves[0].sources).items()}
+
+
+def settings(facts: ReportFacts) -> dict[str, str]:
+    """Return the settings of a run by dotted name, as JSON."""
+    values = {key: facts.run.get(key) for key in ("preset", "code_version")}
+    for section, table in facts.config.items():
+        values |= {f"{section}.{key}": value for key, value in table.items()}
+    return {key: json.dumps(value, sort_keys=True) for key, value in values.items()}
+
+
+def outcomes(facts: ReportFacts) -> dict[str, str]:
+    """Return the key numbers of a run by their labels; empty where unknown."""
+    found = {
+        f"{score} {when}": score_cell(evaluation.scalars, score) if evaluation else ""
+        for score in ("accuracy", "greedy")
+        for when, evaluation in (("before", facts.before), ("after", facts.after))
+    }
+    best, tokens = facts.best, facts.num_tokens
+    share = percent(best.accuracy, decimals=1) if best else ""
+    found["best policy"] = f"version {best.policy_version}, {share}" if best else ""
+    found["iterations"] = f"{len(facts.updates)}"
+    found["tokens generated"] = number(tokens) if tokens is not None else ""
+    found["total time"] = seconds(facts.seconds)
+    return found
+
+
+def rows_of(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """Return a row for each key: it, and what each column has there."""
+    keys = dict.fromkeys(key for column in columns for key in column)
+    return [[key, *(column.get(key) or "-" for column in columns)] for key in keys]
