@@ -25,6 +25,7 @@ from planish.minder.detect.distances import (
     without,
 )
 from planish.minder.detect.frame import COARSE_SECONDS, F32, F64, I64, Frame, Job, Mask
+from planish.minder.detect.metrics_table import METRICS
 from planish.minder.detect.preprocess import Prepared
 from planish.minder.detect.result import Candidate, Evidence, Finding, Result
 from planish.minder.detect.two_modes import BLOCK_SECONDS, find_part
@@ -33,6 +34,9 @@ _TOLERATED_SHARE = 0.02
 """Gaps in a run may be at most this share of it."""
 _SAMPLE_SHARE = 0.12
 """Where samples are held, one that lacks the candidate may be at most this share of a run."""
+_NEXT_SHARE = 0.2
+"""Where a metric may be aliased, the next machine is at most this share as far away as a faulty
+one, and at most for this share of the time."""
 _FEWEST_WINDOWS = 30
 """A shorter run is not reported as a candidate."""
 
@@ -123,7 +127,8 @@ class Rule:
         intervals = prepared.intervals.get(name, np.ones(prepared.frame.num_machines))
         held = (intervals > COARSE_SECONDS) & (rules.gap_tolerance > 0)
         touched = np.where(held, intervals + WINDOW - 1, 0).astype(np.int64)
-        needed = rules.continuity_seconds + intervals - 1.0
+        # It is up to one sample longer at the front and up to a half at the end.
+        needed = rules.continuity_seconds + 1.5 * (intervals - 1.0)
         return cls(needed, touched, resting(share, rules), rules.gap_tolerance)
 
     def runs(self, machine: int, named: Mask, masked: Mask) -> list[Run]:
@@ -185,6 +190,16 @@ class View:
     def job_wide_limit(self) -> int:
         """More faulty machines than this are an event of the whole job."""
         return int(max(2.0, self.config.detect.job_wide_share * self.frame.num_machines))
+
+
+def may_be_aliased(name: str, view: View) -> bool:
+    """Return whether several healthy machines may lie apart for minutes.
+
+    A GPU that is asked once in a whole number of its iterations shows the same part of an iteration
+    each time, and every machine another part.
+    """
+    held = np.median(view.prepared.intervals.get(name, 1.0)) > COARSE_SECONDS
+    return bool(held) and METRICS[name].is_gpu and view.config.detect.gap_tolerance > 0
 
 
 def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> Result:
@@ -280,13 +295,32 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
     return result
 
 
+def is_alone(metric: _Named, run: Run) -> bool:
+    """Return whether no other machine is nearly as far away, nor a candidate for nearly as long."""
+    trace, rows = metric.trace, slice(run.first, run.last + 1)
+    present = trace.present[rows]
+    away = (trace.above[rows] * present).sum(axis=0) / np.maximum(1, present.sum(axis=0))
+    others = np.arange(len(away)) != run.machine
+    if (away[others] > _NEXT_SHARE * away[run.machine]).any():
+        return False
+    longest = _NEXT_SHARE * metric.rule.needed
+    return not any(
+        one.length > longest[machine]
+        for machine in np.flatnonzero(others & (metric.candidates.sum(axis=0) > longest)).tolist()
+        for one in metric.rule.runs(machine, metric.candidates[:, machine], metric.unknown)
+    )
+
+
 def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
     """Go through the metrics once and return the machines that were candidates for long enough."""
     rules, frame = view.config.detect, view.frame
     findings: dict[str, Finding] = {}
     for name, metric in named.items():
         trace = metric.trace
+        aliased = may_be_aliased(name, view)
         for run in long_runs(metric.candidates, metric.unknown, metric.rule):
+            if aliased and not is_alone(metric, run):
+                continue
             evidence = {}
             for other, theirs in named.items():
                 mine = theirs.candidates[:, run.machine]
@@ -334,7 +368,9 @@ def _part_findings(view: View) -> list[Finding]:
         return []
     # A window stands for its first second.
     ignored = np.append(view.ignored, np.zeros(WINDOW - 1, bool))
-    for name in (metric for metric in view.traces if metric in view.prepared.values):
+    for name in view.traces:
+        if name not in view.prepared.values or may_be_aliased(name, view):
+            continue
         unknown = view.job.unknown.get(name, ())
         for columns in view.groups:
             # What has always been so is learned with the roles of the machines.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planish.minder.detect.config import MinderConfig
-from planish.minder.detect.frame import COARSEST_SECONDS, F32, F64, I64, Frame, Mask
+from planish.minder.detect.frame import COARSE_SECONDS, COARSEST_SECONDS, F32, F64, I64, Frame, Mask
 from planish.minder.detect.metrics_table import METRICS, Metric
 
 _STEP = 1.1
@@ -96,6 +96,8 @@ def prepare(
             continue
         assert bounds is not None
         intervals[name] = np.maximum(sample_intervals(filled, unknown), frame.held.get(name, 1.0))
+        if config.detect.gap_tolerance and METRICS[name].kind == "gauge":
+            filled = steadied(filled, unknown, intervals[name])
         for machine, first in frozen.get(name, {}).items():
             unknown[first:, frame.machines.index(machine)] = True
         scaled = transformed(filled, METRICS[name])
@@ -231,6 +233,35 @@ def sample_intervals(values: F32, unknown: Mask) -> F64:
     known = result[np.isfinite(result)]
     usual = float(np.median(known)) if len(known) else 1.0
     return np.minimum(np.where(np.isfinite(result), result, usual), COARSEST_SECONDS)
+
+
+def steadied(values: F32, unknown: Mask, intervals: F64) -> F32:
+    """Return values [T, N] in which each held sample is the median of itself and its neighbours.
+
+    A window of samples a second apart is their mean; one of held samples is a single sample, which
+    may fall on the edge of an iteration. The median of three keeps the length of what lasts. The
+    rate of a counter needs none: it is the mean since the sample before.
+
+    Args:
+        values: [T, N], gaps filled.
+        unknown: [T, N], True where nothing is known.
+        intervals: [N], of `sample_intervals`.
+
+    Example:
+        >>> held = np.repeat(np.array([[1], [9], [1], [8], [8]], np.float32), 20, axis=0)
+        >>> steadied(held, np.zeros(held.shape, bool), np.array([20.0]))[::20, 0]
+        array([1., 1., 8., 8., 8.], dtype=float32)
+    """
+    result = values.copy()
+    rows = np.arange(len(values))
+    for place in np.flatnonzero(intervals > COARSE_SECONDS).tolist():
+        step, column, gone = round(intervals[place]), values[:, place], unknown[:, place]
+        beside = []
+        for there in (rows - step, rows + step):
+            there = np.where((there < 0) | (there >= len(values)), rows, there)
+            beside.append(column[np.where(gone[there], rows, there)])
+        result[:, place] = np.median(np.stack([column, *beside]), axis=0)
+    return result
 
 
 def unusable(values: F32, real: Mask, unknown: Mask, config: MinderConfig) -> str:

@@ -42,6 +42,34 @@ def test_jitter_of_less_than_four_minutes_is_no_fault(length, status):
     assert detect(made(16, odd=[2], length=length), MODELS, config()).status == status
 
 
+def scraped(frame, every):
+    """The frame as a slow scrape holds it; machines are asked one after the other."""
+    rows, places = np.arange(frame.num_seconds)[:, None], np.arange(frame.num_machines)
+    phase = places * every // frame.num_machines
+    asked = np.maximum(0, (rows - phase) // every * every + phase)
+    values = {name: array[asked, places] for name, array in frame.values.items()}
+    return dataclasses.replace(frame, values=values)
+
+
+def iterations(machines):
+    """A job whose GPUs rest for a sixth of each iteration of 25 seconds."""
+    frame = waves(machines, 900)
+    rest = np.arange(900)[:, None] % 25 < 4
+    frame.values["gpu_duty_cycle"] += np.where(rest, -40, 0).astype(np.float32)
+    return frame
+
+
+@pytest.mark.parametrize("machines", [4, 8, 16])
+def test_a_scrape_as_slow_as_an_iteration_names_nobody_but_the_odd_machine(machines):
+    gpu = config(metrics=["gpu_duty_cycle"])
+    # Each machine shows the same part of an iteration each time.
+    assert detect(scraped(iterations(machines), 25), MODELS, gpu).status == "ok"
+    odd = waves(machines, 900, swing=5)
+    odd.values["gpu_duty_cycle"][300:640, 2] -= 40
+    (finding,) = detect(scraped(odd, 20), MODELS, gpu).findings
+    assert finding.machine == "node-002"
+
+
 def test_two_odd_machines_are_both_named_and_nobody_else():
     result = detect(made(32, odd=[3, 17]), MODELS, config())
     assert [f.machine for f in result.findings] == ["node-003", "node-017"]
