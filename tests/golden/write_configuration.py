@@ -43,6 +43,11 @@ def page() -> str:
         else:
             cls = section_class(section, {})
             parts += [table(f"`{section}`", cls, list(cls.model_fields))]
+            for key, field in cls.model_fields.items():
+                for inner in get_args(field.annotation):
+                    if isinstance(inner, type) and issubclass(inner, Section):
+                        title = f"`{section}.{key}`, each table"
+                        parts += [table(title, inner, list(inner.model_fields))]
     return "\n".join(parts)
 
 
@@ -91,6 +96,8 @@ def kind(annotation: Any) -> str:
         return ", ".join(f"`{option}`" for option in options)
     if options:
         return f"list of {kind(options[0])}"
+    if issubclass(annotation, Section):
+        return "tables or texts"
     return {"str": "text", "int": "integer", "float": "number", "bool": "true, false"}.get(
         annotation.__name__, annotation.__name__
     )

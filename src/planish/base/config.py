@@ -155,6 +155,10 @@ def _fault(section: str, item: Any, cls: type[BaseModel]) -> str:
     path = ".".join([section, *(str(part) for part in item["loc"])])
     value = f"{item.get('input')!r:.200}"
     if item["type"] == "extra_forbidden":
+        for part in item["loc"][:-1]:
+            # Of a list of tables the location holds the place too.
+            if isinstance(part, str):
+                cls = get_args(cls.model_fields[part].annotation)[0]
         hint = nearest(str(item["loc"][-1]), cls.model_fields) or (
             f"; valid keys are {sorted(cls.model_fields)}"
         )

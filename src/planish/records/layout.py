@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 def run_file(root: str) -> str:
     """Resolved configuration and identity of the run."""
@@ -58,9 +60,9 @@ def prompts(root: str) -> str:
     return f"{root}/prompts/train"
 
 
-def evaluation_prompts(root: str) -> str:
-    """Held-out prompts."""
-    return f"{root}/prompts/evaluation"
+def evaluation_prompts(root: str, name: str = "") -> str:
+    """Prompts of an evaluation set; without a name the held-out ones."""
+    return f"{root}/prompts/sets/{name}" if name else f"{root}/prompts/evaluation"
 
 
 def traces(root: str) -> str:
@@ -151,9 +153,23 @@ def best_policy(root: str) -> str:
     return f"{root}/policies/best.json"
 
 
-def evaluation(root: str, version: int) -> str:
-    """Evaluation of one policy version (`eval/1` and its rollouts)."""
-    return f"{root}/evals/{version:05d}"
+def evaluation(root: str, version: int, name: str = "") -> str:
+    """Evaluation of one policy version on one set of prompts (`eval/1` and its rollouts)."""
+    return f"{root}/evals/{name}/{version:05d}" if name else f"{root}/evals/{version:05d}"
+
+
+_EVALUATION = re.compile(r"/evals/(?:([a-z][^/]*)/)?(\d{1,9})/report\.json")
+
+
+def parse_evaluation(root: str, uri: str) -> tuple[str, int] | None:
+    """Return name and policy version of the evaluation whose report lies there; None for no report.
+
+    Example:
+        >>> parse_evaluation("file:///r", "file:///r/evals/gsm8k/00004/report.json")
+        ('gsm8k', 4)
+    """
+    match = _EVALUATION.fullmatch(uri.removeprefix(root))
+    return (match[1] or "", int(match[2])) if match else None
 
 
 def logs(root: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -18,7 +17,6 @@ from planish.records.refs import is_pin
 from planish.store.documents import read_json, write_json
 
 _LIMIT_BYTES = 256 << 20
-_EVALUATION = re.compile(r"/evals/(\d{1,9})/report\.json")
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 Scalars = dict[str, float]
@@ -206,9 +204,10 @@ def pin_best(root: str, like: EvalReport) -> BestPolicy | None:
     accuracies: dict[int, float] = {}
     pins: dict[int, str] = {}
     for uri in store.list_uris(f"{root}/evals/"):
-        if not (match := _EVALUATION.fullmatch(uri.removeprefix(root))):
+        name, version = layout.parse_evaluation(root, uri) or ("", -1)
+        if name or version < 0:
             continue
-        version, report = int(match[1]), read_report(EvalReport, uri)
+        report = read_report(EvalReport, uri)
         parents = report.attributes.get("parents", {})
         is_alike = parents.get("prompts") == like.attributes["parents"]["prompts"]
         if not is_alike or report.attributes.get("conditions") != like.attributes["conditions"]:

@@ -33,7 +33,6 @@ SHARDED = "rollout"
 """The stage whose tasks have curves of their own."""
 WITHOUT_CURVES = ("prepare", "evaluate", "next", "report")
 """Stages whose log entries show nothing of the training; evaluations have reports."""
-_EVALUATION = re.compile(r"/evals/(\d{1,9})/report\.json$")
 _FIELDS = {"stage", "iteration", "shard", "state", "start_seconds"}
 _FOREIGN = re.compile(r"[^A-Za-z0-9_./ -]")
 """What a name in MLflow must not have."""
@@ -59,11 +58,13 @@ class Source:
         Raises:
             PlanishError: it is damaged or gone.
         """
-        if match := _EVALUATION.search(self.uri):
+        if place := layout.parse_evaluation(self.root, self.uri):
+            name, version = place
             evaluation = read_report(EvalReport, self.uri)
-            yield from self._of("evaluate", evaluation.scalars, int(match[1]))
+            group = f"evaluate_{name}" if name else "evaluate"
+            yield from self._of(group, evaluation.scalars, version)
             for source, scalars in evaluation.sources.items():
-                yield from self._of(f"evaluate/{source}", scalars, int(match[1]))
+                yield from self._of(f"{group}/{source}", scalars, version)
             return
         stage, iteration = str(self.entry["stage"]), int(self.entry["iteration"])
         metrics = dict(self.entry.get("metrics", {}))
@@ -149,8 +150,8 @@ class RunReader:
                 ends[version] = float(entry["start_seconds"]) + float(entry.get("seconds", 0.0))
         last = ends.get(-1, time.time())
         for uri in store.list_uris(f"{self.root}/evals/"):
-            if match := _EVALUATION.search(uri):
-                key, end = uri.removeprefix(self.root), ends.get(int(match[1]), last)
+            if place := layout.parse_evaluation(self.root, uri):
+                key, end = uri.removeprefix(self.root), ends.get(place[1], last)
                 yield Source(self.root, key, uri, end, {})
 
 

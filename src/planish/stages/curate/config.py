@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from pathlib import PurePosixPath
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,7 +16,37 @@ Task = Literal["column-arithmetic", "modular-chain", "countdown", "scratchpad-mu
 MAPPED = ("prompt", "answer", "system", "verifier", "trace", "source")
 """What `dataset_map` may give another column for."""
 
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+"""Instruction that scores of these sets are usually published with."""
+
+KNOWN_SETS: dict[str, dict[str, str]] = {
+    "aime-2024": {
+        "dataset": "HuggingFaceH4/aime_2024",
+        "hub_split": "train",
+        "verifier": "integer",
+        "prompt_suffix": BOXED,
+    },
+    "aime-2025": {"dataset": "math-ai/aime25", "verifier": "integer", "prompt_suffix": BOXED},
+    "math-500": {
+        "dataset": "HuggingFaceH4/MATH-500",
+        "dataset_map": "source=subject",
+        "verifier": "math",
+        "prompt_suffix": BOXED,
+    },
+    "gsm8k": {
+        "dataset": "openai/gsm8k",
+        "hub_config": "main",
+        "verifier": "integer",
+        "prompt_suffix": BOXED,
+    },
+}
+"""Evaluation sets that are known by name: their published forms on the hub."""
+
+SET_KEY = "curate.evaluation_sets.dataset"
+"""What messages call the address of an evaluation set."""
+
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_ENDINGS = re.compile(r"(\.jsonl|\.json|\.parquet|\.gz)+$")
 
 
 def parse_map(text: str) -> dict[str, str]:
@@ -40,6 +71,74 @@ def parse_map(text: str) -> dict[str, str]:
     return columns
 
 
+def set_table(text: str) -> dict[str, str]:
+    """Return the evaluation set that a word names: one that is known, or the address of its data.
+
+    Example:
+        >>> set_table("mine.jsonl"), set_table("gsm8k")["dataset"]
+        ({'name': 'mine', 'dataset': 'mine.jsonl'}, 'openai/gsm8k')
+
+    Raises:
+        ConfigError: no address.
+    """
+    if text in KNOWN_SETS:
+        return {"name": text, **KNOWN_SETS[text]}
+    source = parse_source(text, key=SET_KEY)
+    last = PurePosixPath((source.file or source.place).partition("?")[0]).name.lower()
+    name = re.sub(r"[^a-z0-9._-]+", "-", _ENDINGS.sub("", last)).lstrip("-._")
+    return {"name": name if name[:1].isalpha() else f"set-{name}", "dataset": text}
+
+
+class EvaluationSet(Section):
+    """Problems to measure policies on; a known name alone, or an address alone, is one too."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9._-]{0,63}$")
+    """What its scores are called; the other settings of a known name need not be given. Made of
+    the address where there is none."""
+    dataset: str
+    """Where the problems are, in the forms of `curate.dataset`."""
+    hub_config: str = ""
+    """Configuration name of a hub data set; empty: its only one."""
+    hub_split: str = "test"
+    """Split of a hub data set."""
+    hub_revision: str = ""
+    """Commit or tag of a hub data set whose address names none; empty: the newest."""
+    dataset_map: str = ""
+    """Columns that have other names than the usual ones, as in `curate.dataset_map`."""
+    verifier: str = "auto"
+    """Verifier of rows that name none, as in `curate.verifier`."""
+    prompt_prefix: str = ""
+    """Put before problems that are plain text and are verified as `integer` or `math`."""
+    prompt_suffix: str = ""
+    """Put after such problems; both empty: prefix and suffix of `curate`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_name(cls, raw: Any) -> Any:
+        table, word = ({}, raw) if isinstance(raw, str) else (raw, None)
+        if isinstance(table, dict) and table:
+            name, address = table.get("name"), table.get("dataset")
+            word = name if address is None or name in list(KNOWN_SETS) else address
+        return set_table(word) | table if isinstance(word, str) else raw
+
+    @field_validator("dataset")
+    @classmethod
+    def _is_data_set(cls, text: str) -> str:
+        source = parse_source(text, key=SET_KEY)
+        if source.kind == "hub" and "/" not in source.place:
+            raise ValueError(
+                f"an evaluation set must be one of {', '.join(KNOWN_SETS)}, a file, or `owner/name`"
+                f" on the hub, got {text!r}{nearest(text, KNOWN_SETS)}"
+            )
+        return text
+
+    @field_validator("dataset_map")
+    @classmethod
+    def _is_map(cls, text: str) -> str:
+        parse_map(text)
+        return text
+
+
 class CurateConfig(Section):
     """Where prompts come from and which of them are kept."""
 
@@ -49,6 +148,10 @@ class CurateConfig(Section):
     generate `task`."""
     evaluation_dataset: str = ""
     """Held-out problems, in the same forms; empty: hold out a part of `dataset`."""
+    evaluation_sets: list[EvaluationSet] = Field(default_factory=list)
+    """Sets that policies are measured on besides the held-out problems, each by itself; no problem
+    of theirs is trained on. Names (`aime-2024`, `aime-2025`, `math-500`, `gsm8k`), addresses, or
+    tables as below."""
     task: Task = "column-arithmetic"
     """Generated task, used while `dataset` is empty."""
     num_prompts: int = Field(default=4096, ge=1, le=1_000_000)
@@ -153,6 +256,23 @@ class CurateConfig(Section):
             faults.append("`rewriter` needs `to_integers = true`, got false")
         if self.evaluation_dataset and not self.dataset:
             faults.append("`evaluation_dataset` needs `dataset`, got an empty `dataset`")
+        names = [chosen.name for chosen in self.evaluation_sets]
+        if len(set(names)) < len(names):
+            faults.append(f"`evaluation_sets` must have different names, got {names}")
         if faults:
             raise ValueError("; ".join(faults))
         return self
+
+    def _off(self) -> list[str]:
+        return [] if self.evaluation_sets else ["evaluation_sets"]
+
+    def of_held_out(self) -> CurateConfig:
+        """Return how the rows of `evaluation_dataset` are read."""
+        return self.model_copy(update={"dataset": self.evaluation_dataset})
+
+    def of_set(self, chosen: EvaluationSet) -> CurateConfig:
+        """Return how the rows of an evaluation set are read: by its own settings."""
+        own = chosen.model_dump(exclude={"name"})
+        if not (chosen.prompt_prefix or chosen.prompt_suffix):
+            del own["prompt_prefix"], own["prompt_suffix"]
+        return self.model_copy(update={**own, "gsm8k_as": "problems"})

@@ -6,8 +6,8 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
-from functools import partial
 from typing import Any
 
 from planish.base.config import parse_section
@@ -21,11 +21,11 @@ from planish.stages.curate.columns import (
     judge_row,
     read_problems,
 )
-from planish.stages.curate.config import CurateConfig, parse_map
+from planish.stages.curate.config import SET_KEY, CurateConfig, parse_map
 from planish.stages.curate.filters import remove_unverifiable
 from planish.stages.curate.gsm8k import is_gsm8k, step_problems
 from planish.stages.curate.problem import CurationLedger, Drop, Problem, add_drop
-from planish.stages.curate.records import DataRow, DataTable, read_hub, read_table
+from planish.stages.curate.records import DataRow, DataTable, read_data
 from planish.stages.curate.report import drop_warnings
 from planish.stages.curate.select import select
 from planish.stages.curate.tasks import task_stream
@@ -78,79 +78,111 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
         found.rows.append(("data", f"generated, {code_span(settings.task)}"))
         made = task_stream(settings, config.get("run", {}).get("seed", 0))
         found.prompts += [problem.messages for problem in itertools.islice(made, SAMPLED_PROMPTS)]
-        return
     seconds = config.get("reward", {}).get("verifier_timeout_seconds")
     options = VerifierOptions() if seconds is None else VerifierOptions(timeout_seconds=seconds)
-    hub = partial(
-        read_hub,
-        config=settings.hub_config,
-        split=settings.hub_split,
-        revision=settings.hub_revision,
-        streaming=True,
-    )
-    tables, is_part = [], False
-    for label, dataset in (
-        ("data", settings.dataset),
-        ("held-out data", settings.evaluation_dataset),
-    ):
-        if not dataset:
-            continue
-        ledger = CurationLedger()
-        later = LaterRows(settings)
-        try:
-            # Bad rows are gathered here, so that several are told at once.
-            table = read_table(
-                dataset,
-                skip_bad=True,
-                ledger=ledger,
-                hub=hub,
-                max_rows=INSPECTED_ROWS,
-                beyond=later.judge,
+    sources = [("data", settings), ("held-out data", settings.of_held_out())]
+    opened = [inspect_source(label, own, options, found) for label, own in sources if own.dataset]
+    sets = [
+        inspect_source(chosen.name, settings.of_set(chosen), options, found, key=SET_KEY)
+        for chosen in settings.evaluation_sets
+    ]
+    if settings.dataset and not found.faults:
+        alike = [problem for source in sets for problem in source.problems]
+        is_part = any(source.is_part for source in opened)
+        try_curation(settings, [s.table for s in opened], alike, found, is_part=is_part)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A data set that was looked at."""
+
+    table: DataTable
+    """Its first rows."""
+    problems: list[Problem]
+    """Those with prompt and answer."""
+    is_part: bool
+    """There may be further rows."""
+
+
+def inspect_source(
+    label: str,
+    settings: CurateConfig,
+    options: VerifierOptions,
+    found: Inspection,
+    key: str = "curate.dataset",
+) -> Opened:
+    """Open one data set and add what it holds.
+
+    Args:
+        label: what it is called.
+        settings: name it as `dataset`.
+        options: of the verifiers of the user.
+        found: gets rows, faults and warnings.
+        key: setting that names it, for messages.
+
+    Returns:
+        Without rows where there is a fault.
+    """
+    dataset, ledger, later = settings.dataset, CurationLedger(), LaterRows(settings)
+    try:
+        # Bad rows are gathered here, so that several are told at once.
+        table = read_data(
+            settings,
+            skip_bad=True,
+            ledger=ledger,
+            key=key,
+            streaming=True,
+            max_rows=INSPECTED_ROWS,
+            beyond=later.judge,
+        )
+        problems, drops = read_problems(settings, table.rows)
+        drops += later.drops
+        check_types(settings, drops, len(table.rows) + later.num_rows)
+        if is_gsm8k(table.rows) and settings.gsm8k_as == "steps":
+            problems = step_problems(table.rows, settings.max_operand_digits, CurationLedger())
+    except ConfigError as error:
+        found.faults.append(str(error))
+        return Opened(DataTable([], ""), [], is_part=True)
+    bad = [example for kind in ledger.filters[0].examples.values() for example in kind]
+    num_bad = ledger.filters[0].num_in - ledger.filters[0].num_out
+    num_rows = len(table.rows) + later.num_rows + num_bad
+    if num_bad:
+        line = f"{num_bad} of {num_rows} rows can not be read: {'; '.join(bad)}"
+        if settings.skip_bad:
+            found.warnings.append(f"{line}; `curate.skip_bad` leaves them out")
+        else:
+            found.faults.append(
+                f"each row of {dataset!r} must be readable, but {line}; mend them, or leave "
+                "such rows out with `curate.skip_bad = true`"
             )
-            problems, drops = read_problems(settings, table.rows)
-            drops += later.drops
-            check_types(settings, drops, len(table.rows) + later.num_rows)
-            if is_gsm8k(table.rows) and settings.gsm8k_as == "steps":
-                problems = step_problems(table.rows, settings.max_operand_digits, CurationLedger())
-        except ConfigError as error:
-            found.faults.append(str(error))
-            continue
-        bad = [example for kind in ledger.filters[0].examples.values() for example in kind]
-        num_bad = ledger.filters[0].num_in - ledger.filters[0].num_out
-        num_rows = len(table.rows) + later.num_rows + num_bad
-        if num_bad:
-            line = f"{num_bad} of {num_rows} rows can not be read: {'; '.join(bad)}"
-            if settings.skip_bad:
-                found.warnings.append(f"{line}; `curate.skip_bad` leaves them out")
-            else:
-                found.faults.append(
-                    f"each row of {dataset!r} must be readable, but {line}; mend them, or leave "
-                    "such rows out with `curate.skip_bad = true`"
-                )
-        if later.unread_after:
-            found.warnings.append(
-                f"the {label} was read up to {later.unread_after}, as far as one comes in "
-                f"{READING_SECONDS:g} s; `curate` reads the rest"
-            )
-        tables.append(table)
-        is_part = is_part or later.num_rows > 0 or len(table.rows) == INSPECTED_ROWS
-        found.rows += data_rows(label, dataset, table, problems, drops, num_rows)
-        faults, warnings = answer_faults(label, dataset, table, problems, drops)
-        found.faults += faults + verifier_faults(problems[:VERIFIED_ROWS], options)
-        found.warnings += warnings + form_warnings(label, problems)
-        found.prompts += [p.messages for p in problems[:SAMPLED_PROMPTS]]
-    if not found.faults:
-        try_curation(settings, tables, found, is_part=is_part)
+    if later.unread_after:
+        found.warnings.append(
+            f"the {label} was read up to {later.unread_after}, as far as one comes in "
+            f"{READING_SECONDS:g} s; `curate` reads the rest"
+        )
+    found.rows += data_rows(label, dataset, table, problems, drops, num_rows)
+    faults, warnings = answer_faults(label, dataset, table, problems, drops)
+    found.faults += faults + verifier_faults(problems[:VERIFIED_ROWS], options)
+    found.warnings += warnings + form_warnings(label, problems)
+    found.prompts += [p.messages for p in problems[:SAMPLED_PROMPTS]]
+    is_part = later.num_rows > 0 or len(table.rows) == INSPECTED_ROWS
+    return Opened(table, problems, is_part)
 
 
 def try_curation(
-    config: CurateConfig, tables: Sequence[DataTable], found: Inspection, *, is_part: bool
+    config: CurateConfig,
+    tables: Sequence[DataTable],
+    sets: Sequence[Problem],
+    found: Inspection,
+    *,
+    is_part: bool,
 ) -> None:
     """Select problems as the stage will, without pass rates, and add what people must know.
 
     Args:
         config: what the stage will do.
         tables: as of `select`.
+        sets: as of `select`.
         found: gets faults and warnings.
         is_part: there are rows beyond those of the tables; then nothing is sure.
     """
@@ -158,7 +190,7 @@ def try_curation(
     trial = config.model_copy(update={"to_integers": config.to_integers and not config.rewriter})
     ledger = CurationLedger()
     try:
-        select(trial, 0, tables, ledger, most_judged=VERIFIED_ROWS)
+        select(trial, 0, tables, ledger, sets=sets, most_judged=VERIFIED_ROWS)
     except ConfigError as error:
         (found.warnings if is_part else found.faults).append(str(error))
     of_first = f"of the first {INSPECTED_ROWS} rows, " if is_part else ""
@@ -282,7 +314,7 @@ def data_rows(
     """Return what a data set holds, for people.
 
     Args:
-        label: `data` or `held-out data`.
+        label: `data`, `held-out data` or the name of an evaluation set.
         dataset: its address.
         table: rows that could be read.
         problems: those of them with prompt and answer.

@@ -17,12 +17,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from planish.base.errors import ConfigError
 from planish.base.telemetry import redact
 from planish.records.files import hash_file
+from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.problem import CurationLedger, Drop, add_drop
 from planish.store.sources import (
     HUB_TIMEOUT_SECONDS,
@@ -81,6 +83,7 @@ def read_table(
     skip_bad: bool,
     ledger: CurationLedger,
     hub: Callable[[Source], Iterable[Any]],
+    key: str = "curate.dataset",
     label: str = "",
     max_rows: int | None = None,
     beyond: Callable[[DataRow], bool] | None = None,
@@ -93,6 +96,7 @@ def read_table(
         skip_bad: leave out unreadable rows and count them in the ledger.
         ledger: gets one filter.
         hub: returns the rows of a data set of the hub.
+        key: setting that holds the address, for messages.
         label: put before the name of that filter.
         max_rows: only the first ones are kept; None for all.
         beyond: gets each further row of a file, and returns whether to read on; None reads none.
@@ -101,14 +105,14 @@ def read_table(
         ConfigError: no such data set, no rows, or a bad row; names the line.
         StoreUnavailable: the store does not answer.
     """
-    source = parse_source(dataset, key="curate.dataset")
+    source = parse_source(dataset, key=key)
     if source.kind == "hub" and not source.file:
         hub_rows = itertools.islice(hub(source), max_rows)
         rows, bad = _parse(hub_rows, "row", source.place, skip_bad, max_rows, None)
         canonical = "\n".join(json.dumps(row.fields, sort_keys=True, default=str) for row in rows)
         digest = hashlib.sha256(canonical.encode("ascii")).hexdigest()
     else:
-        path = fetch_file(source, key="curate.dataset")
+        path = fetch_file(source, key=key)
         with path.open("rb") as file:
             is_parquet = path.suffix == ".parquet" or file.read(4) == b"PAR1"
         if is_parquet:
@@ -121,6 +125,32 @@ def read_table(
         digest = hash_file(path)[1]
     ledger.record(f"{label}rows of the data set", "rows", len(rows) + len(bad), len(rows), bad)
     return DataTable(rows, digest)
+
+
+def read_data(
+    config: CurateConfig, *, ledger: CurationLedger, streaming: bool = False, **options: Any
+) -> DataTable:
+    """Read the data set of a configuration, by its settings of the hub.
+
+    Args:
+        config: names it as `dataset`.
+        ledger: gets one filter.
+        streaming: as of `read_hub`.
+        **options: of `read_table`.
+
+    Raises:
+        ConfigError: as `read_table`.
+    """
+    key = options.setdefault("key", "curate.dataset")
+    hub = partial(
+        read_hub,
+        config=config.hub_config,
+        split=config.hub_split,
+        revision=config.hub_revision,
+        key=key,
+        streaming=streaming,
+    )
+    return read_table(config.dataset, ledger=ledger, hub=hub, **options)
 
 
 def bounded_lines(file: BinaryIO, name: str) -> Iterator[bytes | BadRow]:
@@ -249,7 +279,13 @@ def _parquet_rows(path: Path) -> Iterable[Any]:
 
 
 def read_hub(
-    source: Source, *, config: str, split: str, revision: str, streaming: bool = False
+    source: Source,
+    *,
+    config: str,
+    split: str,
+    revision: str,
+    key: str = "curate.dataset",
+    streaming: bool = False,
 ) -> Iterable[Any]:
     """Return the rows of a Hugging Face data set; never runs code of the data set.
 
@@ -258,6 +294,7 @@ def read_hub(
         config: configuration name; empty for the only one.
         split: name of the split.
         revision: branch, tag or commit where the source names none; empty for the newest.
+        key: setting that names it, for messages.
         streaming: fetch rows as they are asked for; needs the network even for what is cached.
 
     Raises:
@@ -269,7 +306,7 @@ def read_hub(
         from huggingface_hub.errors import OfflineModeIsEnabled
     except ImportError as error:
         raise ConfigError(
-            f"`curate.dataset` = {source.place!r} needs the extra `planish[curate]` ({error})"
+            f"`{key}` = {source.place!r} needs the extra `planish[curate]` ({error})"
         ) from None
     revision = source.revision or revision
     offline = False
@@ -282,9 +319,7 @@ def read_hub(
         logger.info("hub offline mode dataset=%s", source.place)
         offline, streaming = True, False
     except Exception as error:
-        raise hub_fault(
-            error, key="curate.dataset", place=source.place, revision=revision
-        ) from None
+        raise hub_fault(error, key=key, place=source.place, revision=revision) from None
     try:
         rows: Iterable[Any] = datasets.load_dataset(
             source.place,
@@ -298,14 +333,12 @@ def read_hub(
     except Exception as error:
         # The library raises errors of half a dozen packages; each means that there are no rows.
         if offline:
-            raise hub_fault(
-                error, key="curate.dataset", place=source.place, revision=revision
-            ) from None
+            raise hub_fault(error, key=key, place=source.place, revision=revision) from None
         reason = redact(str(error)).strip().partition("\n")[0][:300]
         raise ConfigError(
-            f"`curate.dataset` must be a data set that the hub gives, got {source.place!r} (split "
-            f"{split!r}), {type(error).__name__}: {reason}; check `curate.hub_config` and "
-            "`curate.hub_split`, or give the path of a .jsonl or .parquet file"
+            f"`{key}` must be a data set that the hub gives, got {source.place!r} (split "
+            f"{split!r}), {type(error).__name__}: {reason}; check `hub_config` and "
+            "`hub_split`, or give the path of a .jsonl or .parquet file"
         ) from None
     return rows if first is not None else []
 

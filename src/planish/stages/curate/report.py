@@ -68,7 +68,8 @@ def curation_report(curated: Curated, source_sha256: str) -> str:
         f"Source: {code_span(source)}" + (f", sha256 `{source_sha256}`" if source_sha256 else ""),
         "",
         f"**{len(curated.train)}** training prompts, **{len(curated.evaluation)}** held out, "
-        f"**{len(curated.traced)}** worked traces.",
+        + "".join(f"**{len(own)}** in `{name}`, " for name, own in curated.sets.items())
+        + f"**{len(curated.traced)}** worked traces.",
         "",
         *(f"* {line}" for line in drop_warnings(curated.ledger)),
         "",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from planish.base.errors import ConfigError
+from planish.records.prompts import prompt_id
 from planish.stages.curate.columns import compose, read_problems
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.dedup import (
@@ -47,6 +48,8 @@ class Curated:
     """Training problems whose worked traces teach the cold start."""
     ledger: CurationLedger
     """Counts of every filter."""
+    sets: dict[str, list[Problem]] = field(default_factory=dict)
+    """Problems of each evaluation set."""
 
 
 def curate(
@@ -55,10 +58,53 @@ def curate(
     tables: Sequence[DataTable],
     ledger: CurationLedger,
     pass_rates: PassRates | None = None,
+    *,
+    sets: Mapping[str, list[Problem]] | None = None,
 ) -> Curated:
-    """Select problems, and the worked traces among them; arguments and errors as of `select`."""
-    train, evaluation = select(config, seed, tables, ledger, pass_rates)
-    return Curated(train, evaluation, _traced(config, train, ledger), ledger)
+    """Select problems, and the worked traces among them.
+
+    Args and errors are those of `select`, but for `sets`, which are by name here.
+    """
+    sets = dict(sets or {})
+    alike = [problem for problems in sets.values() for problem in problems]
+    train, evaluation = select(config, seed, tables, ledger, pass_rates, sets=alike)
+    return Curated(train, evaluation, _traced(config, train, ledger), ledger, sets)
+
+
+def set_problems(
+    config: CurateConfig, tables: Mapping[str, DataTable], ledger: CurationLedger
+) -> dict[str, list[Problem]]:
+    """Return all problems of each evaluation set, but for those that nothing can judge.
+
+    Scores are compared with published ones, so that nothing else is left out or rewritten.
+
+    Args:
+        config: names the sets.
+        tables: rows of each.
+        ledger: gets the filters of each.
+
+    Raises:
+        ConfigError: nothing is left of a set.
+    """
+    found: dict[str, list[Problem]] = {}
+    for chosen in config.evaluation_sets:
+        name, rows = chosen.name, tables[chosen.name].rows
+        read, drops = read_problems(config.of_set(chosen), rows)
+        ledger.record(f"{name}, readable problems", "rows", len(rows), len(read), drops)
+        judged, drops = remove_unverifiable(read)
+        ledger.record(f"{name}, verifiable answer", "prompts", len(read), len(judged), drops)
+        # Prompts are told apart by their ids.
+        first = {prompt_id(p.messages, p.answer): p for p in reversed(judged)}.values()
+        kept = {id(problem) for problem in first}
+        found[name] = [problem for problem in judged if id(problem) in kept]
+        drops = [drop(problem, "duplicate") for problem in judged if id(problem) not in kept]
+        ledger.record(f"{name}, equal prompts", "prompts", len(judged), len(kept), drops)
+        if not found[name]:
+            raise ConfigError(
+                f"the evaluation set {name!r} must hold a prompt with an answer that a verifier "
+                f"can judge, got none: {ledger.counts()}; check its columns and its `verifier`"
+            )
+    return found
 
 
 def select(
@@ -68,6 +114,7 @@ def select(
     ledger: CurationLedger,
     pass_rates: PassRates | None = None,
     *,
+    sets: Sequence[Problem] = (),
     most_judged: int | None = None,
 ) -> tuple[list[Problem], list[Problem]]:
     """Select (training, held-out) problems.
@@ -78,6 +125,7 @@ def select(
         tables: rows of `dataset` and of `evaluation_dataset`, as far as they are configured.
         ledger: already holds what reading the rows dropped.
         pass_rates: measures pass rates, when a reference policy is configured.
+        sets: problems of all evaluation sets; what is like them is not trained on.
         most_judged: ground truths of each table that are judged, for a first look; None for all.
 
     Raises:
@@ -98,7 +146,7 @@ def select(
             )
     # Generated problems are made of few words: only equal ones leak.
     ngram = config.contamination_ngram if tables else 0
-    train, drops = remove_contaminated(train, evaluation, ngram=ngram)
+    train, drops = remove_contaminated(train, [*evaluation, *sets], ngram=ngram)
     ledger.record("contamination", "prompts", len(train) + len(drops), len(train), drops)
     chosen = choose(evaluation, config.evaluation_size)
     names = {id(problem) for problem in chosen}

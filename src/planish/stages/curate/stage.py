@@ -1,8 +1,9 @@
-"""The curate stage: read sources, select, write training prompts, held-out prompts and traces."""
+"""The curate stage: read sources, select, write prompts to train and to measure on, and traces."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +12,14 @@ from planish.engines.config import EngineConfig
 from planish.records import layout
 from planish.records.io import finished, read_manifest, write_set
 from planish.records.prompts import PromptSet, TraceSet, prompt_id
-from planish.records.refs import parse_pin
+from planish.records.refs import Ref, parse_pin
 from planish.run.stage import Artifact, Context, Outcome, execute
-from planish.stages.curate.config import CurateConfig
+from planish.stages.curate.config import SET_KEY, CurateConfig
 from planish.stages.curate.pass_rate import measure_pass_rates, prompt_set
-from planish.stages.curate.problem import CurationLedger
-from planish.stages.curate.records import DataTable, read_hub, read_table
+from planish.stages.curate.problem import CurationLedger, Problem
+from planish.stages.curate.records import DataTable, read_data
 from planish.stages.curate.report import curation_metrics, curation_report
-from planish.stages.curate.select import curate
+from planish.stages.curate.select import curate, set_problems
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,9 @@ def make_prompts(context: Context) -> Outcome:
     """Select problems and write the three sets unless an earlier attempt has."""
     config = context.section(CurateConfig, "curate")
     ledger = CurationLedger()
-    tables = read_tables(config, ledger)
+    tables, set_tables = read_tables(config, ledger), read_set_tables(config, ledger)
     parents = dict(zip(("source", "evaluation_source"), (t.sha256 for t in tables), strict=False))
+    parents |= {f"set_{name}": table.sha256 for name, table in set_tables.items()}
     if config.pass_rate_policy:
         parents["pass_rate_policy"] = parse_pin(config.pass_rate_policy)[1]
     target = layout.prompts(context.root)
@@ -67,7 +69,12 @@ def make_prompts(context: Context) -> Outcome:
         seed=context.seed,
     )
     curated = curate(
-        config, context.seed, tables, ledger, measure if config.pass_rate_policy else None
+        config,
+        context.seed,
+        tables,
+        ledger,
+        measure if config.pass_rate_policy else None,
+        sets=set_problems(config, set_tables, ledger),
     )
     text = curation_report(curated, tables[0].sha256 if tables else "")
     store.write(report_uri, text.encode("utf-8"))
@@ -77,6 +84,8 @@ def make_prompts(context: Context) -> Outcome:
         **({"source_sha256": parents["source"]} if "source" in parents else {}),
     }
     # The training prompts come last: they mark the stage as done.
+    for name, problems in curated.sets.items():
+        write_prompts(context, name, problems, set_tables[name].sha256)
     evaluation = write_set(
         layout.evaluation_prompts(context.root),
         prompt_set(curated.evaluation),
@@ -119,15 +128,50 @@ def read_tables(config: CurateConfig, ledger: CurationLedger) -> list[DataTable]
     Raises:
         ConfigError: a data set cannot be read.
     """
-    hub = partial(
-        read_hub,
-        config=config.hub_config,
-        split=config.hub_split,
-        revision=config.hub_revision,
-    )
-    named = [("", config.dataset), ("held-out ", config.evaluation_dataset)]
+    named = [("", config), ("held-out ", config.of_held_out())]
     return [
-        read_table(dataset, skip_bad=config.skip_bad, ledger=ledger, hub=hub, label=label)
-        for label, dataset in named
-        if dataset
+        read_data(settings, skip_bad=config.skip_bad, ledger=ledger, label=label)
+        for label, settings in named
+        if settings.dataset
     ]
+
+
+def read_set_tables(config: CurateConfig, ledger: CurationLedger) -> dict[str, DataTable]:
+    """Read the evaluation sets, by name; errors as of `read_tables`."""
+    return {
+        chosen.name: read_data(
+            config.of_set(chosen),
+            skip_bad=config.skip_bad,
+            ledger=ledger,
+            key=SET_KEY,
+            label=f"{chosen.name}, ",
+        )
+        for chosen in config.evaluation_sets
+    }
+
+
+def make_sets(context: Context) -> list[Ref]:
+    """Write the prompts of the evaluation sets alone, for a run that trains on nothing."""
+    config, ledger = context.section(CurateConfig, "curate"), CurationLedger()
+    tables = read_set_tables(config, ledger)
+    return [
+        write_prompts(context, name, problems, tables[name].sha256)
+        for name, problems in set_problems(config, tables, ledger).items()
+    ]
+
+
+def write_prompts(context: Context, name: str, problems: Sequence[Problem], source: str) -> Ref:
+    """Write the prompts of one evaluation set.
+
+    Args:
+        context: of the task.
+        name: of the set.
+        problems: all of it.
+        source: sha256 of its data set.
+    """
+    return write_set(
+        layout.evaluation_prompts(context.root, name),
+        prompt_set(problems),
+        parents={"source": source},
+        attributes={"config_sha256": context.config_sha256},
+    )

@@ -12,13 +12,13 @@ from planish.base.config import parse_section
 from planish.base.errors import PlanishError, exit_code
 from planish.run.stage import Context, Outcome, execute, is_stopped, load_run
 from planish.stages.evaluate.config import EvaluateConfig
-from planish.stages.evaluate.stage import measure
+from planish.stages.evaluate.stage import measure, metric_name
 
 logger = logging.getLogger(__name__)
 
 
 def run(root: str, config_sha256: str, number: int, offset: int, policy_pin: str) -> None:
-    """Measure the policy before an iteration on the held-out prompts, if its turn has come.
+    """Measure the policy before an iteration on all sets of prompts, if its turn has come.
 
     Args:
         root: URI of the run.
@@ -41,9 +41,12 @@ def run(root: str, config_sha256: str, number: int, offset: int, policy_pin: str
 
     def work(context: Context) -> Outcome:
         measured = measure(context, [policy_pin])
-        facts = measured.refs[0].attributes
-        metrics = {name: float(value) for name, value in facts.items()} | measured.of_best()
-        return Outcome(metrics=metrics, already_done=measured.already_done)
+        metrics = {
+            metric_name(name, score): float(value)
+            for name, (scored,) in measured.scores.items()
+            for score, value in scored.ref.attributes.items()
+        }
+        return Outcome(metrics=metrics | measured.of_best(), already_done=measured.already_done)
 
     execute(
         "evaluate",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from planish.base.errors import ObjectMissing, RecordError
 from planish.records import layout
@@ -25,8 +28,14 @@ from planish.run.stage import Artifact, Context, Outcome, execute
 from planish.stages.evaluate.config import EvaluateConfig
 from planish.stages.evaluate.score import Judged, rise_error, rows_by_source, scalars
 
+if TYPE_CHECKING:
+    from planish.engines.base import BaseEngine
+    from planish.models.tokens import Tokenizer
+
 logger = logging.getLogger(__name__)
 
+HELD_OUT = ""
+"""In place of the name of an evaluation set: the held-out prompts."""
 MARKS = "marks"
 """Attribute of a report: `Judged.marks` of its sampled rollouts."""
 CONDITIONS = {
@@ -46,7 +55,7 @@ def run(
     evaluation: Artifact,
     metrics: Artifact,
 ) -> None:
-    """Measure the policies before and after a run on the held-out prompts.
+    """Measure the policies before and after a run on held-out prompts and evaluation sets.
 
     Args:
         root: URI of the run.
@@ -69,10 +78,8 @@ def run(
 class Measured:
     """What an evaluation of several policies found."""
 
-    refs: list[Ref]
-    """One of each report, in the order of the policies."""
-    reports: list[EvalReport]
-    """The reports themselves."""
+    scores: dict[str, list[Scored]]
+    """Of each set of prompts by name, those held out first; in the order of the policies."""
     best: BestPolicy | None
     """Of all policies of the run so far; None where only one of another root was measured."""
     already_done: bool
@@ -89,31 +96,57 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class _Task:
+class Scored:
     """One policy on one set of prompts."""
 
+    name: str
+    """Of the set; empty for the held-out prompts."""
+    ref: Ref
+    """Of the report."""
+    report: EvalReport
+    """The report itself."""
+    is_new: bool
+    """It had to be computed."""
+
+
+@dataclass(frozen=True)
+class _Task:
     context: Context
     config: EvaluateConfig
-    pin: str
+    name: str
     version: int
     folder: str
     prompts: PromptSet
     parents: dict[str, str]
+    opened: Callable[[], tuple[BaseEngine, Tokenizer]]
 
 
 def evaluate(context: Context, baseline_pin: str, policy_pin: str) -> Outcome:
     """Evaluate both policies unless an earlier attempt has."""
     measured = measure(context, (baseline_pin, policy_pin))
-    scores = compare(measured.reports[0], measured.reports[-1])
+    scores: Scalars = {}
+    for name, own in measured.scores.items():
+        compared = compare(own[0].report, own[-1].report)
+        scores |= {metric_name(name, key): value for key, value in compared.items()}
     return Outcome(
-        refs={"evaluation": measured.refs[-1]},
+        refs={"evaluation": measured.scores[HELD_OUT][-1].ref},
         metrics=scores | measured.of_best(),
         already_done=measured.already_done,
     )
 
 
+def metric_name(name: str, score: str) -> str:
+    """Return what a score of a set is called among the metrics of the stage.
+
+    Example:
+        >>> metric_name("math-500", "accuracy_after"), metric_name("", "accuracy_after")
+        ('math_500_accuracy_after', 'accuracy_after')
+    """
+    return f"{re.sub('[^a-z0-9]', '_', name)}_{score}" if name else score
+
+
 def measure(context: Context, pins: Iterable[str]) -> Measured:
-    """Evaluate policies unless an earlier attempt has, and pin the best of the run.
+    """Evaluate policies on all sets unless an earlier attempt has, and pin the best of the run.
 
     Args:
         context: of the task.
@@ -122,35 +155,55 @@ def measure(context: Context, pins: Iterable[str]) -> Measured:
     Raises:
         RecordError: there is no held-out prompt.
     """
+    sets = context.config.get("curate", {}).get("evaluation_sets", ())
+    names = [HELD_OUT, *(chosen["name"] for chosen in sets)]
+    scores: dict[str, list[Scored]] = {name: [] for name in names}
+    for pin in dict.fromkeys(pins):
+        for scored in measure_policy(context, pin, names):
+            scores[scored.name].append(scored)
+    best = pin_best(context.root, scores[HELD_OUT][-1].report)
+    is_new = any(scored.is_new for own in scores.values() for scored in own)
+    return Measured(scores, best, already_done=not is_new)
+
+
+def measure_policy(context: Context, pin: str, names: Iterable[str]) -> Iterator[Scored]:
+    """Evaluate a policy on one set after the other; one engine serves all that are not done.
+
+    Args:
+        context: of the task.
+        pin: of the policy.
+        names: of the sets, whose prompts `curate` has written; empty for the held-out prompts.
+
+    Raises:
+        RecordError: a set has no prompt.
+    """
     config = context.section(EvaluateConfig, "evaluate")
-    place = layout.evaluation_prompts(context.root)
-    digest = read_manifest(place).sha256
+    uri, sha256 = parse_pin(pin)
+    version = int(read_manifest(uri, sha256=sha256).attributes["policy_version"])
+    # A policy of another root would share a folder with an own one of the same version.
+    is_own = uri == layout.policy(context.root, version)
+    with ExitStack() as stack:
+        opened = cache(lambda: stack.enter_context(_open(context, config, pin)))
+        for name in names:
+            place = layout.evaluation_prompts(context.root, name)
+            digest = read_manifest(place).sha256
+            folder = layout.evaluation(context.root, version if is_own else 0, name)
+            prompts = _prompts(place, digest, config.max_prompts)
+            parents = {"policy": sha256, "prompts": digest}
+            yield _evaluate(_Task(context, config, name, version, folder, prompts, parents, opened))
+
+
+def _prompts(place: str, digest: str, most: int) -> PromptSet:
     prompts = read_set(PromptSet, place, sha256=digest)
     if not prompts.num_rows:
         raise RecordError(
             f"an evaluation needs at least one prompt, got none at `{place}`; give `curate` a "
             "larger evaluation share"
         )
-    if config.max_prompts:
+    if most:
         order = sorted(range(prompts.num_rows), key=lambda row: prompts.prompt_id[row])
-        prompts = prompts.take(sorted(order[: config.max_prompts]))
-    reports: list[EvalReport] = []
-    refs: list[Ref] = []
-    fresh = False
-    for pin in dict.fromkeys(pins):
-        uri, sha256 = parse_pin(pin)
-        version = int(read_manifest(uri, sha256=sha256).attributes["policy_version"])
-        # A policy of another root would share a folder with an own one of the same version.
-        is_own = uri == layout.policy(context.root, version)
-        folder = layout.evaluation(context.root, version if is_own else 0)
-        parents = {"policy": sha256, "prompts": digest}
-        task = _Task(context, config, pin, version, folder, prompts, parents)
-        ref, report, is_new = _evaluate(task)
-        fresh = fresh or is_new
-        refs.append(ref)
-        reports.append(report)
-    best = pin_best(context.root, reports[-1])
-    return Measured(refs, reports, best, already_done=not fresh)
+        prompts = prompts.take(sorted(order[:most]))
+    return prompts
 
 
 def compare(before: EvalReport, after: EvalReport) -> Scalars:
@@ -175,8 +228,7 @@ def compare(before: EvalReport, after: EvalReport) -> Scalars:
     return scores
 
 
-def _evaluate(task: _Task) -> tuple[Ref, EvalReport, bool]:
-    """Return the Ref and the report of one policy, and whether it had to be computed."""
+def _evaluate(task: _Task) -> Scored:
     uri = f"{task.folder}/report.json"
     attributes = {
         "conditions": task.config.model_dump(include=CONDITIONS),
@@ -198,14 +250,15 @@ def _evaluate(task: _Task) -> tuple[Ref, EvalReport, bool]:
     facts |= {k: report.scalars[k] for k in ("accuracy", "greedy") if k in report.scalars}
     ref = Ref(EvalReport.SCHEMA, uri, digest, facts)
     logger.info(
-        "evaluated policy_version=%d accuracy=%.4f greedy=%.4f prompts=%d already_done=%s",
+        "evaluated policy_version=%d set=%s accuracy=%.4f greedy=%.4f prompts=%d already_done=%s",
         task.version,
+        task.name or "held-out",
         report.scalars["accuracy"],
         report.scalars.get("greedy", float("nan")),
         report.scalars["num_prompts"],
         not is_new,
     )
-    return ref, report, is_new
+    return Scored(task.name, ref, report, is_new)
 
 
 def _score(task: _Task, attributes: dict[str, object]) -> EvalReport:
@@ -247,44 +300,55 @@ def _rollouts(task: _Task, counts: dict[str, int]) -> dict[str, RolloutSet]:
     missing = {name: n for name, n in counts.items() if name not in sets}
     if not missing:
         return sets
+    from planish.engines.measure import generate_rollouts
+    from planish.engines.requests import Sampling
+
+    config = task.config
+    engine, tokenizer = task.opened()
+    for name, num_samples in missing.items():
+        is_greedy = name == GREEDY
+        sampling = Sampling(
+            max_new_tokens=config.max_response_tokens,
+            temperature=0.0 if is_greedy else config.temperature,
+            top_p=1.0 if is_greedy else config.top_p,
+        )
+        sets[name] = generate_rollouts(
+            engine,
+            tokenizer,
+            task.prompts,
+            num_samples=num_samples,
+            sampling=sampling,
+            run_seed=task.context.seed,
+        )
+        facts = {
+            "config_sha256": digest,
+            "policy_version": task.version,
+            "seed": task.context.seed,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
+        write_set(f"{task.folder}/{name}", sets[name], parents=task.parents, attributes=facts)
+    return sets
+
+
+@contextmanager
+def _open(
+    context: Context, config: EvaluateConfig, pin: str
+) -> Iterator[tuple[BaseEngine, Tokenizer]]:
+    """Start the engine that serves a policy, and load its tokenizer."""
     import torch
 
     from planish.base.parallel import pick_device
     from planish.engines import open_engine
     from planish.engines.config import EngineConfig
-    from planish.engines.measure import generate_rollouts
-    from planish.engines.requests import ModelRef, Sampling
+    from planish.engines.requests import ModelRef
     from planish.models.tokens import load_tokenizer
 
-    config = task.config
     torch.set_num_threads(config.num_threads)
     device = str(pick_device(config.device))
-    policy_uri, sha256 = parse_pin(task.pin)
-    tokenizer = load_tokenizer(fetch_files(policy_uri, sha256=sha256, schema="policy/1"))
-    settings = task.context.section(EngineConfig, "engine")
+    uri, sha256 = parse_pin(pin)
+    tokenizer = load_tokenizer(fetch_files(uri, sha256=sha256, schema="policy/1"))
+    settings = context.section(EngineConfig, "engine")
     options = {"max_rows": config.max_rows, "device": device}
-    with open_engine(settings, ModelRef(pin=task.pin), **options) as engine:
-        for name, num_samples in missing.items():
-            is_greedy = name == GREEDY
-            sampling = Sampling(
-                max_new_tokens=config.max_response_tokens,
-                temperature=0.0 if is_greedy else config.temperature,
-                top_p=1.0 if is_greedy else config.top_p,
-            )
-            sets[name] = generate_rollouts(
-                engine,
-                tokenizer,
-                task.prompts,
-                num_samples=num_samples,
-                sampling=sampling,
-                run_seed=task.context.seed,
-            )
-            facts = {
-                "config_sha256": digest,
-                "policy_version": task.version,
-                "seed": task.context.seed,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-            }
-            write_set(f"{task.folder}/{name}", sets[name], parents=task.parents, attributes=facts)
-    return sets
+    with open_engine(settings, ModelRef(pin=pin), **options) as engine:
+        yield engine, tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 from planish import store
 from planish.base.errors import ConfigError, PlanishError
 from planish.base.text import code_span
-from planish.records import EvalReport, read_report
+from planish.records import EvalReport, layout, read_report
 from planish.records.manifest import Manifest
 from planish.store.sources import open_folder, parse_source
 
@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 """Name of the card in the exported folder."""
-_EVALUATION = re.compile(r"/evals/(\d{1,9})/report\.json")
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 _LICENCE_LINE = re.compile(r"\A---\n(?:.*\n)*?license:[ \t]*['\"]?([A-Za-z0-9.-]+)")
 _HEAD_BYTES = 1 << 16
@@ -109,7 +108,7 @@ def model_card(
     for name, value in facts.items():
         cell = code_span(value).replace("|", r"\|")
         lines.append(f"| {name} | {cell} |")
-    return "\n".join([*lines, "", *accuracy_table(root, version), ""])
+    return "\n".join([*lines, "", *accuracy_table(root, version)])
 
 
 def _public_name(address: str, key: str) -> tuple[str, bool]:
@@ -129,12 +128,16 @@ def accuracy_table(root: str, exported: int) -> list[str]:
         root: URI of the run.
         exported: version of the policy whose row is marked.
     """
-    reports: dict[int, EvalReport] = {}
+    sets: dict[str, dict[int, EvalReport]] = {}
     for uri in store.list_uris(f"{root}/evals/"):
-        if match := _EVALUATION.fullmatch(uri.removeprefix(root)):
-            reports[int(match[1])] = read_report(EvalReport, uri)
-    if not reports:
-        return ["No policy of the run has been evaluated."]
+        if place := layout.parse_evaluation(root, uri):
+            sets.setdefault(place[0], {})[place[1]] = read_report(EvalReport, uri)
+    if not sets:
+        return ["No policy of the run has been evaluated.", ""]
+    return [line for name, own in sorted(sets.items()) for line in _set_table(name, own, exported)]
+
+
+def _set_table(name: str, reports: Mapping[int, EvalReport], exported: int) -> list[str]:
     newest = reports[max(reports)]
     conditions = newest.attributes.get("conditions", {})
     told = {
@@ -143,14 +146,14 @@ def accuracy_table(root: str, exported: int) -> list[str]:
         "at most tokens": conditions.get("max_response_tokens"),
     }
     samples = newest.scalars.get("num_samples", 1.0)
-    scores = [name for name in ("greedy",) if name in newest.scalars]
-    passes = [name for name in newest.scalars if re.fullmatch(r"pass@[1-9]\d*", name)]
-    scores += sorted(passes, key=lambda name: int(name[5:]))[1:]
+    scores = [score for score in ("greedy",) if score in newest.scalars]
+    passes = [score for score in newest.scalars if re.fullmatch(r"pass@[1-9]\d*", score)]
+    scores += sorted(passes, key=lambda score: int(score[5:]))[1:]
     lines = [
-        "## Accuracy on held-out prompts",
+        f"## Accuracy on {name or 'held-out prompts'}",
         "",
         f"{newest.scalars.get('num_prompts', 0):.0f} prompts, {samples:.0f} samples each"
-        + "".join(f", {name} {value}" for name, value in told.items() if value is not None)
+        + "".join(f", {what} {value}" for what, value in told.items() if value is not None)
         + ". The error is one standard error of sampling, prompts held fixed.",
         "",
         "| " + " | ".join(["policy", f"avg@{samples:.0f}", *scores]) + " |",
@@ -162,6 +165,6 @@ def accuracy_table(root: str, exported: int) -> list[str]:
         spread = f" +- {100 * error:.1f}" if error is not None else ""
         cells = [f"{100 * scalars['accuracy']:.1f} %{spread}"]
         cells += [f"{100 * scalars[n]:.1f} %" if n in scalars else "" for n in scores]
-        name = f"**{version}, this one**" if version == exported else str(version)
-        lines.append("| " + " | ".join([name, *cells]) + " |")
-    return lines
+        label = f"**{version}, this one**" if version == exported else str(version)
+        lines.append("| " + " | ".join([label, *cells]) + " |")
+    return [*lines, ""]

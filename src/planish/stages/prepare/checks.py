@@ -210,12 +210,16 @@ def check_run(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[
             f"shards, got {num_shards}; compile it with fewer shards, each fills a part of the "
             "batch"
         )
-    verifier = config.get("curate", {}).get("verifier", "auto")
-    if verifier != "auto":
+    data = config.get("curate", {})
+    named = {"curate.verifier": data.get("verifier", "auto")}
+    for place, chosen in enumerate(data.get("evaluation_sets", ())):
+        named[f"curate.evaluation_sets.{place}.verifier"] = chosen["verifier"]
+    for key, verifier in named.items():
         try:
-            check_verifier(verifier)
+            if verifier != "auto":
+                check_verifier(verifier)
         except ConfigError as error:
-            faults.append(f"`curate.verifier`: {error}")
+            faults.append(f"`{key}`: {error}")
     model = config.get("model", {})
     limit = model.get("max_model_tokens")
     if limit is None or model.get("path"):

@@ -105,7 +105,8 @@ def toml_text(config: Mapping[str, Mapping[str, Any]]) -> str:
         lines = [f"[{section}]"]
         for key, value in table.items():
             # A JSON text is a TOML text but for the one control character that JSON lets stand.
-            text = json.dumps("none" if value is None else value, ensure_ascii=False)
+            shown = "none" if value is None else value
+            text = json.dumps(shown, ensure_ascii=False, separators=(", ", " = "))
             lines.append(f"{key} = {text}".replace("\x7f", "\\u007f"))
         parts.append("\n".join(lines))
     return "\n\n".join(parts)

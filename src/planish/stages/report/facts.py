@@ -93,7 +93,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of one policy version on the held-out prompts."""
+    """Scores of one policy version on one set of prompts."""
 
     version: int
     """Policy version."""
@@ -207,7 +207,9 @@ class ReportFacts:
     updates: dict[int, dict[str, float]] = field(default_factory=dict)
     """Iteration to the scalars of its update."""
     evaluations: list[Evaluation] = field(default_factory=list)
-    """By policy version."""
+    """On the held-out prompts, by policy version."""
+    sets: dict[str, list[Evaluation]] = field(default_factory=dict)
+    """On each evaluation set, by policy version."""
     best: BestPolicy | None = None
     """The best policy so far; None where none of this run was evaluated."""
     policies: list[Saved] = field(default_factory=list)

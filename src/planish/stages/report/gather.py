@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 _ITERATION = re.compile(r"/iterations/(\d{1,9})/")
-_VERSION = re.compile(r"/(?P<version>\d{1,9})/(?P<name>[^/]+)\.json$")
 _UNPRINTABLE = re.compile(r"[^a-zA-Z0-9_ -]")
 _STATES = {"running", "done", "failed"}
 OWN_STAGE = "report"
@@ -97,7 +96,8 @@ def gather(root: str, state: str = "", *, curves_only: bool = False) -> ReportFa
     facts.run = run if isinstance(run, dict) else {}
     facts.tasks = _tasks(reader)
     _read_updates(reader, facts)
-    facts.evaluations = _evaluations(reader)
+    facts.sets = _evaluations(reader)
+    facts.evaluations = facts.sets.pop("", [])
     if facts.evaluations and store.exists(layout.best_policy(reader.root)):
         facts.best = reader.attempt("the best policy", partial(read_best, reader.root), None)
     if not curves_only:
@@ -207,22 +207,25 @@ def _read_updates(reader: Reader, facts: ReportFacts) -> None:
         reader.missing.append("updates: no iteration has trained")
 
 
-def _evaluations(reader: Reader) -> list[Evaluation]:
-    evaluations = []
+def _evaluations(reader: Reader) -> dict[str, list[Evaluation]]:
+    """Read the evaluations of each set of prompts, by version; those held out have no name."""
+    evaluations: dict[str, list[Evaluation]] = {}
     for uri in reader.list(f"{reader.root}/evals", "the evaluations"):
-        match = _VERSION.search(uri)
-        if match is None or match["name"] == "manifest":
+        place = layout.parse_evaluation(reader.root, uri)
+        if place is None:
             continue
-        version = int(match["version"])
-        report = reader.attempt(
-            f"evaluation of policy {version}", partial(read_report, EvalReport, uri), None
-        )
+        name, version = place
+        what = f"evaluation of policy {version}" + (f" on {name}" if name else "")
+        report = reader.attempt(what, partial(read_report, EvalReport, uri), None)
         if report is not None:
             sources = {one_line(k): scalars(v) for k, v in report.sources.items()}
-            evaluations.append(Evaluation(version, scalars(report.scalars), sources))
+            found = Evaluation(version, scalars(report.scalars), sources)
+            evaluations.setdefault(one_line(name, limit=80), []).append(found)
     if not evaluations:
         reader.missing.append("evaluation: no policy has been evaluated")
-    return sorted(evaluations, key=lambda evaluation: evaluation.version)
+    for own in evaluations.values():
+        own.sort(key=lambda evaluation: evaluation.version)
+    return evaluations
 
 
 def _saved(reader: Reader, kind: str, example: str) -> list[Saved]:

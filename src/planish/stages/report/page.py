@@ -163,7 +163,10 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> P
         recovery=[chart] if (chart := recovery(facts)) else [],
         happenings=[(_utc(one.begin_seconds), one.text) for one in facts.happenings[:MAX_LISTED]],
         charts=all_charts(facts),
-        scores=tables.score_tables(facts.evaluations, facts.best),
+        scores=[
+            *tables.score_tables(facts.evaluations, facts.best),
+            *(t for name, own in facts.sets.items() for t in tables.score_tables(own, name=name)),
+        ],
         evaluation_lead=_evaluation_lead(facts),
         alerts=_alerts(facts),
         avoided=[

@@ -137,6 +137,10 @@ def as_summary(facts: ReportFacts) -> dict[str, Any]:
         "accuracy_after_standard_error": after.error if after else None,
         "greedy_before": before.greedy if before else None,
         "greedy_after": after.greedy if after else None,
+        "evaluation_sets": {
+            name: {"accuracy_before": own[0].accuracy, "accuracy_after": own[-1].accuracy}
+            for name, own in facts.sets.items()
+        },
         "iterations": len(facts.updates),
         "mismatch_k3_max": max(divergences, default=None),
         "seconds": facts.seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.records.reports import BestPolicy
@@ -130,11 +130,16 @@ def label_of(name: str, scalars: Mapping[str, float]) -> str:
 
 
 def score_tables(
-    evaluations: Sequence[Evaluation], best: BestPolicy | None = None
+    evaluations: Sequence[Evaluation], best: BestPolicy | None = None, *, name: str = ""
 ) -> list[ScoreTable]:
     """Return the table over all prompts and the table per source; none without evaluations.
 
     Of many evaluations the first, the best and the newest have a column.
+
+    Args:
+        evaluations: on one set of prompts, by version.
+        best: the best policy on the held-out prompts.
+        name: of the evaluation set; empty for the held-out prompts.
     """
     if not evaluations:
         return []
@@ -157,7 +162,9 @@ def score_tables(
     tail = ["change"] if has_change else []
     tables = [_overall(evaluations, ["score", *heads, *tail], has_change)]
     tables += _per_source(evaluations, ["source", *heads, *tail], has_change)
-    return tables
+    titles = (name, f"{name}, mean accuracy per source")
+    own = [replace(t, title=title) for t, title in zip(tables, titles, strict=False)]
+    return own if name else tables
 
 
 def _overall(evaluations: Sequence[Evaluation], columns: list[str], has_change: bool) -> ScoreTable:
