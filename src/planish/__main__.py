@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     from planish.checkpoint.cli import command as checkpoint_cli
     from planish.engines.planner import cli as rollout_cli
     from planish.minder.cli import command as minder_cli
+    from planish.show import evaluate as evaluate_cli
     from planish.stages.export import publish as export_cli
     from planish.stages.prepare import command as prepare_cli
     from planish.submit import command as submit_cli
@@ -76,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     )
     submit_cli.add_commands(commands)
     export_cli.add_commands(commands)
+    evaluate_cli.add_commands(commands)
     commands.add_parser("doctor", help="say which extras, devices and servers are present")
     prepare_cli.add_commands(commands)
     checkpoint = commands.add_parser(
@@ -174,6 +176,7 @@ IN_PIECES: dict[str, str] = {
     "checkpoint": "planish.checkpoint.cli.command",
     "compare": "planish.show.compare",
     "config": "planish.stages.prepare.command",
+    "evaluate": "planish.show.evaluate",
     "export": "planish.stages.export.publish",
     "plan": "planish.stages.prepare.command",
     "rollout": "planish.engines.planner.cli",

@@ -30,9 +30,11 @@ EDGES = {
     ("stages.monitor_check", "minder"),
     ("show", "stages.report"),
     ("submit", "stages.prepare"),
+    *(("show", f"stages.{stage}") for stage in ("prepare", "curate", "sft", "evaluate")),
     ("pipelines", "components"),
 }
-"""Allowed inside one layer; stages never import each other, and the monitor is no stage."""
+"""Allowed inside one layer; stages never import each other, and the monitor is no stage. An
+evaluation without a run calls the functions of its stages."""
 
 ROOMS = {
     "checkpoint": {

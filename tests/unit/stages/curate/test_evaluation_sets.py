@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from planish.base.config import resolve_config
+from planish.base.config import parse_toml, resolve_config
 from planish.base.errors import ConfigError
 from planish.base.inspection import Inspection
 from planish.records import layout
@@ -21,6 +21,7 @@ from planish.stages.curate.inspect import inspect_data
 from planish.stages.curate.problem import CurationLedger
 from planish.stages.curate.select import set_problems
 from planish.stages.curate.stage import make_prompts, read_set_tables
+from planish.stages.prepare.command import toml_text
 from planish.verifiers import verify
 
 PUBLISHED = {
@@ -176,6 +177,9 @@ def test_a_run_without_sets_keeps_its_digest_and_one_with_them_holds_what_names_
         "evaluation_sets"
     ]
     assert {"name": "gsm8k", **KNOWN_SETS["gsm8k"]}.items() <= table.items()
+    # What `planish config show` prints is TOML that says the same.
+    resolved = resolve_config({"curate": {"evaluation_sets": ["math-500", "mine.jsonl"]}})
+    assert resolve_config(parse_toml(toml_text(resolved), name="shown")) == resolved
 
 
 SUMS = [{"prompt": f"{a} + {b} =", "answer": a + b} for a in range(4) for b in range(9)]
