@@ -158,7 +158,9 @@ def evaluation(root: str, version: int, name: str = "") -> str:
     return f"{root}/evals/{name}/{version:05d}" if name else f"{root}/evals/{version:05d}"
 
 
-_EVALUATION = re.compile(r"/evals/(?:([a-z][^/]*)/)?(\d{1,9})/report\.json")
+REPORT = "report.json"
+"""What an evaluation writes last, in its folder."""
+_EVALUATION = re.compile(rf"/evals/(?:([a-z][^/]*)/)?(\d{{1,9}})/{re.escape(REPORT)}")
 
 
 def parse_evaluation(root: str, uri: str) -> tuple[str, int] | None:

@@ -229,7 +229,7 @@ def compare(before: EvalReport, after: EvalReport) -> Scalars:
 
 
 def _evaluate(task: _Task) -> Scored:
-    uri = f"{task.folder}/report.json"
+    uri = f"{task.folder}/{layout.REPORT}"
     attributes = {
         "conditions": task.config.model_dump(include=CONDITIONS),
         "config_sha256": task.context.config_sha256,

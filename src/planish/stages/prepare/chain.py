@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,21 +60,17 @@ def read_link(root: str, index: int) -> Link | None:
 
 def is_complete(root: str, link: Link) -> bool:
     """Tell whether the last iteration of a run is finished: its policy is exported."""
-    return _is_written(layout.policy(root, link.last))
-
-
-def is_evaluated(root: str, version: int) -> bool:
-    """Tell whether the policy of a version has its evaluation."""
-    return _is_written(layout.evaluation(root, version))
-
-
-def _is_written(uri: str) -> bool:
-    """Tell whether a record set is finished: its manifest comes last."""
     try:
-        read_manifest(uri)
+        read_manifest(layout.policy(root, link.last))
     except ObjectMissing:
         return False
     return True
+
+
+def is_evaluated(root: str, version: int, names: Iterable[str]) -> bool:
+    """Tell whether the policy of a version has its evaluations, by the names of their sets."""
+    folders = (layout.evaluation(root, version, name) for name in names)
+    return all(store.exists(f"{folder}/{layout.REPORT}") for folder in folders)
 
 
 def count_links(root: str) -> int:

@@ -308,7 +308,11 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         warnings=[*findings.warnings, *found.warnings, *device_warnings(config, requests)],
         away_from=away_from,
         retries=findings.retries,
-        is_evaluated=is_evaluated(root, link.last),
+        is_evaluated=is_evaluated(
+            root,
+            link.last,
+            ("", *(one["name"] for one in config["curate"].get("evaluation_sets", ()))),
+        ),
         is_followed=link.index + 1 < chain.runs,
     )
     return outcome_of(plan, lock.generation)
