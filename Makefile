@@ -61,11 +61,10 @@ else
 DEMO_PYTHON := $(ENGINES)/bin/python
 demo: $(ENGINES)/.installed
 endif
-DEMO_OVERRIDES := $(strip $(if $(filter-out transformers,$(ENGINE)),engine.name=$(ENGINE)) \
-	$(if $(filter-out fsdp2,$(TRAINER)),train.trainer=$(TRAINER)))
 demo:  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, ENGINE, TRAINER, DATASET, MODEL, ROOT)
-	@$(DEMO_PYTHON) -m pipelines.demo --seed '$(SEED)' --preset '$(PRESET)' --dataset '$(DATASET)' --model '$(MODEL)' --root '$(ROOT)' \
-		$(if $(DEMO_OVERRIDES),--overrides '$(DEMO_OVERRIDES)') $(ARGS)
+	@$(DEMO_PYTHON) -m planish run --seed '$(SEED)' --preset '$(PRESET)' --dataset '$(DATASET)' --model '$(MODEL)' --root '$(ROOT)' \
+		$(if $(filter-out transformers,$(ENGINE)),--engine '$(ENGINE)') \
+		$(if $(filter-out fsdp2,$(TRAINER)),--trainer '$(TRAINER)') $(ARGS)
 
 # What `test` needs is set up side by side: MinIO is compiled while Python packages are installed.
 test:  ## the quick and sure tests: seven minutes on two cores, eleven with the set-up of a fresh checkout

@@ -9,6 +9,8 @@ RUN python -m venv /opt/planish
 # Only what the package needs, so that a change of a test does not build the image again.
 COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md /build/
 COPY src /build/src
+COPY components /build/components
+COPY pipelines /build/pipelines
 RUN /opt/planish/bin/python -m pip install --no-cache-dir --disable-pip-version-check --use-pep517 \
       --constraint /build/constraints.txt "/build[megatron,pipelines]"
 

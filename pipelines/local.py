@@ -28,13 +28,11 @@ from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.records import layout
 from planish.run.chain import with_settings
 from planish.run.lock import acquire, current_holder
-from planish.run.signals import Terminated, end_descendants, on_signal
+from planish.run.signals import RUN_STOP_SECONDS, Terminated, end_descendants, on_signal
 from planish.run.stage import LOCAL_RUN
 from planish.store import normal_pin, normal_uri
 from planish.store.documents import read_json
-
-STOP_SECONDS = 25.0
-"""A task that was asked to end gets so long, its stage and what clears up after it together."""
+from planish.submit.local.command import run_parameters
 
 
 @contextlib.contextmanager
@@ -71,7 +69,7 @@ def run_here(pipeline: Callable[..., Any], parameters: Mapping[str, Any]) -> Non
 
     def stop(number: int) -> None:
         # kfp would go on with the tasks that wait, and with the exit task: nothing returns to it.
-        end_descendants(STOP_SECONDS)
+        end_descendants(RUN_STOP_SECONDS)
         shutil.rmtree(artifacts, ignore_errors=True)
         stopped = Terminated(number, 128 + number)
         sys.stderr.write(f"{stopped}; the same command resumes\n")
@@ -128,30 +126,6 @@ def failed_code(root: str, since: float) -> int:
     except PlanishError as error:
         return exit_code(error)
     return min(ended, default=(0.0, EXIT_FAILED))[1]
-
-
-def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = True) -> None:
-    """Add the run parameters of `post_train` that mean something on one machine."""
-    parser.add_argument(
-        "--root", required=root_required, help="folder of the run: a path or s3://..."
-    )
-    parser.add_argument("--preset", default="dapo-tiny")
-    parser.add_argument("--config", default="", help="TOML file laid over the preset")
-    parser.add_argument("--overrides", default="", help="section.key=value, separated by spaces")
-    parser.add_argument("--skip-bad", action="store_true", help="drop malformed lines of the data")
-    parser.add_argument("--model", default="", help="folder, hub id, s3://, https://; empty: none")
-    parser.add_argument("--dataset", default="", help="file, hub id, s3://, https://; empty: tasks")
-    parser.add_argument("--dataset-map", default="", help="columns: prompt=question,answer=label")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume-from", default="", help="root or pin of an earlier run")
-    parser.add_argument("--chain-index", type=int, default=0)
-    parser.add_argument("--allow-config-change", action="store_true")
-    parser.add_argument("--profile", default="cpu-tiny", help="name of a compiled profile")
-    parser.add_argument("--iterations", type=int, default=None)
-    parser.add_argument("--shards", type=int, default=None)
-    parser.add_argument(
-        "--compact", action="store_true", help="reward, train and checkpoint as one task"
-    )
 
 
 def run_local(
@@ -215,9 +189,10 @@ def run_local(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from the command line; 0 when every task succeeded."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    run_parameters(parser)
+    run_parameters(parser, root_required=True)
     monitor_options(parser, on_cluster=False)
     arguments = vars(parser.parse_args(argv))
+    arguments["overrides"] = " ".join(arguments["overrides"])
     return exit_status(run_local, arguments)
 
 

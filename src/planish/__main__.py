@@ -1,6 +1,6 @@
 """The command line `planish`: start runs, follow them, keep checkpoints, find faulty machines.
 
-Stages have their own (`python -m planish.run STAGE`), the pipeline has `python -m pipelines.demo`.
+Stages have their own (`python -m planish.run STAGE`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ def parser() -> argparse.ArgumentParser:
     from planish.stages.export import publish as export_cli
     from planish.stages.prepare import command as prepare_cli
     from planish.submit import command as submit_cli
+    from planish.submit.local import command as local_cli
 
     top = argparse.ArgumentParser(prog="planish", description=__doc__.splitlines()[0])
     top.add_argument("--version", action="version", version=f"planish {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    local_cli.add_commands(commands)
     show = commands.add_parser("show", help="print a record set, policy, report or run root")
     show.add_argument("uri", help="file:// or s3:// URI, pinned URI, or local path")
     show.add_argument(
@@ -124,7 +126,8 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
 
     top = parser()
     options, unknown = top.parse_known_args(arguments)
-    if unknown and "overrides" in options and not any(word.startswith("-") for word in unknown):
+    has_list = options.command in ("config", "plan")
+    if unknown and has_list and not any(word.startswith("-") for word in unknown):
         # argparse takes what follows an option for no part of a list that began before it.
         options.overrides += unknown
     elif unknown:
@@ -143,6 +146,10 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
             from planish.show.doctor import doctor
 
             return doctor(console)
+        if options.command == "run":
+            from planish.submit.local.command import run
+
+            return run(options)
         if options.command == "verifier":
             from planish.show.verifier import check
 
@@ -180,6 +187,7 @@ IN_PIECES: dict[str, str] = {
     "export": "planish.stages.export.publish",
     "plan": "planish.stages.prepare.command",
     "rollout": "planish.engines.planner.cli",
+    "sweep": "planish.submit.local.sweep",
     **dict.fromkeys(
         ("submit", "schedule", "upload", "status", "logs", "stop", "avoid", "cleanup"),
         "planish.submit.command",

@@ -80,7 +80,7 @@ def test_what_an_image_is_built_from_is_in_the_context_of_the_build(name):
     copied = [
         word for line in re.findall(r"^COPY (?!--)(.*) ", text, re.M) for word in line.split()
     ]
-    assert {"pyproject.toml", "src"} < set(copied)
+    assert {"pyproject.toml", "src", "components", "pipelines"} < set(copied)
     for place in copied:
         assert (REPOSITORY / place).exists()
         assert any(fnmatch(place, pattern) for pattern in patterns), place

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import email
 import importlib.metadata
+import json
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -49,12 +51,16 @@ def test_the_wheel_holds_one_top_level_name(wheel):
     }
 
 
-def test_the_wheel_holds_every_tracked_file_of_the_package_and_no_other(wheel):
+def test_the_wheel_holds_every_tracked_file_of_package_and_pipelines_and_no_other(wheel):
+    folders = ["src/planish", "components", "pipelines"]
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "src/planish"],
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders],
         cwd=REPOSITORY, check=True, capture_output=True, text=True,
     )  # fmt: skip
-    tracked = {line.removeprefix("src/") for line in listed.stdout.splitlines()}
+    tracked = {
+        line.removeprefix("src/") if line.startswith("src/") else f"planish/_pipelines/{line}"
+        for line in listed.stdout.splitlines()
+    }
     assert {name for name in wheel if name.startswith("planish/")} == tracked
     assert {"planish/py.typed", "planish/base/presets/dapo-tiny.toml"} <= set(wheel)
     assert not [name for name in wheel if name.endswith((".pyc", ".so"))]
@@ -131,6 +137,25 @@ def test_the_installed_package_is_enough_to_submit(program, tmp_path):
     assert (done.returncode, len(done.stderr.splitlines())) == (75, 1)
 
 
+@pytest.mark.long
+def test_the_installed_package_is_enough_to_run_here_and_from_python(program, tmp_path):
+    # What the extra brings is that of this environment; its checkout is not on the path.
+    def lines(*words):
+        return installed(*words, home=tmp_path, PYTHONPATH=sysconfig.get_path("purelib"))
+
+    done = lines(program, "run", "--preset", "dapo-tiny", "--iterations", "1", "--no-control")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < told["accuracy_before"] < 1
+    assert told["root"].startswith(f"{tmp_path.as_uri()}/runs/dapo-tiny-seed0-")
+    code = "import planish; print(planish.run_pipeline(iterations=1))"
+    done = lines(program.with_name("python"), "-c", code)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = ("root", "policy", "accuracy_before", "accuracy_after")
+    shown = ", ".join(f"{name}={told[name]!r}" for name in names)
+    assert done.stdout.splitlines()[-1].startswith(f"Result({shown}, control=None, report=")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
@@ -163,6 +188,7 @@ def test_the_source_archive_holds_no_tests_and_no_caches(built):
     with tarfile.open(built / f"planish-{__version__}.tar.gz") as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
     tops = {name.split("/")[0] for name in names}
-    assert {"src", "README.md", "LICENSE", "pyproject.toml", "PKG-INFO"} <= tops
-    assert tops & {"components", "pipelines", ".venv", ".cache", "runs"} == set()
-    assert [name for name in names if name.endswith(".py") and not name.startswith("src/")] == []
+    ours = {"src", "components", "pipelines"}
+    assert {*ours, "README.md", "LICENSE", "pyproject.toml", "PKG-INFO"} <= tops
+    assert tops & {".venv", ".cache", "runs"} == set()
+    assert {name.split("/")[0] for name in names if name.endswith(".py")} == ours

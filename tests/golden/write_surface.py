@@ -10,6 +10,7 @@ import argparse
 import inspect
 from pathlib import Path
 
+import planish
 import planish.checkpoint
 import planish.records
 import planish.store
@@ -65,7 +66,7 @@ def exports() -> str:
     """One line per exported name of the packages that others import from."""
     return "".join(
         f"{module.__name__}.{name}\n"
-        for module in (planish.checkpoint, planish.records, planish.store)
+        for module in (planish, planish.checkpoint, planish.records, planish.store)
         for name in sorted(module.__all__)
     )
 

@@ -140,7 +140,7 @@ _STAGES = {
             write(report, summary)
             from planish.store.documents import write_json
             numbers = ("accuracy_before", "accuracy_after", "greedy_before", "greedy_after")
-            numbers += ("iterations", "mismatch_k3_max")
+            numbers += ("iterations", "mismatch_k3_max", "last_policy")
             write_json(f"{root}/report/summary.json", dict.fromkeys(numbers, 1))
     """,
 }

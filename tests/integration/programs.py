@@ -4,7 +4,7 @@
 time that a test runs it. Here they are loaded once for all tests of a worker. What is started here
 differs in nothing else: it has its own session, arguments, environment and output, its module runs
 as `__main__`, and its warm process is a fork of it. The tests of the commands themselves start them
-as a user does: test_pipeline_local, test_demo_signals, test_quickstart_page.
+as a user does: test_pipeline_local, test_local_run, test_quickstart_page.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.demo import demo_parser
+from planish.__main__ import parser
 from planish.records import layout
 from planish.records.io import read_set
 from planish.records.prompts import PromptSet, TraceSet
@@ -33,10 +33,10 @@ def test_the_rows_of_own_data_become_prompts_and_traces(tmp_path, monkeypatch):
     """The arguments of the page's demo, as far as prepare and curation go."""
     monkeypatch.chdir(REPOSITORY)
     variables = dict(word.split("=", 1) for word in shlex.split(commands("own_data")[0])[2:])
-    words = ["--preset", "dapo-tiny", "--dataset", variables["DATASET"]]
-    asked = demo_parser().parse_args([*words, *shlex.split(variables["ARGS"])])
+    words = ["run", "--preset", "dapo-tiny", "--dataset", variables["DATASET"]]
+    asked = parser().parse_args([*words, *shlex.split(variables["ARGS"])])
     parameters = with_data(
-        {"overrides": asked.overrides, "dataset": asked.dataset}, asked.dataset_map
+        {"overrides": " ".join(asked.overrides), "dataset": asked.dataset}, asked.dataset_map
     )
     config = build_config(preset=asked.preset, config="", model="", seed=-1, **parameters)
     found = dict(inspect_sources(config).rows)

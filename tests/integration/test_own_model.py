@@ -215,7 +215,7 @@ def test_a_demo_of_ones_own_outlives_what_follows_it_and_the_trackers_get_all(fi
 
     model, rows = make_model("Qwen3", tmp_path / "model"), write_rows(tmp_path / "mine.jsonl")
     overrides = "rollout.max_iterations_without_signal=0"
-    line = [sys.executable, "-m", "pipelines.demo"]
+    line = [sys.executable, "-m", "planish", "run"]
     line += options(file_root, model, rows, 1, overrides)
     with subprocess.Popen(line, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as demo:
         deadline = time.monotonic() + 300

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.demo import demo_parser
+from planish.__main__ import parser
 from planish.records import layout
 from planish.records.io import read_set
 from planish.records.prompts import PromptSet
@@ -77,8 +77,9 @@ def test_its_rows_are_curated_and_judged_by_it(tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLE))
     variables = dict(word.split("=", 1) for word in shlex.split(commands()[3])[2:])
-    asked = demo_parser().parse_args(
+    asked = parser().parse_args(
         [
+            "run",
             "--preset",
             "dapo-tiny",
             "--dataset",
@@ -89,7 +90,7 @@ def test_its_rows_are_curated_and_judged_by_it(tmp_path, monkeypatch):
     config = build_config(
         preset=asked.preset,
         config="",
-        overrides=asked.overrides,
+        overrides=" ".join(asked.overrides),
         model="",
         dataset=asked.dataset,
         seed=-1,

@@ -210,11 +210,11 @@ def test_a_killed_run_leaves_nothing_that_stops_the_next_one(bench):
     assert order(events[before:])[-1] == ("report", 0)
 
 
-@pytest.mark.parametrize("program", ["pipelines.local", "pipelines.demo"])
+@pytest.mark.parametrize("program", [["pipelines.local"], ["planish", "run"]])
 def test_a_run_ends_with_the_code_of_the_stage_that_failed_and_takes_a_path_as_root(
     tmp_path, program
 ):
-    command = [sys.executable, "-m", program, "--root", "runs/one", "--config", str(runs.TINY)]
+    command = [sys.executable, "-m", *program, "--root", "runs/one", "--config", str(runs.TINY)]
     done = subprocess.run(
         [*command, "--overrides", "train.learning_rate=-1.0"],
         env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}"},

@@ -193,7 +193,7 @@ def test_groups_of_an_imported_optimizer_are_kept(tmp_path):
 
 def test_a_file_that_is_not_there_is_told_without_markup(tmp_path):
     made = program(
-        *("-m", "pipelines.demo", "--dataset", "nope.jsonl", "--no-control", "--no-track"),
+        *("-m", "planish", "run", "--dataset", "nope.jsonl", "--no-control", "--no-track"),
         *("--root", str(tmp_path / "root")),
         folder=REPOSITORY,
     )

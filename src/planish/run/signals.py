@@ -21,6 +21,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 STOP_SECONDS = 15.0
 """What was asked to stop does so within this time; Kubernetes kills it after 30 s."""
+RUN_STOP_SECONDS = 25.0
+"""A task of a run here gets so long, its stage and what clears up after it together."""
 POLL_SECONDS = 0.1
 
 Process = tuple[int, int]

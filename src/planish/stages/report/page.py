@@ -371,7 +371,7 @@ def resume_command(facts: ReportFacts) -> str:
     preset = facts.run.get("preset")
     has_preset = isinstance(preset, str) and preset
     root = shlex.quote(facts.root)
-    local = f"python -m pipelines.local --root {root}"
+    local = f"planish run --root {root}"
     local += f" --preset {shlex.quote(str(preset))}" if has_preset else ""
     if facts.root.startswith("file://"):
         return local

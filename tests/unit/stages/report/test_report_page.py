@@ -195,10 +195,10 @@ def test_a_stopped_run_says_so():
 
 def test_the_command_fits_the_kind_of_root():
     local = ReportFacts("file:///r", run={"preset": "dapo-tiny"})
-    assert resume_command(local) == "python -m pipelines.local --root file:///r --preset dapo-tiny"
+    assert resume_command(local) == "planish run --root file:///r --preset dapo-tiny"
     assert resume_command(ReportFacts("s3://runs/a", run={"preset": "p"})).splitlines() == [
         "planish submit s3://runs/a -p preset=p  # on a cluster",
-        "python -m pipelines.local --root s3://runs/a --preset p  # on one machine",
+        "planish run --root s3://runs/a --preset p  # on one machine",
     ]
 
 

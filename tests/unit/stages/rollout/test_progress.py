@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from pipelines.demo import sampling_line
 from planish.base import telemetry
 from planish.stages.rollout.progress import SamplingProgress
+from planish.submit.local.progress import sampling_line
 
 
 class Clock:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import subprocess
@@ -9,24 +10,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipelines.demo import (
-    REPOSITORY,
-    EndedTask,
-    default_root,
-    demo_parser,
-    finish,
-    main,
-    progress_line,
-    read_tasks,
-    seconds_by_stage,
-    tiny_preset,
-    work_seconds,
-)
-from planish.__main__ import main as planish
+from planish.__main__ import main, parser
 from planish.engines import ENGINES
 from planish.records import layout
 from planish.store.documents import write_json
+from planish.submit.local.progress import (
+    EndedTask,
+    progress_line,
+    read_tasks,
+    seconds_by_stage,
+    work_seconds,
+)
+from planish.submit.local.run import default_root, finish, pipelines_folder, tiny_preset
 
+REPOSITORY = Path(__file__).resolve().parents[4]
 REWARD = EndedTask("reward", 2, 0, "done", 10.0, 0.5, 1.5, {"reward_mean": -0.2}, False, "")
 
 
@@ -74,13 +71,14 @@ def test_the_last_line_tells_accuracies_and_the_largest_divergence_of_the_engine
 ) -> None:
     root, names = tmp_path.as_uri(), ("accuracy_before", "accuracy_after", "greedy_before")
     summary = dict.fromkeys((*names, "greedy_after"), 0.5)
-    summary |= {"iterations": 3, "mismatch_k3_max": 4e-9, "num_tokens": 100}
+    summary |= {"iterations": 3, "mismatch_k3_max": 4e-9, "last_policy": "pin"}
     write_json(f"{layout.report(root)}/summary.json", summary)
-    arguments = demo_parser().parse_args(["--root", root, "--no-control"])
+    arguments = parser().parse_args(["run", "--root", root, "--no-control"])
     assert finish(arguments, [REWARD], time.monotonic(), tmp_path / "log", Console()) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["mismatch_k3_max"] == 4e-9
     assert (last["iterations"], last["accuracy_after"]) == (3, 0.5)
+    assert (last["root"], last["policy"]) == (root, "pin")
 
 
 def test_an_algorithm_alone_means_its_tiny_preset() -> None:
@@ -101,11 +99,11 @@ def test_no_text_is_taken_for_markup(
         console.print(text, style="bold red", highlight=False)
         return 0
 
-    monkeypatch.setattr("pipelines.demo.show_run", show_run)
-    assert main([]) == 0
+    monkeypatch.setattr("planish.submit.local.run.show_run", show_run)
+    assert main(["run"]) == 0
     assert capsys.readouterr().out == f"{text}\n"
     monkeypatch.setattr("planish.show.track.track", lambda _: text)
-    assert planish(["track", "root", "--to", "tensorboard"]) == 0
+    assert main(["track", "root", "--to", "tensorboard"]) == 0
     assert capsys.readouterr().out == f"{text}\n"
 
 
@@ -129,8 +127,6 @@ def test_rows_of_a_data_set_are_told_with_what_each_filter_dropped() -> None:
 
 
 def test_each_choice_has_a_folder_of_its_own() -> None:
-    import argparse
-
     options = dict.fromkeys(("config", "overrides", "model", "dataset", "dataset_map"), "")
     options["iterations"] = None
     base = argparse.Namespace(**options, shards=None, preset="dapo-tiny", seed=3)
@@ -150,7 +146,27 @@ def test_each_choice_has_a_folder_of_its_own() -> None:
 def test_a_root_that_cannot_be_is_one_line_and_code_two(
     root: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--root", root]) == 2
+    assert main(["run", "--root", root]) == 2
     output, errors = capsys.readouterr()
     assert (output, errors.count("\n")) == ("", 1)
     assert words in errors
+
+
+def test_settings_of_all_options_are_one_text_in_the_order_of_the_command_line() -> None:
+    words = ["run", "--engine", "vllm", "-o", "a.b=x y", "--overrides", "a.c=1 a.d=2"]
+    asked = parser().parse_args([*words, "--trainer", "megatron"])
+    told = "engine.name=vllm 'a.b=x y' a.c=1 a.d=2 train.trainer=megatron"
+    assert " ".join(asked.overrides) == told
+
+
+def test_without_the_extra_the_command_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("planish.submit.local.run.find_spec", lambda _: None)
+    assert main(["run"]) == 2
+    line = "planish: the extra `demo` must be installed: pip install 'planish[demo]'\n"
+    assert capsys.readouterr() == ("", line)
+
+
+def test_in_a_checkout_the_pipelines_are_those_of_its_root() -> None:
+    assert pipelines_folder() == REPOSITORY

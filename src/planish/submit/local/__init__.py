@@ -1,0 +1,1 @@
+"""Runs on this machine: one, a list of them, and one from Python."""

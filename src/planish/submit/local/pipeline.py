@@ -1,0 +1,122 @@
+"""A whole run as one call, for a notebook: `planish.run_pipeline`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planish.base.errors import EXIT_CONFIG, ConfigError, PlanishError
+from planish.stages.prepare.settings import flatten
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has come to."""
+
+    root: str
+    """URI of the run."""
+    policy: str
+    """URI and digest of its newest policy."""
+    accuracy_before: float | None
+    """Held-out accuracy before reinforcement learning, 0 to 1; None where it was not measured."""
+    accuracy_after: float | None
+    """The same after it."""
+    control: Mapping[str, float] | None
+    """Accuracies of as much supervised training in its place; None where it was not done."""
+    report: str
+    """URI of the page about the run."""
+    summary: Mapping[str, Any]
+    """All that `planish run` prints last."""
+
+
+def run_pipeline(
+    config: Mapping[str, Any] | str | Path | None = None,
+    *,
+    preset: str = "dapo-tiny",
+    **options: Any,
+) -> Result:
+    """Run the pipeline on this machine in processes of its own, and print what happens.
+
+    The same call again goes on where the run ended; what is done is not done twice.
+
+    Args:
+        config: settings laid over the preset, as sections (`{"train": {"learning_rate": 1e-3}}`)
+            or as `{"train.learning_rate": 1e-3}`; or the path of a TOML file.
+        preset: shipped configuration to start from.
+        options: options of `planish run` by their names: `root="/tmp/run"`, `iterations=2`,
+            `dataset="mine.jsonl"`, `no_control=True`.
+
+    Raises:
+        ConfigError: a fault of the settings or the options, or the extra `demo` is missing.
+        PlanishError: the run failed.
+
+    Example::
+
+        result = planish.run_pipeline({"train.learning_rate": 1e-3}, root="runs/first")
+        print(result.accuracy_before, result.accuracy_after)
+    """
+    words = ["--preset", preset]
+    if isinstance(config, Mapping):
+        words += [word for setting in settings(config) for word in ("-o", setting)]
+    elif config is not None:
+        words += ["--config", str(config)]
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(option)
+        elif value not in (None, False):
+            words += [f"{option}={value}"]
+    return run_command(words)
+
+
+def settings(config: Mapping[str, Any]) -> list[str]:
+    """Return the settings of nested tables as `section.key=value`, values as TOML.
+
+    Example:
+        >>> settings({"train": {"learning_rate": 0.1}, "model.path": None})
+        ['train.learning_rate=0.1', 'model.path="none"']
+    """
+    return [f"{path}={_toml_value(value)}" for path, value in flatten(config).items()]
+
+
+def _toml_value(value: Any) -> str:
+    """Return a value without tables, whose JSON is TOML."""
+    return json.dumps("none" if value is None else value, ensure_ascii=False, default=str)
+
+
+def run_command(words: Sequence[str]) -> Result:
+    """Run `planish run` with these options, print its lines, and return what the last one says.
+
+    Raises:
+        PlanishError: it failed; the last line that it printed.
+    """
+    command = [sys.executable, "-m", "planish", "run", *words]
+    printed: list[str] = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+                printed += filter(None, [line.strip()])
+        except BaseException:
+            # Its tasks end with it, and then the block does.
+            process.terminate()
+            raise
+    if process.returncode != 0:
+        kind = ConfigError if process.returncode == EXIT_CONFIG else PlanishError
+        raise kind(" ".join(printed[-1:]).removeprefix("planish: "))
+    summary = json.loads(next(line for line in reversed(printed) if line.startswith("{")))
+    names = ("root", "policy", "accuracy_before", "accuracy_after", "report")
+    return Result(
+        **{name: summary[name] for name in names},
+        control=summary.get("control"),
+        summary=summary,
+    )

@@ -1,0 +1,235 @@
+"""What a run that goes on shows: one line for each task that has ended, read from its root."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from planish import store
+from planish.records import layout
+from planish.records.rewards import nothing_learnt
+from planish.stages.curate.problem import MUCH
+
+POLL_SECONDS = 0.3
+SAMPLING = re.compile(
+    r"sampling kept=(\d+) goal=(\d+) dropped=(\d+) tokens_per_second=(\d+) slots=(\d+) "
+    r"seconds_left=(\w+)"
+)
+"""What a rollout task tells of itself every few seconds."""
+
+WORK_SECONDS = {"rollout": "sample_seconds", "train": "update_seconds"}
+"""Stage to the metric that holds its seconds without process start, imports and loading."""
+
+FACTS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "curate": (
+        ("num_train", "prompts", "{:.0f}"),
+        ("num_evaluation", "held out", "{:.0f}"),
+    ),
+    "sft": (("steps", "steps", "{:.0f}"), ("accuracy", "accuracy", "{:.3f}")),
+    "rollout": (
+        ("accuracy_mean", "accuracy", "{:.3f}"),
+        ("ds/kept_frac", "kept", "{:.0%}"),
+        ("response_length_mean", "tokens each", "{:.1f}"),
+    ),
+    "reward": (("reward_mean", "reward", "{:+.3f}"), ("accuracy_mean", "accuracy", "{:.3f}")),
+    "train": (
+        ("loss", "loss", "{:+.4f}"),
+        ("entropy", "entropy", "{:.3f}"),
+        ("clipfrac_high", "clipped high", "{:.2%}"),
+        ("grad_norm", "grad norm", "{:.2f}"),
+    ),
+    "evaluate": (
+        ("accuracy", "avg@n", "{:.3f}"),
+        ("accuracy_before", "avg@n before", "{:.3f}"),
+        ("accuracy_after", "after", "{:.3f}"),
+    ),
+}
+"""Stage to (metric, words, format): what its progress line shows."""
+
+
+@dataclass(frozen=True)
+class EndedTask:
+    """One ended task attempt, read from its stage log."""
+
+    stage: str
+    iteration: int
+    shard: int
+    state: str
+    start_seconds: float
+    startup_seconds: float
+    seconds: float
+    metrics: Mapping[str, float]
+    already_done: bool
+    error: str
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        """What makes the task unique in a run."""
+        return (self.iteration, self.stage, self.shard)
+
+
+def read_tasks(root: str, since: float) -> list[EndedTask]:
+    """Return the ended attempts that began after `since` (Unix seconds), in order of their end."""
+    tasks = []
+    for uri in store.list_uris(layout.logs(root) + "/"):
+        if not uri.endswith(".json"):
+            continue
+        try:
+            entry: dict[str, Any] = json.loads(store.read(uri))
+        except (ValueError, OSError):
+            continue  # it is being replaced at this very moment: the next look sees it
+        if entry["state"] == "running" or entry["start_seconds"] < since:
+            continue
+        tasks.append(
+            EndedTask(
+                stage=entry["stage"],
+                iteration=entry["iteration"],
+                shard=entry["shard"],
+                state=entry["state"],
+                start_seconds=entry["start_seconds"],
+                startup_seconds=entry.get("startup_seconds", 0.0),
+                seconds=entry["seconds"],
+                metrics=entry.get("metrics", {}),
+                already_done=entry.get("already_done", False),
+                error=entry.get("error", ""),
+            )
+        )
+    return sorted(tasks, key=lambda task: task.start_seconds + task.seconds)
+
+
+def progress_line(task: EndedTask, elapsed: float) -> str:
+    """Return the line about one ended task.
+
+    Example:
+        >>> task = EndedTask("reward", 2, 0, "done", 0, 0, 1.5, {"reward_mean": -0.2}, False, "")
+        >>> progress_line(task, 9)
+        '    9.0 s  iteration 2  reward       1.5 s  reward -0.200'
+    """
+    where = f"iteration {task.iteration}" if task.iteration else ""
+    name = f"{task.stage} {task.shard + 1}" if task.stage == "rollout" else task.stage
+    facts = [
+        f"{words} {form.format(task.metrics[key])}"
+        for key, words, form in FACTS.get(task.stage, ())
+        if key in task.metrics
+    ]
+    if task.stage == "curate":
+        facts += rows_facts(task.metrics)
+    if told := nothing_learnt(task.metrics):
+        facts = [told]
+    if task.metrics.get("cold_start_skipped"):
+        facts = ["cold start skipped: the data set has no worked traces"]
+    if task.already_done:
+        facts = ["already done"]
+    if task.state == "failed":
+        facts = [f"FAILED: {task.error}"]
+    return (
+        f"{elapsed:7.1f} s  {where:<11}  {name:<10} {task.seconds:5.1f} s  {'  '.join(facts)}"
+    ).rstrip()
+
+
+def rows_facts(metrics: Mapping[str, float]) -> list[str]:
+    """Return how many rows of a data set were read and kept, and what each filter dropped.
+
+    Example:
+        >>> rows_facts({"in_rows_of_the_data_set": 9, "num_train": 4, "num_evaluation": 1,
+        ...             "in_near_duplicates": 9, "dropped_near_duplicates": 4})
+        ['of 9 rows', 'dropped by near duplicates 4 (44%, see the curation report)']
+    """
+    if "in_rows_of_the_data_set" not in metrics:
+        return []
+    facts = [f"of {metrics['in_rows_of_the_data_set']:.0f} rows"]
+    for key, number in metrics.items():
+        if key.startswith("dropped_"):
+            name = key.removeprefix("dropped_")
+            part = number / metrics[f"in_{name}"]
+            much = f" ({part:.0%}, see the curation report)" if part > MUCH else ""
+            facts.append(f"dropped by {name.replace('_', ' ')} {number:.0f}{much}")
+    return facts
+
+
+def sampling_line(log: str) -> str:
+    """Return how far the sampling is that a log told last, or "".
+
+    Example:
+        >>> sampling_line("I sampling kept=3 goal=8 dropped=2 tokens_per_second=90 slots=16 "
+        ...               "seconds_left=12")
+        'sampling: 3 of 8 kept, 2 dropped, 90 tokens/s, 16 slots in use, 12 s left'
+    """
+    found = SAMPLING.findall(log)
+    if not found:
+        return ""
+    kept, goal, dropped, speed, slots, left = found[-1]
+    facts = f"{kept} of {goal} kept, {dropped} dropped, {speed} tokens/s, {slots} slots in use"
+    return f"sampling: {facts}" + ("" if left == "unknown" else f", {left} s left")
+
+
+def watch(
+    process: subprocess.Popen[bytes],
+    root: str,
+    console: Console,
+    log: Path,
+    begin: Callable[[], None],
+) -> list[EndedTask]:
+    """Print one line for each task until the run ends; return the tasks of this run.
+
+    On a terminal a last line tells how far the sampling is that goes on. `begin` is called once,
+    when a first task has succeeded: from then on the root is this run's.
+    """
+    began = time.time()
+    shown: dict[tuple[int, str, int], EndedTask] = {}
+    told, sampling = 0, ""
+    with console.status("") if console.is_terminal else nullcontext() as status:
+        while True:
+            ended = process.poll() is not None
+            for task in read_tasks(root, began - 1):
+                if shown.get(task.key) != task:
+                    is_first = all(seen.state == "failed" for seen in shown.values())
+                    if is_first and task.state == "done":
+                        begin()
+                    shown[task.key] = task
+                    told, sampling = log.stat().st_size, ""
+                    style = "bold red" if task.state == "failed" else None
+                    line = progress_line(task, time.time() - began)
+                    console.print(line, style=style, highlight=False)
+            if ended:
+                return list(shown.values())
+            if status is not None:
+                with log.open("rb") as stream:
+                    stream.seek(told)
+                    news = stream.read()
+                told += len(news)
+                sampling = sampling_line(news.decode("utf-8", "replace")) or sampling
+                status.update(sampling)
+            time.sleep(POLL_SECONDS)
+
+
+def seconds_by_stage(tasks: Sequence[EndedTask]) -> dict[str, float]:
+    """Return wall seconds by stage; shards that ran side by side count once, from first to last."""
+    spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for task in tasks:
+        span = (task.start_seconds, task.start_seconds + task.seconds)
+        spans[task.stage, task.iteration].append(span)
+    total: dict[str, float] = defaultdict(float)
+    for (stage, _), parts in sorted(spans.items()):
+        total[stage] += max(end for _, end in parts) - min(start for start, _ in parts)
+    return {stage: round(seconds, 2) for stage, seconds in total.items()}
+
+
+def work_seconds(tasks: Sequence[EndedTask]) -> float:
+    """Return the seconds spent on sampling and updating; of parallel shards the slowest counts."""
+    slowest: dict[tuple[str, int], float] = defaultdict(float)
+    for task in tasks:
+        metric = WORK_SECONDS.get(task.stage, "")
+        key = (task.stage, task.iteration)
+        slowest[key] = max(slowest[key], task.metrics.get(metric, 0.0))
+    return sum(slowest.values())

@@ -1,0 +1,225 @@
+"""Run the pipeline on this machine and show what happens, one line a stage: `planish run`.
+
+The pipeline is the one that a cluster runs, run by kfp's local runner in a child process whose
+output goes to a log file; this module watches the run root, prints, and measures the control.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from planish import store
+from planish.base.config import preset_names
+from planish.base.errors import EXIT_FAILED, ConfigError
+from planish.records import layout
+from planish.run.lock import check_free, current_holder
+from planish.run.signals import RUN_STOP_SECONDS, end_descendants
+from planish.store import file_uri, normal_uri
+from planish.submit.local.progress import EndedTask, seconds_by_stage, watch, work_seconds
+
+PACKAGE = Path(__file__).resolve().parents[2]
+TRACKER_SECONDS = 60.0
+"""For trackers to take the rest of a run that has ended."""
+OWN_OPTIONS = ("command", "no_control", "track", "no_track")
+"""Options of the command that the local runner does not have."""
+
+
+def pipelines_folder() -> Path:
+    """Return where `pipelines` and `components` lie: in the wheel, else in the checkout."""
+    shipped = PACKAGE / "_pipelines"
+    return shipped if shipped.is_dir() else PACKAGE.parents[1]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of what this command starts.
+
+    Folders named `pipelines` where it is called, which Python would look into first, are not ours.
+    """
+    places = [str(pipelines_folder()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ours = {"PYTHONPATH": os.pathsep.join(places), "PYTHONSAFEPATH": "1"}
+    return {"OMP_NUM_THREADS": "1", **os.environ, **ours}
+
+
+def default_root(arguments: argparse.Namespace) -> str:
+    """Return the folder of a run: one for each seed, preset and choice of data."""
+    choice = [arguments.config, arguments.overrides, arguments.model, arguments.dataset]
+    choice += [str(arguments.iterations), str(arguments.shards)]
+    choice += filter(None, [arguments.dataset_map])
+    digest = hashlib.sha256("\n".join(choice).encode()).hexdigest()[:8]
+    return file_uri(Path("runs") / f"{arguments.preset}-seed{arguments.seed}-{digest}")
+
+
+def start_run(arguments: argparse.Namespace, log_path: Path) -> subprocess.Popen[bytes]:
+    """Start the local runner with its output in `log_path`."""
+    command = [sys.executable, "-m", "pipelines.local"]
+    for name, value in vars(arguments).items():
+        if name in OWN_OPTIONS or value in (None, "", False):
+            continue
+        command.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            command.append(str(value))
+    with log_path.open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment())
+
+
+def start_follower(arguments: argparse.Namespace, log_path: Path) -> subprocess.Popen[bytes] | None:
+    """Start what writes the curves of the run to its trackers; None where there is none."""
+    trackers = arguments.track or ["tensorboard"] * (find_spec("tensorboard") is not None)
+    if arguments.no_track or not trackers:
+        return None
+    command = [sys.executable, "-m", "planish", "track", arguments.root, "--follow"]
+    command += [word for tracker in trackers for word in ("--to", tracker)]
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            preexec_fn=lambda: os.nice(10),
+        )
+
+
+def end_follower(follower: subprocess.Popen[bytes], console: Console, log_path: Path) -> None:
+    """Let the trackers have the rest; what became of them changes nothing in the run."""
+    follower.terminate()
+    try:
+        code = follower.wait(TRACKER_SECONDS)
+    except subprocess.TimeoutExpired:
+        follower.kill()
+        code = follower.wait()
+    if code != 0:
+        console.print(f"the trackers did not get everything; see {log_path}", highlight=False)
+
+
+def run_control(root: str, seconds: float, log_path: Path) -> dict[str, float]:
+    """Spend `seconds` on more supervised training of the same start instead; return its scores."""
+    command = [sys.executable, "-m", "planish.stages.sft.control", "--root", root]
+    command += ["--seconds", f"{seconds:.1f}"]
+    with log_path.open("ab") as log:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=log, env=environment(), check=True
+        )
+    result: dict[str, float] = json.loads(done.stdout.decode().strip().splitlines()[-1])
+    return result
+
+
+def read_summary(root: str) -> dict[str, Any]:
+    """Return what the exit report wrote about the run."""
+    uri = f"{layout.report(root)}/summary.json"
+    summary: dict[str, Any] = json.loads(store.read(uri))
+    return summary
+
+
+def tiny_preset(name: str) -> str:
+    """Return the preset of a run: the tiny one where only an algorithm is named.
+
+    Example:
+        >>> tiny_preset("vapo"), tiny_preset("dapo-paper")
+        ('vapo-tiny', 'dapo-paper')
+    """
+    return f"{name}-tiny" if f"{name}-tiny" in preset_names() else name
+
+
+def open_log(root: str) -> Path:
+    """Return a new file for the output of a run: a log that another run writes stays whole."""
+    logs = Path("runs/logs").absolute()
+    logs.mkdir(parents=True, exist_ok=True)
+    prefix = f"{hashlib.sha256(root.encode()).hexdigest()[:8]}-"
+    descriptor, path = tempfile.mkstemp(".log", prefix, logs)
+    os.close(descriptor)
+    return Path(path)
+
+
+def show_run(arguments: argparse.Namespace, console: Console) -> int:
+    """Run to the end and show it; returns the exit code.
+
+    Raises:
+        PlanishError: the root cannot be, is in use, or its store failed; kfp is not installed.
+    """
+    if find_spec("kfp") is None:
+        raise ConfigError("the extra `demo` must be installed: pip install 'planish[demo]'")
+    arguments.preset = tiny_preset(arguments.preset)
+    arguments.overrides = " ".join(arguments.overrides)
+    arguments.root = normal_uri(arguments.root or default_root(arguments))
+    check_free(arguments.root, current_holder())
+    log_path = open_log(arguments.root)
+    console.print(f"run root   {arguments.root}", highlight=False)
+    console.print(f"log        {log_path}", highlight=False)
+    began = time.monotonic()
+    process = start_run(arguments, log_path)
+    followers: list[subprocess.Popen[bytes]] = []
+
+    def begin() -> None:
+        follower = start_follower(arguments, log_path)
+        followers.extend([follower] if follower else [])
+
+    try:
+        tasks = watch(process, arguments.root, console, log_path, begin)
+        for follower in followers:
+            end_follower(follower, console, log_path)
+    except BaseException:
+        end_descendants(RUN_STOP_SECONDS)
+        raise
+    if process.returncode != 0:
+        failed = [task.error for task in tasks if task.state == "failed"]
+        last = log_path.read_text("utf-8", "replace").rstrip().rpartition("\n")[2]
+        reason = failed[0] if failed else last.removeprefix("error: ")
+        told = f"the run failed: {reason}; see {log_path}"
+        console.print(told, style="bold red", highlight=False)
+        return max(process.returncode, EXIT_FAILED)
+    return finish(arguments, tasks, began, log_path, console)
+
+
+def finish(
+    arguments: argparse.Namespace,
+    tasks: Sequence[EndedTask],
+    began: float,
+    log_path: Path,
+    console: Console,
+) -> int:
+    """Measure the control and print the result of a run that succeeded."""
+    stages = seconds_by_stage(tasks)
+    summary = read_summary(arguments.root)
+    result: dict[str, Any] = {
+        key: summary[key]
+        for key in (
+            "accuracy_before",
+            "accuracy_after",
+            "greedy_before",
+            "greedy_after",
+            "iterations",
+            "mismatch_k3_max",
+        )
+    }
+    learning = work_seconds(tasks)
+    traced = any(task.metrics.get("num_traces") for task in tasks if task.stage == "curate")
+    if not arguments.no_control and learning > 0 and traced:
+        control = run_control(arguments.root, learning, log_path)
+        console.print(
+            f"control: {learning:.0f} s more of supervised training (lr 1e-3) from the same start: "
+            f"avg@n {control['accuracy']:.3f}, greedy {control['greedy']:.3f}",
+            highlight=False,
+        )
+        result["control"] = control
+    result["seconds"] = round(time.monotonic() - began, 1)
+    result["seconds_by_stage"] = stages
+    starts = [task.startup_seconds for task in tasks]
+    result["process_start_seconds_mean"] = round(sum(starts) / max(1, len(starts)), 2)
+    result |= {"root": arguments.root, "policy": summary["last_policy"]}
+    result["report"] = f"{layout.report(arguments.root)}/report.html"
+    console.print(f"report     {result['report']}", highlight=False)
+    print(json.dumps(result, sort_keys=True))
+    return 0
