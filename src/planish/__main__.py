@@ -39,6 +39,39 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"planish {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     local_cli.add_commands(commands)
+    _add_looks(commands)
+    submit_cli.add_commands(commands)
+    export_cli.add_commands(commands)
+    evaluate_cli.add_commands(commands)
+    commands.add_parser("doctor", help="say which extras, devices and servers are present")
+    prepare_cli.add_commands(commands)
+    checkpoint = commands.add_parser(
+        "checkpoint", help="look at, check, convert and clear up states"
+    )
+    checkpoint_cli.add_commands(checkpoint)
+    rollout = commands.add_parser(
+        "rollout", help="plan, simulate and measure attention and experts apart"
+    )
+    rollout_cli.add_commands(rollout)
+    verifier = commands.add_parser("verifier", help="try a verifier of your own")
+    verifier_commands = verifier.add_subparsers(dest="action", required=True, metavar="ACTION")
+    check = verifier_commands.add_parser(
+        "check", help="hold it to the contract: any text, in time, 0 to 1, the same each time"
+    )
+    check.add_argument("name", help="package.module:function, or an entry point")
+    check.add_argument(
+        "--data", default="", metavar="FILE", help="JSONL of `answer`, and `response` and `score`"
+    )
+    check.add_argument(
+        "--timeout-seconds", type=float, default=10.0, help="limit of one call (default 10)"
+    )
+    minder = commands.add_parser("minder", help="find the faulty machine of a training job")
+    minder_cli.add_commands(minder)
+    return top
+
+
+def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands that look at runs."""
     show = commands.add_parser("show", help="print a record set, policy, report or run root")
     show.add_argument("uri", help="file:// or s3:// URI, pinned URI, or local path")
     show.add_argument(
@@ -77,34 +110,6 @@ def parser() -> argparse.ArgumentParser:
     track.add_argument(
         "--name", default="", metavar="NAME", help="of the run there (default: end of its root)"
     )
-    submit_cli.add_commands(commands)
-    export_cli.add_commands(commands)
-    evaluate_cli.add_commands(commands)
-    commands.add_parser("doctor", help="say which extras, devices and servers are present")
-    prepare_cli.add_commands(commands)
-    checkpoint = commands.add_parser(
-        "checkpoint", help="look at, check, convert and clear up states"
-    )
-    checkpoint_cli.add_commands(checkpoint)
-    rollout = commands.add_parser(
-        "rollout", help="plan, simulate and measure attention and experts apart"
-    )
-    rollout_cli.add_commands(rollout)
-    verifier = commands.add_parser("verifier", help="try a verifier of your own")
-    verifier_commands = verifier.add_subparsers(dest="action", required=True, metavar="ACTION")
-    check = verifier_commands.add_parser(
-        "check", help="hold it to the contract: any text, in time, 0 to 1, the same each time"
-    )
-    check.add_argument("name", help="package.module:function, or an entry point")
-    check.add_argument(
-        "--data", default="", metavar="FILE", help="JSONL of `answer`, and `response` and `score`"
-    )
-    check.add_argument(
-        "--timeout-seconds", type=float, default=10.0, help="limit of one call (default 10)"
-    )
-    minder = commands.add_parser("minder", help="find the faulty machine of a training job")
-    minder_cli.add_commands(minder)
-    return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ masked windows, several machines, silence and events of the whole job are ours.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,6 +37,8 @@ _SAMPLE_SHARE = 0.12
 _NEXT_SHARE = 0.2
 """Where a metric may be aliased, the next machine is at most this share as far away as a faulty
 one, and at most for this share of the time."""
+_OTHER_SHARE = 0.5
+"""The same share of the time, in another metric that may be aliased."""
 _FEWEST_WINDOWS = 30
 """A shorter run is not reported as a candidate."""
 
@@ -295,31 +297,38 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
     return result
 
 
-def is_alone(metric: _Named, run: Run) -> bool:
-    """Return whether no other machine is nearly as far away, nor a candidate for nearly as long."""
+def is_alone(run: Run, metric: _Named, aliased: Iterable[_Named]) -> bool:
+    """Return whether no other machine is nearly as far away, nor a candidate for nearly as long.
+
+    Args:
+        run: of one machine.
+        metric: in which the machine is a candidate.
+        aliased: metrics in which others may have their turns.
+    """
     trace, rows = metric.trace, slice(run.first, run.last + 1)
     present = trace.present[rows]
     away = (trace.above[rows] * present).sum(axis=0) / np.maximum(1, present.sum(axis=0))
     others = np.arange(len(away)) != run.machine
     if (away[others] > _NEXT_SHARE * away[run.machine]).any():
         return False
-    longest = _NEXT_SHARE * metric.rule.needed
-    return not any(
-        one.length > longest[machine]
-        for machine in np.flatnonzero(others & (metric.candidates.sum(axis=0) > longest)).tolist()
-        for one in metric.rule.runs(machine, metric.candidates[:, machine], metric.unknown)
-    )
+    for one in aliased:
+        longest = (_NEXT_SHARE if one is metric else _OTHER_SHARE) * one.rule.needed
+        for machine in np.flatnonzero(others & (one.candidates.sum(axis=0) > longest)).tolist():
+            theirs = one.rule.runs(machine, one.candidates[:, machine], one.unknown)
+            if any(their.length > longest[machine] for their in theirs):
+                return False
+    return True
 
 
 def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
     """Go through the metrics once and return the machines that were candidates for long enough."""
     rules, frame = view.config.detect, view.frame
+    aliased = {name: metric for name, metric in named.items() if may_be_aliased(name, view)}
     findings: dict[str, Finding] = {}
     for name, metric in named.items():
         trace = metric.trace
-        aliased = may_be_aliased(name, view)
         for run in long_runs(metric.candidates, metric.unknown, metric.rule):
-            if aliased and not is_alone(metric, run):
+            if name in aliased and not is_alone(run, metric, aliased.values()):
                 continue
             evidence = {}
             for other, theirs in named.items():
