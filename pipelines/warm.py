@@ -35,7 +35,6 @@ LOADED = (
     "kfp.dsl.executor_main",
     "pyarrow.parquet",
     "torch.distributed.fsdp",
-    "transformers.modeling_layers",
     "planish.run.stage",
     "planish.run.__main__",
 )
