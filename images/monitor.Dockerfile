@@ -1,4 +1,4 @@
-# The monitor of machines and monitor_check: torch for its models, no GPU.
+# The monitor of machines and monitor_check: numpy alone, no torch and no GPU.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 

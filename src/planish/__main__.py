@@ -126,7 +126,7 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
     from rich.console import Console
 
     from planish.base import telemetry
-    from planish.base.errors import PlanishError, exit_code
+    from planish.base.errors import PlanishError, exit_code, named_error
     from planish.minder.cli import BAD_INPUT
 
     top = parser()
@@ -175,9 +175,10 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
         from planish.show.command import show
 
         show(options.uri, console, rows=options.rows)
-    except PlanishError as error:
-        sys.stderr.write(f"planish: {telemetry.redact(' '.join(str(error).split()))}\n")
-        return exit_code(error)
+    except (PlanishError, ModuleNotFoundError) as error:
+        known = named_error(error)
+        sys.stderr.write(f"planish: {telemetry.redact(' '.join(str(known).split()))}\n")
+        return exit_code(known)
     except BrokenPipeError:
         # The reader has seen enough; nothing more can be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -71,7 +71,7 @@ def test_the_wheel_has_the_command_the_licence_and_the_extras(wheel):
     assert b"planish = planish.__main__:main" in wheel[f"{info}/entry_points.txt"]
     assert b"Apache License" in wheel[f"{info}/licenses/LICENSE"]
     metadata = wheel[f"{info}/METADATA"].decode()
-    for extra in ("curate", "reward", "pipelines", "rollout", "train", "dev"):
+    for extra in ("curate", "monitor", "pipelines", "report", "rollout", "tables", "train", "dev"):
         assert f"Provides-Extra: {extra}\n" in metadata
 
 
@@ -180,8 +180,28 @@ def test_the_base_requirements_are_enough_to_upload_and_bring_no_other_package(p
 
     upload = "from planish.store.hub import upload_model as f; f('a/b', {}, marker='', is_public=0)"
     assert "an upload to hf://a/b needs a token" in said(upload)
-    assert "No module named 'torch'" in said("import torch")
-    assert "No module named 'datasets'" in said("import datasets")
+    for module in ("torch", "datasets", "pyarrow", "matplotlib"):
+        assert f"No module named '{module}'" in said(f"import {module}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "extra", "code"),
+    [
+        (["show", "a.parquet"], "tables", 2),
+        (["compare", "runs"], "report", 2),
+        (["minder", "replay", "--from-file", "a.csv"], "tables", 3),
+        (["minder", "train", "models", "--from-file", "a.npz"], "train", 3),
+    ],
+)
+def test_a_command_whose_extra_is_missing_names_it_in_one_line(
+    program, words, extra, code, tmp_path
+):
+    for name in ("a.parquet", "a.csv"):
+        (tmp_path / name).touch()
+    done = installed(program, *words, home=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1), done.stderr
+    assert done.stderr.endswith(f": pip install 'planish[{extra}]'\n")
 
 
 def test_the_source_archive_holds_no_tests_and_no_caches(built):

@@ -249,6 +249,27 @@ EXIT_TRANSIENT = 75
 """Store, peer or device failed for now; a retry may help."""
 
 
+_EXTRAS = {"matplotlib": "report", "pyarrow": "tables", "torch": "train", "transformers": "train"}
+"""Packages that commands import and the base does not bring -> the extra that does."""
+
+
+def named_error(error: PlanishError | ModuleNotFoundError) -> PlanishError:
+    """Return an error, or for a missing package of an extra one that names the extra.
+
+    Raises:
+        ModuleNotFoundError: of another module.
+    """
+    if isinstance(error, PlanishError):
+        return error
+    if error.name not in _EXTRAS:
+        raise error
+    extra = _EXTRAS[error.name]
+    return ConfigError(
+        f"the extra `{extra}` must be installed, got no package `{error.name}`: "
+        f"pip install 'planish[{extra}]'"
+    )
+
+
 def exit_code(error: BaseException) -> int:
     """Return the process exit code that tells a scheduler what to do about `error`."""
     if isinstance(error, (ConfigError, AccessRefused)) or getattr(error, "is_final", False):

@@ -14,7 +14,6 @@ from planish.base.errors import ObjectMissing, RecordError
 from planish.base.telemetry import timed
 from planish.records.files import fetch_files, publish, write_files
 from planish.records.manifest import Manifest, Shard, read_manifest, seal
-from planish.records.parquet import decode_pieces, encode, row_group_bounds
 from planish.records.refs import Ref
 from planish.records.schema import ColumnData, Record, RecordT, join
 
@@ -53,6 +52,8 @@ def write_set(
     Raises:
         RecordError: the record breaks a rule of its schema.
     """
+    from planish.records.parquet import encode, row_group_bounds
+
     with timed("planish_records_write_seconds", schema=record.SCHEMA):
         record.validate()
         columns = record.columns()
@@ -137,6 +138,8 @@ def _read_shard(
     digest = hashlib.sha256(data).hexdigest()
     if digest != shard.sha256:
         raise RecordError(f"`{place}` must have the sha256 {shard.sha256}, got {digest}; {_REMEDY}")
+    from planish.records.parquet import decode_pieces
+
     rows = 0
     for piece in decode_pieces(data, cls.COLUMNS, name=place, with_optional=with_optional):
         rows += len(piece[cls.COLUMNS[0].name])

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from planish.base.errors import RecordError
 from planish.records.ragged import Array, Ragged
-from planish.records.schema import Column, ColumnData, Kind, join
+from planish.records.schema import Column, ColumnData, Kind, join, limit_bytes
 
 ROW_GROUP_CELLS = 1 << 20
 """A row group ends with the first whole group that brings it to this many numbers."""
@@ -220,16 +220,6 @@ def decode_pieces(
             f"`{name}` must be a sound Parquet file, got {str(error)[:200]!r}; "
             "remove the set and run its stage again"
         ) from None
-
-
-def limit_bytes(size: int) -> int:
-    """Return the most bytes that a file of `size` bytes may decode to.
-
-    Example:
-        >>> limit_bytes(5_000) >> 20
-        512
-    """
-    return max(512 << 20, 64 * size)
 
 
 def read_batches(

@@ -36,6 +36,16 @@ _HEX16 = re.compile(r"[0-9a-f]{16}")
 _MAX_FAULTS = 8
 
 
+def limit_bytes(size: int) -> int:
+    """Return the most bytes that a file of `size` bytes may decode to.
+
+    Example:
+        >>> limit_bytes(5_000) >> 20
+        512
+    """
+    return max(512 << 20, 64 * size)
+
+
 @dataclass(frozen=True)
 class Column:
     """One column as it lies on disk."""

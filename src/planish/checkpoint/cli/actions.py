@@ -295,11 +295,6 @@ def _dcp_errors() -> Iterator[None]:
     """Raise what a user can mend as an error of the configuration."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the DCP format needs torch, but `{error.name}` is not installed; install the extra "
-            "`train`"
-        ) from None
     except (FileExistsError, TypeError) as error:
         raise ConfigError(str(error)) from None
 

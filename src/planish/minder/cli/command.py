@@ -17,6 +17,7 @@ from planish.base.errors import (
     PeerLost,
     PlanishError,
     StoreUnavailable,
+    named_error,
 )
 from planish.base.telemetry import redact
 from planish.minder.cli import BACKEND_UNAVAILABLE, BAD_INPUT
@@ -159,6 +160,7 @@ def run(options: argparse.Namespace, progress: Progress) -> int:
         from planish.minder.cli import traces
 
         return traces.run(options)
-    except PlanishError as error:
-        sys.stderr.write(f"planish minder: {redact(' '.join(str(error).split()))}\n")
-        return BACKEND_UNAVAILABLE if isinstance(error, _UNAVAILABLE) else BAD_INPUT
+    except (PlanishError, ModuleNotFoundError) as error:
+        known = named_error(error)
+        sys.stderr.write(f"planish minder: {redact(' '.join(str(known).split()))}\n")
+        return BACKEND_UNAVAILABLE if isinstance(known, _UNAVAILABLE) else BAD_INPUT

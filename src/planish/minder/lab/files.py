@@ -20,6 +20,7 @@ from planish.base.config import nearest
 from planish.base.errors import ConfigError, RecordError
 from planish.minder.detect.frame import COARSEST_SECONDS, F64, Frame, Samples, align
 from planish.minder.detect.metrics_table import METRICS
+from planish.records.schema import limit_bytes
 
 LONG_COLUMNS = ("ts", "machine", "metric", "value")
 ENDINGS = (".npz", ".csv", ".parquet")
@@ -98,8 +99,6 @@ def write_samples(path: Path, samples: Samples) -> None:
 
 
 def _read_npz(path: Path) -> Frame:
-    from planish.records.parquet import limit_bytes
-
     limit = limit_bytes(path.stat().st_size)
     try:
         with zipfile.ZipFile(path) as archive:
