@@ -198,7 +198,7 @@ def test_a_command_whose_extra_is_missing_names_it_in_one_line(
     program, words, extra, code, tmp_path
 ):
     for name in ("a.parquet", "a.csv"):
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text("PAR1")
     done = installed(program, *words, home=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1), done.stderr
     assert done.stderr.endswith(f": pip install 'planish[{extra}]'\n")
