@@ -249,7 +249,12 @@ EXIT_TRANSIENT = 75
 """Store, peer or device failed for now; a retry may help."""
 
 
-_EXTRAS = {"matplotlib": "report", "pyarrow": "tables", "torch": "train", "transformers": "train"}
+_EXTRAS = {
+    "matplotlib": "report",
+    **dict.fromkeys(("mlflow", "tensorboard", "wandb"), "trackers"),
+    "pyarrow": "tables",
+    **dict.fromkeys(("torch", "transformers"), "train"),
+}
 """Packages that commands import and the base does not bring -> the extra that does."""
 
 

@@ -7,13 +7,13 @@ that was killed goes on where it was.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from planish.base.telemetry import redact
 from planish.records import layout
 from planish.store import normal_uri
 
-INSTALL = "pip install 'planish[trackers]'"
 _BATCH = 1000
 """Values in one request to MLflow, its limit."""
 _MAX_PARAMETERS = 100
@@ -97,9 +96,9 @@ class TensorBoard(Tracker):
             ConfigError: no store has such a URI.
         """
         self._folder = normal_uri(place or f"{layout.trackers(root)}/tensorboard")
-        self._files = _package("tensorboard.summary.writer.event_file_writer")
-        self._protocol = _package("tensorboard.compat.proto.event_pb2")
-        self._summaries = _package("tensorboard.compat.proto.summary_pb2")
+        self._files = import_module("tensorboard.summary.writer.event_file_writer")
+        self._protocol = import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
 
     def open(self, run_id: str, config: Mapping[str, Any]) -> None:
         """Do nothing: files need no beginning."""
@@ -138,8 +137,8 @@ class MLflow(Tracker):
         """
         # Its client would print the address of the run on standard output.
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-        tracking = _package("mlflow.tracking")
-        self._entities = _package("mlflow.entities")
+        tracking = import_module("mlflow.tracking")
+        self._entities = import_module("mlflow.entities")
         self._root, self._experiment, self._name = root, experiment, name
         self._client = tracking.MlflowClient(tracking_uri=place or None)
 
@@ -193,7 +192,7 @@ class WeightsAndBiases(Tracker):
             place: project; "" is `planish`.
             name: of the run.
         """
-        self._wandb = _package("wandb")
+        self._wandb = import_module("wandb")
         self._root, self._project, self._name = root, place or "planish", name
         self._run: Any = None
         self._groups: set[str] = set()
@@ -256,13 +255,3 @@ def open_tracker(target: str, root: str, *, experiment: str, name: str) -> Track
         f"a tracker must be tensorboard[=FOLDER], mlflow[=URI] or wandb[=PROJECT], got "
         f"{redact(target)!r}"
     )
-
-
-def _package(name: str) -> Any:
-    """Import a module of a tracker."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"the package of this tracker must be installed, got {error}: {INSTALL}"
-        ) from None

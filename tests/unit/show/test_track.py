@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from planish.__main__ import main
-from planish.base.errors import ConfigError, PlanishError
+from planish.base.errors import PlanishError
 from planish.records import EvalReport, UpdateReport, layout
 from planish.records.reports import write_report
 from planish.show import trackers
@@ -233,10 +233,10 @@ def test_a_target_that_cannot_be_is_refused(root, target, words, capsys, monkeyp
     assert words in capsys.readouterr().err
 
 
-def test_a_package_that_is_missing_is_named(root, monkeypatch):
+def test_the_extra_of_a_package_that_is_missing_is_named(root, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"must be installed.*pip install 'planish\[trackers\]'"):
-        trackers.open_tracker("wandb", root, experiment="", name="")
+    assert main(["track", root, "--to", "wandb"]) == 2
+    assert capsys.readouterr().err.endswith(": pip install 'planish[trackers]'\n")
 
 
 def test_a_root_without_a_run_is_refused(tmp_path, capsys):
