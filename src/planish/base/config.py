@@ -158,7 +158,8 @@ def _fault(section: str, item: Any, cls: type[BaseModel]) -> str:
         for part in item["loc"][:-1]:
             # Of a list of tables the location holds the place too.
             if isinstance(part, str):
-                cls = get_args(cls.model_fields[part].annotation)[0]
+                kind: Any = cls.model_fields[part].annotation
+                cls = next(iter(get_args(kind)), kind)
         hint = nearest(str(item["loc"][-1]), cls.model_fields) or (
             f"; valid keys are {sorted(cls.model_fields)}"
         )
