@@ -59,6 +59,7 @@ def commands(text):
     for line, is_block in (*blocks, *spans):
         # What may be left out is written as in a usage line.
         line = re.sub(r"\[(-[^\]]*)\]", r"\1", line)
+        line = re.sub(r" > \S+$", "", line)
         lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;")
         lexer.whitespace_split = True
         try:
@@ -150,7 +151,7 @@ def check_paths(words):
 
 
 def test_commands_are_found_in_blocks_spans_pipes_and_pods():
-    block = "A=1 planish show x | head # no\nkubectl exec p -- planish doctor"
+    block = "A=1 planish show x | head # no\nkubectl exec p -- planish doctor > out.txt"
     text = f"`a` `make x\nY=1`\n```\n{block}\n```\n"
     assert [words for words, _ in commands(text)] == [
         ["planish", "show", "x"],
