@@ -1,22 +1,11 @@
-"""`examples/own_reward`: the commands of its page, and its rows through curation and reward."""
+"""`examples/own_reward`: its package and the commands of its page but the demo."""
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from planish.__main__ import parser
-from planish.records import layout
-from planish.records.io import read_set
-from planish.records.prompts import PromptSet
-from planish.run.stage import Context
-from planish.stages.curate.stage import make_prompts
-from planish.stages.prepare.checks import check_run
-from planish.stages.prepare.settings import build_config
-from planish.verifiers import verify_many
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = REPOSITORY / "examples/own_reward"
@@ -70,36 +59,3 @@ def test_the_package_is_found_by_its_entry_point_once_installed(tmp_path, monkey
     )
     assert done.returncode == 0, done.stderr
     assert "digits: keeps the contract" in done.stdout
-
-
-def test_its_rows_are_curated_and_judged_by_it(tmp_path, monkeypatch):
-    """The arguments of the page's demo, as far as prompts and verdicts go."""
-    monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLE))
-    variables = dict(word.split("=", 1) for word in shlex.split(commands()[3])[2:])
-    asked = parser().parse_args(
-        [
-            "run",
-            "--preset",
-            "dapo-tiny",
-            "--dataset",
-            variables["DATASET"],
-            *shlex.split(variables["ARGS"]),
-        ]
-    )
-    config = build_config(
-        preset=asked.preset,
-        config="",
-        overrides=" ".join(asked.overrides),
-        model="",
-        dataset=asked.dataset,
-        seed=-1,
-    )
-    assert check_run(config, 1) == []
-    root = (tmp_path / "root").as_uri()
-    make_prompts(Context(root, "curate", 0, 0, config, "0" * 64, {}))
-    prompts = read_set(PromptSet, layout.prompts(root))
-    assert set(prompts.verifier) == {"digit_reward:digits"}
-    assert prompts.num_rows > 150
-    rows = [("digit_reward:digits", answer, answer) for answer in prompts.answer]
-    assert {verdict.score for verdict in verify_many(rows)} == {1.0}

@@ -1,4 +1,4 @@
-"""A reward of one's own: sums, with a part of the point for each right digit."""
+"""A reward of one's own: whole numbers, with a part of the point for each right digit."""
 
 
 def digits(response: str, answer: str) -> float:
