@@ -53,12 +53,15 @@ def parser() -> argparse.ArgumentParser:
         "rollout", help="plan, simulate and measure attention and experts apart"
     )
     rollout_cli.add_commands(rollout)
-    verifier = commands.add_parser("verifier", help="try a verifier of your own")
+    verifier = commands.add_parser("verifier", help="list verifiers, and try one on rows of yours")
     verifier_commands = verifier.add_subparsers(dest="action", required=True, metavar="ACTION")
+    verifier_commands.add_parser("list", help="built-in ones, and entry points that are installed")
     check = verifier_commands.add_parser(
-        "check", help="hold it to the contract: any text, in time, 0 to 1, the same each time"
+        "check",
+        help="hold one of yours to the contract: any text, in time, 0 to 1, the same each time; "
+        "count what a built-in one judges right and wrong",
     )
-    check.add_argument("name", help="package.module:function, or an entry point")
+    check.add_argument("name", help="built-in, package.module:function, or an entry point")
     check.add_argument(
         "--data", default="", metavar="FILE", help="JSONL of `answer`, and `response` and `score`"
     )
@@ -156,9 +159,9 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
 
             return run(options)
         if options.command == "verifier":
-            from planish.show.verifier import check
+            from planish.show.verifier import run as run_verifier
 
-            return check(options.name, options.data, options.timeout_seconds, console)
+            return run_verifier(options, console)
         if options.command == "track":
             from planish.show.track import track
 

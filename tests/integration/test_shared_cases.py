@@ -16,7 +16,6 @@ from planish.base.errors import ConfigError, PlanishError
 from planish.base.inspection import Inspection
 from planish.checkpoint import import_dcp, load
 from planish.models.tokens import load_tokenizer
-from planish.records.rewards import nothing_learnt
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.inspect import inspect_data
 from planish.stages.curate.problem import CurationLedger
@@ -201,7 +200,7 @@ def test_a_file_that_is_not_there_is_told_without_markup(tmp_path):
     assert "MarkupError" not in made.stderr
 
 
-def test_graded_scores_are_advised_to_keep_all_groups(monkeypatch):
+def test_graded_scores_are_trained_on(monkeypatch):
     case = CASES / "continuous-reward-advice"
     monkeypatch.setenv("PYTHONPATH", str(case), prepend=os.pathsep)
     of_case = json.loads((case / "data.jsonl").read_text("utf-8").splitlines()[0])
@@ -210,5 +209,5 @@ def test_graded_scores_are_advised_to_keep_all_groups(monkeypatch):
     texts = ["abcdefgh"[: 1 + row % 4] for row in range(16)]
     rollouts = replace(rollouts, response=texts, verifier=[of_case["verifier"]] * 16)
     scored = score(rollouts, RewardConfig(max_response_tokens=48, overlong_buffer_tokens=12))
-    lacking = groups_without_signal(rollouts, scored.rewards, [])
-    assert "keep_uniform_groups" in nothing_learnt({"iterations_without_signal": 1, **lacking})
+    assert scored.rewards.keep.all()
+    assert groups_without_signal(rollouts, scored.rewards, []) == {}

@@ -106,6 +106,7 @@ def generate_rollouts(
         response=[tokenizer.decode(o.token_ids) for o in outputs],
         answer=[prompts.answer[group] for group in groups],
         verifier=[prompts.verifier[group] for group in groups],
+        extra=[prompts.extra[group] for group in groups] if prompts.extra else None,
     )
 
 
@@ -126,8 +127,7 @@ def judge(
         ConfigError: a row names a verifier that is not here.
         VerifierFailure: more verifiers failed than `max_error_rate` allows, or one hangs.
     """
-    rows = zip(rollouts.verifier, rollouts.response, rollouts.answer, strict=True)
-    verdicts = verify_many(rows, options)
+    verdicts = verify_many(rollouts.to_verify(), options)
     errors = [verdict for verdict in verdicts if verdict.error]
     if len(errors) > max_error_rate * len(verdicts):
         raise VerifierFailure(

@@ -81,7 +81,7 @@ def read_set(
         cls: `PromptSet`, `RolloutSet` ...
         uri: folder of the set.
         sha256: what its manifest must hash to.
-        with_optional: read the columns too that a set may lack; they may be most of its bytes.
+        with_optional: read the lists too that a set may lack; they may be most of its bytes.
 
     Raises:
         ObjectMissing: no finished set there.

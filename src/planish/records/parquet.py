@@ -198,7 +198,7 @@ def decode_pieces(
         data: the file.
         specs: names and kinds that it must have, no more and no fewer but for optional ones.
         name: what to call the file in errors.
-        with_optional: decode the columns too that a set may lack.
+        with_optional: decode the lists too that a set may lack.
 
     Raises:
         RecordError: not Parquet, its columns are not those of `specs`, or beyond `limit_bytes`.
@@ -209,7 +209,8 @@ def decode_pieces(
         found = [
             spec
             for spec in specs
-            if spec.name in schema.names and (with_optional or not spec.optional)
+            if spec.name in schema.names
+            and (with_optional or not spec.optional or spec.kind == "text")
         ]
         columns = [spec.name for spec in found]
         source = pa.BufferReader(data)

@@ -50,6 +50,10 @@ class PromptSet(Record):
     pass_rate: npt.NDArray[np.float32] = column(
         "float32", "measured on a reference policy; NaN when not measured"
     )
+    extra: list[str] | None = column(
+        "text", "JSON: columns of the data row for reward functions; empty for none", default=None
+    )
+    """None where no function takes any."""
 
     def take(self, indices: Sequence[int]) -> PromptSet:
         """Return the prompts `indices` in that order."""

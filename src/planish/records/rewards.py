@@ -29,11 +29,7 @@ def nothing_learnt(metrics: Mapping[str, float]) -> str:
     if not metrics.get("iterations_without_signal"):
         return ""
     wrong, right = (int(metrics.get(f"num_groups_{name}", 0)) for name in ("wrong", "right"))
-    if graded := int(metrics.get("num_groups_graded", 0)):
-        seen = f"no response is right, but in {graded} of {wrong} groups all wrong scores differ"
-        remedy = "`reward.keep_uniform_groups=true rollout.dynamic_sampling=false`, which trains "
-        remedy += "on scores between 0 and 1"
-    elif not right:
+    if not right:
         cut = metrics.get("truncated_fraction", 0.0)
         seen = f"all {wrong} groups wrong"
         remedy = "easier problems, a stronger model, a cold start on worked traces, or more "
@@ -84,6 +80,10 @@ class RewardSet(Record):
     has_reward: npt.NDArray[np.bool_] = column("bool", "false for responses that are not finished")
     keep: npt.NDArray[np.bool_] = column("bool", "false: takes no part in the update")
     extracted: list[str] = column("text", "the answer that the verifier saw")
+    scores: list[str] | None = column(
+        "text", "JSON: score of the verifier and of each reward function by name", default=None
+    )
+    """None without `reward.functions`."""
 
     @property
     def num_rows(self) -> int:

@@ -99,6 +99,15 @@ class RolloutSet(Record):
     experts_per_token: npt.NDArray[np.int32] | None = column(
         "int32", "last extent of `routing`; there with it", default=None
     )
+    extra: list[str] | None = column(
+        "text", "JSON: columns of the data row for reward functions; empty for none", default=None
+    )
+    """None where no function takes any."""
+
+    def to_verify(self) -> list[tuple[str, str, str, str]]:
+        """Return (verifier, response, answer, extra) of each row."""
+        extra = self.extra or [""] * self.num_rows
+        return list(zip(self.verifier, self.response, self.answer, extra, strict=True))
 
     def num_tokens(self) -> npt.NDArray[np.int64]:
         """Return [R] int64: prompt and response tokens of each row."""
@@ -214,6 +223,8 @@ class RolloutSet(Record):
                     routing=Ragged.from_lists(unknown, known.dtype),
                     experts_per_token=np.full(part.num_rows, choices[-1], np.int32),
                 )
+        if any(part.extra for part in sets):
+            sets = [replace(part, extra=part.extra or [""] * part.num_rows) for part in sets]
         joined = join([vars(s) for s in sets], RolloutSet.COLUMNS)
         shift = np.cumsum([0, *[s.num_groups for s in sets[:-1]]])
         joined["group_index"] = np.concatenate(

@@ -41,6 +41,7 @@ __all__ = [
     "answer_fault",
     "asked_form",
     "check_verifier",
+    "columns_of",
     "find_verifier",
     "is_own",
     "split_name",
@@ -140,6 +141,16 @@ def check_verifier(name: str) -> None:
         check_machine(name)
 
 
+def columns_of(name: str) -> tuple[str, ...]:
+    """Return the columns of a data row that a verifier of the user names as parameters.
+
+    Raises:
+        ConfigError: it cannot be used here.
+    """
+    verifier = find_verifier(name) if is_own(name) else None
+    return verifier.columns() if isinstance(verifier, OwnVerifier) else ()
+
+
 @functools.cache
 def check_machine(name: str) -> None:
     """Check, once in this process, that this machine can run a verifier of `CHECKS`.
@@ -151,7 +162,13 @@ def check_machine(name: str) -> None:
     getattr(importlib.import_module(module), function)()
 
 
-def verify(name: str, response: str, answer: str, options: VerifierOptions = _DEFAULTS) -> Verdict:
+def verify(
+    name: str,
+    response: str,
+    answer: str,
+    options: VerifierOptions = _DEFAULTS,
+    extra: str = "",
+) -> Verdict:
     """Verify one response.
 
     Args:
@@ -159,6 +176,7 @@ def verify(name: str, response: str, answer: str, options: VerifierOptions = _DE
         response: sampled text without special tokens and without the prompt; any text at all.
         answer: ground truth in the verifier's form.
         options: what may differ from the default rules.
+        extra: columns of the data row for a verifier of the user, as a JSON object; empty for none.
 
     Returns:
         A verdict, whatever the text.
@@ -169,6 +187,8 @@ def verify(name: str, response: str, answer: str, options: VerifierOptions = _DE
     """
     verifier = find_verifier(name)
     try:
+        if isinstance(verifier, OwnVerifier):
+            return verifier(response, answer, options, extra)
         return verifier(response, answer, options)
     except (ConfigError, VerifierFailure):
         raise
@@ -181,14 +201,18 @@ def verify(name: str, response: str, answer: str, options: VerifierOptions = _DE
 def verify_many(
     rows: Iterable[Sequence[str]], options: VerifierOptions = _DEFAULTS
 ) -> list[Verdict]:
-    """Verify rows of (verifier name, response, answer), in order; raises what `verify` does."""
+    """Verify rows of (verifier name, response, answer[, extra]), in order; raises as `verify`."""
     listed = list(rows)
     workers = len(os.sched_getaffinity(0))
-    if sum(name in PARALLEL for name, _, _ in listed) < 2 or workers < 2:
-        verdicts = [verify(name, response, answer, options) for name, response, answer in listed]
+
+    def judge(row: Sequence[str]) -> Verdict:
+        return verify(row[0], row[1], row[2], options, *row[3:])
+
+    if sum(row[0] in PARALLEL for row in listed) < 2 or workers < 2:
+        verdicts = [judge(row) for row in listed]
     else:
         with ThreadPoolExecutor(workers) as pool:
-            verdicts = list(pool.map(lambda row: verify(row[0], row[1], row[2], options), listed))
+            verdicts = list(pool.map(judge, listed))
     late = [row for row, verdict in enumerate(verdicts) if verdict.timeout and not verdict.error]
     if late:
         logger.warning(

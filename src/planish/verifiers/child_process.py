@@ -59,6 +59,8 @@ class ChildProcess:
         self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._received = b""
+        self.ready: dict[str, object] = {}
+        """What it said when it became ready."""
 
     @property
     def pid(self) -> int | None:
@@ -94,6 +96,7 @@ class ChildProcess:
         if reply.get("outcome") != "ready":
             self.close()
             raise OSError(str(reply.get("error", "no reply")))
+        self.ready = reply
 
     def ask(self, request: Mapping[str, object], timeout_seconds: float) -> dict[str, object]:
         """Send one request to the running child and return its reply.

@@ -68,6 +68,13 @@ class VerifierCase:
     """A response to it; None: the ground truth itself."""
     score: float | None = None
     """What the verifier must say, to 1e-6; None: any number from 0 to 1."""
+    extra: str = ""
+    """The row as a JSON object: its columns."""
+
+    @property
+    def text(self) -> str:
+        """The response that is judged."""
+        return self.answer if self.response is None else self.response
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,8 @@ def read_cases(path: str | Path) -> list[VerifierCase]:
                 f"0 to 1, got {line[:80]}"
             )
             continue
-        cases.append(VerifierCase(answer, response, None if score is None else float(score)))
+        wanted = None if score is None else float(score)
+        cases.append(VerifierCase(answer, response, wanted, json.dumps(row)))
     if faults or not cases:
         raise ConfigError(
             f"{str(path)!r} must hold rows: " + ("; ".join(faults[:3]) or "it is empty")
@@ -154,25 +162,27 @@ def check_contract(
             "a verifier of your own must read `package.module:function` or be an entry point of "
             f"the group 'planish.verifiers' (here: {sorted(installed)}), got {name!r}"
         )
-    answers = list(dict.fromkeys(case.answer for case in cases))[:MAX_ANSWERS] or ["42"]
-    rows = [
-        (case.answer if case.response is None else case.response, case.answer) for case in cases
+    answers = {case.answer: case.extra for case in cases} or {"42": ""}
+    rows = [(case.text, case.answer, case.extra) for case in cases]
+    hostile = [
+        (text, answer, extra)
+        for answer, extra in list(answers.items())[:MAX_ANSWERS]
+        for text in HOSTILE_TEXTS
     ]
-    hostile = [(text, answer) for answer in answers for text in HOSTILE_TEXTS]
     options = VerifierOptions(timeout_seconds=timeout_seconds)
     faults: list[str] = []
     warnings: list[str] = []
     seconds: list[float] = []
 
-    def run(tried: Iterable[tuple[str, str]], seed: int) -> list[float]:
+    def run(tried: Iterable[tuple[str, str, str]], seed: int) -> list[float]:
         """Return the score of each call in a new process; NaN where it failed."""
         verifier = OwnVerifier(installed.get(name, name), environment={"PYTHONHASHSEED": str(seed)})
         scores = []
         try:
             verifier.start()
-            for response, answer in tried:
+            for response, answer, extra in tried:
                 start = time.monotonic()
-                verdict = verifier(response, answer, options)
+                verdict = verifier(response, answer, options, extra)
                 seconds.append(time.monotonic() - start)
                 scores.append(float("nan") if verdict.score is None else verdict.score)
                 if verdict.error or verdict.timeout:

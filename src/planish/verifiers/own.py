@@ -1,6 +1,7 @@
 """Verifiers that are functions of the user, each called in a child process of its own.
 
-A function `(response, answer) -> number from 0 to 1` is named by `package.module:function`, or by
+A function `(response, answer) -> number from 0 to 1`, with columns of the data row as further
+parameters where it takes any, is named by `package.module:function`, or by
 an entry point of the group `planish.verifiers`. It may hang, raise, print, fork or return
 nonsense: that costs the row, never the stage, until the caller's error rate is exceeded or it has
 hung too often in a row.
@@ -91,8 +92,17 @@ class OwnVerifier:
                 f"(response, answer), got: {error}"
             ) from None
 
-    def __call__(self, response: str, answer: str, options: VerifierOptions) -> Verdict:
-        """Score one response.
+    def columns(self) -> tuple[str, ...]:
+        """Return the columns that the function names as parameters; raises what `start` does."""
+        self.start()
+        named = self._process.ready["columns"]
+        assert isinstance(named, list)
+        return tuple(named)
+
+    def __call__(
+        self, response: str, answer: str, options: VerifierOptions, extra: str = ""
+    ) -> Verdict:
+        """Score one response; `extra` holds columns of the data row, as a JSON object.
 
         Raises:
             ConfigError: the function cannot be called at all.
@@ -105,6 +115,7 @@ class OwnVerifier:
                 "response": response,
                 "answer": answer,
                 "alarm_seconds": int(seconds) + 5,
+                **({"extra": extra} if extra else {}),
             }
             try:
                 reply = self._process.ask(request, seconds)

@@ -1,9 +1,10 @@
 """The child process of `planish.verifiers.own`: it holds one function of the user.
 
 `python -P -m planish.verifiers.own_child package.module:function` writes whether the function can
-be called at all, then answers each line `{"response": ..., "answer": ...}` with `{"score": ...}` or
-`{"error": ...}`. What the function prints is taken away from standard output, so that it cannot
-disturb the replies, and named in the reply.
+be called at all, and the columns of a data row that it names as parameters. Then it answers each
+line `{"response": ..., "answer": ...}`, with `extra` where the row has columns for it, by
+`{"score": ...}` or `{"error": ...}`. What the function prints is taken away from standard output,
+so that it cannot disturb the replies, and named in the reply.
 """
 
 from __future__ import annotations
@@ -17,14 +18,52 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 PRINTED_CHARS = 80
 """How much of what a function prints is passed on."""
 
-Function = Callable[[str, str], Any]
-"""A user's function: (response, answer) -> a number from 0 to 1, if it keeps its promise."""
+TEXTS = {
+    "response": "response",
+    "solution_str": "response",
+    "answer": "answer",
+    "ground_truth": "answer",
+}
+"""Parameters that get the response or the answer by name; two of them are verl's."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of the user and how it is called."""
+
+    call: Callable[..., Any]
+    """Returns a number from 0 to 1, if it keeps its promise."""
+    texts: Mapping[str, str]
+    """Parameters that get the two by name; empty: they are its first two, as decorators may want."""
+    columns: tuple[str, ...] = ()
+    """Other parameters: columns of the data row."""
+    needed: frozenset[str] = frozenset()
+    """Those of them without a default."""
+    hidden: frozenset[str] | None = None
+    """It takes any columns, but for these names; None: only `columns`."""
+
+    def __call__(self, response: str, answer: str, extra: Mapping[str, Any]) -> Any:
+        """Call the function with what it takes of the columns.
+
+        Raises:
+            ValueError: it needs a column that the row does not have.
+        """
+        if missing := sorted(self.needed - extra.keys()):
+            raise ValueError(f"takes the column `{missing[0]}`, which this row does not have")
+        taken = {name: extra[name] for name in self.columns if name in extra}
+        if self.hidden is not None:
+            taken |= {name: value for name, value in extra.items() if name not in self.hidden}
+        if not self.texts:
+            return self.call(response, answer, **taken)
+        given = {"response": response, "answer": answer}
+        return self.call(**taken, **{name: given[which] for name, which in self.texts.items()})
 
 
 class Printed(io.TextIOBase):
@@ -62,7 +101,7 @@ def load(reference: str) -> Function:
         raise ValueError(
             f"`{name}` must be importable, got {type(error).__name__}: {error}; mend the module"
         ) from None
-    function: Function | None = getattr(module, attribute, None)
+    function: Callable[..., Any] | None = getattr(module, attribute, None)
     if function is None or not callable(function):
         names = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
         close = difflib.get_close_matches(attribute, names, n=1)
@@ -72,26 +111,53 @@ def load(reference: str) -> Function:
             + (f"; did you mean {close[0]!r}?" if close else f"; it has {names[:8]}")
         )
     try:
-        inspect.signature(function).bind("", "")
-    except TypeError:
-        raise ValueError(
-            f"`{reference}` must take the two arguments (response, answer), got "
-            f"{attribute}{inspect.signature(function)}"
-        ) from None
+        signature = inspect.signature(function)
     except ValueError:
         # Functions written in C may have no signature; the first call will tell.
-        pass
-    return function
+        return Function(function, {})
+    found = read_signature(function, signature)
+    try:
+        columns = dict.fromkeys(found.columns)
+        if found.texts:
+            signature.bind(**columns, **found.texts)
+        else:
+            signature.bind("", "", **columns)
+    except TypeError:
+        raise ValueError(
+            f"`{reference}` must take the two arguments (response, answer), and columns of the "
+            f"data by their names, got {attribute}{signature}"
+        ) from None
+    return found
 
 
-def score(function: Function, response: str, answer: str) -> float:
+def read_signature(call: Callable[..., Any], signature: inspect.Signature) -> Function:
+    """Tell response, answer and columns apart among the parameters of a function."""
+    every = list(signature.parameters.values())
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    texts = {p.name: TEXTS[p.name] for p in every if p.name in TEXTS and p.kind in by_name}
+    places = [TEXTS.get(p.name) for p in every[:2] if p.kind is not p.KEYWORD_ONLY]
+    if len({*texts.values()}) < 2 or places == ["response", "answer"]:
+        texts = {}
+    first = texts.keys() if texts else {p.name for p in every[:2]}
+    rest = [p for p in every if p.name not in first and p.kind in by_name]
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in every)
+    return Function(
+        call,
+        texts,
+        tuple(p.name for p in rest),
+        frozenset(p.name for p in rest if p.default is inspect.Parameter.empty),
+        frozenset({*first, *TEXTS}) if takes_any else None,
+    )
+
+
+def score(function: Function, response: str, answer: str, extra: Mapping[str, Any]) -> float:
     """Call a user's function and return its score.
 
     Raises:
         ValueError: it raised, or returned what is no number from 0 to 1.
     """
     try:
-        value = function(response, answer)
+        value = function(response, answer, extra)
     except (Exception, SystemExit) as error:
         raise ValueError(f"raised {type(error).__name__}: {error}") from error
     seen = f"{value!r:.80} of type {type(value).__name__}"
@@ -108,7 +174,7 @@ def reply_to(function: Function, request: str, forked: list[bool]) -> dict[str, 
 
     Args:
         function: the user's.
-        request: JSON line with `response`, `answer` and `alarm_seconds`.
+        request: JSON line with `response`, `answer`, `alarm_seconds`, and `extra` as JSON.
         forked: gets an item when this process forks.
     """
     raw = json.loads(request)
@@ -118,7 +184,8 @@ def reply_to(function: Function, request: str, forked: list[bool]) -> dict[str, 
     # Ends this process when its parent has died in the middle of a request.
     signal.alarm(int(raw["alarm_seconds"]))
     try:
-        reply["score"] = score(function, raw["response"], raw["answer"])
+        extra = json.loads(raw.get("extra", "{}"))
+        reply["score"] = score(function, raw["response"], raw["answer"], extra)
     except Exception as error:
         reply["error"] = str(error)[:1000]
         if isinstance(error.__cause__, TimeoutError):
@@ -144,10 +211,14 @@ def main(reference: str) -> int:
     forked: list[bool] = []
     os.register_at_fork(after_in_parent=lambda: forked.append(True))
     own = os.getpid()
+    function: Function | None = None
+    told: dict[str, Any] = {}
     try:
-        function, told = load(reference), {"outcome": "ready"}
+        function = load(reference)
     except ValueError as error:
         function, told = None, {"error": str(error)}
+    else:
+        told = {"outcome": "ready", "columns": function.columns}
     if os.getpid() != own:
         os._exit(0)
     replies.write(json.dumps(told) + "\n")

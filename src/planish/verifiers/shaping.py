@@ -58,24 +58,6 @@ def overlong_penalty(
     return (penalty * factor + 0.0).astype(np.float32)
 
 
-def informative_rows(accuracy: npt.ArrayLike, group_index: npt.ArrayLike) -> Bools:
-    """Mark the rows of groups that are neither all right nor all wrong.
-
-    Args:
-        accuracy: [R] 0 or 1.
-        group_index: [R] int, rows of one group share a value.
-
-    Returns:
-        [R] bool, equal within a group. A group of one row is never informative.
-
-    Source: DAPO, arXiv 2503.14476, equation 11.
-    """
-    right = np.asarray(accuracy, dtype=np.float64)
-    inverse, count = _groups(group_index)
-    total = np.bincount(inverse, weights=right, minlength=len(count))
-    return np.asarray((total > 0) & (total < count))[inverse]
-
-
 def equal_rows(values: npt.ArrayLike, group_index: npt.ArrayLike) -> Bools:
     """Mark the rows of groups whose values are all equal: their advantage is exactly 0.
 

@@ -6,6 +6,7 @@ import pytest
 
 from planish.__main__ import main
 from planish.base.errors import ConfigError
+from planish.verifiers import VERIFIERS
 from planish.verifiers.contract import HOSTILE_TEXTS, VerifierCase, check_contract, read_cases
 
 
@@ -14,8 +15,9 @@ def module(tmp_path, monkeypatch):
     """A function that writes `tried_<name>.py` and returns the reference of its reward."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    def write(name, body):
-        text = f"import os\n\ndef reward(response, answer):\n    {body}\n"
+    def write(name, body, *columns):
+        parameters = ", ".join(("response", "answer", *columns))
+        text = f"import os\n\ndef reward({parameters}):\n    {body}\n"
         (tmp_path / f"tried_{name}.py").write_text(text)
         return f"tried_{name}:reward"
 
@@ -63,7 +65,47 @@ def test_rows_of_a_training_set_need_only_an_answer(tmp_path):
     rows = [{"question": "2+2=", "answer": 4}, {"answer": "x", "response": "y", "score": 0}]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
-    assert read_cases(file) == [VerifierCase("4"), VerifierCase("x", "y", 0.0)]
+    texts = [json.dumps(row) for row in rows]
+    assert read_cases(file) == [
+        VerifierCase("4", extra=texts[0]), VerifierCase("x", "y", 0.0, texts[1])
+    ]  # fmt: skip
+
+
+def test_columns_of_the_rows_reach_the_function_and_those_it_lacks_are_a_fault(tmp_path, module):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"answer": "1", "response": "2", "score": 0.5, "share": 0.5}\n')
+    name = module("share", "return share", "share")
+    assert check_contract(name, read_cases(file)).scores == (0.5,)
+    assert "takes the column `share`" in check_contract(name).faults[0]
+
+
+def test_built_in_verifiers_are_listed_and_count_rows_right_wrong_and_not_judgeable(
+    tmp_path, capsys
+):
+    assert main(["verifier", "list"]) == 0
+    listed = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert listed.keys() >= VERIFIERS.keys()
+    assert listed["exact"].endswith("apart from white space at both ends.")
+    file = tmp_path / "rows.jsonl"
+    rows = [("4", "Answer: 4", 1), ("4", "Answer: 5", None), ("4", "no", 0), ("x", "x", None)]
+    rows += [("7", None, None)]
+    keys = ("answer", "response", "score")
+    file.write_text("\n".join(json.dumps(dict(zip(keys, row, strict=True))) for row in rows))
+    assert main(["verifier", "check", "integer", "--data", str(file)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "integer: 5 rows: 2 right, 2 wrong, 1 not judgeable"
+    assert shown[1:] == [
+        "right: answer '4', response 'Answer: 4': saw '4'",
+        "right: answer '7', response '7': saw '7'",
+        "wrong: answer '4', response 'Answer: 5': saw '5'",
+        "wrong: answer '4', response 'no': saw no answer",
+        "not judgeable: answer 'x', response 'x': answer_not_an_integer",
+    ]
+    file.write_text('{"answer": "4", "response": "Answer: 5", "score": 1}')
+    assert main(["verifier", "check", "integer", "--data", str(file)]) == 1
+    assert "fault: the score must be 1, got 0: answer '4'" in capsys.readouterr().out
+    assert main(["verifier", "check", "integer"]) == 2
+    assert "`--data` must name rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -165,8 +165,11 @@ def test_the_function_gets_no_credentials(package, monkeypatch):
         ("import time\ntime.sleep(600)\n", "not ready within 2 s"),
         ("def rewards(r, a): ...\n", "no such name; did you mean 'rewards'"),
         ("reward = 7\n", "a function `reward`, got a int"),
-        ("def reward(response): ...\n", r"arguments \(response, answer\), got reward\(response\)"),
-        ("def reward(r, a, prompt): ...\n", r"got reward\(r, a, prompt\)"),
+        (
+            "def reward(response): ...\n",
+            r"arguments \(response, answer\), .* got reward\(response\)",
+        ),
+        ("def reward(r, a, prompt, /): ...\n", r"got reward\(r, a, prompt, /\)"),
     ],
 )
 def test_what_cannot_be_called_is_refused_in_one_line(package, tmp_path, body, message):
@@ -178,6 +181,41 @@ def test_what_cannot_be_called_is_refused_in_one_line(package, tmp_path, body, m
     assert "'own_bad:reward'" in str(refused.value)
     assert "\n" not in str(refused.value)
     assert verifier.pid is None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named", "seen"),
+    [
+        ("prompt, response, answer", ["prompt"], "prompt=p response=r answer=a"),
+        ("answer, response", [], "answer=a response=r"),
+        ("*, response, answer, level", ["level"], "response=r answer=a level=2"),
+        ("text, truth, level=1, other=3", ["level", "other"], "text=r truth=a level=2 other=3"),
+        ("level, solution_str, ground_truth", ["level"], "level=2 solution_str=r ground_truth=a"),
+        ("response, answer, **columns", [], "response=r answer=a columns=level,prompt,text"),
+        ("text, truth, *, level, **rest", ["level"], "text=r truth=a level=2 rest=prompt"),
+    ],
+)  # fmt: skip
+def test_columns_reach_the_parameters_that_name_them(package, tmp_path, parameters, named, seen):
+    body = (
+        f"def reward({parameters}):\n    found = locals().items()\n"
+        "    text = lambda v: ','.join(sorted(v)) if isinstance(v, dict) else v\n"
+        f"    with open({str(tmp_path / 'seen')!r}, 'w') as file:\n"
+        "        file.write(' '.join(f'{k}={text(v)}' for k, v in list(found)))\n"
+        "    return 1.0\n"
+    )
+    verifier = package("columns", body)
+    assert verifier.columns() == tuple(named)
+    extra = '{"level": 2, "prompt": "p", "answer": "other", "text": "t"}'
+    assert verifier("r", "a", OPTIONS, extra).score == 1.0
+    assert (tmp_path / "seen").read_text() == seen
+
+
+def test_a_needed_column_that_a_row_lacks_is_a_failure_of_the_row(package):
+    verifier = package("lack", "def reward(response, answer, level):\n    return level\n")
+    verdict = verifier("r", "a", OPTIONS, '{"prompt": "p"}')
+    assert verdict.error
+    assert "takes the column `level`, which this row does not have" in verdict.reason
+    assert verifier("r", "a", OPTIONS, '{"level": 0.5}').score == 0.5
 
 
 def test_a_reference_and_an_entry_point_are_found_by_every_name(package, tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ from planish.base.errors import ConfigError
 from planish.verifiers.shaping import (
     check_overlong,
     equal_rows,
-    informative_rows,
     overlong_penalty,
     rows_of_groups_with,
 )
@@ -71,19 +70,19 @@ def test_penalty_never_rises_with_length_and_is_continuous(longest, data):
 def test_only_groups_with_right_and_wrong_rows_are_informative():
     accuracy = [1, 1, 0, 0, 1, 0, 1]
     group = [7, 7, 3, 3, 5, 5, 9]
-    assert informative_rows(accuracy, group).tolist() == [False] * 4 + [True] * 2 + [False]
+    assert equal_rows(accuracy, group).tolist() == [True] * 4 + [False] * 2 + [True]
 
 
-def test_informative_rows_accepts_scattered_groups_and_no_rows():
-    assert informative_rows([1, 0, 0, 0], [0, 1, 0, 1]).tolist() == [True, False, True, False]
-    assert informative_rows([], []).tolist() == []
+def test_equal_rows_accepts_scattered_groups_and_no_rows():
+    assert equal_rows([1, 0, 0, 0], [0, 1, 0, 1]).tolist() == [False, True, False, True]
+    assert equal_rows([], []).tolist() == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 4)), max_size=40))
 def test_a_group_is_informative_iff_its_right_rows_are_some_but_not_all(rows):
     accuracy = [a for a, _ in rows]
     group = [g for _, g in rows]
-    seen = informative_rows(accuracy, group)
+    seen = ~equal_rows(accuracy, group)
     for index, number in enumerate(group):
         right = sum(a for a, g in rows if g == number)
         assert seen[index] == (0 < right < group.count(number))

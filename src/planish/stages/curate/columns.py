@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from planish.base.config import nearest
@@ -13,7 +14,7 @@ from planish.stages.curate.config import CurateConfig, parse_map
 from planish.stages.curate.gsm8k import problem_row
 from planish.stages.curate.problem import Drop, Messages, Problem
 from planish.stages.curate.records import DataRow, as_answer, field_of
-from planish.verifiers import READS_FORMS, answer_fault, asked_form, split_name
+from planish.verifiers import READS_FORMS, answer_fault, asked_form, columns_of, split_name
 from planish.verifiers.math_answer import last_boxed
 
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -66,8 +67,28 @@ def judge_row(config: CurateConfig, columns: Mapping[str, str], row: DataRow) ->
     fields = problem_row(row.fields) or row.fields
     problem = read_problem(config, columns, fields, row.origin)
     if isinstance(problem, Problem):
-        return problem
+        return replace(problem, extra=reward_columns(config, problem, row.fields))
     return Drop(problem, f"{row.origin}: {json.dumps(row.fields, default=str):.200}")
+
+
+def with_function_columns(config: CurateConfig, tables: Mapping[str, Any]) -> CurateConfig:
+    """Return the settings with the columns that `reward.functions` of the resolved tables name."""
+    functions = tables.get("reward", {}).get("functions", ())
+    named = {column for function in functions for column in columns_of(function["name"])}
+    return config.model_copy(update={"reward_columns": sorted({*config.reward_columns, *named})})
+
+
+def reward_columns(config: CurateConfig, problem: Problem, fields: Mapping[str, Any]) -> str:
+    """Return what reward functions get of a row as a JSON object, "" where they take nothing.
+
+    The column `prompt` is the text of the messages that the policy sees.
+    """
+    wanted = {*config.reward_columns, *columns_of(problem.verifier)}
+    if not wanted:
+        return ""
+    asked = "\n\n".join(message["content"] for message in problem.messages)
+    every = {**fields, "prompt": asked}
+    return json.dumps({name: every[name] for name in sorted(wanted & every.keys())}, default=str)
 
 
 def check_types(config: CurateConfig, drops: Sequence[Drop], num_rows: int) -> None:

@@ -224,6 +224,9 @@ class CurateConfig(Section):
     """Training prompts below this pass rate are dropped."""
     pass_rate_max: float = Field(default=1.0, ge=0.0, le=1.0)
     """Training prompts above this pass rate are dropped."""
+    reward_columns: list[str] = Field(default_factory=list)
+    """Columns of the data set that reward functions of your own get as `**columns`; those that they
+    name as parameters need no mention."""
     skip_bad: bool = False
     """Leave out rows that cannot be read and count them, where the default is to stop."""
     workers: int = Field(default=1, ge=1, le=64)
@@ -264,7 +267,7 @@ class CurateConfig(Section):
         return self
 
     def _off(self) -> list[str]:
-        return [] if self.evaluation_sets else ["evaluation_sets"]
+        return [key for key in ("evaluation_sets", "reward_columns") if not getattr(self, key)]
 
     def of_held_out(self) -> CurateConfig:
         """Return how the rows of `evaluation_dataset` are read."""

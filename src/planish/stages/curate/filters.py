@@ -34,7 +34,8 @@ def has_good_trace(problem: Problem) -> bool:
     """Tell whether a problem has a worked trace that its own verifier accepts."""
     if problem.trace is None:
         return False
-    return verify(problem.verifier, problem.trace, problem.answer).accuracy == 1.0
+    verdict = verify(problem.verifier, problem.trace, problem.answer, extra=problem.extra)
+    return verdict.accuracy == 1.0
 
 
 def remove_long(problems: Sequence[Problem], max_chars: int) -> tuple[list[Problem], list[Drop]]:

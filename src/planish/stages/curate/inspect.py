@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from planish.base.config import parse_section
+from planish.base.config import nearest, parse_section
 from planish.base.errors import ConfigError
 from planish.base.inspection import Inspection
 from planish.base.text import code_span
@@ -20,6 +20,7 @@ from planish.stages.curate.columns import (
     form_of,
     judge_row,
     read_problems,
+    with_function_columns,
 )
 from planish.stages.curate.config import SET_KEY, CurateConfig, parse_map
 from planish.stages.curate.filters import remove_unverifiable
@@ -74,6 +75,10 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
         StoreUnavailable: the store does not answer.
     """
     settings = parse_section(CurateConfig, config.get("curate", {}), section="curate")
+    try:
+        settings = with_function_columns(settings, config)
+    except ConfigError:
+        return  # `check_run` tells it
     if not settings.dataset:
         found.rows.append(("data", f"generated, {code_span(settings.task)}"))
         made = task_stream(settings, config.get("run", {}).get("seed", 0))
@@ -87,6 +92,15 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
         for chosen in settings.evaluation_sets
     ]
     if settings.dataset and not found.faults:
+        functions = [table["name"] for table in config.get("reward", {}).get("functions", ())]
+        found.faults += verifier_faults(opened[0].problems, options, functions)
+        columns = column_names(opened[0].table.rows)
+        found.warnings += [
+            f"reward functions take the column {column!r}, which no row has"
+            f"{nearest(column, columns)}; its columns are {', '.join(columns)}"
+            for column in settings.reward_columns
+            if column not in ("prompt", *columns)
+        ]
         alike = [problem for source in sets for problem in source.problems]
         is_part = any(source.is_part for source in opened)
         try_curation(settings, [s.table for s in opened], alike, found, is_part=is_part)
@@ -251,7 +265,9 @@ def answer_faults(
     ], warnings
 
 
-def verifier_faults(problems: Sequence[Problem], options: VerifierOptions) -> list[str]:
+def verifier_faults(
+    problems: Sequence[Problem], options: VerifierOptions, functions: Sequence[str] = ()
+) -> list[str]:
     """Call the verifiers of the user on the first ground truths; return what they must not do.
 
     A ground truth stands for a response too. Any number from 0 to 1 is right: what a response
@@ -260,12 +276,13 @@ def verifier_faults(problems: Sequence[Problem], options: VerifierOptions) -> li
     Args:
         problems: rows with a ground truth.
         options: as those of the reward stage.
+        functions: verifiers to call on any rows; empty: those that the rows name.
     """
     faults = []
-    for name in dict.fromkeys(p.verifier for p in problems if is_own(p.verifier)):
-        rows = (p for p in problems if p.verifier == name)
+    for name in filter(is_own, dict.fromkeys(functions or (p.verifier for p in problems))):
+        rows = (p for p in problems if functions or p.verifier == name)
         for problem in itertools.islice(rows, TRIED_ROWS):
-            verdict = verify(name, problem.answer, problem.answer, options)
+            verdict = verify(name, problem.answer, problem.answer, options, problem.extra)
             if verdict.error or verdict.timeout:
                 faults.append(
                     f"the verifier {name!r} must give a number from 0 to 1 for any response, got: "

@@ -25,6 +25,7 @@ def prompt_set(problems: Sequence[Problem]) -> PromptSet:
         verifier=[p.verifier for p in problems],
         source=[p.source for p in problems],
         pass_rate=np.array([p.pass_rate for p in problems], dtype=np.float32),
+        extra=[p.extra for p in problems] if any(p.extra for p in problems) else None,
     )
 
 

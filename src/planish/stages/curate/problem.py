@@ -47,6 +47,8 @@ class Problem:
     """Where it came from, for the report: `line 12`."""
     pass_rate: float = float("nan")
     """Measured on a reference policy."""
+    extra: str = ""
+    """Columns of the row for reward functions, as a JSON object; empty for none."""
 
     @property
     def key(self) -> str:

@@ -14,6 +14,7 @@ from planish.records.io import finished, read_manifest, write_set
 from planish.records.prompts import PromptSet, TraceSet, prompt_id
 from planish.records.refs import Ref, parse_pin
 from planish.run.stage import Artifact, Context, Outcome, execute
+from planish.stages.curate.columns import with_function_columns
 from planish.stages.curate.config import SET_KEY, CurateConfig
 from planish.stages.curate.pass_rate import measure_pass_rates, prompt_set
 from planish.stages.curate.problem import CurationLedger, Problem
@@ -44,7 +45,7 @@ def run(root: str, config_sha256: str, prompts: Artifact, report: Artifact) -> N
 
 def make_prompts(context: Context) -> Outcome:
     """Select problems and write the three sets unless an earlier attempt has."""
-    config = context.section(CurateConfig, "curate")
+    config = with_function_columns(context.section(CurateConfig, "curate"), context.config)
     ledger = CurationLedger()
     tables, set_tables = read_tables(config, ledger), read_set_tables(config, ledger)
     parents = dict(zip(("source", "evaluation_source"), (t.sha256 for t in tables), strict=False))

@@ -214,9 +214,11 @@ def check_run(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[
     named = {"curate.verifier": data.get("verifier", "auto")}
     for place, chosen in enumerate(data.get("evaluation_sets", ())):
         named[f"curate.evaluation_sets.{place}.verifier"] = chosen["verifier"]
+    for place, function in enumerate(config.get("reward", {}).get("functions", ())):
+        named[f"reward.functions.{place}.name"] = function["name"]
     for key, verifier in named.items():
         try:
-            if verifier != "auto":
+            if verifier != "auto" or key.startswith("reward."):
                 check_verifier(verifier)
         except ConfigError as error:
             faults.append(f"`{key}`: {error}")

@@ -150,8 +150,7 @@ def _evaluation_groups(reader: Reader, version: int) -> Groups:
             return {}
         rollouts = read_set(RolloutSet, uri, with_optional=False)
         rollouts = rollouts.take_groups(range(min(rollouts.num_groups, MAX_VERIFIED_GROUPS)))
-        rows = zip(rollouts.verifier, rollouts.response, rollouts.answer, strict=True)
-        verdicts = verify_many(rows, VerifierOptions())
+        verdicts = verify_many(rollouts.to_verify(), VerifierOptions())
         return _rows(rollouts, [v.accuracy for v in verdicts], [v.extracted for v in verdicts])
 
     return reader.attempt(f"sample rollouts of the evaluation of policy {version}", read, {})

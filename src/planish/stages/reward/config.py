@@ -5,10 +5,26 @@ Source: DAPO, arXiv 2503.14476, sections 2.4, 3.4 and 4.1.
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field, model_validator
 
 from planish.base.config import Section
 from planish.verifiers.shaping import check_overlong
+
+
+class RewardFunction(Section):
+    """A function whose score counts besides that of the row's verifier; a text is a name alone."""
+
+    name: str
+    """Any verifier: a built-in one, `package.module:function`, or an entry point."""
+    weight: float = 1.0
+    """What a score of 1 adds to the reward; it may be negative."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_name(cls, raw: Any) -> Any:
+        return {"name": raw} if isinstance(raw, str) else raw
 
 
 class RewardConfig(Section):
@@ -25,11 +41,14 @@ class RewardConfig(Section):
     DAPO, section 4.1: 4096."""
     overlong_penalty_factor: float = Field(default=1.0, ge=0.0)
     """Weight of the overlong punishment; 0 turns it off."""
+    functions: list[RewardFunction] = Field(default_factory=list)
+    """Further functions, `[{name = "my.module:format", weight = 0.2}]`: each score times its weight
+    is added to the outcome of the row's verifier, which alone makes accuracy."""
     keep_uniform_groups: bool = False
-    """Train on groups that are all right or all wrong too: true for GRPO, for algorithms with a
-    critic, for the starvation policy `relax`, and for windows, whose groups finish bit by bit.
-    Where advantages compare a group, such groups add nothing to the gradient but count in its
-    denominators."""
+    """Train on groups too whose scores are all equal, such as all right or all wrong: true for
+    GRPO, for algorithms with a critic, for the starvation policy `relax`, and for windows, whose
+    groups finish bit by bit. Where advantages compare a group, such groups add nothing to the
+    gradient but count in its denominators."""
     max_verifier_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
     """Share of verified rows whose verifier may fail before the whole stage fails. A response that
     takes it too long is wrong, and none of them."""
@@ -39,6 +58,9 @@ class RewardConfig(Section):
     """Limit of one mathematical comparison, or call of a verifier of your own; its child process
     is killed after it."""
 
+    def _off(self) -> list[str]:
+        return [] if self.functions else ["functions"]
+
     @model_validator(mode="after")
     def _check_overlong(self) -> RewardConfig:
         check_overlong(self.max_response_tokens, self.overlong_buffer_tokens)
@@ -47,4 +69,7 @@ class RewardConfig(Section):
                 "`reward_correct` must be greater than `reward_wrong`, got "
                 f"{self.reward_correct!r} and {self.reward_wrong!r}"
             )
+        names = [function.name for function in self.functions]
+        if len(set(names)) < len(names):
+            raise ValueError(f"`functions` must have different names, got {names}")
         return self

@@ -7,6 +7,8 @@ Source: DAPO, arXiv 2503.14476, equations 7, 11 and 13.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.reward.config import RewardConfig
 from planish.verifiers import Verdict, VerifierOptions, verify_many
-from planish.verifiers.shaping import informative_rows, overlong_penalty, rows_of_groups_with
+from planish.verifiers.shaping import equal_rows, overlong_penalty, rows_of_groups_with
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,10 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
     """Score every rollout.
 
     A right response gets `reward_correct`, any other `reward_wrong`; a score between 0 and 1 lies
-    between them on a straight line. Unfinished responses (WINDOW) and failed ones (ABORT) get no
-    reward. A group with a failed response is dropped whole; a finished group that is all right or
-    all wrong is dropped unless `keep_uniform_groups` is set.
+    between them on a straight line. Each of `functions` adds its score times its weight.
+    Unfinished responses (WINDOW) and failed ones (ABORT) get no reward. A group with a failed
+    response is dropped whole; a finished group whose outcomes are all equal is dropped unless
+    `keep_uniform_groups` is set.
 
     Args:
         rollouts: R rows.
@@ -52,12 +55,7 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
     """
     has_reward = np.isin(rollouts.finish, (FinishReason.STOP, FinishReason.LENGTH))
     rows = np.flatnonzero(has_reward).tolist()
-    options = VerifierOptions(config.accept_integral_decimals, config.verifier_timeout_seconds)
-    verdicts = [Verdict(accuracy=0.0)] * rollouts.num_rows
-    triples = ((rollouts.verifier[r], rollouts.response[r], rollouts.answer[r]) for r in rows)
-    for row, verdict in zip(rows, verify_many(triples, options), strict=True):
-        verdicts[row] = verdict
-    _check_error_rate(rollouts, verdicts, len(rows), config)
+    verdicts = _judge(rollouts, rollouts.verifier, rows, config)
     accuracy = np.array([v.accuracy for v in verdicts], dtype=np.float32)
     penalty = overlong_penalty(
         rollouts.response_tokens.lengths,
@@ -65,16 +63,21 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
         buffer_tokens=config.overlong_buffer_tokens,
         factor=config.overlong_penalty_factor,
     )
-    parts = np.array([v.accuracy if v.score is None else v.score for v in verdicts])
+    parts = _scores(verdicts)
     between = config.reward_wrong + parts * (config.reward_correct - config.reward_wrong)
     outcome = np.where(accuracy > 0, config.reward_correct, between)
+    named: dict[str, npt.NDArray[np.float64]] = {}
+    for function in config.functions:
+        judged = _judge(rollouts, [function.name] * rollouts.num_rows, rows, config)
+        named[function.name] = _scores(judged)
+        outcome = outcome + function.weight * named[function.name]
     outcome = np.where(has_reward, outcome, 0.0).astype(np.float32)
     penalty = np.where(has_reward, penalty, np.float32(0.0)).astype(np.float32)
     group = rollouts.group_index
     keep = ~rows_of_groups_with(rollouts.finish == FinishReason.ABORT, group)
     if not config.keep_uniform_groups:
         undecided = rows_of_groups_with(~has_reward, group)
-        keep &= undecided | informative_rows(accuracy, group)
+        keep &= undecided | ~equal_rows(outcome, group)
     rewards = RewardSet(
         accuracy=accuracy,
         outcome=outcome,
@@ -83,12 +86,55 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
         has_reward=has_reward,
         keep=keep,
         extracted=[v.extracted for v in verdicts],
+        scores=_by_name(rollouts.verifier, parts, named) if named else None,
     )
-    return Scores(rewards, _metrics(rollouts, rewards, verdicts))
+    metrics = _metrics(rollouts, rewards, verdicts)
+    if named and rows:
+        every = {"verifier": parts, **named}
+        metrics |= {f"score_mean/{name}": float(s[rows].mean()) for name, s in every.items()}
+    return Scores(rewards, metrics)
+
+
+def _judge(
+    rollouts: RolloutSet, names: Sequence[str], rows: Sequence[int], config: RewardConfig
+) -> list[Verdict]:
+    """Return a verdict for each rollout, by the verifiers `names` [R]; wrong where not in `rows`.
+
+    Raises:
+        VerifierFailure: a verifier failed on too many of `rows`, or hangs.
+    """
+    options = VerifierOptions(config.accept_integral_decimals, config.verifier_timeout_seconds)
+    verdicts = [Verdict(accuracy=0.0)] * rollouts.num_rows
+    every = rollouts.to_verify()
+    asked = ((names[row], *every[row][1:]) for row in rows)
+    for row, verdict in zip(rows, verify_many(asked, options), strict=True):
+        verdicts[row] = verdict
+    _check_error_rate(rollouts, names, verdicts, len(rows), config)
+    return verdicts
+
+
+def _scores(verdicts: Sequence[Verdict]) -> npt.NDArray[np.float64]:
+    return np.array([v.accuracy if v.score is None else v.score for v in verdicts])
+
+
+def _by_name(
+    verifiers: Sequence[str],
+    parts: npt.NDArray[np.float64],
+    named: dict[str, npt.NDArray[np.float64]],
+) -> list[str]:
+    """Return the scores of each rollout as JSON: of its verifier, and of each function."""
+    return [
+        json.dumps({name: float(part)} | {key: float(s[row]) for key, s in named.items()})
+        for row, (name, part) in enumerate(zip(verifiers, parts, strict=True))
+    ]
 
 
 def _check_error_rate(
-    rollouts: RolloutSet, verdicts: list[Verdict], verified: int, config: RewardConfig
+    rollouts: RolloutSet,
+    names: Sequence[str],
+    verdicts: list[Verdict],
+    verified: int,
+    config: RewardConfig,
 ) -> None:
     """Refuse scores when the verifier itself failed on too many of the verified rows."""
     errors = [row for row, verdict in enumerate(verdicts) if verdict.error]
@@ -100,7 +146,7 @@ def _check_error_rate(
         f"verifier errors must not exceed `reward.max_verifier_error_rate` = "
         f"{config.max_verifier_error_rate!r}, got {len(errors)} of {verified} rows "
         f"({timeouts} timeouts); first in {rollouts.rollout_id[row]} with verifier "
-        f"{rollouts.verifier[row]!r} and answer {rollouts.answer[row]!r:.80}: "
+        f"{names[row]!r} and answer {rollouts.answer[row]!r:.80}: "
         + (
             verdicts[row].reason
             or "check the answers of that prompt source, or that the extra `planish[reward]` is "

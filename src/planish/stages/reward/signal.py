@@ -27,8 +27,7 @@ def groups_without_signal(
         shards: metrics of each shard; they know the groups that dynamic sampling has dropped.
 
     Returns:
-        `num_groups_wrong` and `num_groups_right`, and of the wrong ones `num_groups_graded`, in
-        which scores between 0 and 1 differ; {} too where no response has a reward yet.
+        `num_groups_wrong` and `num_groups_right`; {} too where no response has a reward yet.
     """
     used = rewards.has_reward & rewards.keep
     groups = rollouts.group_index
@@ -39,22 +38,19 @@ def groups_without_signal(
         values = rewards.reward[used & (groups == group)]
         if float(values.max() - values.min()) > _EQUAL:
             return {}
-    wrong = right = graded = 0.0
+    wrong = right = 0.0
     for shard in shards:
         complete = shard.get("num_generated_groups", 0.0) - shard.get(
             "group_dropped_incomplete", 0.0
         )
         wrong += round(complete * shard.get("ds/all_wrong_frac", 0.0))
         right += round(complete * shard.get("ds/all_correct_frac", 0.0))
-        graded += shard.get("num_graded_groups", 0.0)
     if not wrong + right:
         for group in np.unique(scored):
             rows = rewards.has_reward & (rollouts.group_index == group)
             is_right = rewards.accuracy[rows]
             right += float(is_right.all())
             wrong += float(not is_right.any())
-            graded += float(not is_right.any() and np.ptp(rewards.outcome[rows]) > _EQUAL)
     if not wrong + right:
         return {}
-    counts = {"num_groups_wrong": wrong, "num_groups_right": right}
-    return {**counts, "num_groups_graded": graded} if graded else counts
+    return {"num_groups_wrong": wrong, "num_groups_right": right}

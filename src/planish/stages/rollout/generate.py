@@ -111,6 +111,7 @@ class GroupSampler:
             prompt_tokens=tokens,
             answer=prompts.answer[row],
             verifier=prompts.verifier[row],
+            extra=prompts.extra[row] if prompts.extra else "",
             slots=tuple(Slot(sample) for sample in range(count)),
         )
         if group.slots:
@@ -163,7 +164,9 @@ class GroupSampler:
         for group in ended:
             if group.slots and all(slot.finish in ENDED for slot in group.slots):
                 texts = [self.decode(slot.tokens.tolist()) for slot in group.slots]
-                verdicts = verify_many([(group.verifier, text, group.answer) for text in texts])
+                verdicts = verify_many(
+                    [(group.verifier, text, group.answer, group.extra) for text in texts]
+                )
                 slots = zip(group.slots, texts, strict=True)
                 scores = {v.accuracy if v.score is None else v.score for v in verdicts}
                 group = replace(

@@ -101,7 +101,7 @@ class Fate(StrEnum):
     """What the filter of dynamic sampling sees in a group."""
 
     MIXED = "mixed"
-    """Some right, some wrong: it carries a signal."""
+    """Scores differ: it carries a signal."""
     ALL_CORRECT = "all_correct"
     ALL_WRONG = "all_wrong"
     INCOMPLETE = "incomplete"
@@ -132,12 +132,16 @@ class Group:
     """Responses on which the verifier itself failed."""
     scores_differ: bool = False
     """The verifier gives parts of a point, and not the same to all responses."""
+    extra: str = ""
+    """Columns of the data row for reward functions."""
 
     @property
     def fate(self) -> Fate:
-        """What the filter sees; it looks at accuracy, never at shaped rewards."""
+        """What the filter sees; it looks at the verifier's scores, never at shaped rewards."""
         if self.num_right is None:
             return Fate.INCOMPLETE
+        if self.scores_differ:
+            return Fate.MIXED
         if self.num_right == 0:
             return Fate.ALL_WRONG
         return Fate.ALL_CORRECT if self.num_right == len(self.slots) else Fate.MIXED
@@ -190,6 +194,7 @@ def as_set(groups: Sequence[Group]) -> RolloutSet:
         verifier=[group.verifier for _, group, _ in rows],
         routing=routing,
         experts_per_token=experts_per_token,
+        extra=[group.extra for _, group, _ in rows] if any(g.extra for g in groups) else None,
     )
 
 
@@ -224,6 +229,7 @@ def from_set(rollouts: RolloutSet, ordinals: Sequence[int], drawn: Sequence[int]
             answer=rollouts.answer[first],
             verifier=rollouts.verifier[first],
             slots=tuple(slots[first:last]),
+            extra=rollouts.extra[first] if rollouts.extra else "",
         )
         for g, (first, last) in enumerate(itertools.pairwise(bounds))
     ]

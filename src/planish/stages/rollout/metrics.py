@@ -49,9 +49,6 @@ def batch_metrics(batch: Batch, exchange: SurplusExchange | None = None) -> dict
             ("ds/all_wrong_frac", Fate.ALL_WRONG),
         ):
             metrics[name] = fates.count(fate) / len(fates)
-        graded = sum(g.scores_differ for g in complete if g.fate is Fate.ALL_WRONG)
-        if graded:
-            metrics["num_graded_groups"] = graded
         slots = [slot for group in complete for slot in group.slots]
         lengths = np.array([slot.num_tokens for slot in slots])
         logprobs = sum(sum(slot.logprobs.tolist()) for slot in slots)

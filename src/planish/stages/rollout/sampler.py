@@ -1,8 +1,8 @@
 """Dynamic sampling: draw groups in rounds until the batch is full.
 
-The filter looks at accuracy only; rewards and their shaping are the reward stage's. Which prompts
-are consumed is decided here: kept and dropped ones are; surplus ones are not and come again, unless
-they are written for the next iteration.
+The filter looks at the verifier's scores only; rewards and their shaping are the reward stage's.
+Which prompts are consumed is decided here: kept and dropped ones are; surplus ones are not and come
+again, unless they are written for the next iteration.
 
 Source: DAPO, arXiv 2503.14476, section 3.2 and algorithm 1.
 """
@@ -125,7 +125,7 @@ def draw_batch(
 
 
 def qualifies(group: Group, config: RolloutConfig) -> bool:
-    """Tell whether the batch takes a judged group, by its accuracy alone."""
+    """Tell whether the batch takes a judged group, by its scores alone."""
     return group.fate in ((Fate.MIXED,) if config.dynamic_sampling else JUDGED)
 
 

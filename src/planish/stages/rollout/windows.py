@@ -80,7 +80,9 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
     uri = layout.carry(context.root, context.iteration, context.shard)
     digest = write_side_set(uri, as_set(kept), job.parents, facts, group_facts(kept))
     ended = [(growth.group, growth.after) for growth in growths if not growth.after.is_open]
-    verdicts = verify_many([(group.verifier, slot.text, group.answer) for group, slot in ended])
+    verdicts = verify_many(
+        [(group.verifier, slot.text, group.answer, group.extra) for group, slot in ended]
+    )
     metrics = {
         **window_metrics(growths, given, kept, verdicts),
         "num_drawn_groups": num_new,

@@ -9,7 +9,7 @@ from markdown_it import MarkdownIt
 
 from planish.base.config import parse_section
 from planish.base.errors import ConfigError
-from planish.stages.curate.columns import read_problems
+from planish.stages.curate.columns import read_problems, with_function_columns
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.filters import (
     choose,
@@ -20,6 +20,7 @@ from planish.stages.curate.filters import (
     remove_unverifiable,
     split,
 )
+from planish.stages.curate.pass_rate import prompt_set
 from planish.stages.curate.problem import CurationLedger, Drop, Problem, fraction_of, words
 from planish.stages.curate.records import DataRow, DataTable
 from planish.stages.curate.report import curation_metrics, curation_report, drop_warnings
@@ -119,6 +120,29 @@ def test_a_trace_must_end_in_the_answer():
 def read(*fields, **options):
     kept, drops = read_problems(CurateConfig(**options), rows(*fields))
     return kept, [d.reason for d in drops]
+
+
+def test_rows_keep_the_columns_that_reward_functions_take_and_no_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "curated_reward.py").write_text(
+        "def level(prompt, response, answer, level=1): ...\n"
+        "def plain(text, truth, **columns): ...\n"
+    )
+    row = {"question": "How many?", "answer": 7, "level": {"of": [2]}, "other": 3}
+    level, plain = "curated_reward:level", "curated_reward:plain"
+    for options, wanted in (
+        ({}, None),
+        ({"verifier": level}, {"level": {"of": [2]}, "prompt": "How many?"}),
+        ({"verifier": plain}, None),
+        ({"verifier": plain, "reward_columns": ["other", "lost"]}, {"other": 3}),
+    ):
+        found = read(row, **options)[0]
+        assert found[0].extra == ("" if wanted is None else json.dumps(wanted))
+        kept = prompt_set(found).extra
+        assert kept == (None if wanted is None else [found[0].extra])
+    tables = {"reward": {"functions": [{"name": level}, {"name": "exact"}]}}
+    assert with_function_columns(CurateConfig(), tables).reward_columns == ["level", "prompt"]
+    assert "reward_columns" not in CurateConfig().model_dump()
 
 
 def test_usual_fields_are_found_and_instructions_added():

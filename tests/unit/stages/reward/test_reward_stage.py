@@ -171,27 +171,13 @@ def test_groups_that_sampling_has_dropped_count_as_well(metrics, expected):
     assert ("all right" in told) == (expected[1] > 0)
 
 
-def test_scores_that_differ_between_wrong_responses_are_told_the_settings_that_train_on_them(
-    monkeypatch,
-):
+def test_scores_that_differ_between_wrong_responses_are_a_signal(monkeypatch):
     parts = iter([0.25, 0.5])
     monkeypatch.setattr(
         "planish.stages.reward.score.verify_many",
         lambda rows, _: [Verdict(accuracy=0.0, score=next(parts)) for _ in rows],
     )
-    scored = score(WRONG, RewardConfig()).rewards
-    of_rows = groups_without_signal(WRONG, scored, [])
-    empty = RolloutSet.empty()
-    shard = shard_metrics(**{"ds/all_wrong_frac": 1.0, "num_graded_groups": 7.0})
-    of_shards = groups_without_signal(empty, score(empty, RewardConfig()).rewards, [shard])
-    for found, graded in ((of_rows, "1 of 1"), (of_shards, "7 of 10")):
-        told = nothing_learnt({**found, "iterations_without_signal": 1})
-        assert f"in {graded} groups all wrong scores differ" in told
-        assert "`reward.keep_uniform_groups=true rollout.dynamic_sampling=false`" in told
-        assert "easier" not in told
-    config = RewardConfig(keep_uniform_groups=True)
-    parts = iter([0.25, 0.5])
-    assert groups_without_signal(WRONG, score(WRONG, config).rewards, []) == {}
+    assert groups_without_signal(WRONG, score(WRONG, RewardConfig()).rewards, []) == {}
 
 
 def test_a_signal_is_one_group_whose_rewards_differ_and_an_empty_iteration_is_none():

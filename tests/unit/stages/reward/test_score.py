@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -198,8 +201,9 @@ def test_a_response_that_takes_the_verifier_too_long_is_wrong_and_ends_nothing(m
         score(batch, CONFIG)
 
 
-def own_reward(tmp_path, monkeypatch, name, value):
-    (tmp_path / f"{name}.py").write_text(f"def reward(response, answer):\n    return {value}\n")
+def own_reward(tmp_path, monkeypatch, name, value, *columns):
+    parameters = ", ".join(("response", "answer", *columns))
+    (tmp_path / f"{name}.py").write_text(f"def reward({parameters}):\n    return {value}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return f"{name}:reward"
 
@@ -230,6 +234,46 @@ def test_a_verifier_that_is_not_here_is_an_error_of_the_configuration():
         score(rollouts([("x", 1, STOP)], verifier="exakt"), CONFIG)
 
 
+def test_functions_add_their_weighted_scores_and_leave_accuracy_to_the_verifier(
+    tmp_path, monkeypatch
+):
+    by_column = own_reward(tmp_path, monkeypatch, "column_reward", "share", "share")
+    config = parse_section(
+        RewardConfig,
+        {
+            "max_response_tokens": 64,
+            "overlong_buffer_tokens": 16,
+            "reward_wrong": 0.0,
+            "functions": [{"name": "exact", "weight": -0.5}, {"name": by_column, "weight": 0.25}],
+        },
+        section="reward",
+    )
+    batch = rollouts([("=7", 5, STOP), ("7", 5, STOP), ("no", 5, STOP), ("x", 5, WINDOW)])
+    extra = [f'{{"share": {share}}}' for share in (1.0, 0.5, 0.0, 1.0)]
+    done = score(replace(batch, extra=extra), config)
+    done.rewards.validate()
+    assert done.rewards.accuracy.tolist() == [1, 0, 0, 0]
+    assert done.rewards.reward.tolist() == [1.25, -0.375, 0, 0]
+    assert [json.loads(scores) for scores in done.rewards.scores] == [
+        {"trace": 1, "exact": 0, by_column: 1},
+        {"trace": 0, "exact": 1, by_column: 0.5},
+        {"trace": 0, "exact": 0, by_column: 0},
+        {"trace": 0, "exact": 0, by_column: 0},
+    ]
+    means = {key[11:]: v for key, v in done.metrics.items() if key.startswith("score_mean/")}
+    assert means == {"verifier": 1 / 3, "exact": 1 / 3, by_column: 0.5}
+    with pytest.raises(VerifierFailure, match="takes the column `share`"):
+        score(batch, config)
+
+
+def test_groups_whose_scores_differ_are_kept_though_no_response_is_right(tmp_path, monkeypatch):
+    verifier = own_reward(tmp_path, monkeypatch, "graded_reward", "len(response) / 4")
+    same = [("a", 5, STOP), ("b", 60, STOP)]
+    done = score(rollouts(same, [("a", 5, STOP), ("ab", 5, STOP)], verifier=verifier), CONFIG)
+    assert done.rewards.keep.tolist() == [False, False, True, True]
+    assert done.rewards.scores is None
+
+
 def test_defaults_are_the_published_ones():
     config = parse_section(RewardConfig, {}, section="reward")
     assert (config.reward_correct, config.reward_wrong) == (1.0, -1.0)
@@ -237,6 +281,7 @@ def test_defaults_are_the_published_ones():
     assert config.max_response_tokens - config.overlong_buffer_tokens == 16384
     assert (config.overlong_penalty_factor, config.max_verifier_error_rate) == (1.0, 0.01)
     assert not config.keep_uniform_groups
+    assert "functions" not in config.model_dump()
 
 
 @pytest.mark.parametrize(
@@ -244,6 +289,7 @@ def test_defaults_are_the_published_ones():
     [
         ({"max_response_tokens": 64, "overlong_buffer_tokens": 65}, "got 65 and 64"),
         ({"reward_correct": -1.0}, "must be greater than"),
+        ({"functions": [{"name": "exact"}, {"name": "exact"}]}, "must have different names"),
         ({"reward_correct": float("nan")}, "finite"),
         ({"overlong_penalty_factor": -1.0}, "greater than or equal to 0"),
         ({"max_response_token": 64}, "max_response_tokens"),

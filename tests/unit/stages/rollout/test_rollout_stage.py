@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +13,13 @@ from planish.engines.sampling import request_seed
 from planish.models.policy import load_policy, save_policy
 from planish.models.tokens import Tokenizer
 from planish.records import layout
-from planish.records.io import read_manifest, read_set
+from planish.records.io import read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet, prompt_id
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.records.stream import StreamState, advance, position
 from planish.run.stage import is_stopped, stage_parser
+from planish.stages.reward.config import RewardConfig
+from planish.stages.reward.score import score
 from planish.stages.rollout import stage
 from planish.store.documents import write_json
 from tests.unit.stages.rollout.stage_run import after_iteration, easy_policy
@@ -48,6 +52,30 @@ def test_a_shard_holds_full_mixed_groups_with_their_log_probabilities(new_run):
         assert stopped or len(tokens) == 8
         assert rollouts.response[row] == policy.tokenizer.decode(tokens.tolist())
     assert set(rollouts.policy_version.values.tolist()) == {0}
+
+
+def test_columns_of_the_prompts_reach_the_verifier_and_the_reward_stage(new_run, monkeypatch):
+    run = new_run()
+    monkeypatch.setenv("PYTHONPATH", str(run.folder))
+    (run.folder / "digit_reward.py").write_text(
+        "def reward(response, answer, digit):\n    return float(response == digit)\n"
+    )
+    prompts = read_set(PromptSet, layout.prompts(run.root))
+    extra = [json.dumps({"digit": answer}) for answer in prompts.answer]
+    verifier = ["digit_reward:reward"] * prompts.num_rows
+    for uri in store.list_uris(f"{layout.prompts(run.root)}/"):
+        store.delete(uri)
+    changed = replace(prompts, extra=extra, verifier=verifier)
+    write_set(layout.prompts(run.root), changed, parents={}, attributes={"config_sha256": "c"})
+    rollouts = read_set(RolloutSet, run.call()[0].uri, with_optional=False)
+    assert rollouts.num_groups == 6
+    assert [json.loads(cell)["digit"] for cell in rollouts.extra] == rollouts.answer
+    rewards = score(rollouts, RewardConfig(max_response_tokens=8, overlong_buffer_tokens=0)).rewards
+    right = [r == a for r, a in zip(rollouts.response, rollouts.answer, strict=True)]
+    assert rewards.accuracy.tolist() == right
+    assert rewards.keep.all()
+    plain = replace(rollouts, extra=None, verifier=["exact"] * rollouts.num_rows)
+    assert RolloutSet.concat([plain, rollouts]).extra == [""] * rollouts.num_rows + rollouts.extra
 
 
 def prompt_text(rollouts, row):

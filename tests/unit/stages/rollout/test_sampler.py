@@ -230,10 +230,11 @@ def test_fates_of_groups_are_counted_for_who_watches(monkeypatch):
     ]
 
 
-def test_groups_whose_wrong_responses_have_other_scores_are_counted():
+def test_groups_whose_wrong_responses_have_other_scores_are_kept():
     def sample(ordinals, ahead):
-        return [replace(group(k, "wwr"[k % 3]), scores_differ=k % 3 != 1) for k in ordinals]
+        return [replace(group(k, "wwr"[k % 3]), scores_differ=k % 3 == 0) for k in ordinals]
 
     options = {"group_size": 2, "generation_prompts_factor": 1.0, "max_generation_rounds": 1}
     batch = draw_batch(itertools.count(), sample, 6, RolloutConfig(**options))
-    assert batch_metrics(batch)["num_graded_groups"] == 2
+    assert [g.ordinal for g in batch.kept] == [0, 3]
+    assert batch_metrics(batch)["ds/all_wrong_frac"] == pytest.approx(1 / 3)
