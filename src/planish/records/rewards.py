@@ -84,6 +84,10 @@ class RewardSet(Record):
         "text", "JSON: score of the verifier and of each reward function by name", default=None
     )
     """None without `reward.functions`."""
+    rollout_id: list[str] | None = column(
+        "text", "of the rollout, to join the two sets by", default=None
+    )
+    """None in sets of earlier versions."""
 
     @property
     def num_rows(self) -> int:

@@ -41,7 +41,7 @@ class Function:
     call: Callable[..., Any]
     """Returns a number from 0 to 1, if it keeps its promise."""
     texts: Mapping[str, str]
-    """Parameters that get the two by name; empty: they are its first two, as decorators may want."""
+    """Parameters that get the two by name; empty: its first two do, as decorators may want."""
     columns: tuple[str, ...] = ()
     """Other parameters: columns of the data row."""
     needed: frozenset[str] = frozenset()

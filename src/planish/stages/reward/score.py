@@ -87,6 +87,7 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
         keep=keep,
         extracted=[v.extracted for v in verdicts],
         scores=_by_name(rollouts.verifier, parts, named) if named else None,
+        rollout_id=rollouts.rollout_id,
     )
     metrics = _metrics(rollouts, rewards, verdicts)
     if named and rows:

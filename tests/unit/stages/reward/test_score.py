@@ -56,6 +56,7 @@ def test_rewards_worked_by_hand():
     assert rewards.reward.tolist() == [1, -1.5, -2, 0]
     assert rewards.has_reward.tolist() == [True] * 4
     assert rewards.keep.tolist() == [True] * 4
+    assert rewards.rollout_id == [f"{0:016x}-00{sample}" for sample in range(4)]
     assert rewards.extracted == ["7", "8", "", "7"]
     metrics = done.metrics
     assert metrics["accuracy_mean"] == 0.5
