@@ -173,7 +173,7 @@ def spoiled_tables():
     no_messages = pa.array([None, [], []], arrow_schema(PromptSet.COLUMNS).field("messages").type)
     return {
         "column `answer` is missing": table.drop_columns(["answer"]),
-        "column `extra` is not known": table.append_column("extra", rates),
+        "column `stray` is not known": table.append_column("stray", rates),
         "column `pass_rate` must be float32, got double": table.set_column(
             5, "pass_rate", rates.cast(pa.float64())
         ),

@@ -39,13 +39,15 @@ def model(original, tmp_path):
     return shutil.copytree(original, tmp_path / "model")
 
 
-def inspect(dataset="", path="", *, engine="transformers", limit=64, seconds=60.0, **curate):
+def inspect(
+    dataset="", path="", *, engine="transformers", limit=64, seconds=60.0, functions=(), **curate
+):
     config = {
         "curate": {"dataset": str(dataset), **curate},
         "model": {"path": str(path)},
         "engine": {"name": engine},
         "rollout": {"max_prompt_tokens": limit},
-        "reward": {"verifier_timeout_seconds": seconds},
+        "reward": {"verifier_timeout_seconds": seconds, "functions": functions},
     }
     return inspect_sources(config)
 
@@ -304,6 +306,8 @@ def nan(response, answer): return math.nan
 def above(response, answer): return 1.5
 def text(response, answer): return "1"
 def dies(response, answer): os._exit(3)
+def level(response, answer, level): return level
+def lost(response, answer, lost): return lost
 def fifth(response, answer): return 1.0 if answer in "1234" else None
 """
 
@@ -337,6 +341,19 @@ def test_a_verifier_that_fails_on_the_first_ground_truths_is_refused(
     assert f"the verifier '{own}:{function}' must give a number from 0 to 1" in message
     assert words.format(own=own) in message
     assert message.endswith(f"`planish verifier check {own}:{function}` tries more")
+
+
+def test_reward_functions_are_tried_with_their_columns_and_lost_columns_are_told(tmp_path, own):
+    path = jsonl(tmp_path, *sums(6, verifier="trace", level=0.5))
+    functions = [{"name": f"{own}:level", "weight": 0.5}]
+    found = inspect(path, dataset_map=MAP, functions=functions, reward_columns=["levle"])
+    assert found.faults == []
+    told = "reward functions take the column 'levle', which no row has; did you mean `level`?"
+    assert any(told in line for line in found.warnings)
+    functions = [{"name": f"{own}:lost", "weight": 0.5}]
+    assert "takes the column `lost`, which this row does not have" in refused(
+        path, dataset_map=MAP, functions=functions
+    )
 
 
 @pytest.mark.parametrize("function", ["zero", "part", "fifth"])
