@@ -164,8 +164,8 @@ def check_contract(
         )
     answers = {case.answer: case.extra for case in cases} or {"42": ""}
     rows = [(case.text, case.answer, case.extra) for case in cases]
-    first = list(answers.items())[:MAX_ANSWERS]
-    hostile = [(text, *answer) for answer in first for text in HOSTILE_TEXTS]
+    judged = list(answers.items())[:MAX_ANSWERS]
+    hostile = [(text, *answer) for answer in judged for text in HOSTILE_TEXTS]
     options = VerifierOptions(timeout_seconds=timeout_seconds)
     faults: list[str] = []
     warnings: list[str] = []
