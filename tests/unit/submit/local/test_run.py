@@ -109,7 +109,7 @@ def test_no_text_is_taken_for_markup(
 
 @pytest.mark.parametrize("name", ["vllmm", "", "vllm disagg"])
 def test_an_engine_that_is_none_is_refused_before_anything_is_set_up(name: str) -> None:
-    command = ["make", "--dry-run", "demo", f"ENGINE={name}"]
+    command = ["make", "--no-print-directory", "--dry-run", "demo", f"ENGINE={name}"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"ENGINE must be one of {' '.join(sorted(ENGINES))}, got {name}" in done.stderr
