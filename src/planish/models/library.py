@@ -15,9 +15,9 @@ def load_transformers() -> Any:
     no stage uses, and scipy for the loss of object detection: a quarter of the start of every
     stage. So it does not find them.
     """
-    hidden = [name for name in UNUSED if name not in sys.modules]
-    if "transformers.modeling_layers" in sys.modules:
-        hidden = []
+    # Once loaded, transformers may have found them, and then imports them.
+    is_first = "transformers" not in sys.modules
+    hidden = [name for name in UNUSED if is_first and name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         import transformers
