@@ -188,6 +188,16 @@ def _scalars(raw: Any, name: str) -> Scalars:
     return scalars
 
 
+def evaluation_names(config: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the names of the sets that a run measures policies on, "" for the held-out prompts.
+
+    Example:
+        >>> evaluation_names({"curate": {"evaluation_sets": [{"name": "gsm8k"}]}})
+        ['', 'gsm8k']
+    """
+    return ["", *(one["name"] for one in config.get("curate", {}).get("evaluation_sets", ()))]
+
+
 def pin_best(root: str, like: EvalReport) -> BestPolicy | None:
     """Write which policy of a run is the best of those that were evaluated like `like`.
 

@@ -212,13 +212,11 @@ def main(reference: str) -> int:
     os.register_at_fork(after_in_parent=lambda: forked.append(True))
     own = os.getpid()
     function: Function | None = None
-    told: dict[str, Any] = {}
     try:
         function = load(reference)
+        told: dict[str, Any] = {"outcome": "ready", "columns": function.columns}
     except ValueError as error:
-        function, told = None, {"error": str(error)}
-    else:
-        told = {"outcome": "ready", "columns": function.columns}
+        told = {"error": str(error)}
     if os.getpid() != own:
         os._exit(0)
     replies.write(json.dumps(told) + "\n")

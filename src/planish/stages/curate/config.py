@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from planish.base.config import Section, nearest
 from planish.store.sources import parse_source
@@ -71,6 +71,14 @@ def parse_map(text: str) -> dict[str, str]:
     return columns
 
 
+def _checked_map(text: str) -> str:
+    parse_map(text)
+    return text
+
+
+ColumnMap = Annotated[str, AfterValidator(_checked_map)]
+
+
 def set_table(text: str) -> dict[str, str]:
     """Return the evaluation set that a word names: one that is known, or the address of its data.
 
@@ -103,7 +111,7 @@ class EvaluationSet(Section):
     """Split of a hub data set."""
     hub_revision: str = ""
     """Commit or tag of a hub data set whose address names none; empty: the newest."""
-    dataset_map: str = ""
+    dataset_map: ColumnMap = ""
     """Columns that have other names than the usual ones, as in `curate.dataset_map`."""
     verifier: str = "auto"
     """Verifier of rows that name none, as in `curate.verifier`."""
@@ -130,12 +138,6 @@ class EvaluationSet(Section):
                 f"an evaluation set must be one of {', '.join(KNOWN_SETS)}, a file, or `owner/name`"
                 f" on the hub, got {text!r}{nearest(text, KNOWN_SETS)}"
             )
-        return text
-
-    @field_validator("dataset_map")
-    @classmethod
-    def _is_map(cls, text: str) -> str:
-        parse_map(text)
         return text
 
 
@@ -181,7 +183,7 @@ class CurateConfig(Section):
     gsm8k_as: Literal["problems", "steps"] = "problems"
     """What becomes of a file in GSM8K's form: its word problems, or every `<<...>>` step of their
     solutions as a column-arithmetic prompt."""
-    dataset_map: str = ""
+    dataset_map: ColumnMap = ""
     """Columns that have other names than the usual ones, `prompt=question,answer=label`; dotted for
     nested ones. Empty: the first usual name that is there."""
     verifier: str = "auto"
@@ -237,12 +239,6 @@ class CurateConfig(Section):
     def _is_address(cls, text: str) -> str:
         if text:
             parse_source(text, key="curate.dataset")
-        return text
-
-    @field_validator("dataset_map")
-    @classmethod
-    def _is_map(cls, text: str) -> str:
-        parse_map(text)
         return text
 
     @model_validator(mode="after")

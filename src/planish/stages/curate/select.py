@@ -94,11 +94,14 @@ def set_problems(
         judged, drops = remove_unverifiable(read)
         ledger.record(f"{name}, verifiable answer", "prompts", len(read), len(judged), drops)
         # Prompts are told apart by their ids.
-        first = {prompt_id(p.messages, p.answer): p for p in reversed(judged)}.values()
-        kept = {id(problem) for problem in first}
-        found[name] = [problem for problem in judged if id(problem) in kept]
-        drops = [drop(problem, "duplicate") for problem in judged if id(problem) not in kept]
-        ledger.record(f"{name}, equal prompts", "prompts", len(judged), len(kept), drops)
+        first: dict[str, Problem] = {}
+        drops = [
+            drop(problem, "duplicate")
+            for problem in judged
+            if first.setdefault(prompt_id(problem.messages, problem.answer), problem) is not problem
+        ]
+        found[name] = list(first.values())
+        ledger.record(f"{name}, equal prompts", "prompts", len(judged), len(first), drops)
         if not found[name]:
             raise ConfigError(
                 f"the evaluation set {name!r} must hold a prompt with an answer that a verifier "

@@ -19,6 +19,7 @@ from planish.records.reports import (
     BestPolicy,
     EvalReport,
     Scalars,
+    evaluation_names,
     pin_best,
     read_report,
     write_report,
@@ -155,8 +156,7 @@ def measure(context: Context, pins: Iterable[str]) -> Measured:
     Raises:
         RecordError: there is no held-out prompt.
     """
-    sets = context.config.get("curate", {}).get("evaluation_sets", ())
-    names = [HELD_OUT, *(chosen["name"] for chosen in sets)]
+    names = evaluation_names(context.config)
     scores: dict[str, list[Scored]] = {name: [] for name in names}
     for pin in dict.fromkeys(pins):
         for scored in measure_policy(context, pin, names):

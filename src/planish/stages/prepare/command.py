@@ -100,14 +100,13 @@ def toml_text(config: Mapping[str, Mapping[str, Any]]) -> str:
         [run]
         seed = 1
     """
+    from planish.stages.prepare.settings import toml_value
+
     parts = []
     for section, table in config.items():
         lines = [f"[{section}]"]
         for key, value in table.items():
-            # A JSON text is a TOML text but for the one control character that JSON lets stand.
-            shown = "none" if value is None else value
-            text = json.dumps(shown, ensure_ascii=False, separators=(", ", " = "))
-            lines.append(f"{key} = {text}".replace("\x7f", "\\u007f"))
+            lines.append(f"{key} = {toml_value(value)}")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 

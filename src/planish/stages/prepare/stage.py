@@ -16,6 +16,7 @@ from planish.models.adapters import check_same, configured
 from planish.models.config import ModelConfig
 from planish.records import layout
 from planish.records.reference import find_reference
+from planish.records.reports import evaluation_names
 from planish.run.avoid import WHICH_RUNS, avoided, node_affinity
 from planish.run.chain import parse_chain
 from planish.run.lock import Holder, acquire, check_free, current_holder, is_alive
@@ -308,11 +309,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         warnings=[*findings.warnings, *found.warnings, *device_warnings(config, requests)],
         away_from=away_from,
         retries=findings.retries,
-        is_evaluated=is_evaluated(
-            root,
-            link.last,
-            ("", *(one["name"] for one in config["curate"].get("evaluation_sets", ()))),
-        ),
+        is_evaluated=is_evaluated(root, link.last, evaluation_names(config)),
         is_followed=link.index + 1 < chain.runs,
     )
     return outcome_of(plan, lock.generation)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.base.errors import EXIT_CONFIG, ConfigError, PlanishError
-from planish.stages.prepare.settings import flatten
+from planish.stages.prepare.settings import flatten, toml_value
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,7 @@ def settings(config: Mapping[str, Any]) -> list[str]:
         >>> settings({"train": {"learning_rate": 0.1}, "model.path": None})
         ['train.learning_rate=0.1', 'model.path="none"']
     """
-    return [f"{path}={_toml_value(value)}" for path, value in flatten(config).items()]
-
-
-def _toml_value(value: Any) -> str:
-    """Return a value without tables, whose JSON is TOML."""
-    return json.dumps("none" if value is None else value, ensure_ascii=False, default=str)
+    return [f"{path}={toml_value(value)}" for path, value in flatten(config).items()]
 
 
 def run_command(words: Sequence[str]) -> Result:

@@ -40,6 +40,7 @@ def command(tmp_path, monkeypatch):
 def test_options_and_settings_reach_the_command_and_its_last_line_is_the_result(command, capsys):
     command(told=json.dumps(SUMMARY), error="a warning of the end\n")
     table = {"train": {"betas": [0.9, 0.95]}, "curate.verifier": "it's x", "model": {"path": None}}
+    table["reward"] = {"functions": [{"name": "mine:f", "weight": 0.5}]}
     result = planish.run_pipeline(table, root="r", iterations=2, no_control=True, no_track=False)
     given = json.loads(capsys.readouterr().out.splitlines()[1])
     assert given[:5] == ["-m", "planish", "run", "--preset", "dapo-tiny"]
@@ -49,6 +50,7 @@ def test_options_and_settings_reach_the_command_and_its_last_line_is_the_result(
         ("train", "betas", [0.9, 0.95]),
         ("curate", "verifier", "it's x"),
         ("model", "path", "none"),
+        ("reward", "functions", [{"name": "mine:f", "weight": 0.5}]),
     ]
     assert (result.root, result.policy) == ("file:///r", "p#sha256=0")
     assert (result.accuracy_before, result.accuracy_after, result.control) == (0.25, 0.5, None)
