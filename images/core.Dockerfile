@@ -12,7 +12,7 @@ COPY src /build/src
 COPY components /build/components
 COPY pipelines /build/pipelines
 RUN /opt/planish/bin/python -m pip install --no-cache-dir --disable-pip-version-check --use-pep517 \
-      --constraint /build/constraints.txt "/build[curate,reward,report,pipelines]"
+      --constraint /build/constraints.txt "/build[curate,reward,pipelines]"
 
 FROM ${BASE}
 

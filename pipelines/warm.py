@@ -29,16 +29,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from planish.run.__main__ import STAGES
 from planish.run.signals import on_signal
 
 LOADED = (
     "kfp.dsl.executor_main",
+    "pyarrow.compute",
     "pyarrow.parquet",
     "torch.distributed.fsdp",
-    "planish.run.stage",
-    "planish.run.__main__",
+    *(f"planish.stages.{stage}.config" for stage in ("curate", "evaluate", "reward", "rollout")),
+    "planish.engines.measure",
+    "planish.engines.transformers.engine",
+    "planish.stages.sft.probe",
+    "planish.stages.sft.training",
+    "planish.stages.train.ranks.worker",
+    *STAGES.values(),
 )
-"""What most stages import; what is not installed here is left out."""
+"""What stages import; what is not installed here is left out."""
 RUNTIME = {"_KFP_RUNTIME": "true"}
 """Tells kfp, before its first import, that it runs a task and compiles nothing."""
 DEVICES = Path("/dev")

@@ -63,10 +63,12 @@ def pytest_configure(config):
 def same_log_handlers():
     """Take back what a command that a test ran in this process did to the log: its stream ends."""
     root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
+    handlers = list(root.handlers)
+    levels = {name: logging.getLogger(name).level for name in ("root", "planish")}
     yield
     root.handlers[:] = handlers
-    root.setLevel(level)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.hookimpl(trylast=True)

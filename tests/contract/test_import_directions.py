@@ -31,7 +31,7 @@ EDGES = {
     ("show", "stages.report"),
     ("submit", "stages.prepare"),
     *(("show", f"stages.{stage}") for stage in ("prepare", "curate", "sft", "evaluate")),
-    ("submit", "stages.curate"),
+    *(("submit", f"stages.{stage}") for stage in ("curate", "report")),
     # The package hands out what a notebook calls, once it is asked for.
     ("__version__", "submit"),
     ("pipelines", "components"),

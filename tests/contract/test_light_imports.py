@@ -66,8 +66,6 @@ def test_the_command_line_imports_no_heavy_package():
 def test_clients_and_the_monitor_import_what_the_base_brings():
     commands = {*IN_PIECES.values(), "planish.show.command", "planish.checkpoint.cli.actions"}
     commands |= {"planish.minder.cli.service", "planish.minder.cli.traces"}
-    # It lays the figures of reports over each other, and is for who has the extra `report`.
-    commands.remove("planish.show.compare")
     modules = modules_after("\n".join(f"import {module}" for module in sorted(commands)))
     assert modules & {*HEAVY, "pyarrow", "matplotlib"} == set()
 

@@ -71,7 +71,7 @@ def test_the_wheel_has_the_command_the_licence_and_the_extras(wheel):
     assert b"planish = planish.__main__:main" in wheel[f"{info}/entry_points.txt"]
     assert b"Apache License" in wheel[f"{info}/licenses/LICENSE"]
     metadata = wheel[f"{info}/METADATA"].decode()
-    for extra in ("curate", "monitor", "pipelines", "report", "rollout", "tables", "train", "dev"):
+    for extra in ("curate", "monitor", "pipelines", "rollout", "tables", "train", "dev"):
         assert f"Provides-Extra: {extra}\n" in metadata
 
 
@@ -189,7 +189,6 @@ def test_the_base_requirements_are_enough_to_upload_and_bring_no_other_package(p
     ("words", "extra", "code"),
     [
         (["show", "a.parquet"], "tables", 2),
-        (["compare", "runs"], "report", 2),
         (["minder", "replay", "--from-file", "a.csv"], "tables", 3),
         (["minder", "train", "models", "--from-file", "a.npz"], "train", 3),
     ],

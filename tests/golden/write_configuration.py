@@ -5,7 +5,11 @@ python -m tests.golden.write_configuration
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import json
+import textwrap
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
@@ -58,7 +62,10 @@ def algorithms() -> str:
     shared = [
         key
         for key, field in first.model_fields.items()
-        if all(same(field, cls.model_fields.get(key)) for cls in classes.values())
+        if all(
+            same(field, cls.model_fields.get(key)) and meaning(cls, key) == meaning(first, key)
+            for cls in classes.values()
+        )
     ]
     parts = [table("`algorithm`, whatever its name", first, shared)]
     for name, cls in classes.items():
@@ -68,12 +75,29 @@ def algorithms() -> str:
 
 
 def same(one: FieldInfo, other: FieldInfo | None) -> bool:
-    """Tell whether two classes describe a setting alike."""
-    return other is not None and (one.description, one.default, one.annotation) == (
-        other.description,
-        other.default,
-        other.annotation,
-    )
+    """Tell whether a setting of two classes has one type and one default."""
+    return other is not None and (one.default, one.annotation) == (other.default, other.annotation)
+
+
+@functools.cache
+def docstrings(cls: type) -> dict[str, str]:
+    """Return the text below each attribute in the source of a class."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        place.target.id: str(text.value.value)
+        for place, text in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(place, ast.AnnAssign)
+        and isinstance(place.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
+
+
+def meaning(cls: type[Section], key: str) -> str:
+    """Return what a setting means, in one line."""
+    owners = [docstrings(base) for base in cls.__mro__ if key in inspect.get_annotations(base)]
+    return " ".join(owners[0].get(key, "").split())
 
 
 def table(title: str, cls: type[Section], keys: list[str]) -> str:
@@ -82,8 +106,8 @@ def table(title: str, cls: type[Section], keys: list[str]) -> str:
     rows += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     for key in keys:
         field = cls.model_fields[key]
-        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
-        rows.append(f"| `{key}` | {kind(field.annotation)} | {default(field)} | {meaning} |")
+        told = meaning(cls, key).replace("|", "\\|")
+        rows.append(f"| `{key}` | {kind(field.annotation)} | {default(field)} | {told} |")
     return "\n".join([*rows, ""])
 
 

@@ -15,8 +15,8 @@ TEMPLATE = (
 TEXTS = [f"What is {a} plus {b}? Answer: {a + b}" for a in range(40) for b in range(40)]
 
 
-def make_model(family: str, folder: Path, *, seed: int = 0) -> Path:
-    """Write a model of `Qwen2` or `Qwen3` that fits on a thumb; returns its folder."""
+def make_model(family: str, folder: Path, *, seed: int = 0, **sizes: int) -> Path:
+    """Write a model of `Qwen2`, `Qwen3` or `Qwen3Moe` that fits on a thumb; returns its folder."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -43,10 +43,10 @@ def make_model(family: str, folder: Path, *, seed: int = 0) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=256,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **{"max_position_embeddings": 256, **sizes},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -54,3 +54,29 @@ def make_model(family: str, folder: Path, *, seed: int = 0) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def teach(folder: Path, conversations: list[tuple[str, str]], *, steps: int) -> None:
+    """Train the model of a folder to give these answers to these questions."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = []
+    for question, answer in conversations:
+        asked = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        rows.append([tokenizer(text)["input_ids"] for text in (prompt, f"{answer}<|im_end|>")])
+    width = max(len(prompt) + len(answer) for prompt, answer in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    labels = torch.full_like(ids, -100)
+    for row, (prompt, answer) in enumerate(rows):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) : end] = torch.tensor(answer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(ids, labels=labels).loss.backward()
+        optimizer.step()
+    model.to(torch.bfloat16).save_pretrained(folder)

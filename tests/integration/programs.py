@@ -34,7 +34,6 @@ ROOM_BYTES = 32_768
 """For the arguments of a program, and for its environment."""
 LOADED = (
     *("pipelines.local", "pipelines.post_train", "pipelines.reshard", "kfp.local"),
-    # matplotlib, which no other stage needs.
     "planish.stages.report.stage",
 )
 

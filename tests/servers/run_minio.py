@@ -51,7 +51,8 @@ class Minio:
     def start(self) -> None:
         """Start (again) on the same data and port, and wait until it answers."""
         self.begin()
-        self.program.wait_for(f"http://{self.endpoint}/minio/health/ready")
+        # Also `ready` is there before keys are taken.
+        self.program.wait_for(f"http://{self.endpoint}/minio/health/cluster")
 
     def begin(self) -> None:
         """Start it and do not wait."""

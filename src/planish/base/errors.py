@@ -250,7 +250,6 @@ EXIT_TRANSIENT = 75
 
 
 _EXTRAS = {
-    "matplotlib": "report",
     **dict.fromkeys(("mlflow", "tensorboard", "wandb"), "trackers"),
     "pyarrow": "tables",
     **dict.fromkeys(("torch", "transformers"), "train"),

@@ -214,6 +214,11 @@ def report(root: str) -> str:
     return f"{root}/report"
 
 
+def control(root: str) -> str:
+    """What as many seconds of supervised training gave, where that was measured."""
+    return f"{report(root)}/control.json"
+
+
 def trackers(root: str) -> str:
     """What followers have written elsewhere, and the event files of TensorBoard."""
     return f"{root}/trackers"

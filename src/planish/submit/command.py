@@ -182,6 +182,7 @@ def start(options: argparse.Namespace) -> Lines:
         default_name,
         parse_parameters,
         with_data,
+        with_local_file,
     )
     from planish.submit.server import check_times
 
@@ -191,7 +192,7 @@ def start(options: argparse.Namespace) -> Lines:
     root = check_root(options.root)
     pipeline = _pipeline(options, "post-train")
     parameters = {**parse_parameters(options.parameter, pipeline.inputs), "root": root}
-    parameters = with_data(parameters, options.dataset_map)
+    parameters = with_local_file(with_data(parameters, options.dataset_map))
     for line in check_settings(parameters, pipeline, asks=not options.dry_run):
         sys.stderr.write(f"warning: {line}\n")
     preset = pipeline.inputs["preset"]["defaultValue"]

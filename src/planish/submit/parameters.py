@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from planish.base.config import SECTIONS, parse_override
+from planish.base.config import SECTIONS, parse_override, read_toml
 from planish.base.errors import ConfigError, PlanishError
 from planish.base.telemetry import redact
 from planish.models.shapes import known_shape
@@ -22,6 +23,7 @@ from planish.stages.prepare.devices import (
 )
 from planish.stages.prepare.settings import build_config
 from planish.store.sources import parse_source
+from planish.submit.local.pipeline import settings
 from planish.submit.pipeline import CompiledPipeline
 
 
@@ -97,6 +99,21 @@ def with_data(parameters: Mapping[str, Any], dataset_map: str = "") -> dict[str,
         setting = shlex.quote(f"curate.dataset_map={dataset_map}")
         parameters["overrides"] = f"{parameters.get('overrides', '')} {setting}".strip()
     return parameters
+
+
+def with_local_file(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return run parameters with a TOML file of this machine among their overrides.
+
+    Pods do not see it; a path that is not here may be one of theirs.
+
+    Raises:
+        ConfigError: it is no TOML.
+    """
+    path = Path(parameters.get("config", ""))
+    if not path.is_file():
+        return dict(parameters)
+    laid = shlex.join(settings(read_toml(path)))
+    return {**parameters, "config": "", "overrides": f"{laid} {parameters.get('overrides', '')}"}
 
 
 def check_settings(

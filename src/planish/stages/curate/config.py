@@ -164,6 +164,10 @@ class CurateConfig(Section):
     """Part of all prompts that is held out, by hash of operands or words; one at least."""
     num_traces: int | None = Field(default=None, ge=0)
     """Most worked traces for the cold start, chosen by hash; None: one for each training prompt."""
+    trace_mistakes: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Part of the worked traces that are made here in which one digit is wrong, as solutions that
+    were scraped hold mistakes: the cold start learns them, reinforcement learning can unlearn
+    them. Traces of a data set stay as they are."""
     max_operand_digits: int = Field(default=4, ge=1, le=9)
     """Longest operand of column arithmetic, and of the factors of scratchpad multiplication."""
     chain_log_mean: float = Field(default=1.6, ge=0.0, le=5.0)

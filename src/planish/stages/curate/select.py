@@ -27,7 +27,7 @@ from planish.stages.curate.gsm8k import is_gsm8k, step_problems
 from planish.stages.curate.integers import load_rewriter, rewrite_problems
 from planish.stages.curate.problem import CurationLedger, Drop, Problem, drop
 from planish.stages.curate.records import DataTable
-from planish.stages.curate.tasks import task_stream
+from planish.stages.curate.tasks import task_stream, with_mistake
 
 MAX_DRAWS_FACTOR = 200
 """A generated task that repeats itself so often has no more different prompts."""
@@ -68,7 +68,10 @@ def curate(
     sets = dict(sets or {})
     alike = [problem for problems in sets.values() for problem in problems]
     train, evaluation = select(config, seed, tables, ledger, pass_rates, sets=alike)
-    return Curated(train, evaluation, _traced(config, train, ledger), ledger, sets)
+    traced = _traced(config, train, ledger)
+    if not tables or _is_steps(config, tables[0]):
+        traced = [with_mistake(problem, config.trace_mistakes, seed) for problem in traced]
+    return Curated(train, evaluation, traced, ledger, sets)
 
 
 def set_problems(
@@ -215,6 +218,11 @@ def _generate(
     return sides
 
 
+def _is_steps(config: CurateConfig, table: DataTable) -> bool:
+    """Return whether the problems are arithmetic made of GSM8K's steps."""
+    return config.gsm8k_as == "steps" and is_gsm8k(table.rows)
+
+
 def _prepare(
     config: CurateConfig,
     table: DataTable,
@@ -224,7 +232,7 @@ def _prepare(
 ) -> list[Problem]:
     """Turn rows into problems and apply the filters that look at one set."""
     rows = table.rows
-    if is_gsm8k(rows) and config.gsm8k_as == "steps":
+    if _is_steps(config, table):
         problems = step_problems(rows, config.max_operand_digits, ledger)
     else:
         problems, drops = read_problems(config, rows)

@@ -6,7 +6,9 @@ GSM8K (arXiv 2110.14168) hold, so that its traces have the same lengths.
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import string
 from collections.abc import Callable, Iterator
 
 from planish.stages.curate.arithmetic import ColumnExpression, chain_trace, multiplication_trace
@@ -152,3 +154,21 @@ TASKS: dict[str, Callable[[random.Random, CurateConfig], Iterator[Problem]]] = {
 def task_stream(config: CurateConfig, seed: int) -> Iterator[Problem]:
     """Return the endless stream of the configured task; equal seeds give equal streams."""
     return TASKS[config.task](random.Random(f"planish/{config.task}/{seed}"), config)
+
+
+def with_mistake(problem: Problem, share: float, seed: int) -> Problem:
+    """Return the problem with a digit of its trace changed, or, but for a share of them, as it is.
+
+    Args:
+        problem: with a trace.
+        share: part of all problems that get a mistake, 0 to 1.
+        seed: equal seeds change the same digits, in whatever order the problems come.
+    """
+    rng = random.Random(f"planish/mistakes/{seed}/{problem.question}")
+    trace = problem.trace or ""
+    digits = [place for place, character in enumerate(trace) if character in string.digits]
+    if rng.random() >= share or not digits:
+        return problem
+    place = rng.choice(digits)
+    wrong = rng.choice([digit for digit in string.digits if digit != trace[place]])
+    return dataclasses.replace(problem, trace=trace[:place] + wrong + trace[place + 1 :])

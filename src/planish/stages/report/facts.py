@@ -210,6 +210,8 @@ class ReportFacts:
     """On the held-out prompts, by policy version."""
     sets: dict[str, list[Evaluation]] = field(default_factory=dict)
     """On each evaluation set, by policy version."""
+    control: dict[str, float] = field(default_factory=dict)
+    """Scores of as many seconds of supervised training from the same start; empty: not measured."""
     best: BestPolicy | None = None
     """The best policy so far; None where none of this run was evaluated."""
     policies: list[Saved] = field(default_factory=list)

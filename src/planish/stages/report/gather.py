@@ -100,6 +100,8 @@ def gather(root: str, state: str = "", *, curves_only: bool = False) -> ReportFa
     facts.evaluations = facts.sets.pop("", [])
     if facts.evaluations and store.exists(layout.best_policy(reader.root)):
         facts.best = reader.attempt("the best policy", partial(read_best, reader.root), None)
+    if facts.evaluations and store.exists(layout.control(reader.root)):
+        facts.control = scalars(reader.json(layout.control(reader.root), "the control"))
     if not curves_only:
         _read_the_rest(reader, facts)
     facts.missing = reader.missing

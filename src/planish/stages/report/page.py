@@ -246,6 +246,10 @@ def _cards(facts: ReportFacts) -> list[Card]:
     if facts.best is not None and len(facts.best.evaluated) > 2:
         note = f"avg@n {percent(facts.best.accuracy, decimals=1)}, of {len(facts.best.evaluated)}"
         cards.append(Card("Best policy", f"{facts.best.policy_version}", f"{note} evaluated"))
+    if "accuracy" in facts.control:
+        note = f"greedy {percent(facts.control['greedy'], decimals=1)}; from the same start"
+        value = percent(facts.control["accuracy"], decimals=1)
+        cards.append(Card("After as long a supervised training instead", value, note))
     last = f"the last is number {facts.iterations[-1]}" if facts.iterations else "none finished"
     cards.append(Card("Iterations", f"{len(facts.updates)}", last))
     total, busy = "unknown", ""

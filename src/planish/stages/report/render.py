@@ -53,7 +53,6 @@ def drawn(charts: Sequence[Chart]) -> list[dict[str, Any]]:
             **vars(chart),
             "svg": Markup(chart.svg),
             "narrow": Markup(chart.narrow),
-            "values": chart.values(),
         }
         for chart in charts
     ]

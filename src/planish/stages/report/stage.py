@@ -101,14 +101,11 @@ def final_state(state: str) -> str:
 
 def write_report(facts: ReportFacts, *, failed_task: str, error_message: str) -> Outcome:
     """Draw the page, write it under the root and send the summary to the webhook."""
-    page = build_page(facts, failed_task=failed_task, error_message=error_message)
-    html, markdown = render_html(page), render_markdown(page)
+    files = _files(facts, failed_task, error_message)
     summary = as_summary(facts)
-    text = json.dumps(summary, sort_keys=True, indent=1, allow_nan=False)
     folder = layout.report(facts.root)
     failure = facts.failure
     try:
-        files = {"report.html": html, "report.md": markdown, "summary.json": text}
         for name, content in files.items() if failure is None else ():
             store.write(f"{folder}/{name}", content.encode())
     except PlanishError as error:
@@ -116,10 +113,34 @@ def write_report(facts: ReportFacts, *, failed_task: str, error_message: str) ->
         failure = error
     post(os.environ.get(WEBHOOK, ""), {**summary, "report": f"{folder}/report.html"})
     return Outcome(
-        documents={"report": html, "summary": markdown},
+        documents={"report": files["report.html"], "summary": files["report.md"]},
         metrics=as_metrics(summary),
         failure=failure,
     )
+
+
+def _files(facts: ReportFacts, failed_task: str, error_message: str) -> dict[str, str]:
+    """Return the page, its Markdown and the summary, by file name."""
+    page = build_page(facts, failed_task=failed_task, error_message=error_message)
+    summary = json.dumps(as_summary(facts), sort_keys=True, indent=1, allow_nan=False)
+    return {
+        "report.html": render_html(page),
+        "report.md": render_markdown(page),
+        "summary.json": summary,
+    }
+
+
+def add_control(root: str, state: str, control: Mapping[str, float]) -> None:
+    """Write what supervised training gave instead, and draw the report of the run with it.
+
+    Args:
+        root: URI of a run whose report is written.
+        state: final state of the run.
+        control: scores of the control.
+    """
+    store.write(layout.control(root), json.dumps(control, sort_keys=True).encode())
+    for name, content in _files(gather(root, state), "", "").items():
+        store.write(f"{layout.report(root)}/{name}", content.encode())
 
 
 def as_summary(facts: ReportFacts) -> dict[str, Any]:
@@ -141,6 +162,7 @@ def as_summary(facts: ReportFacts) -> dict[str, Any]:
             name: {"accuracy_before": own[0].accuracy, "accuracy_after": own[-1].accuracy}
             for name, own in facts.sets.items()
         },
+        "control": facts.control or None,
         "iterations": len(facts.updates),
         "mismatch_k3_max": max(divergences, default=None),
         "seconds": facts.seconds,

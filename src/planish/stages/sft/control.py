@@ -88,14 +88,12 @@ def _learn(
     seed: int,
     learning_rate: float,
 ) -> dict[str, float]:
-    """Train on all traces of the run until the time is up."""
-    from planish.stages.sft.traces import encode_traces
+    """Train on the traces of the cold start until the time is up."""
+    from planish.stages.sft.traces import start_traces
     from planish.stages.sft.training import train_steps
 
-    limit = int(getattr(policy.model.config, "max_position_embeddings", 0) or 0)
-    traces = encode_traces(
-        read_set(TraceSet, layout.traces(root)), policy.tokenizer, max_tokens=limit
-    )
+    prompts = read_set(PromptSet, layout.prompts(root))
+    _, traces = start_traces(prompts, read_set(TraceSet, layout.traces(root)), policy, config)
     steps = train_steps(
         policy,
         traces,

@@ -160,7 +160,7 @@ def _train(
     from planish.models.lora import add_adapters, merge_adapters
     from planish.models.policy import DTYPES
     from planish.stages.sft.probe import Probe
-    from planish.stages.sft.traces import encode_traces, probe_rows
+    from planish.stages.sft.traces import start_traces
     from planish.stages.sft.training import train_until
 
     prompts = read_set(PromptSet, prompts_ref.uri, sha256=prompts_ref.manifest_sha256)
@@ -170,15 +170,7 @@ def _train(
             f"sft needs training prompts to measure accuracy on, got none at {prompts_ref.uri!r}; "
             "widen the filters of `curate`"
         )
-    probes = prompts.take(probe_rows(prompts, config.probe_prompts))
-    limit = int(getattr(policy.model.config, "max_position_embeddings", 0) or 0)
-    encoded = encode_traces(
-        traces,
-        policy.tokenizer,
-        without=frozenset(probes.prompt_id),
-        max_traces=config.max_traces,
-        max_tokens=limit,
-    )
+    probes, encoded = start_traces(prompts, traces, policy, config)
     policy.model.float().to(pick_device(config.device))
     model_config = context.section(ModelConfig, "model")
     dtype = DTYPES[model_config.dtype]

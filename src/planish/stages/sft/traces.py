@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,10 @@ import numpy.typing as npt
 from planish.base.errors import ConfigError
 from planish.models.tokens import Tokenizer
 from planish.records.prompts import PromptSet, TraceSet
+from planish.stages.sft.config import SftConfig
+
+if TYPE_CHECKING:
+    from planish.models.policy import Policy
 
 Ids = npt.NDArray[np.int64]
 
@@ -104,6 +109,30 @@ def encode_traces(
             "give a data set with traces, or a trained model as `model.path`"
         )
     return EncodedTraces(tokens, np.array(prompt_lengths, dtype=np.int64))
+
+
+def start_traces(
+    prompts: PromptSet, traces: TraceSet, policy: Policy, config: SftConfig
+) -> tuple[PromptSet, EncodedTraces]:
+    """Return the prompts that the cold start is measured on, and the traces that it learns from.
+
+    Args:
+        prompts: of training.
+        traces: of the same run; those of the measured prompts are left out.
+        policy: gives the tokenizer and the longest sequence.
+        config: how many of each.
+
+    Raises:
+        ConfigError: no trace is left.
+    """
+    probes = prompts.take(probe_rows(prompts, config.probe_prompts))
+    return probes, encode_traces(
+        traces,
+        policy.tokenizer,
+        without=frozenset(probes.prompt_id),
+        max_traces=config.max_traces,
+        max_tokens=int(getattr(policy.model.config, "max_position_embeddings", 0) or 0),
+    )
 
 
 def minibatches(lengths: Ids, size: int, seed: int) -> Iterator[list[int]]:

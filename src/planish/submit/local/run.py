@@ -27,6 +27,7 @@ from planish.base.errors import EXIT_FAILED, ConfigError
 from planish.records import layout
 from planish.run.lock import check_free, current_holder
 from planish.run.signals import RUN_STOP_SECONDS, end_descendants
+from planish.stages.report.stage import add_control
 from planish.store import file_uri, normal_uri
 from planish.submit.local.progress import EndedTask, seconds_by_stage, watch, work_seconds
 
@@ -208,6 +209,7 @@ def finish(
     traced = any(task.metrics.get("num_traces") for task in tasks if task.stage == "curate")
     if not arguments.no_control and learning > 0 and traced:
         control = run_control(arguments.root, learning, log_path)
+        add_control(arguments.root, summary["state"], control)
         console.print(
             f"control: {learning:.0f} s more of supervised training (lr 1e-3) from the same start: "
             f"avg@n {control['accuracy']:.3f}, greedy {control['greedy']:.3f}",

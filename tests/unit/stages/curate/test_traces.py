@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import random
 from itertools import islice
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from planish.stages.curate.arithmetic import ColumnExpression, multiplication_trace
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.filters import has_good_trace
-from planish.stages.curate.tasks import MIXTURE, TASKS, task_stream
+from planish.stages.curate.tasks import MIXTURE, TASKS, task_stream, with_mistake
 from planish.verifiers import answer_fault, verify
 
 
@@ -115,3 +116,19 @@ def test_task_streams_do_not_touch_the_global_random_state():
     random.seed(7)
     list(islice(task_stream(CurateConfig(), 0), 10))
     assert random.random() == expected
+
+
+def test_half_of_the_traces_get_one_wrong_digit_and_nothing_else_changes():
+    problems = list(islice(task_stream(CurateConfig(), 0), 2000))
+    mistaken = [with_mistake(problem, 0.5, 3) for problem in problems]
+    assert mistaken == [with_mistake(problem, 0.5, 3) for problem in problems]
+    differing = []
+    for problem, other in zip(problems, mistaken, strict=True):
+        assert dataclasses.replace(other, trace=problem.trace) == problem
+        places = [a for a, b in zip(problem.trace, other.trace, strict=True) if a != b]
+        assert all(digit in "0123456789" for digit in places)
+        differing.append(len(places))
+    assert set(differing) == {0, 1}
+    assert 940 <= sum(differing) <= 1060
+    assert with_mistake(problems[0], 0.0, 3) is problems[0]
+    assert all(with_mistake(p, 1.0, 3) != p for p in problems)

@@ -3,14 +3,15 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from planish.stages.report.figures.canvas import PALETTE, canvas
+import pytest
+
 from planish.stages.report.figures.charts import (
-    BarPart,
     LineSeries,
     Mark,
     Span,
     line_chart,
     stacked_bars,
+    table,
     timeline,
 )
 
@@ -28,16 +29,12 @@ def test_equal_charts_give_equal_text():
     assert line_chart("Reward", lines, y_label="r") == line_chart("Reward", lines, y_label="r")
 
 
-def test_colours_leave_as_variables_of_the_page():
+def test_colours_and_font_are_those_of_the_page():
     svg = line_chart("Reward", [LineSeries("reward", "blue", [1, 2], [0.0, 1.0])], y_label="r")
-    assert "stroke: var(--blue)" in svg
-    assert not any(stand_in in svg for stand_in in PALETTE.values())
-
-
-def test_text_takes_the_font_of_the_page_at_twelve_pixels():
-    svg = line_chart("Reward", [LineSeries("reward", "blue", [1, 2], [0.0, 1.0])], y_label="r")
+    assert 'stroke="var(--blue)"' in svg
+    assert "#" not in svg
     assert "font-family" not in svg
-    assert set(re.findall(r"font-size: ([\d.]+)px", svg)) == {"12"}
+    assert re.findall(r"font-size: ([\d.]+)px", svg) == ["12"]
 
 
 def test_each_point_tells_its_value():
@@ -91,35 +88,83 @@ def test_a_long_line_has_no_tips_and_stays_small():
     assert len(svg) < 60_000
 
 
+def _rects(svg):
+    shapes = [dict(re.findall(r'(\w+)="([^"]*)"', rect)) for rect in re.findall("<rect[^>]*>", svg)]
+    return [tuple(float(shape[name]) for name in ("x", "y", "width", "height")) for shape in shapes]
+
+
 def test_bars_stack_to_the_values_given():
-    parts = [BarPart("kept", "blue", [0.5, 0.25]), BarPart("wrong", "red", [0.5, 0.75])]
-    svg = stacked_bars("Groups", [1, 2], parts, y_label="share", unit="percent")
+    parts = [
+        LineSeries("kept", "blue", [1, 2], [0.5, 0.25]),
+        LineSeries("wrong", "red", [1, 2], [0.5, 0.75]),
+    ]
+    svg = stacked_bars("Groups", parts, y_label="share", unit="percent")
     assert _tips(svg) == [
         "kept, iteration 1: 50 %",
         "kept, iteration 2: 25 %",
         "wrong, iteration 1: 50 %",
         "wrong, iteration 2: 75 %",
     ]
+    low, small, high, large = _rects(svg)
+    assert low[3] == pytest.approx(2 * small[3], abs=0.02)
+    assert large[3] == pytest.approx(3 * small[3], abs=0.03)
+    # Each stands on the one below it, and both columns are equally high.
+    assert high[1] + high[3] == pytest.approx(low[1], abs=0.02)
+    assert high[1] == pytest.approx(large[1], abs=0.02)
+    assert (low[0], low[2]) == (high[0], high[2])
+
+
+def test_points_lie_where_the_axes_say():
+    lines = [LineSeries("a", "blue", [1, 2, 3], [0.0, 50.0, 100.0])]
+    svg = line_chart("m", lines, y_label="", from_zero=True)
+    points = [(float(x), float(y)) for x, y in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', svg)]
+    heights = {
+        t: float(y) - 4 for y, t in re.findall(r'y="([\d.]+)" text-anchor="end"[^>]*>(\d+)', svg)
+    }
+    assert [y for _, y in points] == pytest.approx(
+        [heights[t] for t in ("0", "50", "100")], abs=0.02
+    )
+    names = {
+        t: float(x)
+        for x, t in re.findall(r'x="([\d.]+)" y="[\d.]+" text-anchor="middle"[^>]*>(\d)', svg)
+    }
+    assert [x for x, _ in points] == pytest.approx([names[t] for t in "123"], abs=0.02)
 
 
 def test_only_iterations_that_were_run_are_named_below_bars():
-    svg = stacked_bars("g", [1, 2], [BarPart("kept", "blue", [1, 2])], y_label="s")
-    assert [text for text in _text(svg) if text in "01234"][:2] == ["1", "2"]
-    assert "3" not in _text(svg)
+    bars = [LineSeries("kept", "blue", [1, 2], [1, 2])]
+    texts = _text(stacked_bars("g", bars, y_label="s", unit="number"))
+    assert [text for text in texts if text in ("1", "2", "3")].count("3") == 0
+    assert {"1", "2", "iteration"} <= set(texts)
 
 
 def test_times_are_marked_at_whole_minutes():
-    svg = stacked_bars("t", [1], [BarPart("a", "blue", [700])], y_label="s", unit="seconds")
+    bars = [LineSeries("a", "blue", [1], [700])]
+    svg = stacked_bars("t", bars, y_label="s", unit="seconds")
     assert {"0 s", "5 min", "10 min"} <= set(_text(svg))
     svg = timeline("t", ["train"], [Span("train", "teal", 0, 100_000, "t")])
     assert {"0 s", "4 h", "8 h", "24 h"} <= set(_text(svg))
 
 
 def test_many_bars_are_averaged_over_neighbours():
-    svg = stacked_bars("g", range(1, 121), [BarPart("kept", "blue", [0, 1] * 60)], y_label="s")
-    tips = _tips(svg)
+    bars = [LineSeries("kept", "blue", range(1, 121), [0, 1] * 60)]
+    tips = _tips(stacked_bars("g", bars, y_label="s", unit="number"))
     assert len(tips) == 60
     assert tips[0] == "kept, iteration 1.5: 0.5"
+
+
+def test_values_stand_in_a_table_with_a_row_for_each_iteration():
+    lines = [LineSeries("a", "blue", [1, 2], [0.1, 0.2]), LineSeries("b", "red", [2], [0.5])]
+    heads, rows = table(lines, "percent")
+    assert (heads, rows) == (["iteration", "a", "b"], [["1", "10 %", ""], ["2", "20 %", "50 %"]])
+    assert table([LineSeries("a", "blue", range(41), range(41))], "number")[1] == []
+
+
+@pytest.mark.parametrize("y", [0.0, -3.0, 1e-300, 1e300])
+def test_one_point_is_a_chart(y):
+    svg = line_chart("m", [LineSeries("a", "blue", [3], [y])], y_label="")
+    assert "nan" not in svg
+    assert len(_tips(svg)) == 1
 
 
 def test_a_timeline_has_a_row_per_label_and_a_bar_per_span():
@@ -127,13 +172,3 @@ def test_a_timeline_has_a_row_per_label_and_a_bar_per_span():
     svg = timeline("Timeline", ["sft", "train"], spans)
     assert _tips(svg) == ["sft: 30 s", "train: 2 s"]
     assert {"sft", "train"} <= set(_text(svg))
-
-
-def test_ids_of_two_charts_on_one_page_do_not_collide():
-    def ids(name):
-        with canvas(name) as page:
-            page.axes.plot([1, 2], [1, 2], "o")
-        return set(re.findall(r' id="([^"]+)"', page.svg))
-
-    assert ids("a")
-    assert not ids("a") & ids("b")

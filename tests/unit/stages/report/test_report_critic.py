@@ -79,7 +79,7 @@ def test_value_pretraining_is_one_shaded_stretch(windowed, charts):
     assert (band.first, band.last) == (1, 3)
     for title in ("Accuracy", "Reward", "Value loss", "Slots"):
         assert ("value pretraining", "line", "box") in charts[title].legend
-    assert "fill: var(--line)" in charts["Reward"].svg
+    assert 'fill="var(--line)"' in charts["Reward"].svg
 
 
 def test_a_point_without_explained_variance_is_left_out_and_a_low_one_keeps_its_number(charts):

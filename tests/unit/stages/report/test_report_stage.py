@@ -9,7 +9,7 @@ from planish.base.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_TRANSIENT
 from planish.records import layout
 from planish.run.stage import PathArtifact, stage_main
 from planish.stages.report.facts import ReportFacts
-from planish.stages.report.stage import as_metrics, as_summary, run
+from planish.stages.report.stage import add_control, as_metrics, as_summary, run
 from planish.store.documents import read_json
 from tests.unit.stages.report.test_report_webhook import server
 
@@ -48,6 +48,18 @@ def test_the_summary_has_what_the_demo_prints(short_root, artifacts):
     assert summary["iterations"] == 2
     assert summary["seconds_by_stage"]["sft"] == 31.0
     assert summary["state"] == "SUCCEEDED"
+
+
+@pytest.mark.slow
+def test_what_supervised_training_gave_instead_is_drawn_into_the_report(short_root, artifacts):
+    page = report(short_root, artifacts)["report"]
+    assert "supervised instead" not in page
+    add_control(short_root, "SUCCEEDED", {"accuracy": 0.357, "greedy": 0.738, "seconds": 60.0})
+    folder = layout.report(short_root)
+    page = store.read(f"{folder}/report.html").decode()
+    assert "supervised instead" in page
+    assert "35.7 %" in page
+    assert read_json(f"{folder}/summary.json")["control"]["greedy"] == 0.738
 
 
 def test_the_summary_has_the_largest_divergence_of_all_iterations():

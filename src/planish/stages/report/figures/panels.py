@@ -36,7 +36,7 @@ class Curve:
     label: str
     """Name in the legend."""
     color: str
-    """Key of the palette."""
+    """Name of a colour of the page."""
     sources: tuple[SeriesSource, ...]
     """The first that exists is drawn."""
     is_secondary: bool = False

@@ -6,15 +6,18 @@ from collections.abc import Collection, Sequence
 
 from planish.stages.report.facts import ReportFacts, TaskLog
 from planish.stages.report.figures.charts import (
+    MAX_BARS,
     NARROW,
+    WIDE,
     Band,
-    BarPart,
     Chart,
     LineSeries,
     Mark,
     Span,
+    Unit,
     line_chart,
     stacked_bars,
+    table,
     timeline,
 )
 from planish.stages.report.figures.panels import (
@@ -74,18 +77,22 @@ HAPPENING_COLORS: dict[str, str] = {
 def all_charts(facts: ReportFacts) -> list[Chart]:
     """Draw every chart whose numbers exist, in the order of the page."""
     marks = held_out(facts)
+    control = facts.control.get("accuracy")
     keeps_all = facts.config.get("rollout", {}).get("dynamic_sampling") is False
     hint = "Every group trains, whatever its accuracy." if keeps_all else ACCURACY.hint
     if marks:
         when = "before, during and after" if len(marks) > 2 else "before and after"
         hint = f"Diamonds: held-out prompts {when}, +- 1 standard error. {hint}"
+    if control is not None:
+        hint += " Dotted: held-out prompts after as many seconds of supervised training instead."
     sections = (facts.config.get(name, {}) for name in ("rollout", "reward"))
     limits = [section.get("max_response_tokens") for section in sections]
+    longest = next((n for n in limits if isinstance(n, int)), None)
     reward, entropy, *others = (draw(facts, panel) for panel in PANELS)
     charts = [
-        draw(facts, ACCURACY, marks=marks, hint=hint),
+        draw(facts, ACCURACY, marks=marks, hint=hint, limit=_limit("supervised instead", control)),
         reward,
-        draw(facts, LENGTHS, limit=next((n for n in limits if isinstance(n, int)), 0)),
+        draw(facts, LENGTHS, limit=_limit(f"limit {longest or 0:,}", longest)),
         entropy,
         _groups(facts, keeps_all=keeps_all),
         *others,
@@ -97,6 +104,10 @@ def all_charts(facts: ReportFacts) -> list[Chart]:
     # Two columns: an odd count would leave a hole before the timeline.
     times = stage_times(facts, is_wide=len(drawn) % 2 == 0)
     return drawn + [chart for chart in (times, task_timeline(facts)) if chart is not None]
+
+
+def _limit(label: str, height: float | None) -> tuple[str, float] | None:
+    return None if height is None else (label, float(height))
 
 
 def held_out(facts: ReportFacts) -> list[Mark]:
@@ -165,7 +176,7 @@ def draw(
     *,
     lines: Sequence[LineSeries] | None = None,
     marks: Sequence[Mark] = (),
-    limit: int = 0,
+    limit: tuple[str, float] | None = None,
     hint: str = "",
 ) -> Chart | None:
     """Draw a chart made of curves; None where there is nothing to draw.
@@ -175,7 +186,7 @@ def draw(
         panel: what to draw, and how.
         lines: curves that are worked out already; None takes those of the panel.
         marks: measured points beside the curves.
-        limit: height of a line that no curve may cross; 0 draws none.
+        limit: label and height of a dashed line across the chart.
         hint: how to read it; empty takes that of the panel.
     """
     is_single = lines is None and len(panel.curves) == 1
@@ -185,11 +196,11 @@ def draw(
     bands = pretraining(facts)
     svg, narrow = (
         line_chart(
-            name,
+            panel.title,
             lines,
             y_label=panel.y_label,
             unit=panel.unit,
-            limit=(f"limit {limit:,}", float(limit)) if limit else None,
+            limit=limit,
             marks=marks,
             from_zero=panel.from_zero,
             is_log=panel.is_log,
@@ -197,7 +208,7 @@ def draw(
             bands=bands,
             width=width,
         )
-        for name, width in ((panel.title, 540), (f"{panel.title}, narrow", NARROW))
+        for width in (540, NARROW)
     )
     keys = [
         (line.label, line.color, "dash" if line.is_secondary else "line")
@@ -206,7 +217,8 @@ def draw(
     ]
     keys += [(label, "line", "box") for label in dict.fromkeys(band.label for band in bands)]
     keys += [("held out", marks[0].color, "mark")] if marks else []
-    return Chart(panel.title, svg, hint or panel.hint, tuple(keys), narrow=narrow)
+    values = table(lines, panel.unit)
+    return Chart(panel.title, svg, hint or panel.hint, tuple(keys), False, narrow, values)
 
 
 def _groups(facts: ReportFacts, *, keeps_all: bool) -> Chart | None:
@@ -216,20 +228,15 @@ def _groups(facts: ReportFacts, *, keeps_all: bool) -> Chart | None:
     if not iterations:
         return None
     parts = [
-        BarPart(
+        LineSeries(
             "mixed" if keeps_all and label == "kept" else label,
             color,
+            iterations,
             [values.get(i, 0.0) for i in iterations],
         )
         for label, color, values in fates
         if values
     ]
-    svg, narrow = (
-        stacked_bars(
-            name, iterations, parts, y_label="share of sampled groups", unit="percent", width=width
-        )
-        for name, width in (("Groups", 540), ("Groups, narrow", NARROW))
-    )
     title = "Groups kept by dynamic sampling"
     hint = (
         "Only groups with right and wrong responses carry a signal and are kept. A growing share "
@@ -241,8 +248,7 @@ def _groups(facts: ReportFacts, *, keeps_all: bool) -> Chart | None:
             "Nothing is filtered, every group trains. Where advantages compare the responses of a "
             "group they are 0 in those that are all right or all wrong; those of a critic are not."
         )
-    keys = tuple((part.label, part.color, "box") for part in parts)
-    return Chart(title, svg, hint, keys, narrow=narrow)
+    return _bars(title, parts, "share of sampled groups", "percent", hint)
 
 
 def _window_charts(facts: ReportFacts) -> list[Chart | None]:
@@ -270,28 +276,37 @@ def stage_times(facts: ReportFacts, *, is_wide: bool) -> Chart | None:
         return None
     iterations = sorted(times)
     parts = [
-        BarPart(
+        LineSeries(
             name,
             STAGE_COLORS.get(name, "slate"),
+            iterations,
             [times[iteration].get(name, 0.0) for iteration in iterations],
         )
         for name in _stage_order({name for stages in times.values() for name in stages})
     ]
-    svg, narrow = (
-        stacked_bars(
-            name, iterations, parts, y_label="time per iteration", unit="seconds", width=width
-        )
-        for name, width in (
-            ("Time per stage", 1124 if is_wide else 540),
-            ("Time per stage, narrow", NARROW),
-        )
-    )
     hint = (
         "Where an iteration spends its time; of parallel rollout shards the slowest counts. "
         "A bar that grows with response length is healthy, a sudden one is a slow machine."
     )
+    return _bars("Time per stage", parts, "time per iteration", "seconds", hint, is_wide=is_wide)
+
+
+def _bars(
+    title: str,
+    parts: Sequence[LineSeries],
+    y_label: str,
+    unit: Unit,
+    hint: str,
+    *,
+    is_wide: bool = False,
+) -> Chart:
+    svg, narrow = (
+        stacked_bars(title, parts, y_label=y_label, unit=unit, width=width)
+        for width in (WIDE if is_wide else 540, NARROW)
+    )
     keys = tuple((part.label, part.color, "box") for part in parts)
-    return Chart("Time per stage", svg, hint, keys, is_wide, narrow)
+    values = table(parts, unit, MAX_BARS)
+    return Chart(title, svg, hint, keys, is_wide, narrow, values)
 
 
 def _stage_order(names: set[str]) -> list[str]:
@@ -318,7 +333,7 @@ def task_timeline(facts: ReportFacts) -> Chart | None:
         "the scheduler; rollout rows that overlap are shards that run in parallel."
     )
     svg = timeline("Timeline", [*rows], spans)
-    narrow = timeline("Timeline, narrow", [*rows], spans, width=NARROW)
+    narrow = timeline("Timeline", [*rows], spans, width=NARROW)
     return Chart("Timeline", svg, hint, is_wide=True, narrow=narrow)
 
 
@@ -337,8 +352,8 @@ def recovery(facts: ReportFacts) -> Chart | None:
         spans.append(Span(one.row, color, start, max(0.0, end - start), one_line(one.text)))
     rows = [row for row in ROWS if any(one.row == row for one in known)]
     svg, narrow = (
-        timeline(name, rows, spans, width=width, since="the first of them")
-        for name, width in (("Recovery", 1124), ("Recovery, narrow", NARROW))
+        timeline("Recovery", rows, spans, width=width, since="the first of them")
+        for width in (WIDE, NARROW)
     )
     hint = (
         "Red bars are faults, or ended in one. Gangs are the pods that trained together, commits "
