@@ -94,7 +94,11 @@ def test_the_own_step_returns_the_best_policy_or_fails(followed, tmp_path):
 @pytest.mark.long
 def test_the_blocks_of_the_page_for_python_are_one_program(tmp_path):
     """A run of one iteration, its records, a loss, verdicts and checkpoints."""
-    (tmp_path / "page.py").write_text("\n".join(blocks("python.md", "python")))
+    page = "\n".join(blocks("python.md", "python"))
+    first = '{"train.learning_rate": 1e-3}'
+    assert first in page
+    small = '{"curate.max_operand_digits": 1, "sft.max_steps": 100, "sft.measure_after": 100}'
+    (tmp_path / "page.py").write_text(page.replace(first, small))
     done = subprocess.run(
         [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
