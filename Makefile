@@ -143,6 +143,7 @@ golden: $(VENV)/.installed  ## rewrite the golden files; the diff is part of the
 	$(BIN)/python -m tests.golden.write_surface
 	$(BIN)/python -m tests.golden.write_configuration
 	$(BIN)/python -m tests.golden.write_rules
+	$(BIN)/python -m tests.golden.write_notebooks
 	$(BIN)/python -m pipelines.compile
 
 compile: $(VENV)/.installed  ## compile the pipelines; CHECK=1 fails when the golden YAML differs

@@ -70,6 +70,11 @@ def parser() -> argparse.ArgumentParser:
     )
     minder = commands.add_parser("minder", help="find the faulty machine of a training job")
     minder_cli.add_commands(minder)
+    if "_ARGCOMPLETE" in os.environ:
+        # A shell asks, through what `register-python-argcomplete planish` printed.
+        import argcomplete
+
+        argcomplete.autocomplete(top)
     return top
 
 

@@ -16,6 +16,7 @@ from planish.__main__ import main
 from planish.records import layout
 from planish.records.reports import BestPolicy
 from planish.store.documents import write_json
+from tests.golden.write_notebooks import NOTEBOOKS, notebook
 from tests.unit.submit.kfp_server import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:kfp.*")  # of every kfp.Client
@@ -89,6 +90,13 @@ def test_the_own_step_returns_the_best_policy_or_fails(followed, tmp_path):
     assert accept(root=root, least=0.3) == best.pin
     with pytest.raises(ValueError, match=r"at least 0\.6, got 0\.5"):
         accept(root=root, least=0.6)
+
+
+@pytest.mark.parametrize("name", sorted(NOTEBOOKS))
+def test_a_notebook_is_its_page(name):
+    """So that what runs the code of the page runs the cells of the notebook."""
+    text = (DOCS.parent / "examples/notebooks" / name).read_text("utf-8")
+    assert text == notebook(NOTEBOOKS[name])
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -160,3 +161,19 @@ def test_no_code_of_a_task_imports_kfp():
             if "kfp" in {name.partition(".")[0] for name in names}:
                 found.add(str(path.relative_to(PACKAGE)))
     assert found == set()
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"), [("planish swe", "sweep"), ("planish run --dataset-", "--dataset-map")]
+)
+def test_a_shell_completes_commands_and_options(typed, wanted):
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": typed, "COMP_POINT": str(len(typed))}
+    done = subprocess.run(
+        # What it prints goes to descriptor 8.
+        ["bash", "-c", '"$@" 8>&1 9>/dev/null', "bash", sys.executable, "-m", "planish"],
+        env={**os.environ, **asked, "_ARGCOMPLETE_SUPPRESS_SPACE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == wanted, done.stderr

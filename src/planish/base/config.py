@@ -44,6 +44,9 @@ SECTIONS: dict[str, str] = {
 }
 """Section name to `module:class`, or to `module:function` that picks a class from the raw table."""
 
+LENGTHS = ("evaluate", "reward")
+"""Sections whose `max_response_tokens` is that of `rollout` unless they say otherwise."""
+
 CHECKS: tuple[str, ...] = ("planish.stages.prepare.checks:check_config",)
 """`module:function` of checks that look across sections; each returns a list of faults."""
 
@@ -312,8 +315,12 @@ def resolve_config(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
     faults: list[str] = []
     resolved: dict[str, dict[str, Any]] = {}
     parsed: dict[str, Section] = {}
+    rollout = raw.get("rollout", {})
+    longest = rollout.get("max_response_tokens") if isinstance(rollout, Mapping) else None
     for section in sorted({*SECTIONS, *raw}):
         table = raw.get(section, {})
+        if section in LENGTHS and longest is not None and isinstance(table, Mapping):
+            table = {"max_response_tokens": longest, **table}
         try:
             parsed[section] = parse_section(section_class(section, table), table, section=section)
             resolved[section] = parsed[section].model_dump(mode="json")

@@ -23,7 +23,7 @@ def check_overlong(max_tokens: int, buffer_tokens: int) -> None:
     if max_tokens < 1 or not 0 <= buffer_tokens <= max_tokens:
         raise ConfigError(
             "`overlong_buffer_tokens` must lie between 0 and `max_response_tokens`, got "
-            f"{buffer_tokens} and {max_tokens}; set both in [reward]"
+            f"{buffer_tokens} and {max_tokens}; lower `reward.overlong_buffer_tokens`"
         )
 
 

@@ -25,7 +25,7 @@ class EvaluateConfig(Section):
     top_p: float = Field(default=0.7, gt=0.0, le=1.0)
     """Nucleus of the sampled responses. DAPO, section 4.1: 0.7."""
     max_response_tokens: int = Field(default=20480, ge=1)
-    """Longest response in tokens."""
+    """Longest response in tokens; that of `rollout` where it is not given."""
     greedy: bool = True
     """Also take the likeliest token everywhere, once per prompt."""
     pass_at: list[int] = Field(default_factory=lambda: [1, 8, 32])

@@ -35,7 +35,8 @@ class RewardConfig(Section):
     reward_wrong: float = Field(default=-1.0)
     """Outcome of any other response. DAPO, section 2.4: -1."""
     max_response_tokens: int = Field(default=20480, ge=1)
-    """Longest response that rollout generates, in tokens. DAPO, section 4.1: 16384 + 4096."""
+    """Longest response that rollout generates, in tokens; that of `rollout` where it is not given.
+    DAPO, section 4.1: 16384 + 4096."""
     overlong_buffer_tokens: int = Field(default=4096, ge=0)
     """Width of the soft overlong punishment before that limit, in tokens; 0: only beyond it.
     DAPO, section 4.1: 4096."""

@@ -21,7 +21,7 @@ def test_the_published_configuration_has_no_fault():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ("rollout.max_response_tokens=100", "`reward.max_response_tokens` must equal"),
+        ("reward.max_response_tokens=9000", "`reward.max_response_tokens` must equal"),
         ("train.rollouts_per_minibatch=8193", "8192 rollouts of an iteration"),
         ("rollout.starvation_policy=relax", "`reward.keep_uniform_groups` must be true"),
     ],
@@ -182,11 +182,19 @@ def test_without_windows_their_settings_leave_the_digest_alone():
     assert not {"window_tokens", "unfinished", "max_staleness"} & set(rollout)
 
 
+def test_the_longest_response_is_given_once():
+    settings = "rollout.max_response_tokens=5000"
+    config = build_config(**BASE, overrides=settings)
+    assert [config[name]["max_response_tokens"] for name in ("reward", "evaluate")] == [5000, 5000]
+    config = build_config(**BASE, overrides=f"{settings} evaluate.max_response_tokens=6000")
+    assert config["evaluate"]["max_response_tokens"] == 6000
+
+
 def test_faults_of_several_checks_come_together():
-    overrides = "rollout.max_response_tokens=100 train.rollouts_per_minibatch=9000"
+    overrides = "reward.max_response_tokens=9000 train.rollouts_per_minibatch=9000"
     with pytest.raises(ConfigError) as caught:
         build_config(**BASE, overrides=overrides)
-    assert "20480 and 100" in str(caught.value)
+    assert "9000 and 20480" in str(caught.value)
     assert "got 9000" in str(caught.value)
 
 

@@ -69,6 +69,10 @@ class Panel:
     """The vertical axis ends here at the latest; lower points are drawn on its edge."""
 
 
+def _gibibytes(values: list[float]) -> float:
+    return max(values) / 2**30
+
+
 def update(key: str) -> SeriesSource:
     """Return the source of a scalar of the update report."""
     return SeriesSource("update", key)
@@ -180,6 +184,28 @@ PANELS: tuple[Panel, ...] = (
             Curve("largest", "slate", (update("mismatch_probability_max"),), is_secondary=True),
         ),
         is_log=True,
+    ),
+    Panel(
+        "Speed",
+        "tokens per second",
+        "Tokens that all shards of an iteration sampled in a second of sampling, and those that "
+        "trained in a second of updates. A sudden fall is a slow machine or longer responses.",
+        (
+            Curve("sampled", "blue", (SeriesSource("rollout", "tokens_per_second", sum),)),
+            Curve("trained", "teal", (SeriesSource("train", "tokens_per_second"),)),
+        ),
+        from_zero=True,
+    ),
+    Panel(
+        "Memory of training",
+        "GiB of the first rank",
+        "The most that the rank has held at once: the device as PyTorch counts it, beside what "
+        "`planish plan` counted, and the host.",
+        (
+            Curve("device", "orange", (SeriesSource("train", "peak_device_bytes", _gibibytes),)),
+            Curve("host", "slate", (SeriesSource("train", "peak_host_bytes", _gibibytes),)),
+        ),
+        from_zero=True,
     ),
     Panel(
         "Routers against the engine",

@@ -11,12 +11,13 @@ import gc
 import json
 import logging
 import math
+import resource
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planish import store
 from planish.algorithms import build_algorithm
@@ -42,6 +43,9 @@ from planish.stages.train.ranks.job import JobResult, TrainJob, read_inputs, rea
 from planish.stages.train.trainer import Trainer, open_trainer
 from planish.stages.train.update import UpdateResult, run_update
 from planish.stages.train.window_values import earlier_values, values_to_store
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +146,18 @@ def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult
     # What an earlier attempt has trained on took none of the time.
     share = 1 - boundaries.resumed / max(1, len(result.minibatches))
     speed = scalars.get("num_tokens", 0.0) * config.num_passes * share / max(seconds, 1e-9)
-    return JobResult(state, {**scalars, "update_seconds": seconds, "tokens_per_second": speed})
+    return JobResult(state, scalars | _spent(seconds, speed, device))
+
+
+def _spent(seconds: float, speed: float, device: torch.device) -> dict[str, float]:
+    """Return what the updates took, and the most memory that this rank has held so far."""
+    import torch
+
+    spent = {"update_seconds": seconds, "tokens_per_second": speed}
+    spent["peak_host_bytes"] = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if device.type == "cuda":
+        spent["peak_device_bytes"] = float(torch.cuda.max_memory_allocated(device))
+    return spent
 
 
 def _extra(
