@@ -31,11 +31,11 @@ from planish.engines.config import EngineConfig
 from planish.engines.requests import ModelRef, Request
 from planish.engines.transformers.engine import TransformersEngine
 from planish.engines.vllm.engine import VllmEngine
-from planish.engines.weights import PinnedWeights
 from planish.models.config import ModelConfig
 from planish.models.policy import Policy, build_policy, save_policy
 from tests.benchmarks.bench_rollout import CAP, EQUAL, MU, PROMPT, SIGMA, make_load, timed
 from tests.benchmarks.facts import require_idle_machine, write_result
+from tests.unit.engines.pinned import PinnedWeights
 
 CASES = ("heavy_tail_256", "heavy_tail_64")
 CACHE_BYTES = 1 << 28

@@ -1,9 +1,9 @@
-"""One model under many layouts: plain, DDP, FSDP1, FSDP2, FSDP2 x TP, HSDP, ZeRO-1.
+"""One model under many layouts: plain, DDP, FSDP2, FSDP2 x TP, HSDP, ZeRO-1.
 
 Shapes are chosen so that little divides: dimensions smaller than the ranks, one to four dimensions,
 a scalar buffer, a tied weight. `build` returns the state of a rank and, to check it without the
 code under test, what its tensors must be: cut by `torch.chunk` as the layout says (`full_tensor` of
-torch hangs where a shard is empty), or put together from the ranges of all ranks.
+torch hangs where a shard is empty).
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ TENSOR_PARALLEL = {"even": 0, "rows": 1, "conv": 0, "cube": 2, "bias": 0}
 LAYOUTS = {
     "plain": (1,),
     "ddp2": (2,), "ddp4": (4,),
-    "fsdp2": (2,), "fsdp3": (3,),
     "fsdp2:1": (1,), "fsdp2:2": (2,), "fsdp2:3": (3,), "fsdp2:4": (4,), "fsdp2:6": (6,),
     "tp2x2": (2, 2), "tp1x4": (1, 4), "tp4x1": (4, 1),
     "hsdp2x2": (2, 2),
@@ -109,8 +108,6 @@ def build(name, mesh, seed):
     model = Zoo(seed)
     if name.startswith("zero"):
         return build_zero(model, mesh)
-    if name.startswith("fsdp") and ":" not in name:
-        return build_fsdp(model, mesh)
     framework = "plain" if name == "plain" else "fsdp2"
     if name.startswith("ddp"):
         framework, model = "ddp", nn.parallel.DistributedDataParallel(model, process_group=mesh)
@@ -165,40 +162,6 @@ def named(model, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             found[f"{name}.{key}"] = value
     return found
-
-
-def build_fsdp(model, mesh):
-    """FSDP1: each rank sees a range of each parameter."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    low, model.low = model.low, None  # A flat parameter has one type.
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    wrapped = FullyShardedDataParallel(
-        model, process_group=mesh.get_group(), use_orig_params=True, device_id=torch.device("cpu")
-    )
-    model.register_parameter("low", None)
-    wrapped.module.low = low
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.5)
-
-    def local():
-        found = {}
-        for name, parameter in wrapped.module.named_parameters():
-            found[name] = parameter
-            for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"{name}.{key}"] = value
-        return found | {"scalar": wrapped.module.scalar}
-
-    def compared(expected):
-        found = local()
-        for name, tensor in found.items():
-            base = name.partition(".")[0]
-            if base in shapes and not name.endswith(".step"):
-                parts = [None] * mesh.size()
-                dist.all_gather_object(parts, tensor.detach(), group=mesh.get_group())
-                found[name] = torch.cat([part.reshape(-1) for part in parts]).view(shapes[base])
-        return found, expected
-
-    return Built("fsdp", {"model": wrapped, "optimizer": optimizer}, local, compared)
 
 
 def build_zero(model, group):

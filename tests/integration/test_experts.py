@@ -8,12 +8,12 @@ import torch
 
 from planish import store
 from planish.engines import ENGINES
-from planish.engines.weights import PinnedWeights
 from planish.models.policy import load_policy
 from planish.records import layout
 from planish.records.io import read_manifest
 from planish.records.reports import UpdateReport, read_report
 from tests.integration import programs, reshard_training, runs
+from tests.unit.engines.pinned import PinnedWeights
 from tests.unit.engines.tiny import exact_logprobs
 
 pytestmark = pytest.mark.slow

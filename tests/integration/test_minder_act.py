@@ -95,11 +95,10 @@ def test_one_call_alone_a_stale_one_and_one_that_does_not_confirm_do_nothing(fle
     assert fleet.versions() == before
 
 
-@pytest.mark.parametrize("dry_run", [True, "server"])
-def test_a_dry_run_changes_no_node_and_no_pod(fleet, dry_run):
+def test_a_dry_run_changes_no_node_and_no_pod(fleet):
     fleet.add_job(3)
     before = fleet.versions()
-    actor, about = actor_of(fleet, dry_run=dry_run), alert(fleet)
+    actor, about = actor_of(fleet, dry_run=True), alert(fleet)
     outcome = twice(actor, about)
     assert (outcome.action, outcome.result) == ("evict", "dry_run")
     assert outcome.detail == f"cordon {fleet.name(0)} and evict train-0"
@@ -173,17 +172,18 @@ def test_a_human_who_uncordons_is_respected_for_that_alert(fleet):
     assert fleet.node(0).is_unschedulable
 
 
-def test_undoing_leaves_what_others_did(fleet):
+def test_what_is_taken_back_leaves_what_others_did(fleet):
     fleet.add_job(2)
-    actor = actor_of(fleet, mode="cordon", auto_uncordon_after_validation="health=good")
+    actor = actor_of(fleet, mode="cordon")
     assert twice(actor, alert(fleet)).result == "done"
     assert actor.reconcile(NOW) == []
     fleet.plane.kubectl("label", "node", fleet.name(0), "health=good")
+    fleet.plane.kubectl("uncordon", fleet.name(0))
     ((_, outcome),) = actor.reconcile(NOW + 60)
-    assert (outcome.action, outcome.result) == ("uncordon", "done")
+    assert (outcome.action, outcome.result) == ("uncordon", "refused")
     node = fleet.node(0)
     assert not node.is_unschedulable
-    assert not [key for key in node.annotations if key.startswith("minder/")]
+    assert [key for key in node.annotations if key.startswith("minder/")] == [names.MANUAL_UNCORDON]
     assert not [taint for taint in node.taints if taint["key"].startswith("minder")]
     assert node.labels["health"] == "good"
 
@@ -311,7 +311,7 @@ def test_a_node_that_changed_meanwhile_is_read_again(fleet):
     def change(node):
         return cordon_change(node, "a", "t/j", "why", now=float(NOW), config=config)
 
-    done = change_node(fleet.admin, stale, change, dry_run=False)
+    done = change_node(fleet.admin, stale, change)
     assert done.is_unschedulable
     assert done.labels["fresh"] == "yes"
 

@@ -135,7 +135,6 @@ def actor_of(cluster):
         mode="evict",
         dry_run=False,
         max_node_share=1.0,
-        auto_uncordon_after_validation="health=good",
     )
     return Actor(cluster, config, clock=lambda: NOW)
 
@@ -167,9 +166,9 @@ def test_every_verb_succeeds_with_the_roles_and_the_next_one_is_refused(control_
         state = ConfigMapState(cluster, name)
         state.save({"x": 1})
         assert state.load() == {"x": 1}
-    control_plane.kubectl("label", "node", fleet.name(0), "health=good")
-    ((_, undone),) = actor.reconcile(NOW)
-    assert undone.result == "done"
+    control_plane.kubectl("uncordon", fleet.name(0))
+    ((_, given_up),) = actor.reconcile(NOW)
+    assert given_up.result == "refused"
     core, namespace = cluster.core, fleet.namespace
     for function, arguments in (
         (core.delete_namespaced_pod, ("train-1", namespace)),

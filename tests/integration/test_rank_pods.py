@@ -25,7 +25,6 @@ from planish.engines.config import EngineConfig
 from planish.engines.deploy.handshake import TOKEN_ENV
 from planish.engines.disagg.engine import DisaggEngine
 from planish.engines.requests import ModelRef
-from planish.engines.weights import PinnedWeights
 from planish.models.policy import save_policy
 from planish.records.rollouts import FinishReason
 from tests import pages
@@ -34,6 +33,7 @@ from tests.integration.waiting import wait_for
 from tests.processes import below, marked, marks, wait_until_none
 from tests.unit.engines.deploy.plans import tiny_plan
 from tests.unit.engines.disagg.instances import moe_policy
+from tests.unit.engines.pinned import PinnedWeights
 from tests.unit.engines.tiny import ids_of, request, start
 
 pytestmark = pytest.mark.slow

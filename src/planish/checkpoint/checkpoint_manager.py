@@ -25,7 +25,6 @@ from planish.base.errors import (
     StoreError,
 )
 from planish.checkpoint.adapters.base import collect_roles
-from planish.checkpoint.adapters.loader_ahead import LoadersAhead
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import SaveEngine, default_engine
@@ -143,8 +142,6 @@ class CheckpointManager:
         """Place and error of the saves that failed, latest last."""
         self.should_stop = False
         """Whether the last save after SIGTERM has been made: leave the loop."""
-        self.ahead = LoadersAhead()
-        """Loader state that is made one step before a save, and how often that was of use."""
         self._options = options
         self._handles: deque[SaveHandle] = deque()
         self._failed_in_a_row = 0
@@ -160,13 +157,7 @@ class CheckpointManager:
         return f"{self.root}/step-{step:08d}"
 
     def will_save_at(self, step: int) -> bool:
-        """Return whether `step(step, ...)` is going to save.
-
-        The `step` before it has loaders prepare their state on a thread, those that have
-        `ckpt_prepare` and `ckpt_mark`. The loader answers for its marks: equal ones mean equal
-        states. The save compares the mark of what was prepared with that of the loader as it is,
-        and takes the state afresh where they differ; see `loader_ahead`.
-        """
+        """Return whether `step(step, ...)` is going to save."""
         return self.schedule.is_due(step) or self._stop_at == step
 
     def step(self, step: int, state: Mapping[str, Any]) -> SaveHandle | None:
@@ -191,8 +182,6 @@ class CheckpointManager:
             handle.result(self.schedule.grace_s)
         elif self.schedule.is_due(step):
             handle = self.save(step, state)
-        if not self.should_stop and self.will_save_at(step + 1):
-            self.ahead.begin(step + 1, state)
         return handle
 
     def save(self, step: int, state: Mapping[str, Any], **options: Any) -> SaveHandle:
@@ -204,7 +193,7 @@ class CheckpointManager:
             self.place(step), step=step, context=str(self.framework), **{**self._options, **options}
         )
         handle = self.engine.save(
-            lambda: collect_roles(self.ahead.take(step, state), self.framework),
+            lambda: collect_roles(state, self.framework),
             chosen,
             after_commit=self._retain,
         )
@@ -248,7 +237,6 @@ class CheckpointManager:
         """
         from planish.checkpoint import api
 
-        self.ahead.drop()
         skipped: list[tuple[str, str]] = []
         for pin in self._pins():
             info, fault = None, ""
@@ -282,7 +270,6 @@ class CheckpointManager:
         if self._previous is not None:
             signal.signal(signal.SIGTERM, self._previous)
             self._previous = None
-        self.ahead.drop()
         self.wait()
 
     def _must_stop(self, step: int) -> bool:

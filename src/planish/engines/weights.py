@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from planish import store
 from planish.base.errors import EngineError
 from planish.engines.requests import ModelRef
 from planish.records.io import fetch_files, read_manifest
@@ -32,8 +31,6 @@ _DTYPES = {
     "F16": torch.float16,
 }
 """Types of weights in safetensors headers."""
-_HEADER_BYTES = 100_000_000
-"""Longest header that safetensors libraries accept."""
 
 
 class WeightSource(Protocol):
@@ -136,57 +133,6 @@ class FolderWeights:
         tensor: torch.Tensor
         tensor = handle.get_slice(name)[index] if index else handle.get_tensor(name)
         return tensor
-
-    @property
-    def fingerprint(self) -> str:
-        """Hex digest of names, shapes and dtypes."""
-        return _fingerprint(self.names())
-
-
-class PinnedWeights:
-    """Weights of a policy export by its pinned URI: headers now, files when a tensor is read.
-
-    So a driver that only compares names and shapes leaves the bytes to those who need them.
-    """
-
-    def __init__(self, pin: str) -> None:
-        """Read the manifest, its digest verified, and the headers of the files.
-
-        Raises:
-            ObjectMissing: no finished export there.
-            RecordError: another manifest, or no policy.
-            EngineError: a file is no safetensors file.
-        """
-        self.address = pin
-        """The pinned URI."""
-        uri, digest = parse_pin(pin)
-        manifest = read_manifest(uri, sha256=digest)
-        with tempfile.TemporaryDirectory(prefix="planish-") as name:
-            for shard in manifest.shards:
-                if "/" in shard.name or not shard.name.endswith(".safetensors"):
-                    continue
-                place = f"{uri.rstrip('/')}/{shard.name}"
-                length = int.from_bytes(store.read(place, 0, 8), "little")
-                # The library compares a header with the size of its file: the rest is a hole.
-                with open(Path(name) / shard.name, "wb") as file:
-                    file.write(store.read(place, 0, min(8 + length, _HEADER_BYTES)))
-                    file.truncate(shard.bytes)
-            self._names = FolderWeights(Path(name)).names()
-        self._files: FolderWeights | None = None
-
-    def names(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype by name."""
-        return dict(self._names)
-
-    def fetch(self) -> FolderWeights:
-        """Return the files on this machine, every digest verified; at most once for this object."""
-        if self._files is None:
-            self._files = fetch_weights(self.address)
-        return self._files
-
-    def read(self, name: str, index: Index = ()) -> torch.Tensor:
-        """Return a box of one tensor."""
-        return self.fetch().read(name, index)
 
     @property
     def fingerprint(self) -> str:

@@ -17,12 +17,13 @@ from planish.engines.config import EngineConfig
 from planish.engines.disagg.engine import DisaggEngine
 from planish.engines.requests import EngineState, ModelRef
 from planish.engines.vllm.engine import VllmEngine
-from planish.engines.weights import DictWeights, PinnedWeights
+from planish.engines.weights import DictWeights
 from planish.models.policy import save_policy
 from planish.records.rollouts import FinishReason
 from tests.contract.engines.conftest import FAMILIES
 from tests.contract.engines.test_control import weights
 from tests.unit.engines.disagg.instances import ThreadRank
+from tests.unit.engines.pinned import PinnedWeights
 from tests.unit.engines.tiny import family_policy, ids_of, qwen3_policy, request
 
 pytestmark = [

@@ -15,11 +15,11 @@ from planish.base.errors import EngineError
 from planish.engines.config import EngineConfig
 from planish.engines.requests import ModelRef
 from planish.engines.vllm.engine import VllmEngine
-from planish.engines.weights import PinnedWeights
 from planish.models.policy import save_policy
 from tests.contract.engines.test_control import weights
 from tests.processes import below
 from tests.servers.faulty_proxy import FaultyProxy
+from tests.unit.engines.pinned import PinnedWeights
 from tests.unit.engines.tiny import qwen3_policy, reference_greedy, request
 
 pytestmark = [

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish import store
 from planish.base.config import parse_section
 from planish.base.errors import ConfigError, EngineError, RecordError
 from planish.engines import open_engine
@@ -21,12 +20,13 @@ from planish.engines.requests import FinishReason, ModelRef
 from planish.engines.transformers.engine import TransformersEngine
 from planish.engines.transformers.served_model import open_model
 from planish.engines.vllm.engine import VllmEngine, check_cpu_sizes
-from planish.engines.weights import DictWeights, FolderWeights, PinnedWeights
+from planish.engines.weights import DictWeights, FolderWeights
 from planish.models.logprobs import TokenScorer
 from planish.models.policy import save_policy
 from planish.records.refs import parse_pin
 from tests.integration.waiting import wait_for
 from tests.thin import examples
+from tests.unit.engines.pinned import PinnedWeights
 from tests.unit.engines.tiny import (
     family_policy,
     ids_of,
@@ -203,34 +203,16 @@ def test_an_engine_takes_new_weights_from_an_export(saved, policy):
     assert output.token_ids == reference_greedy(policy, prompt(0), 8)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "text"),
-    [
-        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "must have the sha256"),
-        (lambda data: (1 << 60).to_bytes(8, "little") + data[8:], "must be a safetensors file"),
-    ],
-)
-def test_new_weights_that_are_damaged_change_nothing(saved, tmp_path, spoil, text):
+def test_new_weights_that_are_damaged_change_nothing(saved, tmp_path):
     engine = start(qwen3_policy(7))
     before = engine.generate([request(0, 8)])[0].logprobs
     (path,) = (tmp_path / "policies/00003").glob("*.safetensors")
-    path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises((RecordError, EngineError), match=text):
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(RecordError, match="must have the sha256"):
         engine.update_weights(PinnedWeights(saved), 4)
     assert (engine.state, engine.version()) == ("ready", 0)
     assert engine.generate([request(0, 8)])[0].logprobs == before
-
-
-def test_the_headers_of_an_export_are_read_without_its_bytes(saved, tmp_path, monkeypatch):
-    (path,) = (tmp_path / "policies/00003").glob("*.safetensors")
-    whole = FolderWeights(path.parent)
-    sizes, read = [], store.read
-    monkeypatch.setattr(store, "read", lambda *a: sizes.append(len(d := read(*a))) or d)
-    weights = PinnedWeights(saved)
-    assert weights.names() == whole.names()
-    assert weights.fingerprint == whole.fingerprint
-    assert sum(sizes) < path.stat().st_size / 10
-    assert weights.fetch() is weights.fetch()
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):

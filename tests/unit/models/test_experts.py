@@ -13,10 +13,11 @@ from transformers import (
 from planish.base.errors import ConfigError, EngineError
 from planish.engines.requests import ModelRef, Request, Sampling
 from planish.engines.transformers.engine import TransformersEngine
-from planish.engines.weights import DictWeights, PinnedWeights
+from planish.engines.weights import DictWeights
 from planish.models.config import ModelConfig
 from planish.models.experts import disk_tensors, num_experts, on_disk
 from planish.models.policy import Policy, build_policy, load_policy, save_policy
+from tests.unit.engines.pinned import PinnedWeights
 
 pytestmark = pytest.mark.slow
 

@@ -40,7 +40,6 @@ _MODELS = "planish.checkpoint.adapters.models:gather_tensors"
 FRAMEWORKS = {
     "plain": _MODELS,
     "ddp": _MODELS,
-    "fsdp": "planish.checkpoint.adapters.fsdp:gather_tensors",
     "fsdp2": _MODELS,
     "flat": _MODELS,
     "megatron": "planish.checkpoint.adapters.megatron:gather_tensors",

@@ -1,7 +1,7 @@
 """One role's state as an adapter gathers it, anew or by the description of an earlier save.
 
 `Gathering` builds items, small values, and what is to be done after a load. It knows no framework:
-those are `models`, `fsdp` and `megatron`.
+those are `models` and `megatron`.
 
 A state that has changed in values alone since an earlier save is described by that save. To
 describe a tensor costs ten microseconds, to see that its description holds less than one. What
@@ -9,7 +9,7 @@ a description depends on is compared at every save: names, identities, types, pl
 and how each tensor lies in memory. Values other than tensors are never taken from an earlier save,
 and a description refers to no tensor, so that memory that training gives up does not live on here.
 A state with anything else in it (hooks of its own on `state_dict`, optimizer state that is neither
-a tensor nor constant, FSDP1, Megatron) is described anew each time.
+a tensor nor constant, Megatron) is described anew each time.
 """
 
 from __future__ import annotations

@@ -152,8 +152,6 @@ class LoaderShard:
     """State of a loader that says nothing about itself: good for the same layout only."""
     num_samples: int = -1
     """Length of `buffer` where the buffer has not been read; -1: it has."""
-    encoded: bytes | None = field(default=None, repr=False, compare=False)
-    """`to_data()` as a save writes it, where that was made ahead; `buffer` is empty then."""
 
     def index(self) -> dict[str, Any]:
         """Return all but the samples: what metadata says of the shard."""

@@ -118,7 +118,7 @@ def encode_objects(
             several[shard.dp_rank, shard.reader] += 1
             suffix = f"-{number}" if number else ""
             key = f"{folder}/{shard.dp_rank:05d}-{shard.reader}{suffix}.bin"
-            data = shard.encoded or _encode(role, shard.to_data(), allow_pickle)
+            data = _encode(role, shard.to_data(), allow_pickle)
             found.append(SmallObject(key, data, role, "shard", shard.index()))
     return found
 

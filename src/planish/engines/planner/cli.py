@@ -42,10 +42,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "planish.engines.deploy.manifests:manifests",
         "render the ranks of a plan for a Kubernetes cluster, as YAML",
     ),
-    "afd": (
-        "planish.engines.deploy.afd:afd",
-        "write launch files of a plan for the public attention-FFN plug-in of vLLM",
-    ),
     "rank": (
         "planish.engines.deploy.host:host",
         "wait for a coordinator and run one rank for it, on the machine of the rank",
@@ -158,7 +154,6 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
 
     add_manifests_options(made["manifests"])
-    add_afd_options(made["afd"])
     add = made["rank"].add_argument
     add("--host", required=True, help="address of this machine, for coordinator and other ranks")
     add("--port", type=port, default=RANK_PORT, help=f"the first of three ({RANK_PORT})")
@@ -195,25 +190,6 @@ def add_manifests_options(parser: argparse.ArgumentParser) -> None:
     add("--port", type=port, default=RANK_PORT, help=f"the first of three ({RANK_PORT})")
     add("--anyway", action="store_true", help="also where the plan says not to disaggregate")
     add("--out", type=Path, metavar="FILE", help="gets the YAML; else it is printed")
-
-
-def add_afd_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `planish rollout afd`."""
-    add = parser.add_argument
-    add("plan", type=Path, metavar="PLAN", help="file of `planish rollout plan --json`")
-    add("--policy", required=True, metavar="MODEL", help="folder or name that vLLM serves")
-    add("--max-model-len", type=count, required=True, metavar="N", help="of prompt and response")
-    add("--out", type=Path, required=True, metavar="FOLDER", help="gets launch.json and launch.txt")
-    add("--architecture", default="", metavar="A", help="of a model that the planner knows not")
-    add("--vllm-version", default="0.26.0", metavar="V", help="that will run it (0.26.0)")
-    here = "127.0.0.1"
-    add("--attention-machines", default=here, metavar="A,B", help="addresses (this machine)")
-    add("--ffn-machines", default=here, metavar="A,B", help="addresses (this machine)")
-    add("--port", type=count, default=6239, metavar="N", help="first of both roles' (6239)")
-    add("--http-port", type=count, default=18000, metavar="N", help="of the API server (18000)")
-    add("--batch-tokens", type=count, default=8192, metavar="N", help="of one forward (8192)")
-    add("--eager", action="store_true", help="without graphs of decode steps")
-    add("--anyway", action="store_true", help="also where the plan says not to disaggregate")
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:

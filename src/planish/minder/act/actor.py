@@ -24,7 +24,7 @@ from planish.minder.act.drain import (
     cordon_change,
     evict_round,
     is_ours,
-    uncordon_change,
+    release_change,
     was_uncordoned,
 )
 from planish.minder.act.guards import (
@@ -228,7 +228,7 @@ class Actor:
             return outcome
 
     def reconcile(self, now: int) -> list[tuple[str, ActionOutcome]]:
-        """Follow what humans and validators did to cordoned nodes; call it once a minute.
+        """Follow what humans did to cordoned nodes; call it once a minute.
 
         Returns:
             Machine and outcome for each node that changed.
@@ -242,15 +242,10 @@ class Actor:
             done: list[tuple[str, ActionOutcome]] = []
             if self.mode == "observe" or not self._is_leader():
                 return done
-            key, _, value = self.config.auto_uncordon_after_validation.partition("=")
             try:
                 for node in self.cluster.nodes():
                     if was_uncordoned(node, self.config):
-                        detail = "a human made the node schedulable again"
-                        done.append((node.name, self._undo(node, detail, by_human=True)))
-                    elif is_ours(node, self.config) and key and node.labels.get(key) == value:
-                        detail = f"validated by the label {key}={value}"
-                        done.append((node.name, self._undo(node, detail, by_human=False)))
+                        done.append((node.name, self._give_up(node)))
             except ClusterError as error:
                 done.append(("", self._failed(error)))
             return done
@@ -318,12 +313,11 @@ class Actor:
         """Do what is allowed, unless a guard refuses."""
         action, node = target.action, target.node
         if was_uncordoned(node, self.config):
-            detail = "a human made the node schedulable again"
-            return self._undo(node, detail, by_human=True)
+            return self._give_up(node)
         refused = self._refused(alert, now, target)
         if refused:
             return ActionOutcome(action, "refused", "; ".join(refused))
-        if self.config.dry_run is True:
+        if self.config.dry_run:
             # Caps count what would have been done: a dry run shows what would really happen.
             self.ledger.add(Taken(float(now), target.job.full_name, node.name))
             memory.is_finished = True
@@ -371,33 +365,26 @@ class Actor:
                 return None
             return cordon_change(node, alert.id, job, reason, now=now, config=self.config)
 
-        dry_run = self.config.dry_run == "server"
-        if change_node(self.cluster, target.node, change, dry_run=dry_run) is None:
+        if change_node(self.cluster, target.node, change) is None:
             return False
         name = target.node.name
         self.ledger.add(Taken(float(now), job, name))
-        logger.info("cordoned machine=%s alert=%s dry_run=%s", name, alert.id, dry_run)
-        if not dry_run:
-            message = f"cordoned: {reason}, alert {alert.id} of job {job}"
-            self.events.note(target.node, names.CORDONED, message, now)
+        logger.info("cordoned machine=%s alert=%s", name, alert.id)
+        message = f"cordoned: {reason}, alert {alert.id} of job {job}"
+        self.events.note(target.node, names.CORDONED, message, now)
         return True
 
     def _evict(self, alert: Alert, now: int, memory: Memory, target: _Target) -> ActionOutcome:
         """Evict the pods of the job, where more than the cordon is allowed."""
-        result: ActionResult = "dry_run" if self.config.dry_run else "done"
         if target.action == "cordon":
             memory.is_finished = True
-            return ActionOutcome("cordon", result, target.plan)
+            return ActionOutcome("cordon", "done", target.plan)
         state = memory.evictions
-        dry_run = self.config.dry_run == "server"
-        done = evict_round(
-            self.cluster, target.pods, state, now=now, config=self.config, dry_run=dry_run
-        )
+        done = evict_round(self.cluster, target.pods, state, now=now, config=self.config)
         for pod in done.evicted:
-            logger.info("evicted pod=%s machine=%s dry_run=%s", pod.name, pod.machine, dry_run)
-            if not dry_run:
-                message = f"evicted from {pod.machine}: alert {alert.id}"
-                self.events.note(pod, names.FAULTY_MACHINE, message, now)
+            logger.info("evicted pod=%s machine=%s", pod.name, pod.machine)
+            message = f"evicted from {pod.machine}: alert {alert.id}"
+            self.events.note(pod, names.FAULTY_MACHINE, message, now)
         for pod in done.blocked:
             message = f"a disruption budget kept the pod on the faulty machine {pod.machine}"
             self.events.note(pod, names.EVICTION_BLOCKED, message, now)
@@ -406,20 +393,20 @@ class Actor:
         memory.is_finished = True
         if state.given_up:
             return ActionOutcome("evict", "blocked", f"{len(state.given_up)} pods were given up")
-        return ActionOutcome("evict", result, target.plan)
+        return ActionOutcome("evict", "done", target.plan)
 
-    def _undo(self, node: NodeInfo, detail: str, *, by_human: bool) -> ActionOutcome:
-        if self.config.dry_run is True:
+    def _give_up(self, node: NodeInfo) -> ActionOutcome:
+        """Take back what the cordon left on a node that a human made schedulable again."""
+        detail = "a human made the node schedulable again"
+        if self.config.dry_run:
             return ActionOutcome("uncordon", "dry_run", detail)
 
         def change(current: NodeInfo) -> dict[str, Any] | None:
-            if not is_ours(current, self.config):
-                return None
-            return uncordon_change(current, by_human=by_human)
+            return release_change(current) if is_ours(current, self.config) else None
 
-        change_node(self.cluster, node, change, dry_run=self.config.dry_run == "server")
-        logger.info("uncordoned machine=%s by_human=%s", node.name, by_human)
-        return ActionOutcome("uncordon", "refused" if by_human else "done", detail)
+        change_node(self.cluster, node, change)
+        logger.info("given up machine=%s", node.name)
+        return ActionOutcome("uncordon", "refused", detail)
 
     def _failed(self, error: ClusterError) -> ActionOutcome:
         if error.status != FORBIDDEN:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from planish.base.config import Section
 from planish.minder.act.kube import names
@@ -20,8 +20,8 @@ class ActConfig(Section):
 
     mode: Mode = "observe"
     """The strongest action that is allowed anywhere."""
-    dry_run: bool | Literal["server"] = True
-    """True: report what would be done; "server": the API server checks it too; False: do it."""
+    dry_run: bool = True
+    """Only report what would be done."""
     owner: str = Field(default="minder", min_length=1, max_length=63)
     """Marks the nodes that this monitor cordoned; keep it the same over restarts."""
     fresh_seconds: int = Field(default=180, ge=1)
@@ -64,17 +64,8 @@ class ActConfig(Section):
     """An eviction that is refused for so long is given up and reported as blocked."""
     no_execute_taint: bool = False
     """Also set a taint that ends every pod of the node, whatever its budget."""
-    auto_uncordon_after_validation: str = ""
-    """Label `key=value` that an external validator sets on a node that may serve again."""
     event_seconds: int = Field(default=600, ge=1)
     """At most one Event for each object and reason in this time."""
-
-    @model_validator(mode="after")
-    def _label(self) -> ActConfig:
-        label = self.auto_uncordon_after_validation
-        if label and not all(label.partition("=")):
-            raise ValueError(f"`auto_uncordon_after_validation` must read key=value, got {label!r}")
-        return self
 
 
 class KubernetesConfig(Section):

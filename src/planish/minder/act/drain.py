@@ -50,19 +50,11 @@ def cordon_change(
     }
 
 
-def uncordon_change(node: NodeInfo, *, by_human: bool) -> dict[str, Any]:
-    """Return the patch that removes what this monitor's cordon left.
-
-    A node that was unschedulable before stays so.
-    """
+def release_change(node: NodeInfo) -> dict[str, Any]:
+    """Return the patch that removes what a cordon left on a node that a human has uncordoned."""
     annotations: dict[str, str | None] = dict.fromkeys(names.OWNED, None)
-    if by_human:
-        annotations[names.MANUAL_UNCORDON] = node.annotations.get(names.ALERT_ID, "unknown")
-    before = node.annotations.get(names.WAS_UNSCHEDULABLE) == "true"
-    spec: dict[str, Any] = {"taints": _others_taints(node)}
-    if not by_human and not before:
-        spec["unschedulable"] = False
-    return {"metadata": {"annotations": annotations}, "spec": spec}
+    annotations[names.MANUAL_UNCORDON] = node.annotations.get(names.ALERT_ID, "unknown")
+    return {"metadata": {"annotations": annotations}, "spec": {"taints": _others_taints(node)}}
 
 
 def _others_taints(node: NodeInfo) -> list[dict[str, str]]:
@@ -74,8 +66,6 @@ def change_node(
     cluster: Cluster,
     node: NodeInfo,
     change: Callable[[NodeInfo], dict[str, Any] | None],
-    *,
-    dry_run: bool,
 ) -> NodeInfo | None:
     """Patch a node; after a conflict read it again and ask `change` for a new patch.
 
@@ -90,7 +80,7 @@ def change_node(
         if patch is None:
             return None
         try:
-            return cluster.patch_node(node, patch, dry_run=dry_run)
+            return cluster.patch_node(node, patch)
         except ClusterError as error:
             if error.status != CONFLICT or attempt == MAX_TRIES:
                 raise
@@ -138,7 +128,6 @@ def evict_round(
     *,
     now: float,
     config: ActConfig,
-    dry_run: bool,
 ) -> Round:
     """Request once the eviction of each pod that is due; `state` is updated.
 
@@ -154,7 +143,7 @@ def evict_round(
             done.num_waiting += 1
             continue
         try:
-            cluster.evict(pod, dry_run=dry_run)
+            cluster.evict(pod)
             done.evicted.append(pod)
             state.num_evicted += 1
         except ClusterError as error:

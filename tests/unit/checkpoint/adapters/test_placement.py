@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -176,13 +176,3 @@ def test_shards_are_taken_where_a_forward_has_left_gathered_and_rounded_copies(m
     for item in collect("main", {"model": model}, "fsdp2", for_load=for_load).items:
         assert item.tensor.dtype == "F32"
         assert item.data.data_ptr() == shards[item.tensor.fqn].data_ptr()
-
-
-def test_hooks_on_a_state_dict_are_refused_where_it_would_gather_every_tensor(mesh):
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    cpu = torch.device("cpu")
-    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=cpu)
-    collect("main", {"model": wrapped}, "fsdp", for_load=False)
-    model[1].register_state_dict_post_hook(lambda *_: None)
-    with pytest.raises(TypeError, match=r"\['1'\].*`get_extra_state`"):
-        collect("main", {"model": wrapped}, "fsdp", for_load=False)

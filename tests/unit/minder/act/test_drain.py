@@ -13,7 +13,7 @@ from planish.base.errors import ClusterError
 from planish.minder.act.actor import Actor
 from planish.minder.act.alerts import Alert
 from planish.minder.act.config import ActConfig, KubernetesConfig
-from planish.minder.act.drain import Evictions, change_node, evict_round, uncordon_change
+from planish.minder.act.drain import Evictions, change_node, evict_round, release_change
 from planish.minder.act.kube import names
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.objects import NodeInfo, PodInfo, job_selector
@@ -81,7 +81,7 @@ def fake(tmp_path):
 
 
 def round_at(fake, state, now, **options):
-    return evict_round(fake.cluster, [POD], state, now=now, config=CONFIG, dry_run=False, **options)
+    return evict_round(fake.cluster, [POD], state, now=now, config=CONFIG, **options)
 
 
 def test_a_budget_is_asked_again_after_5_10_20_40_and_60_seconds_until_15_minutes(fake):
@@ -127,9 +127,6 @@ def test_an_eviction_goes_through_the_policy_api_and_names_the_very_pod(fake):
     sent = json.loads(body)
     assert (sent["apiVersion"], sent["kind"]) == ("policy/v1", "Eviction")
     assert sent["deleteOptions"] == {"preconditions": {"uid": "u"}}
-    fake.cluster.evict(POD, dry_run=True)
-    assert fake.requests[1][1].endswith("/eviction?dryRun=All")
-    assert json.loads(fake.requests[1][2])["deleteOptions"]["dryRun"] == ["All"]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +140,7 @@ def test_a_patch_is_tried_three_times_against_others(fake, statuses, tries):
     fake.statuses = answers
 
     def ask():
-        return change_node(fake.cluster, node, lambda _: {"spec": {}}, dry_run=False)
+        return change_node(fake.cluster, node, lambda _: {"spec": {}})
 
     if statuses[-1] == 200 and len(statuses) <= 3:
         assert ask().name == "n1"
@@ -202,10 +199,10 @@ def test_an_answer_that_is_no_json_and_a_server_that_is_gone_are_failures(fake):
     assert heard == [False]
 
 
-def test_a_node_that_was_unschedulable_before_stays_so():
+def test_a_human_who_uncordons_keeps_the_taints_of_others():
     taints = ({"key": names.FAULTY_TAINT}, {"key": "other"})
-    marks = {names.WAS_UNSCHEDULABLE: "true", names.ALERT_ID: "a"}
-    node = NodeInfo("n", "u", "1", True, annotations=marks, taints=taints)
-    change = uncordon_change(node, by_human=False)
+    node = NodeInfo("n", "u", "1", False, annotations={names.ALERT_ID: "a"}, taints=taints)
+    change = release_change(node)
     assert change["spec"] == {"taints": [{"key": "other"}]}
-    assert change["metadata"]["annotations"] == dict.fromkeys(names.OWNED, None)
+    cleared = dict.fromkeys(names.OWNED, None)
+    assert change["metadata"]["annotations"] == {**cleared, names.MANUAL_UNCORDON: "a"}

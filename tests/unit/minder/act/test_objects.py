@@ -330,8 +330,5 @@ def test_what_is_no_time_is_zero(text):
 def test_settings_refuse_what_can_not_be():
     with pytest.raises(ConfigError, match="mode"):
         parse_section(ActConfig, {"mode": "destroy"}, section="act")
-    with pytest.raises(ConfigError, match="key=value"):
-        parse_section(ActConfig, {"auto_uncordon_after_validation": "label"}, section="act")
-    assert parse_section(ActConfig, {"dry_run": "server"}, section="act").dry_run == "server"
     quiet = ActConfig()
     assert (quiet.mode, quiet.dry_run, quiet.recheck) == ("observe", True, True)

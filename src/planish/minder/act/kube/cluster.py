@@ -29,7 +29,6 @@ from planish.minder.act.kube.objects import (
 )
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-DRY_RUN_ALL = "All"
 """Asks the API server to check a request and change nothing."""
 LIVE = ",".join(f"status.phase!={phase}" for phase in ENDED)
 """Field selector: workflows leave many pods that have ended."""
@@ -190,16 +189,15 @@ class Cluster:
         """
         return parse_node(self.call(self.core.read_node, name))
 
-    def patch_node(self, node: NodeInfo, change: Raw, *, dry_run: bool = False) -> NodeInfo:
+    def patch_node(self, node: NodeInfo, change: Raw) -> NodeInfo:
         """Merge a change into a node, if it is still the version that was read.
 
         Raises:
             ClusterError: 409 when somebody else changed it first; 403 without the right.
         """
         metadata = {**change.get("metadata", {}), "resourceVersion": node.version}
-        options = {"dry_run": DRY_RUN_ALL} if dry_run else {}
         body = {**change, "metadata": metadata}
-        return parse_node(self.call(self.core.patch_node, node.name, body, **options))
+        return parse_node(self.call(self.core.patch_node, node.name, body))
 
     def opted_in(self, namespace: str) -> Mode:
         """Return the strongest action that a namespace allows; `observe` without a valid label."""
@@ -208,7 +206,7 @@ class Cluster:
         allowed: dict[str, Mode] = {"cordon": "cordon", "evict": "evict"}
         return allowed.get(value, "observe")
 
-    def evict(self, pod: PodInfo, *, dry_run: bool = False) -> None:
+    def evict(self, pod: PodInfo) -> None:
         """Request the eviction of the very pod that was seen, not of a new one of its name.
 
         Raises:
@@ -220,12 +218,8 @@ class Cluster:
             "metadata": {"name": pod.name, "namespace": pod.namespace},
             "deleteOptions": {"preconditions": {"uid": pod.uid}},
         }
-        options = {}
-        if dry_run:
-            body["deleteOptions"]["dryRun"] = [DRY_RUN_ALL]
-            options["dry_run"] = DRY_RUN_ALL
         create = self.core.create_namespaced_pod_eviction
-        self.call(create, pod.name, pod.namespace, body, **options)
+        self.call(create, pod.name, pod.namespace, body)
 
     def annotate_workflow(self, namespace: str, name: str, annotations: Mapping[str, str]) -> None:
         """Set annotations of a workflow of Argo, which is what a Kubeflow run is."""
