@@ -72,5 +72,5 @@ def test_every_layout_loads_what_every_layout_saved_bit_by_bit(tmp_path):
     found = run_ranks(
         "tests.integration.test_ckpt_reshard:scenario_matrix", NUM_RANKS, tmp_path, timeout=600
     )
-    assert {result["pairs"] for result in found} == {len(layouts.LAYOUTS) ** 2} == {289}
-    assert sum(result["compared"] for result in found) == 26_979
+    assert {result["pairs"] for result in found} == {len(layouts.LAYOUTS) ** 2} == {225}
+    assert sum(result["compared"] for result in found) == 21_330
