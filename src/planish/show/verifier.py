@@ -47,7 +47,7 @@ def check(name: str, data: str, timeout_seconds: float, console: Console) -> int
 
     Args:
         name: a built-in one, `package.module:function` or an entry point.
-        data: JSONL file with rows; empty for none.
+        data: JSONL or Parquet file with rows; empty for none.
         timeout_seconds: limit of one call.
         console: where to print.
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from planish.base.errors import ConfigError, VerifierFailure
 from planish.verifiers.own import OwnVerifier, installed_verifiers, is_reference
@@ -94,27 +95,17 @@ class ContractReport:
 
 
 def read_cases(path: str | Path) -> list[VerifierCase]:
-    """Read rows from a JSONL file: `answer`, and where they are known `response` and `score`.
+    """Read rows from a JSONL or Parquet file.
+
+    They hold `answer`, else `ground_truth` or, as in verl's files, `reward_model.ground_truth`, and
+    where they are known `response` and `score`.
 
     Raises:
         ConfigError: no such file, or lines that are no such rows; the first ones are named.
     """
-    try:
-        lines = Path(path).read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"rows must be a JSONL file in UTF-8, got {str(path)!r}: {error}"
-        ) from None
     cases, faults = [], []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            faults.append(f"line {number}: {error}")
-            continue
-        answer = row.get("answer") if isinstance(row, dict) else None
+    for place, row in _rows(Path(path)):
+        answer = _answer_of(row) if isinstance(row, dict) else None
         if isinstance(answer, (int, float)) and not isinstance(answer, bool):
             answer = str(answer)
         response, score = (row.get("response"), row.get("score")) if answer is not None else (0, 0)
@@ -125,17 +116,49 @@ def read_cases(path: str | Path) -> list[VerifierCase]:
             or not (score is None or (is_number and 0 <= score <= 1))
         ):
             faults.append(
-                f"line {number}: `answer` must be text, `response` text and `score` a number from "
-                f"0 to 1, got {line[:80]}"
+                f"{place}: `answer` must be text, `response` text and `score` a number from "
+                f"0 to 1, got {json.dumps(row, default=str)[:80]}"
             )
             continue
         wanted = None if score is None else float(score)
-        cases.append(VerifierCase(answer, response, wanted, json.dumps(row)))
+        cases.append(VerifierCase(answer, response, wanted, json.dumps(row, default=str)))
     if faults or not cases:
         raise ConfigError(
             f"{str(path)!r} must hold rows: " + ("; ".join(faults[:3]) or "it is empty")
         )
     return cases
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield place and content of each row of a file."""
+    if path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            rows = pq.read_table(path).to_pylist()
+        except (OSError, pa.ArrowException) as error:
+            raise ConfigError(f"rows must be a Parquet file, got {str(path)!r}: {error}") from None
+        yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
+        return
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"rows must be a JSONL file in UTF-8 or a Parquet file, got {str(path)!r}: {error}"
+        ) from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield f"line {number}", json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{str(path)!r} must hold rows: line {number}: {error}") from None
+
+
+def _answer_of(row: Mapping[str, Any]) -> Any:
+    model = row.get("reward_model")
+    inner = model.get("ground_truth") if isinstance(model, dict) else None
+    return row.get("answer", row.get("ground_truth", inner))
 
 
 def check_contract(

@@ -2,6 +2,8 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from planish.__main__ import main
@@ -69,6 +71,18 @@ def test_rows_of_a_training_set_need_only_an_answer(tmp_path):
     assert read_cases(file) == [
         VerifierCase("4", extra=texts[0]), VerifierCase("x", "y", 0.0, texts[1])
     ]  # fmt: skip
+
+
+def test_rows_may_be_those_of_verl_in_parquet(tmp_path, module):
+    rows = [{"reward_model": {"ground_truth": "7"}, "extra_info": {"level": 2}}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (case,) = read_cases(tmp_path / "rows.parquet")
+    assert (case.answer, json.loads(case.extra)) == ("7", rows[0])
+    name = module("level", "return extra_info['level'] / 4", "extra_info")
+    assert check_contract(name, [case]).scores == (0.5,)
+    (tmp_path / "rows.parquet").write_text("no")
+    with pytest.raises(ConfigError, match="must be a Parquet file"):
+        read_cases(tmp_path / "rows.parquet")
 
 
 def test_columns_of_the_rows_reach_the_function_and_those_it_lacks_are_a_fault(tmp_path, module):
