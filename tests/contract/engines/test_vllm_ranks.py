@@ -58,11 +58,9 @@ def test_one_rank_reads_new_weights_from_a_bucket_and_the_other_gets_them(minio,
         engine.start(ModelRef(policy=first))
         assert len(ranks()) == 2
         expect_greedy(engine, first)
-        source = PinnedWeights(ref.pin())
-        only_headers = proxy.answered_bytes
-        report = engine.update_weights(source, 1)
-        assert only_headers < report.num_bytes / 5
-        assert report.num_bytes < proxy.answered_bytes - only_headers < 1.3 * report.num_bytes
+        report = engine.update_weights(PinnedWeights(ref.pin()), 1)
+        # They leave the bucket once for all processes of this machine.
+        assert report.num_bytes < proxy.answered_bytes < 1.3 * report.num_bytes
         expect_greedy(engine, second)
         for version, policy in ((2, first), (3, second)):
             engine.update_weights(weights(policy), version)
