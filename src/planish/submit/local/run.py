@@ -216,6 +216,9 @@ def finish(
             highlight=False,
         )
         result["control"] = control
+    elif summary["control"]:
+        # Of an earlier call, whose run this one has found done.
+        result["control"] = summary["control"]
     result["seconds"] = round(time.monotonic() - began, 1)
     result["seconds_by_stage"] = stages
     starts = [task.startup_seconds for task in tasks]
