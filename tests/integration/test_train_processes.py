@@ -240,7 +240,8 @@ def test_a_killed_iteration_goes_on_from_its_newest_commit_here_and_on_other_ran
         assert resumed_steps(caplog.text) == [max(committed, default=0)], trainer
         for one, two in zip(report.minibatches, reference, strict=True):
             for name in ("loss", "grad_norm", "entropy", "approx_kl", "clipfrac_high"):
-                wanted = pytest.approx(two[name], abs=TOLERANCE, rel=TOLERANCE)
+                # It goes on from weights that two processes have summed up in another order.
+                wanted = pytest.approx(two[name], abs=10 * TOLERANCE, rel=10 * TOLERANCE)
                 assert one[name] == wanted, (trainer, name)
 
     capfd.readouterr()
