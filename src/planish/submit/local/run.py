@@ -27,7 +27,6 @@ from planish.base.errors import EXIT_FAILED, ConfigError
 from planish.records import layout
 from planish.run.lock import check_free, current_holder
 from planish.run.signals import RUN_STOP_SECONDS, end_descendants
-from planish.stages.report.stage import add_control
 from planish.store import file_uri, normal_uri
 from planish.submit.local.progress import EndedTask, seconds_by_stage, watch, work_seconds
 
@@ -208,6 +207,9 @@ def finish(
     learning = work_seconds(tasks)
     traced = any(task.metrics.get("num_traces") for task in tasks if task.stage == "curate")
     if not arguments.no_control and learning > 0 and traced:
+        # A stage, which a run without a control loads in its own process alone.
+        from planish.stages.report.stage import add_control
+
         control = run_control(arguments.root, learning, log_path)
         add_control(arguments.root, summary["state"], control)
         console.print(
@@ -216,8 +218,8 @@ def finish(
             highlight=False,
         )
         result["control"] = control
-    elif summary["control"]:
-        # Of an earlier call, whose run this one has found done.
+    elif summary.get("control"):
+        # Of an earlier call; reports of earlier versions have none.
         result["control"] = summary["control"]
     result["seconds"] = round(time.monotonic() - began, 1)
     result["seconds_by_stage"] = stages
