@@ -37,7 +37,6 @@ LOADED = (
     "pyarrow.compute",
     "pyarrow.parquet",
     "torch.distributed.fsdp",
-    *(f"planish.stages.{stage}.config" for stage in ("curate", "evaluate", "reward", "rollout")),
     "planish.engines.measure",
     "planish.engines.transformers.engine",
     "planish.stages.sft.probe",

@@ -105,6 +105,9 @@ def read_cases(path: str | Path) -> list[VerifierCase]:
     """
     cases, faults = [], []
     for place, row in _rows(Path(path)):
+        if isinstance(row, ValueError):
+            faults.append(f"{place}: {row}")
+            continue
         answer = _answer_of(row) if isinstance(row, dict) else None
         if isinstance(answer, (int, float)) and not isinstance(answer, bool):
             answer = str(answer)
@@ -130,7 +133,7 @@ def read_cases(path: str | Path) -> list[VerifierCase]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield place and content of each row of a file."""
+    """Yield place and content of each row of a file; a `ValueError` for a line that is no JSON."""
     if path.suffix == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -149,10 +152,12 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         ) from None
     for number, line in enumerate(lines, 1):
         if line.strip():
+            row: Any
             try:
-                yield f"line {number}", json.loads(line)
+                row = json.loads(line)
             except ValueError as error:
-                raise ConfigError(f"{str(path)!r} must hold rows: line {number}: {error}") from None
+                row = error
+            yield f"line {number}", row
 
 
 def _answer_of(row: Mapping[str, Any]) -> Any:

@@ -132,6 +132,7 @@ def test_built_in_verifiers_are_listed_and_count_rows_right_wrong_and_not_judgea
         ('{"answer": "1", "score": true}', "a number from 0 to 1"),
         ('{"answer": "1", "response": 3}', "line 1"),
         ('{"answer": ', "line 1: Expecting value"),
+        ('{"answer": \n{}', "line 1: Expecting value.*; line 2: `answer`"),
     ],
 )
 def test_rows_that_are_none_are_named(tmp_path, text, fault):

@@ -8,7 +8,7 @@ the first in the order of the module tree; the others are aliases of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,15 +37,11 @@ from planish.checkpoint.adapters.placement import (
 from planish.checkpoint.format.items import Finish
 
 
-def gather_tensors(
-    gathering: Gathering,
-    state: Mapping[str, Any],
-    gather: Callable[[Gathering, Any], Sites] | None = None,
-) -> None:
-    """Collect the tensors of a model and its optimizer; `gather` collects those of the model."""
+def gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
+    """Collect the tensors of a model and its optimizer."""
     sites = sites_of(NamedTensors())
     if state.get("model") is not None:
-        sites = (gather or gather_model)(gathering, state["model"])
+        sites = gather_model(gathering, state["model"])
     if state.get("optimizer") is not None:
         gathering.part = "optim"
         gather_optimizer(gathering, state["optimizer"], sites)
@@ -327,24 +323,23 @@ def named_tensors(module: nn.Module, prefix: str = "") -> NamedTensors:
     return found
 
 
-def own_savers(module: nn.Module) -> list[str]:
-    """Return the names of the modules of a tree that may save more than `named_tensors` has.
+def _may_save_more(module: nn.Module) -> bool:
+    """Return whether a module of a tree may save more than `named_tensors` has.
 
-    Those with a `_save_to_state_dict` of their own, or with hooks on `state_dict`.
+    That is one with a `_save_to_state_dict` of its own, or with hooks on `state_dict`.
     """
-    found = []
-    for name, inner in module.named_modules():
+    for inner in module.modules():
         hooks = (*inner._state_dict_hooks.values(), *inner._state_dict_pre_hooks.values())
         if type(inner)._save_to_state_dict is not nn.Module._save_to_state_dict or not all(
             str(getattr(hook, "__module__", "")).startswith(_QUIET) for hook in hooks
         ):
-            found.append(name)
-    return found
+            return True
+    return False
 
 
 def added_values(module: nn.Module) -> list[str]:
     """Return the names of what `state_dict` of a module has beyond `named_tensors`."""
-    if not own_savers(module):
+    if not _may_save_more(module):
         return []
     held = list(map(clean, module.state_dict(keep_vars=True)))
     named = named_tensors(module)

@@ -69,7 +69,7 @@ def curate(
     alike = [problem for problems in sets.values() for problem in problems]
     train, evaluation = select(config, seed, tables, ledger, pass_rates, sets=alike)
     traced = _traced(config, train, ledger)
-    if not tables or _is_steps(config, tables[0]):
+    if config.trace_mistakes and (not tables or _is_steps(config, tables[0])):
         traced = [with_mistake(problem, config.trace_mistakes, seed) for problem in traced]
     return Curated(train, evaluation, traced, ledger, sets)
 

@@ -101,33 +101,29 @@ def final_state(state: str) -> str:
 
 def write_report(facts: ReportFacts, *, failed_task: str, error_message: str) -> Outcome:
     """Draw the page, write it under the root and send the summary to the webhook."""
-    files = _files(facts, failed_task, error_message)
-    summary = as_summary(facts)
-    folder = layout.report(facts.root)
+    page = build_page(facts, failed_task=failed_task, error_message=error_message)
+    html, markdown, summary = render_html(page), render_markdown(page), as_summary(facts)
     failure = facts.failure
     try:
-        for name, content in files.items() if failure is None else ():
-            store.write(f"{folder}/{name}", content.encode())
+        if failure is None:
+            _write(facts.root, html, markdown, summary)
     except PlanishError as error:
         # Raised when the artifacts are written: they help people although the store refused.
         failure = error
-    post(os.environ.get(WEBHOOK, ""), {**summary, "report": f"{folder}/report.html"})
+    place = f"{layout.report(facts.root)}/report.html"
+    post(os.environ.get(WEBHOOK, ""), {**summary, "report": place})
     return Outcome(
-        documents={"report": files["report.html"], "summary": files["report.md"]},
+        documents={"report": html, "summary": markdown},
         metrics=as_metrics(summary),
         failure=failure,
     )
 
 
-def _files(facts: ReportFacts, failed_task: str, error_message: str) -> dict[str, str]:
-    """Return the page, its Markdown and the summary, by file name."""
-    page = build_page(facts, failed_task=failed_task, error_message=error_message)
-    summary = json.dumps(as_summary(facts), sort_keys=True, indent=1, allow_nan=False)
-    return {
-        "report.html": render_html(page),
-        "report.md": render_markdown(page),
-        "summary.json": summary,
-    }
+def _write(root: str, html: str, markdown: str, summary: Mapping[str, Any]) -> None:
+    text = json.dumps(summary, sort_keys=True, indent=1, allow_nan=False)
+    files = {"report.html": html, "report.md": markdown, "summary.json": text}
+    for name, content in files.items():
+        store.write(f"{layout.report(root)}/{name}", content.encode())
 
 
 def add_control(root: str, state: str, control: Mapping[str, float]) -> None:
@@ -139,8 +135,9 @@ def add_control(root: str, state: str, control: Mapping[str, float]) -> None:
         control: scores of the control.
     """
     store.write(layout.control(root), json.dumps(control, sort_keys=True).encode())
-    for name, content in _files(gather(root, state), "", "").items():
-        store.write(f"{layout.report(root)}/{name}", content.encode())
+    facts = gather(root, state)
+    page = build_page(facts, failed_task="", error_message="")
+    _write(root, render_html(page), render_markdown(page), as_summary(facts))
 
 
 def as_summary(facts: ReportFacts) -> dict[str, Any]:

@@ -207,7 +207,7 @@ def finish(
     learning = work_seconds(tasks)
     traced = any(task.metrics.get("num_traces") for task in tasks if task.stage == "curate")
     if not arguments.no_control and learning > 0 and traced:
-        # A stage, which a run without a control loads in its own process alone.
+        # Only what draws a control needs a stage in this process.
         from planish.stages.report.stage import add_control
 
         control = run_control(arguments.root, learning, log_path)

@@ -167,6 +167,14 @@ def test_one_point_is_a_chart(y):
     assert len(_tips(svg)) == 1
 
 
+def test_the_largest_numbers_are_drawn_at_the_edges():
+    line = LineSeries("a", "blue", [1, 2, 3], [-1.7e308, 0.0, 1.7e308])
+    svg = line_chart("m", [line], y_label="")
+    bars = stacked_bars("m", [line, line], y_label="", unit="number")
+    assert "nan" not in svg + bars
+    assert "inf" not in svg + bars
+
+
 def test_a_timeline_has_a_row_per_label_and_a_bar_per_span():
     spans = [Span("sft", "violet", 0, 30, "sft: 30 s"), Span("train", "teal", 31, 2, "train: 2 s")]
     svg = timeline("Timeline", ["sft", "train"], spans)

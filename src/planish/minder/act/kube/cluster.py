@@ -29,7 +29,6 @@ from planish.minder.act.kube.objects import (
 )
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-"""Asks the API server to check a request and change nothing."""
 LIVE = ",".join(f"status.phase!={phase}" for phase in ENDED)
 """Field selector: workflows leave many pods that have ended."""
 

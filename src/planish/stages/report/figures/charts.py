@@ -25,6 +25,8 @@ MAX_BARS = 60
 """More bars than this are averaged over neighbours."""
 MAX_SPANS = 600
 """A timeline with more bars joins neighbours."""
+LARGEST = 1e300
+"""What is farther from 0 is drawn at the edge: sums and differences of it would overflow."""
 WIDE = 1124
 """Width in CSS pixels of a chart that takes both columns of the page."""
 NARROW = 380
@@ -150,6 +152,7 @@ class _Plot:
         return self.left + (x - low) / (high - low) * (self.width - self.left - self.right)
 
     def down(self, y: float) -> float:
+        y = min(max(y, self.y[0]), self.y[1])
         low, high = map(math.log, self.y) if self.is_log else self.y
         y = math.log(y) if self.is_log else y
         return self.top + (high - y) / (high - low) * (self.height - self.top - self.bottom)
@@ -257,6 +260,7 @@ def line_chart(
     heights = [max(lowest, y) for line in lines for y in line.y]
     heights += [mark.y + sign * mark.error for mark in marks for sign in (-1, 1)]
     heights += [limit[1]] if limit else []
+    heights = [min(max(y, -LARGEST), LARGEST) for y in heights]
     xs = [x for line in lines for x in line.x] + [mark.x for mark in marks]
     # A curve that begins later keeps the axis of the other charts.
     xs += [x for band in bands for x in (band.first, band.last)]
@@ -351,7 +355,7 @@ def stacked_bars(
     # Few bars would be as broad as the page.
     room = bar / 2 + max(0.0, 5 - len(at)) * 0.5 * stride
     pad = max(0.35, (at[-1] - at[0]) * 0.03) + room
-    highest = max(max(map(sum, zip(*layers, strict=True))) * 1.06, 1e-9)
+    highest = max(min(max(map(sum, zip(*layers, strict=True))), LARGEST) * 1.06, 1e-9)
     plot = _Plot(width, (at[0] - pad, at[-1] + pad), (0.0, highest))
     plot.y_axis(y_label, _y_ticks(plot, unit), unit)
     plot.x_axis("iteration", _iterations(at[0], at[-1]))

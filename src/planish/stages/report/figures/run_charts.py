@@ -77,7 +77,9 @@ HAPPENING_COLORS: dict[str, str] = {
 def all_charts(facts: ReportFacts) -> list[Chart]:
     """Draw every chart whose numbers exist, in the order of the page."""
     marks = held_out(facts)
-    control = facts.control.get("accuracy")
+    control: tuple[str, float] | None = None
+    if "accuracy" in facts.control:
+        control = ("supervised instead", facts.control["accuracy"])
     keeps_all = facts.config.get("rollout", {}).get("dynamic_sampling") is False
     hint = "Every group trains, whatever its accuracy." if keeps_all else ACCURACY.hint
     if marks:
@@ -87,12 +89,12 @@ def all_charts(facts: ReportFacts) -> list[Chart]:
         hint += " Dotted: held-out prompts after as many seconds of supervised training instead."
     sections = (facts.config.get(name, {}) for name in ("rollout", "reward"))
     limits = [section.get("max_response_tokens") for section in sections]
-    longest = next((n for n in limits if isinstance(n, int)), None)
+    longest = next(((f"limit {n:,}", float(n)) for n in limits if isinstance(n, int)), None)
     reward, entropy, *others = (draw(facts, panel) for panel in PANELS)
     charts = [
-        draw(facts, ACCURACY, marks=marks, hint=hint, limit=_limit("supervised instead", control)),
+        draw(facts, ACCURACY, marks=marks, hint=hint, limit=control),
         reward,
-        draw(facts, LENGTHS, limit=_limit(f"limit {longest or 0:,}", longest)),
+        draw(facts, LENGTHS, limit=longest),
         entropy,
         _groups(facts, keeps_all=keeps_all),
         *others,
@@ -104,10 +106,6 @@ def all_charts(facts: ReportFacts) -> list[Chart]:
     # Two columns: an odd count would leave a hole before the timeline.
     times = stage_times(facts, is_wide=len(drawn) % 2 == 0)
     return drawn + [chart for chart in (times, task_timeline(facts)) if chart is not None]
-
-
-def _limit(label: str, height: float | None) -> tuple[str, float] | None:
-    return None if height is None else (label, float(height))
 
 
 def held_out(facts: ReportFacts) -> list[Mark]:
@@ -186,7 +184,7 @@ def draw(
         panel: what to draw, and how.
         lines: curves that are worked out already; None takes those of the panel.
         marks: measured points beside the curves.
-        limit: label and height of a dashed line across the chart.
+        limit: label and height of a dotted line across the chart.
         hint: how to read it; empty takes that of the panel.
     """
     is_single = lines is None and len(panel.curves) == 1
