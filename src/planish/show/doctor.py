@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -28,7 +29,6 @@ TOOLS = {
 }
 """Program -> what it is for."""
 
-_REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([a-z-]+)['\"]")
 
 
@@ -53,22 +53,30 @@ def packages(requirements: list[str] | None = None) -> list[MachineFact]:
     """Return one finding for the base and one per extra."""
     if requirements is None:
         requirements = metadata.requires("planish") or []
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[Requirement]] = {}
     for text in requirements:
-        name, extra = _REQUIREMENT.match(text), _EXTRA.search(text)
-        if name and name[1] != "planish":
-            groups.setdefault(extra[1] if extra else "", []).append(name[1])
+        wanted, extra = Requirement(text), _EXTRA.search(text)
+        if wanted.name != "planish":
+            groups.setdefault(extra[1] if extra else "", []).append(wanted)
     own = MachineFact("planish", "ok", f"{__version__}, Python {platform.python_version()}")
     facts = [own]
-    for group, names in sorted(groups.items()):
-        versions = {name: _version(name) for name in sorted(set(names))}
-        missing = [name for name, version in versions.items() if version is None]
+    for group, wanted_here in sorted(groups.items()):
+        versions = {wanted.name: _version(wanted.name) for wanted in wanted_here}
+        missing = sorted(name for name, version in versions.items() if version is None)
+        others = sorted(
+            f"{wanted.name} {version} in place of {wanted.specifier}"
+            for wanted in wanted_here
+            if (version := versions[wanted.name])
+            and not wanted.specifier.contains(version, prereleases=True)
+        )
         title = f"extra {group}" if group else "base packages"
         target = f"'planish[{group}]'" if group else "planish"
-        state, detail = "ok", ", ".join(f"{n} {v}" for n, v in versions.items())
-        if missing:
-            state = "absent" if group else "wrong"
-            detail = f"missing {', '.join(missing)}: pip install {target}"
+        state, detail = "ok", ", ".join(f"{n} {v}" for n, v in sorted(versions.items()))
+        if missing or others:
+            # Nobody needs every extra, but what is there must be what the program was tried with.
+            state = "wrong" if others or not group else "absent"
+            told = [f"missing {', '.join(missing)}"] * bool(missing) + others
+            detail = f"{'; '.join(told)}: pip install {target}"
         facts.append(MachineFact(title, state, detail))
     return facts
 

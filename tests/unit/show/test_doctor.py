@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -48,6 +50,14 @@ def test_a_driver_that_is_too_old_is_wrong_and_no_accelerator_is_fine(monkeypatc
     assert states(doctor.devices())["accelerators"] == "absent"
     monkeypatch.setattr(doctor, "driver_fault", lambda: "the driver is old")
     assert doctor.devices()[1] == doctor.MachineFact("accelerators", "wrong", "the driver is old")
+
+
+def test_a_package_of_another_version_is_wrong():
+    found = doctor.packages(['pytest<2; extra == "train"', 'numpy>=2; extra == "train"'])[-1]
+    assert (found.what, found.state) == ("extra train", "wrong")
+    assert re.fullmatch(
+        r"pytest [\d.]+ in place of <2: pip install 'planish\[train\]'", found.detail
+    )
 
 
 def test_tools_on_the_path_are_found_and_others_explained():

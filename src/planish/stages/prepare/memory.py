@@ -29,6 +29,11 @@ LOGIT_BYTES = 16
 """Of each of these logits: scaled logits, log-probabilities, and two copies for the entropy."""
 COLD_LOGIT_BYTES = 12
 """The same in a cold start, which wants no entropy."""
+DRAWN_LOGIT_BYTES = 32
+"""Of each logit from which the engine `transformers` draws: of the model, in float32, as
+log-probabilities, as probabilities, and twice in float64 while these are summed."""
+CACHE_STEP = 64
+"""Its rows are as wide as a multiple of so many tokens."""
 BATCH_TOKENS = 8192
 """Tokens of one forward pass of vLLM where `engine.batch_tokens` leaves it open."""
 SAMPLER_BYTES = 24
@@ -350,12 +355,13 @@ def engine_parts(
         parts.append(
             MemoryPart(
                 "logits of a step",
-                LOGIT_BYTES * rows * shape.vocab_size,
-                f"{rows} rows x {shape.vocab_size:,} logits x {LOGIT_BYTES} B",
+                DRAWN_LOGIT_BYTES * rows * shape.vocab_size,
+                f"{rows} rows x {shape.vocab_size:,} logits x {DRAWN_LOGIT_BYTES} B",
             )
         )
-        how = f"{rows} rows x {limit:,} tokens x {cached:,} B"
-        return [*parts, MemoryPart("keys and values", rows * limit * cached, how)]
+        wide_rows = -(-limit // CACHE_STEP) * CACHE_STEP
+        how = f"{rows} rows x {wide_rows:,} tokens x {cached:,} B"
+        return [*parts, MemoryPart("keys and values", rows * wide_rows * cached, how)]
     at_once = engine.get("batch_tokens", 0) or BATCH_TOKENS
     forward = 8 * shape.hidden_size + 6 * shape.intermediate_size * shape.experts_per_token
     parts.append(

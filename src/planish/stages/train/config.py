@@ -97,7 +97,8 @@ class TrainConfig(Section):
     with `rollout.keep_routing`. Critic and reference policy choose by themselves. Rollout Routing
     Replay, arXiv 2510.11370."""
     deterministic: bool = True
-    """Ask torch for deterministic kernels, so that a run again gives equal bits."""
+    """Take deterministic kernels alone, so that a run again gives equal bits; a model that needs an
+    operation without one ends with torch's error, which names it."""
     alarm_after_skipped: int = Field(default=3, ge=1)
     """Optimizer steps skipped in a row for non-finite gradients before an error is logged."""
     timeout_seconds: float = Field(default=1800.0, gt=0.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -306,7 +307,9 @@ def set_up_torch(config: TrainConfig, device: torch.device) -> None:
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads)
     if config.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Attention on accelerators heeds no demand that only warns, and cuBLAS wants its own.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
         # Filling fresh memory would cost time, and every kernel here writes all of its output.
         switches: Any = torch.utils.deterministic
         switches.fill_uninitialized_memory = False

@@ -287,7 +287,7 @@ def test_the_plan_says_what_each_stage_holds(file_root, tmp_path):
     named = wish(requests=requests, model=f"{tmp_path}/model")
     text = prepare(file_root, named, api=FakeCluster()).documents["summary"]
     assert "| - train on each of 8 GPUs | " in text
-    assert "| - rollout on each of 8 GPUs | 7.9 MiB of 68.5 GiB at most |" in text
+    assert "| - rollout on each of 8 GPUs | 9.7 MiB of 68.5 GiB at most |" in text
 
 
 def test_the_cluster_tells_whether_the_run_of_a_lock_lives(file_root):
