@@ -25,6 +25,7 @@ from pipelines.monitor import monitor_of, monitor_options
 from pipelines.warm import warm_tasks
 from planish import store
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
+from planish.base.startup import spare_collections
 from planish.records import layout
 from planish.run.chain import with_settings
 from planish.run.lock import acquire, current_holder
@@ -188,6 +189,7 @@ def run_local(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from the command line; 0 when every task succeeded."""
+    spare_collections()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     run_parameters(parser, root_required=True)
     monitor_options(parser, on_cluster=False)

@@ -1,7 +1,9 @@
-"""A cheaper `inspect.stack`, for tests that compile pipelines."""
+"""A cheaper `inspect.stack`, for tests that compile pipelines, and cheaper starts of programs."""
 
 import inspect
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,4 +29,14 @@ def stacks_without_sources():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspect, "stack", stack)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def packages_of_an_image():
+    """Let what a test starts find the packages of an image; see `stage_path/sitecustomize.py`."""
+    folder = Path(__file__).parent / "integration" / "stage_path"
+    with pytest.MonkeyPatch.context() as patch:
+        # Before what is there: a work tree beside the installed one is tested with its own code.
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         yield

@@ -24,7 +24,8 @@ def third(cases: Sequence[Case]) -> Sequence[Case]:
 def spread(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Part collected tests into those that run and those that only `--full` runs.
 
-    Of the cases of a `long` test every third runs, and at least one; the first test of a file
+    What is marked `full` does not run: another test of its file goes the same way. Of the cases of
+    a `long` test every third runs, and at least one; the first test of a file
     begins with its first case, the next with its second, so that each engine and each fault has its
     turn.
     """
@@ -32,7 +33,7 @@ def spread(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     for item in items:
         if not full and item.get_closest_marker("long") and hasattr(item, "callspec"):
             cases.setdefault((str(item.path), item.originalname), []).append(item)
-    left: set[Any] = set()
+    left = {item for item in items if not full and item.get_closest_marker("full")}
     begun: dict[str, int] = {}
     for (path, _), group in cases.items():
         first = begun[path] = begun.get(path, -1) + 1

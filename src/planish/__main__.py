@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from planish import __version__
+from planish.base.startup import spare_collections
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -122,6 +123,7 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; an error is one line on standard error."""
+    spare_collections()
     try:
         return run_command(arguments)
     except KeyboardInterrupt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import pytest
 
 from tests.integration.scheduling import running_scheduler
 from tests.servers.http_proxy import HttpProxy
-from tests.stacks import stacks_without_sources
+from tests.stacks import packages_of_an_image, stacks_without_sources
 
-__all__ = ["stacks_without_sources"]
+__all__ = ["packages_of_an_image", "stacks_without_sources"]
 
 FOLDER = Path(__file__).parent
 QUICK = {
@@ -42,15 +41,6 @@ def pytest_collection_modifyitems(items):
             names = QUICK.get(item.path.name, ())
             if not any(fnmatchcase(item.name, name) for name in names):
                 item.add_marker(pytest.mark.long)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def packages_of_an_image():
-    """Let what a test starts find the packages of an image; see `stage_path/sitecustomize.py`."""
-    with pytest.MonkeyPatch.context() as patch:
-        # Before what is there: a work tree beside the installed one is tested with its own code.
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "stage_path"), prepend=os.pathsep)
-        yield
 
 
 @pytest.fixture(scope="session")

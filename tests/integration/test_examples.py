@@ -79,7 +79,10 @@ def test_the_demo_of_the_page_improves_the_policy(example, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "planish", *demo(example), "--no-control", "--root", tmp_path],
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": f"{EXAMPLES}/own_reward:{REPOSITORY}/src:{REPOSITORY}"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{EXAMPLES}/own_reward:{REPOSITORY}:{os.environ['PYTHONPATH']}",
+        },
         capture_output=True,
         text=True,
         check=False,

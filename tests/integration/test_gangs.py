@@ -541,10 +541,12 @@ def test_a_gang_of_kubeflow_trainer_is_attached_to_drained_and_cancelled(trained
     assert trained.has_nothing_left()
 
 
+@pytest.mark.full
 def test_a_gang_of_kubeflow_trainer_of_other_work_has_ended_too(trained, tmp_path, caplog):
     replaces_a_gang_of_other_work(trained, tmp_path, trainjob("", 27), caplog)
 
 
+@pytest.mark.full
 def test_a_gang_of_kubeflow_trainer_ends_with_the_deadline_of_its_stage(trained):
     pod = trained.stage_pod(deadline=8)
     with pytest.raises(PeerLost, match="DeadlineExceeded"):

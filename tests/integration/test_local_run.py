@@ -37,7 +37,7 @@ class Workplace:
     def start(self, *options: str, rollout_seconds: float = 0.0) -> subprocess.Popen[str]:
         environment = {
             **marks(self.mark),
-            "PYTHONPATH": f"{self.modules}:{REPOSITORY / 'src'}",
+            "PYTHONPATH": f"{self.modules}:{os.environ['PYTHONPATH']}",
             "FAKE_ROLLOUT_SECONDS": str(rollout_seconds),
         }
         return subprocess.Popen(
@@ -92,7 +92,7 @@ def test_a_signal_to_the_local_runner_alone_ends_its_stages_and_no_exit_task_run
     command = [sys.executable, "-m", "pipelines.local", "--root", workplace.root.as_uri()]
     environment = {**marks(workplace.mark), "FAKE_ROLLOUT_SECONDS": "600"}
     environment |= {
-        "PYTHONPATH": f"{workplace.modules}:{REPOSITORY / 'src'}:{REPOSITORY}",
+        "PYTHONPATH": f"{workplace.modules}:{REPOSITORY}:{os.environ['PYTHONPATH']}",
         "TMPDIR": str(workplace.mark),
     }
     process = subprocess.Popen(

@@ -187,7 +187,7 @@ def test_a_model_and_rows_in_a_bucket_are_trained_by_a_reward_of_ones_own(s3_roo
     done = subprocess.run(
         [sys.executable, "-m", "pipelines.local", *line],
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(package.parent)},
+        env={**os.environ, "PYTHONPATH": f"{package.parent}:{os.environ['PYTHONPATH']}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

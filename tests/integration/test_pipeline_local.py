@@ -40,7 +40,7 @@ class Bench:
         command += [str(iterations), str(shards), str(self.artifacts)]
         environment = {
             **os.environ,
-            "PYTHONPATH": f"{self.modules}:{REPOSITORY / 'src'}:{REPOSITORY}",
+            "PYTHONPATH": f"{self.modules}:{REPOSITORY}:{os.environ['PYTHONPATH']}",
         }
         environment["FAKE_ROLLOUT_SECONDS"] = str(rollout_seconds)
         return subprocess.Popen(
@@ -58,7 +58,7 @@ class Bench:
         command = [sys.executable, "-m", "pipelines.local", "--root", f"file://{self.root}"]
         environment = {
             **os.environ,
-            "PYTHONPATH": f"{self.modules}:{REPOSITORY / 'src'}:{REPOSITORY}",
+            "PYTHONPATH": f"{self.modules}:{REPOSITORY}:{os.environ['PYTHONPATH']}",
         }
         done = subprocess.run(
             [*command, *options],
@@ -217,7 +217,7 @@ def test_a_run_ends_with_the_code_of_the_stage_that_failed_and_takes_a_path_as_r
     command = [sys.executable, "-m", *program, "--root", "runs/one", "--config", str(runs.TINY)]
     done = subprocess.run(
         [*command, "--overrides", "train.learning_rate=-1.0"],
-        env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}"},
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ['PYTHONPATH']}"},
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

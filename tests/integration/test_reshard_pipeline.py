@@ -90,6 +90,7 @@ def earlier_policy(uri, tensors):
     return write_files(uri, "policy/1", files, parents={}, attributes={"policy_version": 1}).pin()
 
 
+@pytest.mark.full
 def test_any_layout_becomes_another_on_files(file_root):
     check_a_chain_of_layouts(file_root)
 

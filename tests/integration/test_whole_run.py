@@ -59,6 +59,7 @@ def test_a_run_on_s3_that_was_killed_once_has_the_digests_of_the_run_on_files(
     assert runs.digests(root) == runs.digests(undisturbed)
 
 
+@pytest.mark.full
 @pytest.mark.server
 def test_a_run_on_s3_that_was_killed_again_and_again_has_the_digests_of_the_run_on_files(
     undisturbed: str, s3_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from planish.base.config import nearest
+from planish.base.startup import spare_collections
 from planish.run.stage import stage_main
 
 STAGES = {
@@ -35,9 +35,7 @@ STAGES = {
 
 def stage_run(stage: str) -> Callable[..., Any]:
     """Return the `run` of a stage."""
-    # Looking for garbage after every 700 new objects, as Python does by itself, takes a fifth of
-    # the time in which torch and transformers are loaded.
-    gc.set_threshold(20_000, 20, 20)
+    spare_collections()
     run: Callable[..., Any] = importlib.import_module(STAGES[stage]).run
     return run
 

@@ -11,8 +11,11 @@ import pytest
 from planish.engines import APART, ENGINES
 from planish.engines.config import EngineConfig
 from planish.engines.requests import ModelRef
+from tests.stacks import packages_of_an_image
 from tests.unit.engines.disagg.instances import ThreadRank
 from tests.unit.engines.tiny import qwen3_policy
+
+__all__ = ["packages_of_an_image"]
 
 PACKAGES = {"disagg": "transformers", "vllm_disagg": "vllm"}
 """What an engine stands on, where that is not a package of its own name."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from planish.base.errors import ConfigError, PlanishError
+from planish.base.startup import spare_collections
 from planish.engines.config import DEAD_S
 from planish.engines.deploy.held import HeldWeights
 from planish.engines.disagg.control import Channel
@@ -217,4 +218,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    spare_collections()
     main()

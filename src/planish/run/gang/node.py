@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from planish.base.errors import EXIT_TRANSIENT
+from planish.base.startup import spare_collections
 from planish.run.gang.manifests import GRACE_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ SIGNALLED = 128
 
 def main(argv: Sequence[str]) -> int:
     """Run the ranks of this machine and return the exit code for its pod."""
+    spare_collections()
     parser = argparse.ArgumentParser(prog="python -m planish.run.gang.node", description=__doc__)
     parser.add_argument("--name", required=True, help="of the rendezvous")
     parser.add_argument("--nodes", required=True, help="machines of the gang")

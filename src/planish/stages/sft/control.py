@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from planish.base.config import parse_section
 from planish.base.errors import PlanishError, exit_code
+from planish.base.startup import spare_collections
 from planish.models.config import ModelConfig
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
@@ -121,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy-pin", default="", help="policy to start from")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     arguments = parser.parse_args(argv)
+    spare_collections()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
     try:
         measured = measure_control(

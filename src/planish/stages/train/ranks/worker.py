@@ -24,6 +24,7 @@ from planish.algorithms import build_algorithm
 from planish.algorithms.mismatch import mismatch_limit
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.base.parallel import SINGLE, Grid, Ranks, join, leave, local_rank, pick_device
+from planish.base.startup import spare_collections
 from planish.checkpoint import train_state as checkpoint
 from planish.models.adapters import KEY
 from planish.records import layout
@@ -221,4 +222,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    spare_collections()
     raise SystemExit(main(sys.argv[1:]))
