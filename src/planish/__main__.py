@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from planish import __version__
-from planish.base.startup import spare_collections
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from planish.base.startup import spare_collections
+
+    spare_collections()
     from planish.checkpoint.cli.command import Lines
 
 # Everything else is imported inside `main`, which answers Ctrl-C with one line at any time.
@@ -123,7 +125,6 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; an error is one line on standard error."""
-    spare_collections()
     try:
         return run_command(arguments)
     except KeyboardInterrupt:
@@ -137,8 +138,10 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
 
     from planish.base import telemetry
     from planish.base.errors import PlanishError, exit_code, named_error
+    from planish.base.startup import spare_collections
     from planish.minder.cli import BAD_INPUT
 
+    spare_collections()
     top = parser()
     options, unknown = top.parse_known_args(arguments)
     has_list = options.command in ("config", "plan")
