@@ -5,7 +5,7 @@ requests that come from run parameters. What is science is a run parameter inste
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 VERSION = "0.1.0"
 """Tag of the images; equals the version of the package that they install."""
@@ -213,7 +213,8 @@ def _gpu_stages(train_timeout_seconds: int, gpus_per_engine: int = 1) -> dict[st
     return {
         "prepare": Resources("500m", "2Gi", timeout_seconds=10 * MINUTE),
         "curate": engine,
-        "sft": eight_gpus,
+        # A cold start trains in one process, beside the engine that measures.
+        "sft": replace(engine, timeout_seconds=train_timeout_seconds),
         "rollout": engine,
         "reward": light,
         "train": eight_gpus,

@@ -189,7 +189,6 @@ def run_local(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from the command line; 0 when every task succeeded."""
-    spare_collections()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     run_parameters(parser, root_required=True)
     monitor_options(parser, on_cluster=False)
@@ -199,4 +198,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    spare_collections()
     raise SystemExit(main())

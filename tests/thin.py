@@ -29,11 +29,12 @@ def spread(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     begins with its first case, the next with its second, so that each engine and each fault has its
     turn.
     """
+    left = {item for item in items if not full and item.get_closest_marker("full")}
     cases: dict[tuple[str, str], list[Any]] = {}
     for item in items:
-        if not full and item.get_closest_marker("long") and hasattr(item, "callspec"):
+        is_long = item not in left and item.get_closest_marker("long")
+        if not full and is_long and hasattr(item, "callspec"):
             cases.setdefault((str(item.path), item.originalname), []).append(item)
-    left = {item for item in items if not full and item.get_closest_marker("full")}
     begun: dict[str, int] = {}
     for (path, _), group in cases.items():
         first = begun[path] = begun.get(path, -1) + 1

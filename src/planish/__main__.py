@@ -19,9 +19,6 @@ from planish import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from planish.base.startup import spare_collections
-
-    spare_collections()
     from planish.checkpoint.cli.command import Lines
 
 # Everything else is imported inside `main`, which answers Ctrl-C with one line at any time.
@@ -138,10 +135,8 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
 
     from planish.base import telemetry
     from planish.base.errors import PlanishError, exit_code, named_error
-    from planish.base.startup import spare_collections
     from planish.minder.cli import BAD_INPUT
 
-    spare_collections()
     top = parser()
     options, unknown = top.parse_known_args(arguments)
     has_list = options.command in ("config", "plan")

@@ -15,6 +15,7 @@ from planish import store
 from planish.records import layout
 from tests.integration import programs
 from tests.integration.programs import Program
+from tests.integration.waiting import wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "tests" / "golden" / "configs" / "tiny.toml"
@@ -54,32 +55,43 @@ def kill(process: Program) -> None:
     process.wait(timeout=30)
 
 
-def signal_task(process: Program, component: str, *signals: int) -> None:
-    """Send signals to the task of a component, not to the program that waits for it."""
-    for _ in range(1000):
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                pid = int(folder.name)
-                if (folder / "comm").read_text().strip() == component:
-                    if os.getsid(pid) != process.pid:
-                        continue
-                    for number in signals:
-                        os.kill(pid, number)
-                        time.sleep(0.2)
-                    return
-        time.sleep(0.01)
-    raise AssertionError(f"no task of {component}")
+def signal_task(process: Program, root: str, stage: str, iteration: int, *signals: int) -> int:
+    """Send signals to the task of a stage once it has begun, not to the program that waits for it.
+
+    It runs for moments only until then: however busy the machine is, it is not over before. Returns
+    its id.
+    """
+    pid = wait_for(lambda: _task(process, stage), 600, f"a task of {stage}")
+    os.kill(pid, signal.SIGSTOP)
+    while not _has_begun(root, stage, iteration):
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.02)
+        os.kill(pid, signal.SIGSTOP)
+    for number in signals:
+        os.kill(pid, number)
+        time.sleep(0.2)
+    return int(pid)
+
+
+def _task(process: Program, component: str) -> int:
+    """Return the id of the process that runs a component of a run; 0 where there is none."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            pid = int(folder.name)
+            is_named = (folder / "comm").read_text().strip() == component
+            if is_named and os.getsid(pid) == process.pid:
+                return pid
+    return 0
 
 
 def wait_for_stage(root: str, stage: str, iteration: int, *, timeout: float = 600) -> None:
     """Wait until a task of the stage has begun."""
+    wait_for(lambda: _has_begun(root, stage, iteration), timeout, f"stage {stage}")
+
+
+def _has_begun(root: str, stage: str, iteration: int) -> bool:
     prefix = layout.stage_log(root, stage, iteration, 0)[: -len("00.json")]
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if any(uri.startswith(prefix) for uri in store.list_uris(layout.logs(root) + "/")):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"stage {stage} did not begin within {timeout} s")
+    return any(uri.startswith(prefix) for uri in store.list_uris(layout.logs(root) + "/"))
 
 
 def digests(root: str) -> dict[str, str]:

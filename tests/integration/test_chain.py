@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def assert_reference(root: str, name: str, sha256: str, states: int) -> None:
     assert [m["parents"]["reference"] for m in found] == [sha256] * states
 
 
+@pytest.mark.full
 def test_a_compact_iteration_and_one_more_equal_two(two: str, tmp_path: Path) -> None:
     root = (tmp_path / "run").as_uri()
     log = tmp_path / "log.txt"
@@ -104,9 +106,9 @@ def test_a_chain_and_a_restart_through_the_api_equal_two(two: str, tmp_path: Pat
     runs.finish(start(server, first, trace, log), log)
     (second,) = (run for run in server.objects["runs"].values() if run is not first)
     process = start(server, second, trace, log)
-    runs.wait_for_stage(root, "train", 2)
+    task = runs.signal_task(process, root, "train", 2, signal.SIGSTOP)
     avoid(root, AvoidedNode("node-3", "monitor_check", second["run_id"], 2))
-    runs.signal_task(process, "train", signal.SIGKILL)
+    os.kill(task, signal.SIGKILL)
     assert process.wait(timeout=300) == 1
     (third,) = (run for run in server.objects["runs"].values() if run not in (first, second))
     runs.finish(start(server, third, trace, log), log)

@@ -96,20 +96,27 @@ def sampled_on_vllm(resharded):
     return reshard_training.sample_elsewhere(pin(resharded, 1), 1.0, *names)
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
-def test_engines_sample_an_export_as_a_float64_forward_does(resharded, sampled_on_vllm, engine):
-    policy_pin = pin(resharded, 1)
-    if not engine.startswith("vllm"):
-        samples = reshard_training.sample(policy_pin, engine, 1.0)
-    elif sampled_on_vllm:
-        samples = sampled_on_vllm[engine]
-    else:
-        pytest.skip(f"{reshard_training.ENGINES_PYTHON} is missing: `make engines`")
-    policy = load_policy(policy_pin)
+def expect_exact(resharded, samples):
+    policy = load_policy(pin(resharded, 1))
     for one, (token_ids, logprobs) in zip(reshard_training.requests(1.0), samples, strict=True):
         assert np.abs(exact_logprobs(policy, one, token_ids) - logprobs).max() < 1e-5
 
 
+@pytest.mark.parametrize("engine", ["transformers", "disagg"])
+def test_engines_sample_an_export_as_a_float64_forward_does(resharded, engine):
+    expect_exact(resharded, reshard_training.sample(pin(resharded, 1), engine, 1.0))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", sorted(name for name in ENGINES if name.startswith("vllm")))
+def test_engines_on_vllm_sample_it_so_too(resharded, sampled_on_vllm, engine):
+    if sampled_on_vllm:
+        expect_exact(resharded, sampled_on_vllm[engine])
+    else:
+        pytest.skip(f"{reshard_training.ENGINES_PYTHON} is missing: `make engines`")
+
+
+@pytest.mark.full
 def test_the_reshard_pipeline_writes_the_policy_that_the_run_exported(trained, tmp_path):
     target = f"file://{tmp_path}/reshard"
     line = ["--root", target, "--source", newest_state(trained), "--layout", "merged"]

@@ -7,6 +7,7 @@ import pytest
 from tests.benchmarks import minder_soak
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_four_simulated_hours_tell_every_fault_once_and_resolve_it():
     result = minder_soak.soak(4)

@@ -131,6 +131,7 @@ def check_adapters(root):
     assert "trained parameters" in page
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_model_is_trained_on_tasks_of_code_and_exported(file_root, tmp_path):
     model = make_model("Qwen3", tmp_path / "model")
@@ -145,6 +146,7 @@ def test_a_model_is_trained_on_tasks_of_code_and_exported(file_root, tmp_path):
     check_export(file_root, 3, "Qwen3")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_model_is_trained_by_adapters_and_exported_whole(file_root, tmp_path):
     model = make_model("Qwen2", tmp_path / "model")
@@ -160,6 +162,7 @@ def test_a_model_is_trained_by_adapters_and_exported_whole(file_root, tmp_path):
     check_adapters(file_root)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_start_too_weak_ends_with_advice_and_without_a_retry(file_root, tmp_path):
     model = make_model("Qwen3", tmp_path / "model")

@@ -129,6 +129,7 @@ def test_a_damaged_source_fails_the_run_and_leaves_no_result(file_root, tmp_path
     assert logs(f"{file_root}/run")["checkpoint_retain"]["metrics"]["deleted"] == 0
 
 
+@pytest.mark.full
 def test_retention_keeps_the_newest_results(file_root):
     for step in (1, 2, 3):
         pin = write_checkpoint(f"{file_root}/saved/{step}", tiny_model(layers=1, seed=step),

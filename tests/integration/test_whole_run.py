@@ -89,8 +89,7 @@ def test_killed_in_stage_after_stage_the_same_command_gives_equal_digests(
     told = [kill_in(root, log, *at) for at in (("curate", 0), ("sft", 0), ("reward", 1))]
     # Stopped first: a task that cannot finish in its grace time, as on a node that is gone.
     process = runs.start(root, log, **LEARNS)
-    runs.wait_for_stage(root, "train", 1)
-    runs.signal_task(process, "train", signal.SIGSTOP, signal.SIGKILL)
+    runs.signal_task(process, root, "train", 1, signal.SIGSTOP, signal.SIGKILL)
     # The same run goes on: its retry made up for the attempt that got lost.
     runs.wait_for_stage(root, "evaluate", 0)
     runs.kill(process)

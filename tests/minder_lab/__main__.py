@@ -22,10 +22,10 @@ from planish.minder.lab.calibrate import Recorded, calibrate, record, site_table
 from planish.minder.lab.cases import facts_of, trace_files
 from planish.minder.lab.evaluate import table
 from planish.minder.lab.files import write_frame, write_samples
+from planish.minder.lab.prioritise import labelled, rank
 from planish.minder.lab.train import train_models
 from planish.minder.lab.vae import Training
 from tests.minder_lab.evaluate import SEEDS, Plan, Wanted, case_of, cases, each_case, evaluate
-from tests.minder_lab.prioritise import labelled, rank
 from tests.minder_lab.report import markdown, report
 from tests.minder_lab.simulator import SIMULATED, simulate
 from tests.minder_lab.variants import RECIPES, build
@@ -219,13 +219,11 @@ def _prioritise(options: argparse.Namespace) -> dict[str, Any]:
     variant = build("raw", plan.models, base=base, comparison=plan.comparison)
     metrics = variant.config.detect.metrics
     wanted = [one for one in _cases(options) if isinstance(one, tuple)]
-    frames = []
+    found = []
     for number, (seed, kind) in enumerate(wanted, 1):
-        case = simulate(seed, fault=kind, metrics=metrics)
-        truth = case.truth
-        frames.append((case.frame, (truth.onset, truth.halt) if truth.faulty else None))
+        found.append(simulate(seed, fault=kind, metrics=metrics))
         _progress("cases", number, len(wanted))
-    order = rank(metrics, *labelled(frames, variant.config, variant.models.limits))
+    order = rank(metrics, *labelled(found, variant.config, variant.models.limits)).ranked
     rows = [
         (one.metric, "-" if one.depth is None else one.depth, f"{one.importance:.3f}")
         for one in order

@@ -89,7 +89,11 @@ def build_policy(config: ModelConfig, seed: int) -> Policy:
 
 
 def load_policy(
-    pin: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+    pin: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    sets_weights: bool = True,
 ) -> Policy:
     """Load a saved policy and check every file of it against its manifest.
 
@@ -97,20 +101,23 @@ def load_policy(
         pin: `<uri>#sha256=<digest>`.
         dtype: of the weights in memory; None keeps the saved one.
         device: where the model goes.
+        sets_weights: False leaves them unset, in float32, and reads no file of weights: for those
+            that have others to put there.
 
     Raises:
         RecordError: damaged, or not a policy.
         ObjectMissing: nothing there.
     """
     uri, digest = parse_pin(pin)
-    folder = fetch_files(uri, sha256=digest, schema=SCHEMA)
+    without = "" if sets_weights else ".safetensors"
+    folder = fetch_files(uri, sha256=digest, schema=SCHEMA, without=without)
     version = read_manifest(uri, sha256=digest).attributes.get("policy_version")
     if not isinstance(version, int):
         raise RecordError(
             f"a policy's manifest must hold `policy_version` as an integer, got {version!r} at "
             f"{uri!r}; export the policy again"
         )
-    model = load_model(folder, dtype=dtype).to(device)
+    model = (load_model(folder, dtype=dtype) if sets_weights else _unset_model(folder)).to(device)
     return Policy(model=model, tokenizer=load_tokenizer(folder), version=version, folder=folder)
 
 
@@ -167,9 +174,24 @@ def empty_model(folder: Path) -> Any:
     Raises:
         ConfigError: as `load_model`.
     """
+    return _framed(folder, torch.device("meta"))
+
+
+def _unset_model(folder: Path) -> Any:
+    """Return it with the buffers that it computes by itself, and weights that nobody has set."""
+    load_transformers()
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = _framed(folder, torch.device("cpu"))
+    model.tie_weights()
+    return model
+
+
+def _framed(folder: Path, device: torch.device) -> Any:
     model_class = _model_class(read_model_config(folder), ("ForCausalLM",))
     try:
-        with torch.device("meta"):
+        with device:
             return model_class(model_class.config_class.from_pretrained(str(folder))).eval()
     except Exception as error:
         raise ConfigError(

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,9 @@ def publish(uri: str, manifest: bytes, files: Mapping[str, Path | bytes]) -> Non
     store.write(place, manifest)
 
 
-def fetch_files(uri: str, *, sha256: str | None = None, schema: str | None = None) -> Path:
+def fetch_files(
+    uri: str, *, sha256: str | None = None, schema: str | None = None, without: str = ""
+) -> Path:
     """Return a local folder with the files of a set, each verified; do not write into it.
 
     For `file://` it is the folder of the set itself, for other stores a copy that later calls in
@@ -116,6 +118,7 @@ def fetch_files(uri: str, *, sha256: str | None = None, schema: str | None = Non
         uri: folder of the set.
         sha256: what its manifest must hash to.
         schema: what its schema must be.
+        without: files whose names end so are neither copied nor read; "" leaves none out.
 
     Raises:
         ObjectMissing: no finished set there.
@@ -127,18 +130,23 @@ def fetch_files(uri: str, *, sha256: str | None = None, schema: str | None = Non
             f"`{uri}` must hold {schema}, got {manifest.schema}; pass the URI of another set"
         )
     folder = store.local_path(uri)
+    wanted = [s for s in manifest.shards if not (without and s.name.endswith(without))]
     if folder is None:
-        return _fetch(uri, manifest)
-    _verify(folder, manifest, uri)
+        return _fetch(uri, manifest, wanted)
+    _verify(folder, manifest, uri, wanted)
     return folder
 
 
 def _verify(
-    folder: Path, manifest: Manifest, uri: str, digests: Mapping[str, str] | None = None
+    folder: Path,
+    manifest: Manifest,
+    uri: str,
+    wanted: Sequence[Shard],
+    digests: Mapping[str, str] | None = None,
 ) -> None:
     """Refuse other files than those of a manifest; `digests` are of those that have just come."""
     digests, faults, whole = digests or {}, [], []
-    for shard in manifest.shards:
+    for shard in wanted:
         path = folder / shard.name
         if not path.is_file():
             faults.append(f"`{shard.name}` is missing")
@@ -181,7 +189,7 @@ def _digest(path: Path, known: str) -> str:
     return digest
 
 
-def _read_files(uri: str, manifest: Manifest, folder: Path) -> dict[str, str]:
+def _read_files(uri: str, wanted: Sequence[Shard], folder: Path) -> dict[str, str]:
     """Copy the files of a set, some at a time, and return the sha256 of each that there is."""
 
     def read(name: str) -> str:
@@ -191,19 +199,20 @@ def _read_files(uri: str, manifest: Manifest, folder: Path) -> dict[str, str]:
             return store.read_file(f"{uri.rstrip('/')}/{name}", folder / name)
         return ""
 
-    names = [shard.name for shard in manifest.shards]
+    names = [shard.name for shard in wanted]
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         return dict(zip(names, pool.map(read, names), strict=True))
 
 
-def _fetch(uri: str, manifest: Manifest) -> Path:
+def _fetch(uri: str, manifest: Manifest, wanted: Sequence[Shard]) -> Path:
     cache = cache_folder()
-    target = cache / manifest.sha256
+    is_whole = len(wanted) == len(manifest.shards)
+    target = cache / (manifest.sha256 if is_whole else f"{manifest.sha256}-{len(wanted)}")
     is_damaged = False
     while True:
         if target.is_dir() and not is_damaged:
             try:
-                _verify(target, manifest, uri)
+                _verify(target, manifest, uri, wanted)
                 os.utime(target)
                 return target
             except RecordError:
@@ -217,7 +226,7 @@ def _fetch(uri: str, manifest: Manifest) -> Path:
             with tempfile.TemporaryDirectory(dir=cache, prefix="part-") as name:
                 part = Path(name) / "files"
                 part.mkdir()
-                _verify(part, manifest, uri, _read_files(uri, manifest, part))
+                _verify(part, manifest, uri, wanted, _read_files(uri, wanted, part))
                 part.rename(target)
             break
     # Older folders go, the newest few stay.

@@ -67,6 +67,7 @@ def test_no_request_is_answered_with_the_zeros_of_the_start(monkeypatch, caplog)
     assert "failed engine=vllm_disagg reason=rank 0" in caplog.text
 
 
+@pytest.mark.full
 def test_two_replicas_share_the_experts_and_give_the_tokens_of_the_plain_model():
     """Real processes: two of vLLM, two of experts; each reads its own tensors and no others."""
     policy = experts_policy()

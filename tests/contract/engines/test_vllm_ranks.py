@@ -69,7 +69,9 @@ def test_one_rank_reads_new_weights_from_a_bucket_and_the_other_gets_them(minio,
     proxy.close()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
+)
 def test_a_rank_that_is_lost_fails_the_engine_in_bounded_time_and_leaves_no_process(
     how, monkeypatch
 ):

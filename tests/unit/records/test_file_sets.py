@@ -50,6 +50,16 @@ def test_files_come_back_in_a_local_folder(store_root, tmp_path):
     assert names == [("config.json", 2, 0), ("model.safetensors", 5000, 0), ("sub/.metadata", 1, 0)]
 
 
+def test_files_that_are_left_out_are_not_asked_for(store_root):
+    ref = write(store_root)
+    store.delete(f"{ref.uri}/model.safetensors")
+    assert contents(fetch_files(ref.uri, without=".safetensors")) == {
+        name: data for name, data in FILES.items() if name != "model.safetensors"
+    }
+    with pytest.raises(RecordError, match=r"`model.safetensors` is missing"):
+        fetch_files(ref.uri)
+
+
 def test_bytes_and_files_of_equal_content_give_one_digest(file_root, tmp_path):
     (tmp_path / "weights").write_bytes(b"w" * 5000)
     one = write(f"{file_root}/a", {"x": tmp_path / "weights"})

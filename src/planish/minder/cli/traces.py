@@ -29,6 +29,7 @@ from planish.minder.lab.calibrate import (
 from planish.minder.lab.cases import Case, read_case, trace_files
 from planish.minder.lab.evaluate import in_processes, markdown, outcome_of, report
 from planish.minder.lab.files import read_frame
+from planish.minder.lab.prioritise import labelled, rank
 from planish.minder.lab.replay import notes_of, replay
 
 
@@ -199,7 +200,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     fitted = {name: {**raw.get(name, {}), **t} for name, t in site_tables(limits, None).items()}
     config = minder_config({**raw, **fitted})
     roles = fitted_roles(cases, models, config)
-    tables, document = site_tables(limits, None, roles), {}
+    tables, document, tree = site_tables(limits, None, roles), {}, ""
     if faults < LEAST_FAULTS:
         text = (
             f"Thresholds and floors stay as they are: {LEAST_FAULTS} labelled faults are needed, "
@@ -213,9 +214,16 @@ def _calibrate(options: argparse.Namespace) -> int:
             progress=lambda done, total: options.progress("cases", done, total),
         )
         best = calibrate(list(recorded), config, min_precision=options.min_precision)
-        document, text = best.to_json(), best.markdown()
-        tables = site_tables(limits, best.best, roles)
-    toml = f"# From {len(paths)} recorded traces, {faults} of them with a fault.\n{toml_of(tables)}"
+        order = rank(config.detect.metrics, *labelled(cases, config, models.limits))
+        document, text, tree = best.to_json(), best.markdown(), order.tree
+        metrics = [one.metric for one in order.ranked]
+        tables = site_tables(limits, best.best, roles, metrics)
+    toml = f"# From {len(paths)} recorded traces, {faults} of them with a fault.\n"
+    if tree:
+        toml += "# `detect.metrics` are tried in the order of this tree, whose features are the\n"
+        toml += "# largest normal scores of the machines.\n"
+        toml += "".join(f"# {line}\n" for line in tree.splitlines())
+    toml += toml_of(tables)
     # Beside the configuration, whose next reader finds it there.
     out = options.out or (options.config and options.config.parent / SITE_FILE)
     if out is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -110,6 +111,21 @@ def runs(
     ]
 
 
+Interval = TypeVar("Interval", float, F64)
+
+
+def growth(interval: Interval) -> Interval:
+    """Return the seconds by which samples that are held make everything look longer.
+
+    Up to one sample at the front, and up to a half at the end.
+
+    Example:
+        >>> growth(20.0)
+        28.5
+    """
+    return 1.5 * (interval - 1.0)
+
+
 @dataclass(frozen=True)
 class Rule:
     """How long machines must be candidates in a metric."""
@@ -129,8 +145,7 @@ class Rule:
         intervals = prepared.intervals.get(name, np.ones(prepared.frame.num_machines))
         held = (intervals > COARSE_SECONDS) & (rules.gap_tolerance > 0)
         touched = np.where(held, intervals + WINDOW - 1, 0).astype(np.int64)
-        # It is up to one sample longer at the front and up to a half at the end.
-        needed = rules.continuity_seconds + 1.5 * (intervals - 1.0)
+        needed = rules.continuity_seconds + growth(intervals)
         return cls(needed, touched, resting(share, rules), rules.gap_tolerance)
 
     def runs(self, machine: int, named: Mask, masked: Mask) -> list[Run]:

@@ -360,6 +360,7 @@ def site_tables(
     limits: Mapping[str, SiteLimits],
     settings: CalibrationSettings | None,
     roles: Mapping[str, float] | None = None,
+    metrics: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the tables of a configuration.
 
@@ -367,6 +368,7 @@ def site_tables(
         limits: as `fitted_limits` returns them.
         settings: thresholds and floors; None: those that come with the package.
         roles: as `fitted_roles` returns them.
+        metrics: in the order in which they are tried; none: that of the configuration.
     """
     lists = {
         board: {name: list(pair) for name, pair in metrics.items()}
@@ -384,6 +386,8 @@ def site_tables(
         tables.setdefault("detect", {}).update(
             {"theta": settings.theta, **kappa, "floors": dict(settings.floors)}
         )
+    if metrics:
+        tables.setdefault("detect", {})["metrics"] = list(metrics)
     return tables
 
 

@@ -21,7 +21,8 @@ from planish.minder.detect.frame import Frame
 from planish.minder.lab.files import ENDINGS, read_frame, write_frame
 
 DETECTABLE_SECONDS = 285
-"""No detector that waits for four minutes can name a fault that shows for less than this."""
+"""No detector that waits for four minutes can name a fault that shows for less than this; where
+samples are held it waits longer, see `growth` of `detect.continuity`."""
 
 
 @dataclass(frozen=True)

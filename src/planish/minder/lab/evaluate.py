@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planish.minder.detect.config import MinderConfig
+from planish.minder.detect.continuity import growth
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
 from planish.minder.lab.cases import DETECTABLE_SECONDS, Case, Truth, read_case
@@ -82,7 +83,9 @@ def outcome_of(
             first.setdefault(alarm.machine, alarm)
     return CaseOutcome(
         case=case.name,
-        fault=fault_of(case, metrics or config.detect.metrics),
+        fault=fault_of(
+            case, metrics or config.detect.metrics, results[-1].intervals if results else {}
+        ),
         machines=case.frame.num_machines,
         seconds=case.frame.num_seconds,
         alarms=tuple(sorted(first.values(), key=lambda alarm: (alarm.time, alarm.machine))),
@@ -91,12 +94,22 @@ def outcome_of(
     )
 
 
-def fault_of(case: Case, metrics: Sequence[str]) -> Truth | None:
-    """Return the truth of a case for detectors of some metrics; None for a healthy job."""
-    truth = case.truth
+def fault_of(
+    case: Case, metrics: Sequence[str], intervals: Mapping[str, float] | None = None
+) -> Truth | None:
+    """Return the truth of a case for detectors of some metrics; None for a healthy job.
+
+    Args:
+        case: trace and truth.
+        metrics: in which a fault can be seen.
+        intervals: metric to the seconds between its samples, where they are more than two.
+    """
+    truth, held = case.truth, intervals or {}
     if not truth.faulty:
         return None
-    longest = max(truth.visible.get(name, 0) for name in (*metrics, "silent"))
+    longest = max(
+        truth.visible.get(name, 0) - growth(held.get(name, 1.0)) for name in (*metrics, "silent")
+    )
     return replace(truth, detectable=truth.detectable and longest >= DETECTABLE_SECONDS)
 
 

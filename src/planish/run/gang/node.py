@@ -23,7 +23,6 @@ SIGNALLED = 128
 
 def main(argv: Sequence[str]) -> int:
     """Run the ranks of this machine and return the exit code for its pod."""
-    spare_collections()
     parser = argparse.ArgumentParser(prog="python -m planish.run.gang.node", description=__doc__)
     parser.add_argument("--name", required=True, help="of the rendezvous")
     parser.add_argument("--nodes", required=True, help="machines of the gang")
@@ -63,4 +62,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    spare_collections()
     raise SystemExit(main(sys.argv[1:]))

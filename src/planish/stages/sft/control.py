@@ -122,7 +122,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy-pin", default="", help="policy to start from")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     arguments = parser.parse_args(argv)
-    spare_collections()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
     try:
         measured = measure_control(
@@ -139,4 +138,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    spare_collections()
     raise SystemExit(main())

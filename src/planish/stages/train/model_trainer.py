@@ -61,6 +61,7 @@ class ModelTrainer:
         critic: CriticConfig | None = None,
         critic_shape: Mapping[str, Any] | None = None,
         adapters: Adapters | None = None,
+        sets_weights: bool = True,
     ) -> None:
         """Load the policy in float32, build its critic, shard both and build their optimizers."""
         self.config = config
@@ -75,7 +76,9 @@ class ModelTrainer:
         self.framework = shard.framework
         self._shared: dict[str, Any] = {"shard": shard, "config": config, "grid": grid}
         self._shared["device"] = device
-        loaded = load_policy(policy_pin, dtype=torch.float32)
+        # A new critic may begin as a copy of the policy.
+        sets_weights |= critic is not None and not critic_shape
+        loaded = load_policy(policy_pin, dtype=torch.float32, sets_weights=sets_weights)
         model, self.tokenizer = loaded.model, loaded.tokenizer
         self.critic: ShardedModel | None = None
         self._critic_shape: dict[str, Any] = {}

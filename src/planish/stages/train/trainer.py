@@ -127,6 +127,7 @@ def open_trainer(
     critic: CriticConfig | None = None,
     critic_shape: Mapping[str, Any] | None = None,
     adapters: Adapters | None = None,
+    sets_weights: bool = True,
 ) -> Trainer:
     """Build the trainer that `config.trainer` names, with the weights of a policy.
 
@@ -141,6 +142,7 @@ def open_trainer(
         critic_shape: of the critic in a train state that is loaded next: only its frame is built,
             and what `critic` names is not read again. Empty or None builds by `critic`.
         adapters: what is trained in place of the weights of both models; None trains them.
+        sets_weights: False where a train state is loaded next: no weights of the policy are read.
 
     Raises:
         ConfigError: no such trainer, or not on this machine; no such critic, or no layer for the
@@ -168,4 +170,5 @@ def open_trainer(
         critic=critic,
         critic_shape=critic_shape,
         adapters=adapters,
+        sets_weights=sets_weights,
     )

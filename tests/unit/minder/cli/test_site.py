@@ -122,8 +122,10 @@ def test_ten_labelled_faults_are_enough_for_thresholds_of_the_site(tmp_path, cap
     assert code == 0, shown.err
     tables = tomllib.loads(out.read_text("utf-8"))
     assert set(tables) == {"boards", "detect"}
-    assert set(tables["detect"]) == {"theta", "kappa", "floors", "role_limits"}
-    settings = minder_config(tables)
+    assert set(tables["detect"]) == {"theta", "kappa", "floors", "role_limits", "metrics"}
+    settings, usual = minder_config(tables), minder_config({}).detect.metrics
+    assert sorted(settings.detect.metrics) == sorted(usual)
+    assert f"# |--- {settings.detect.metrics[0]} <= " in out.read_text("utf-8")
     assert settings.detect.floors == tables["detect"]["floors"]
     assert settings.site_limits("gpu_power_draw", BOARD) is not None
 

@@ -50,10 +50,10 @@ def batch(tiny):
     return ALGORITHM.advantages(batch.updated(old_logprobs=batch.rollout_logprobs - 0.05))
 
 
-def trainer_of(tiny, **changes):
+def trainer_of(tiny, *, sets_weights=True, **changes):
     return open_trainer(
         TrainConfig(**{**TINY, **changes}), tiny.policy_pin,
-        temperature=1.0, seed=3, grid=Grid(), device=CPU,
+        temperature=1.0, seed=3, grid=Grid(), device=CPU, sets_weights=sets_weights,
     )  # fmt: skip
 
 
@@ -148,7 +148,11 @@ def test_half_precision_compute_keeps_float32_weights_and_stays_close(tiny, batc
     assert seen["loss"] != wanted["loss"]
 
 
-def test_state_loads_back_with_moments_and_random_streams(tiny, batch, file_root):
+def test_state_loads_back_with_moments_and_random_streams_and_no_weights_of_the_policy_are_read(
+    batch, tmp_path
+):
+    file_root = f"file://{tmp_path}/root"
+    tiny = start_run(file_root)
     trainer = trainer_of(tiny)
     one_step(trainer, batch)
     extra = {"grid": Grid().to_json(), "device": "cpu"}
@@ -159,7 +163,9 @@ def test_state_loads_back_with_moments_and_random_streams(tiny, batch, file_root
         attributes={},
     )
     drawn = torch.rand(3)
-    again = trainer_of(tiny)
+    (kept,) = tmp_path.glob("root/policies/00000/*.safetensors")
+    kept.unlink()
+    again = trainer_of(tiny, sets_weights=False)
     again.load(ref.pin())
     assert torch.equal(torch.rand(3), drawn)
     assert torch.equal(weights(again), weights(trainer))

@@ -70,8 +70,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE, asked: Event | None = 
 
 def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult:
     """Train from the weights before the iteration, or go on from what was committed."""
-    config, info = job.train, job.info
-    inputs = read_inputs(job)
+    config, info, inputs = job.train, job.info, read_inputs(job)
     algorithm = build_algorithm(job.config.get("algorithm", {}))
     grid, device = config.grid(ranks), pick_device(config.device, ranks.rank)
     trainer = open_trainer(
@@ -84,12 +83,13 @@ def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult
         critic=job.critic if algorithm.needs_values else None,
         critic_shape=info.get("critic") if algorithm.needs_values else None,
         adapters=job.adapters,
+        sets_weights=not job.state_pin,
     )
     if job.state_pin:
         trainer.load(job.state_pin)
     started = time.perf_counter()
-    batch = train_batch(inputs.rollouts, inputs.rewards)
     rollouts, rewards = inputs.rollouts, inputs.rewards
+    batch = train_batch(rollouts, rewards)
     # None where responses are not cut by windows, or no value is kept of them
     ordinals = inputs.ordinals if algorithm.needs_values else None
     stored = None

@@ -18,6 +18,7 @@ from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.denoise import WINDOW
 from planish.minder.detect.frame import F64, Frame
 from planish.minder.detect.preprocess import Limits, prepare
+from planish.minder.lab.cases import Case
 
 STRIDE_SECONDS = 30
 """Between two windows of one frame that the tree learns from."""
@@ -38,8 +39,23 @@ class Ranked:
     """Share of the loss of entropy that it brings."""
 
 
+@dataclass(frozen=True)
+class Order:
+    """The metrics, and the tree that put them into this order."""
+
+    ranked: tuple[Ranked, ...]
+    """The one nearest to the root first; what the tree does not use comes last."""
+    tree: str
+    """Its questions, a line each."""
+
+
 def features(
-    frame: Frame, config: MinderConfig, limits: Limits, *, stride: int = STRIDE_SECONDS
+    frame: Frame,
+    config: MinderConfig,
+    limits: Limits,
+    *,
+    board: str = "",
+    stride: int = STRIDE_SECONDS,
 ) -> tuple[F64, NDArray[np.int64]]:
     """Return the features of one frame's windows, and where the windows begin.
 
@@ -47,13 +63,14 @@ def features(
         frame: of one job.
         config: metrics and preprocessing.
         limits: fitted ones.
+        board: model of the job's boards; empty when not known.
         stride: seconds between two windows.
 
     Returns:
         [W, M], `max_i |z_ij|` of the window's mean over the machines for each metric of the
         configuration, 0 for one that can not be used; [W] unix seconds.
     """
-    prepared = prepare(frame, config, limits)
+    prepared = prepare(frame, config, limits, board=board)
     first = np.arange(0, max(0, frame.num_seconds - WINDOW + 1), stride)
     result = np.zeros((len(first), len(config.detect.metrics)))
     rows = first[:, None] + np.arange(WINDOW)
@@ -85,30 +102,29 @@ def largest_scores(values: F64, known: Labels) -> F64:
     return largest
 
 
-def labelled(
-    frames: Iterable[tuple[Frame, tuple[int, int] | None]], config: MinderConfig, limits: Limits
-) -> tuple[F64, Labels]:
-    """Return features [W, M] and labels [W] of many frames.
+def labelled(cases: Iterable[Case], config: MinderConfig, limits: Limits) -> tuple[F64, Labels]:
+    """Return features [W, M] and labels [W] of the windows of many cases.
 
     Args:
-        frames: each with the first and the last second of its fault, None for a healthy one.
+        cases: traces with their truths.
         config: metrics and preprocessing.
         limits: fitted ones.
     """
     parts, labels = [], []
-    for frame, fault in frames:
-        found, starts = features(frame, config, limits)
+    for case in cases:
+        found, starts = features(case.frame, config, limits, board=case.board)
         parts.append(found)
-        low, high = fault or (1, 0)
+        truth = case.truth
         # A window belongs to the fault when all of it lies inside.
-        labels.append((starts >= low) & (starts + WINDOW - 1 <= high))
+        is_inside = (starts >= truth.onset) & (starts + WINDOW - 1 <= truth.halt)
+        labels.append(is_inside & truth.faulty)
     if not parts:
         return np.zeros((0, len(config.detect.metrics))), np.zeros(0, bool)
     return np.concatenate(parts), np.concatenate(labels)
 
 
-def rank(metrics: Sequence[str], found: F64, labels: Labels, *, seed: int = 0) -> list[Ranked]:
-    """Fit the tree and return the metrics, the one nearest to its root first.
+def rank(metrics: Sequence[str], found: F64, labels: Labels, *, seed: int = 0) -> Order:
+    """Fit the tree and return the order that it gives.
 
     Args:
         metrics: M names.
@@ -119,7 +135,7 @@ def rank(metrics: Sequence[str], found: F64, labels: Labels, *, seed: int = 0) -
     Raises:
         ConfigError: no window with, or none without a fault.
     """
-    from sklearn.tree import DecisionTreeClassifier
+    from sklearn.tree import DecisionTreeClassifier, export_text
 
     if labels.all() or not labels.any():
         raise ConfigError(
@@ -149,7 +165,8 @@ def rank(metrics: Sequence[str], found: F64, labels: Labels, *, seed: int = 0) -
         Ranked(name, depths.get(column), float(tree.feature_importances_[column]))
         for column, name in enumerate(metrics)
     ]
-    return sorted(ranked, key=_place)
+    told = export_text(tree, feature_names=list(metrics), class_names=["healthy", "fault"])
+    return Order(tuple(sorted(ranked, key=_place)), str(told))
 
 
 def _place(one: Ranked) -> tuple[int, float, str]:

@@ -8,7 +8,8 @@ import pytest
 from planish.base.errors import ConfigError
 from planish.minder.detect.config import minder_config
 from planish.minder.detect.frame import Frame
-from tests.minder_lab.prioritise import features, labelled, largest_scores, rank
+from planish.minder.lab.cases import Case, Truth
+from planish.minder.lab.prioritise import features, labelled, largest_scores, rank
 
 METRICS = ["cpu_usage", "gpu_duty_cycle", "memory_usage"]
 CONFIG = minder_config({"detect": {"metrics": METRICS}})
@@ -27,6 +28,12 @@ def frame(seconds=120, machines=5, *, odd=None, seed=0):
     return Frame("job", np.arange(START, START + seconds), names, values)
 
 
+def case(seconds=120, fault=(0, 0), **more):
+    onset, halt = fault
+    truth = Truth(("m2",), "nic", START + onset, START + halt) if halt else Truth()
+    return Case(frame(seconds, **more), truth)
+
+
 def test_the_largest_score_of_a_window_is_that_of_its_means():
     one = frame()
     found, starts = features(one, CONFIG, {}, stride=60)
@@ -43,18 +50,16 @@ def test_machines_that_are_alike_or_unknown_have_no_score():
 
 
 def test_a_window_is_of_the_fault_when_all_of_it_lies_inside():
-    fault = (START + 30, START + 67)
-    _, labels = labelled([(frame(), fault), (frame(), None)], CONFIG, {})
+    _, labels = labelled([case(fault=(30, 67)), case()], CONFIG, {})
     # Windows begin at 0, 30, 60 and 90; 60 .. 67 is the last one inside.
     assert labels.tolist() == [False, True, True, False] + [False] * 4
 
 
 def test_the_metric_that_tells_comes_first_and_unused_ones_last_by_name():
-    frames = [
-        (frame(600, odd=("gpu_duty_cycle", 200, 600, 30), seed=i), (START + 200, START + 599))
-        for i in range(8)
-    ]
-    order = rank(METRICS, *labelled(frames, CONFIG, {}))
+    cases = [case(600, (200, 599), odd=("gpu_duty_cycle", 200, 600, 30), seed=i) for i in range(8)]
+    found = rank(METRICS, *labelled(cases, CONFIG, {}))
+    order = found.ranked
+    assert found.tree.startswith("|--- gpu_duty_cycle <= ")
     assert (order[0].metric, order[0].depth) == ("gpu_duty_cycle", 0)
     assert order[0].importance > 0.95
     unused = [one.metric for one in order if one.depth is None]
