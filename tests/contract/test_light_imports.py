@@ -27,7 +27,6 @@ LIGHT = [
     "planish.checkpoint",
     "planish.records",
     "planish.store",
-    "planish.store.s3",
     "planish.run.stage",
     "planish.verifiers",
     "planish.verifiers.shaping",

@@ -276,12 +276,10 @@ def test_a_name_that_no_bucket_can_have_is_refused(minio):
 def test_a_wrong_clock_is_told_with_both_times(s3_root, monkeypatch, tmp_path, hours):
     store.write(f"{s3_root}/x", b"1")
 
-    class Clock(datetime.datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return super().now(tz) + datetime.timedelta(hours=hours)
+    def shifted():
+        return datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=hours)
 
-    monkeypatch.setattr(s3_client, "datetime", Clock)
+    monkeypatch.setattr(s3_client, "utcnow", shifted)
     for name, work in every_operation(s3_root, tmp_path / "x").items():
         with pytest.raises(
             AccessRefused, match="clocks of this machine and of the server"

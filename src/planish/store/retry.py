@@ -6,7 +6,7 @@ hold is no failure here.
 
 from __future__ import annotations
 
-import http.client
+import builtins
 import logging
 import random
 import socket
@@ -15,6 +15,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
+
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    HTTPError,
+    NewConnectionError,
+    SSLError,
+    TimeoutError,
+)
 
 from planish.base import telemetry
 from planish.store.base import Counters
@@ -122,29 +130,34 @@ def longest_wait(tries: int) -> float:
     return float(min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0 ** min(tries - 1, 60)))
 
 
-def transient(error: Exception, *, sent: bool) -> Transient | None:
-    """Return what `run` retries for an error of a connection, None if it will not end by itself.
-
-    Args:
-        error: raised by `socket`, `ssl` or `http.client`.
-        sent: whether any byte of the request had left.
-    """
-    if isinstance(error, ssl.SSLError) and not sent and not isinstance(error, ssl.SSLEOFError):
+def transient(error: HTTPError) -> Transient | None:
+    """Return what `run` retries for an error of a connection, None if it will not end by itself."""
+    reason = _reason(error)
+    if isinstance(error, SSLError) and not isinstance(reason, ssl.SSLEOFError):
         return None  # of the handshake: a certificate, or no TLS at all
-    if isinstance(error, (OSError, http.client.HTTPException)):
-        name = "TimeoutError" if isinstance(error, BlockingIOError) else type(error).__name__
-        return Transient(name, describe(error), sent=sent)
-    return None
+    is_unsent = isinstance(error, (NewConnectionError, ConnectTimeoutError))
+    return Transient(type(reason).__name__, describe(error), sent=not is_unsent)
 
 
-def describe(error: Exception) -> str:
+def describe(error: HTTPError) -> str:
     """Return in a few words why a connection failed."""
-    if isinstance(error, socket.gaierror):
+    reason = _reason(error)
+    if isinstance(reason, socket.gaierror):
         return "its name does not resolve"
-    if isinstance(error, (TimeoutError, BlockingIOError)):
-        return "no answer in time"
-    if isinstance(error, ssl.SSLError):
-        return f"no trusted TLS connection ({getattr(error, 'reason', '') or type(error).__name__})"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror.lower()
-    return type(error).__name__
+    if isinstance(error, SSLError):
+        return (
+            f"no trusted TLS connection ({getattr(reason, 'reason', '') or type(reason).__name__})"
+        )
+    is_late = isinstance(reason, builtins.TimeoutError)
+    if isinstance(reason, OSError) and reason.strerror and not is_late:
+        return reason.strerror.lower()
+    # urllib3 counts a refused connection among those that came too late.
+    return (
+        "no answer in time" if is_late or isinstance(error, TimeoutError) else type(reason).__name__
+    )
+
+
+def _reason(error: HTTPError) -> BaseException:
+    """Return what urllib3 has wrapped, else the error itself."""
+    wrapped = [each for each in (error.__cause__, *error.args) if isinstance(each, Exception)]
+    return wrapped[0] if wrapped else error

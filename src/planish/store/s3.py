@@ -5,7 +5,8 @@ sent again. Conditional writes are those of S3 itself (`If-None-Match`, `If-Matc
 
 The only module that reads `MINIO_ENDPOINT`, `MINIO_ACCESS_KEY`, `MINIO_SECRET_KEY`,
 `MINIO_SESSION_TOKEN` (of temporary keys), `MINIO_SECURE` (0 for a server without TLS),
-`MINIO_REGION` and `MINIO_RETRY_SECONDS` (for how long a request that fails is sent again).
+`MINIO_REGION` and `MINIO_RETRY_SECONDS` (for how long a request that fails is sent again). Without
+keys of its own it takes those of AWS where the environment names any.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import contextlib
 import functools
 import hashlib
 import os
-import xml.etree.ElementTree as ElementTree
+import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from itertools import islice
-from urllib.parse import unquote_plus
+from typing import Any
 from xml.sax.saxutils import escape
 
 import google_crc32c
 import numpy as np
+from minio.datatypes import CompleteMultipartUploadResult, Object
+from minio.deleteobjects import DeleteObject
+from minio.helpers import check_bucket_name
 
 from planish.base.errors import (
     ObjectChanged,
@@ -47,11 +51,20 @@ from planish.store.base import (
     part_bytes,
 )
 from planish.store.retry import RETRY_SECONDS, Transient
-from planish.store.s3_client import Client, Refused, S3Settings, headers_of
-from planish.store.wire import READ_SECONDS, Answer
+from planish.store.s3_client import (
+    READ_SECONDS,
+    Answer,
+    Client,
+    Refused,
+    S3Settings,
+    has_aws_credentials,
+    headers_of,
+    whole,
+)
 
 _LONGEST_RETRY_SECONDS = 86_400
 _DELETE_KEYS = 1000
+_SLICE_BYTES = 1 << 20
 _HAS_CRC32C = google_crc32c.implementation == "c"
 
 
@@ -76,7 +89,10 @@ def read_settings() -> S3Settings:
         StoreMisconfigured: a variable is missing or wrong; the message names it.
     """
     names = ("MINIO_ENDPOINT", "MINIO_ACCESS_KEY", "MINIO_SECRET_KEY")
-    missing = [name for name in names if not os.environ.get(name)]
+    endpoint, access_key, secret_key = values = [os.environ.get(name, "") for name in names]
+    comes_from_aws = not access_key and has_aws_credentials()
+    needed = zip(names, values, strict=True)
+    missing = [n for n, value in needed if not value and not (comes_from_aws and n != names[0])]
     if missing:
         raise StoreMisconfigured(
             f"{', '.join(f'`{name}`' for name in missing)} must be set to use s3:// URIs, got "
@@ -85,7 +101,6 @@ def read_settings() -> S3Settings:
     secure = os.environ.get("MINIO_SECURE", "1")
     if secure not in {"0", "1"}:
         raise StoreMisconfigured(f"`MINIO_SECURE` must be 0 or 1, got {secure!r}")
-    endpoint, access_key, secret_key = (os.environ[name] for name in names)
     if "/" in endpoint:
         raise StoreMisconfigured(
             f"`MINIO_ENDPOINT` must be `host:port` without a scheme or path, got {endpoint!r}; "
@@ -125,7 +140,15 @@ class S3Store:
         timeout_s: float = TIMEOUT_SECONDS,
         read_seconds: float = READ_SECONDS,
     ):
+        try:
+            check_bucket_name(bucket)
+        except ValueError as error:
+            raise StoreMisconfigured(
+                f"`s3://{bucket}` is not what an S3 server takes ({error}); correct the name of "
+                "the bucket"
+            ) from None
         self._client = Client(settings, bucket, timeout_s=timeout_s, read_seconds=read_seconds)
+        self._bucket = bucket
         self.counters: Counters = self._client.counters
 
     def uri(self, key: str) -> str:
@@ -137,19 +160,18 @@ class S3Store:
     ) -> str:
         """Write an object as a whole."""
         view = memoryview(data).cast("B")
-        tries = self._client.tries()
         headers = {**_condition(if_none_match, if_match), **_checksum(view)}
         try:
-            answer = self._client.call(
-                "put",
-                "PUT",
-                check_key(key),
-                headers_of,
-                headers=headers,
-                body=view,
-                tries=tries,
-                handled={412},
-            )
+            with self._client.tries() as tries:
+                answer = self._client.call(
+                    "put",
+                    "PUT",
+                    check_key(key),
+                    headers_of,
+                    headers=headers,
+                    body=view,
+                    handled={412},
+                )
         except Refused:
             # The try whose answer was lost may have written what stands there now.
             etag = self._tag_of_same(key, view) if tries.is_ambiguous else ""
@@ -160,33 +182,23 @@ class S3Store:
 
     def open_multipart(self, key: str, size: int) -> S3Multipart:
         """Begin an object in parts."""
-        tries = self._client.tries()
-        page = self._client.document(
-            "create",
-            "POST",
-            check_key(key),
-            query={"uploads": ""},
-            headers={"x-amz-checksum-algorithm": "CRC32C"} if _HAS_CRC32C else {},
-            body=b"",
-            tries=tries,
-        )
-        upload_id = page.findtext("UploadId") or ""
+        headers: dict[str, Any] = {"x-amz-checksum-algorithm": "CRC32C"} if _HAS_CRC32C else {}
+        with self._client.tries() as tries:
+            upload_id = self._client._create_multipart_upload(self._bucket, check_key(key), headers)
         return S3Multipart(self, self._client, key, upload_id, size, begun_twice=tries.is_ambiguous)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Drop an upload."""
         with contextlib.suppress(ObjectMissing):
-            self._client.call(
-                "abort", "DELETE", check_key(key), headers_of, query={"uploadId": upload_id}
-            )
+            self._client._abort_multipart_upload(self._bucket, check_key(key), upload_id)
 
     def open_uploads(self, key: str) -> list[Upload]:
         """Return the uploads of a key; MinIO lists them by exact key only."""
-        query = {"uploads": "", "prefix": check_key(key)}
+        found = self._client._list_multipart_uploads(self._bucket, prefix=check_key(key))
         return [
-            Upload(item.findtext("UploadId") or "", _moment(item.findtext("Initiated")))
-            for item in self._client.document("list", "GET", "", query=query).findall("Upload")
-            if item.findtext("Key") == key
+            Upload(item.upload_id or "", _moment(item.initiated_time))
+            for item in found.uploads
+            if item.object_name == key
         ]
 
     def get_into(self, key: str, offset: int, target: memoryview, *, etag: str = "") -> None:
@@ -228,23 +240,28 @@ class S3Store:
         except Refused as refused:
             if not refused.code:
                 # The answer has no body, and not every server names its code in a header.
-                next(self._pages("", "", max_keys=1))
+                next(self._client.list_objects(self._bucket, prefix=key), None)
             raise self._client.error(refused, key) from None
         modified = parsedate_to_datetime(headers["Last-Modified"]).timestamp()
         return Stat(key, int(headers["Content-Length"]), headers.get("ETag", ""), modified)
 
     def list(self, folder: str) -> Iterator[Stat]:
         """Yield every object below a folder."""
-        for page in self._pages(key_prefix(folder), ""):
-            yield from _objects(page)
+        for item in self._client.list_objects(
+            self._bucket, prefix=key_prefix(folder), recursive=True
+        ):
+            if not item.is_dir:
+                yield _stat(item)
 
     def folder(self, folder: str) -> Folder:
         """Return the direct content of a folder."""
         direct = Folder([], [])
-        for page in self._pages(key_prefix(folder), "/"):
-            direct.objects.extend(_objects(page))
-            for item in page.findall("CommonPrefixes"):
-                direct.folders.append(unquote_plus(item.findtext("Prefix") or "").rstrip("/"))
+        prefix = key_prefix(folder)
+        for item in self._client.list_objects(self._bucket, prefix=prefix):
+            if not item.is_dir:
+                direct.objects.append(_stat(item))
+            elif item.object_name != prefix:
+                direct.folders.append(item.object_name.rstrip("/"))
         direct.folders.sort()  # the server sorts them with their slash
         return direct
 
@@ -252,12 +269,10 @@ class S3Store:
         """Remove objects, up to 1,000 per request."""
         waiting = iter(keys)
         while batch := list(islice(waiting, _DELETE_KEYS)):
-            names = "".join(f"<Object><Key>{escape(check_key(k))}</Key></Object>" for k in batch)
-            body = f"<Delete><Quiet>true</Quiet>{names}</Delete>".encode()
-            md5 = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
-            self._client.document(
-                "delete", "POST", "", query={"delete": ""}, headers={"content-md5": md5}, body=body
-            )
+            named = [DeleteObject(check_key(key)) for key in batch]
+            for fault in self._client.remove_objects(self._bucket, named):
+                refused = Refused(200, fault.code, fault.message or "")
+                raise self._client.error(refused, fault.name or "")
 
     def tidy(self, folder: str) -> None:
         """A bucket has no folders."""
@@ -268,25 +283,7 @@ class S3Store:
 
     def close(self) -> None:
         """Close idle connections."""
-        self._client.pool.close()
-
-    def _pages(
-        self, prefix: str, delimiter: str, max_keys: int = 1000
-    ) -> Iterator[ElementTree.Element]:
-        query = {
-            "list-type": "2",
-            "prefix": prefix,
-            "delimiter": delimiter,
-            "encoding-type": "url",
-            "max-keys": str(max_keys),
-        }
-        while True:
-            page = self._client.document("list", "GET", "", query=query)
-            yield page
-            token = page.findtext("NextContinuationToken")
-            if page.findtext("IsTruncated") != "true" or not token:
-                return
-            query["continuation-token"] = token
+        self._client.close()
 
     def _tag_of_same(self, key: str, view: memoryview) -> str:
         """Return the entity tag of an object that has exactly these bytes, else ""."""
@@ -337,18 +334,20 @@ class S3Multipart:
             rows.append(
                 f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(etag)}</ETag>{crc}</Part>"
             )
-        tries = self._client.tries()
+        # The SDK's own request names no checksums and no condition.
+        body = f"<CompleteMultipartUpload>{''.join(rows)}</CompleteMultipartUpload>".encode()
         try:
-            page = self._client.document(
-                "complete",
-                "POST",
-                self.key,
-                query={"uploadId": self.upload_id},
-                headers=_condition(if_none_match, if_match),
-                body=f"<CompleteMultipartUpload>{''.join(rows)}</CompleteMultipartUpload>".encode(),
-                tries=tries,
-                handled={200, 404, 412},
-            )
+            with self._client.tries() as tries:
+                answer = self._client.call(
+                    "complete",
+                    "POST",
+                    self.key,
+                    whole,
+                    query={"uploadId": self.upload_id},
+                    headers=_condition(if_none_match, if_match),
+                    body=body,
+                    handled={200, 404, 412},
+                )
         except Refused as refused:
             etag = ""
             if refused.code == "NoSuchUpload" or (refused.status == 412 and tries.is_ambiguous):
@@ -358,7 +357,7 @@ class S3Multipart:
             if refused.status == 412:
                 raise _unmet(self._client.place(self.key), if_match) from None
             raise self._client.error(refused, self.key) from None
-        return page.findtext("ETag") or ""
+        return f'"{CompleteMultipartUploadResult(answer).etag}"'
 
     def abort(self) -> None:
         """Drop all parts."""
@@ -426,24 +425,31 @@ class _Download:
         first, place = self._start + self.done, self._client.place(self._key)
         span = answer.headers.get("Content-Range", "")
         is_whole = self._length is None and not first
-        if answer.length is None or not (is_whole or span.startswith(f"bytes {first}-")):
+        length = answer.length_remaining
+        if length is None or not (is_whole or span.startswith(f"bytes {first}-")):
             raise StoreError(
                 f"{place} must be read from byte {first}, but the server answers HTTP "
                 f"{answer.status} with the range {span!r}"
             )
-        if self._limit is not None and answer.length > self._limit:
-            raise ObjectTooLarge(
-                f"{place} must be at most {self._limit} bytes here, got {answer.length}"
-            )
+        if self._limit is not None and length > self._limit:
+            raise ObjectTooLarge(f"{place} must be at most {self._limit} bytes here, got {length}")
         if self.target is None:
-            self.target = memoryview(bytearray(answer.length))
+            self.target = memoryview(bytearray(length))
         self.etag = self.etag or answer.headers.get("ETag", "")
-        expected = min(answer.length, self.target.nbytes - self.done)
-        count = answer.fill(self.target[self.done : self.done + expected])
-        self._client.counters.received(count)
-        self.done += count
-        if count < expected:
-            raise Transient("IncompleteRead", "the answer ended early")
+        end = self.done + min(length, self.target.nbytes - self.done)
+        mark, began = self.done, time.monotonic()
+        while self.done < end:
+            block = answer.read1(min(_SLICE_BYTES, end - self.done), decode_content=False)
+            if not block:
+                raise Transient("IncompleteRead", "the answer ended early")
+            self.target[self.done : self.done + len(block)] = block
+            self.done += len(block)
+            self._client.counters.received(len(block))
+            if self.done >= mark + _SLICE_BYTES:
+                mark, began = self.done, time.monotonic()
+            elif time.monotonic() - began > self._client.read_seconds:
+                # It trickles: another connection may do better.
+                raise Transient("TimeoutError", "no answer in time")
 
 
 def _unmet(place: str, if_match: str) -> ObjectChanged | ObjectExists:
@@ -478,18 +484,11 @@ def _checksum(view: memoryview, crc32c: int | None = None) -> dict[str, str]:
     return {"x-amz-checksum-crc32c": base64.b64encode(crc32c.to_bytes(4, "big")).decode()}
 
 
-def _objects(page: ElementTree.Element) -> Iterator[Stat]:
-    """Yield what a page of a listing names."""
-    for item in page.findall("Contents"):
-        key = unquote_plus(item.findtext("Key") or "")
-        if key and not key.endswith("/"):
-            size = int(item.findtext("Size") or "0")
-            modified = _moment(item.findtext("LastModified"))
-            yield Stat(key, size, item.findtext("ETag") or "", modified)
+def _stat(item: Object) -> Stat:
+    """Return what a listing says of an object."""
+    modified = _moment(item.last_modified)
+    return Stat(item.object_name or "", item.size or 0, f'"{item.etag}"', modified)
 
 
-def _moment(text: str | None) -> float:
-    """Return seconds since 1970."""
-    return datetime.fromisoformat(
-        (text or "1970-01-01T00:00:00Z").replace("Z", "+00:00")
-    ).timestamp()
+def _moment(at: datetime | None) -> float:
+    return at.timestamp() if at else 0.0

@@ -1,27 +1,37 @@
-"""Signed requests to an S3 server, sent again where that may help, and its failures in our words.
+"""Requests to an S3 server by the `minio` SDK, sent again where that may help.
 
-No message holds a key, a signature or a token. Nothing here knows what objects are for.
+The SDK does credentials, addresses, signatures, listings, deletions and what a server writes. Every
+request of it goes out here, through its urllib3 pool: by itself it would hash each body, which a
+checksum guards already, and hold each answer whole. No message holds a key, a signature or a token.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import hmac
-import http.client
+import contextlib
 import os
-import re
 import ssl
 import time
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import urlunsplit
 
 import certifi
+import urllib3
+from minio import Minio
+from minio.credentials.providers import (
+    AWSConfigProvider,
+    ChainedProvider,
+    EnvAWSProvider,
+    IamAwsProvider,
+    Provider,
+    StaticProvider,
+)
+from minio.error import S3Error
+from minio.signer import sign_v4_s3
+from minio.time import to_amz_date, utcnow
 
 from planish.base.errors import (
     AccessRefused,
@@ -40,16 +50,30 @@ from planish.store.retry import (
     passes,
     transient,
 )
-from planish.store.wire import READ_SECONDS, Answer, Pool
 
 T = TypeVar("T")
+Answer = urllib3.BaseHTTPResponse
 Take = Callable[[Answer], T]
 """Reads the body of a good answer."""
 
-_ERROR_BYTES = 64 << 10
-_PAGE_BYTES = 16 << 20
+CONNECT_SECONDS = 5.0
+READ_SECONDS = 60.0
+"""The longest wait for the head of an answer, and for each piece of a body in either direction."""
+_SLICE_BYTES = 1 << 20
+_MAX_IDLE = 64
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 """A body is guarded by a checksum of its own; hashing it here would cost more than sending it."""
+_KINDS = {"GET": "list", "POST": "delete", "DELETE": "abort"}
+"""Of what the SDK asks by itself: method to the kind that is counted."""
+_AWS = (
+    *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
+    *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE"),
+)
+"""Any of these says that keys come as for other programs of AWS."""
+
+
+_asked: ContextVar[Tries | None] = ContextVar("tries", default=None)
+"""Of `Client.tries`; the SDK does not hand it on."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +83,7 @@ class S3Settings:
     endpoint: str
     """Host and port."""
     access_key: str = field(repr=False)
+    """Empty takes what the environment has for AWS: keys, a web identity, the role of a pod."""
     secret_key: str = field(repr=False)
     secure: bool
     """Whether to speak TLS."""
@@ -67,6 +92,17 @@ class S3Settings:
     """Of temporary keys that a security token service has given."""
     retry_seconds: float = RETRY_SECONDS
     """A request that fails is sent again until its waits come to this; 0 for one try."""
+
+    def provider(self) -> Provider:
+        """Return where the keys come from."""
+        if self.access_key:
+            return StaticProvider(self.access_key, self.secret_key, self.session_token or None)
+        return ChainedProvider([EnvAWSProvider(), AWSConfigProvider(), IamAwsProvider()])
+
+
+def has_aws_credentials() -> bool:
+    """Tell whether the environment names credentials in the way of AWS."""
+    return any(os.environ.get(name) for name in _AWS)
 
 
 class Refused(Exception):
@@ -78,7 +114,7 @@ class Refused(Exception):
         self.code = code
 
 
-class Client:
+class Client(Minio):
     """One bucket of one server."""
 
     def __init__(
@@ -94,14 +130,19 @@ class Client:
         self.endpoint = settings.endpoint
         self._settings = settings
         self._timeout_s = timeout_s
-        self._date = ("", 0.0)
-        context = None
-        if settings.secure:
-            authorities = os.environ.get("SSL_CERT_FILE") or certifi.where()
-            context = ssl.create_default_context(cafile=authorities)
+        self.read_seconds = read_seconds
+        self._seen_date = ("", 0.0)
+        self._process = os.getpid()
+        self._keys = settings.provider()
         try:
-            self.pool = Pool(settings.endpoint, context, read_seconds)
-        except http.client.InvalidURL as error:
+            super().__init__(
+                settings.endpoint,
+                secure=settings.secure,
+                region=settings.region,
+                credentials=self._keys,
+                http_client=_pool(),
+            )
+        except ValueError as error:
             raise StoreMisconfigured(
                 f"`MINIO_ENDPOINT` must be `host:port`, got {settings.endpoint!r} ({error})"
             ) from None
@@ -113,10 +154,9 @@ class Client:
         key: str,
         take: Take[T],
         *,
-        query: Mapping[str, str] | None = None,
+        query: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | Callable[[], Mapping[str, str]] | None = None,
         body: memoryview | bytes | None = None,
-        tries: Tries | None = None,
         handled: Collection[int] = (),
     ) -> T:
         """Send a request until it succeeds, and return what `take` makes of the answer.
@@ -129,7 +169,6 @@ class Client:
             query: names and values.
             headers: besides those of the signature; a function is called for each try.
             body: contiguous bytes.
-            tries: to learn how it went; None makes them.
             handled: HTTP statuses that the caller handles.
 
         Raises:
@@ -140,7 +179,7 @@ class Client:
             StoreUnavailable: all tries failed.
             StoreError: any other error answer.
         """
-        tries = tries or self.tries()
+        tries = _asked.get() or self._new_tries()
         view = None if body is None else memoryview(body)
 
         def once() -> T:
@@ -165,12 +204,35 @@ class Client:
                 f"({times} for {place}): {error}; start the server or correct the address"
             ) from None
 
-    def document(self, kind: str, method: str, key: str, **options: Any) -> ElementTree.Element:
-        """Send a request and return its answer, a document without name spaces."""
-        return self.call(kind, method, key, _document, **options)
+    def _url_open(
+        self,
+        method: str,
+        region: str,
+        bucket_name: str | None = None,
+        object_name: str | None = None,
+        body: bytes | None = None,
+        headers: Any = None,
+        query_params: Any = None,
+        preload_content: bool = True,
+        no_body_trace: bool = False,
+    ) -> Answer:
+        """Send what an operation of the SDK asks, in place of its own way."""
+        query = query_params or {}
+        kind = "create" if object_name and "uploads" in query else _KINDS[method]
+        return self.call(
+            kind, method, object_name or "", whole, query=query, headers=headers, body=body
+        )
 
-    def tries(self) -> Tries:
-        """Return tries for one request."""
+    @contextlib.contextmanager
+    def tries(self) -> Iterator[Tries]:
+        """Yield the tries of the one request that the block sends, to learn how it went."""
+        token = _asked.set(tries := self._new_tries())
+        try:
+            yield tries
+        finally:
+            _asked.reset(token)
+
+    def _new_tries(self) -> Tries:
         deadline = time.monotonic() + self._timeout_s
         return Tries(self.counters, deadline, self._settings.retry_seconds)
 
@@ -180,11 +242,15 @@ class Client:
 
     def now(self) -> float:
         """Return the server's time of its last answer, moved on by our clock."""
-        text, at = self._date
+        text, at = self._seen_date
         try:
             return parsedate_to_datetime(text).timestamp() + time.monotonic() - at
         except (TypeError, ValueError):
             return time.time()
+
+    def close(self) -> None:
+        """Close idle connections."""
+        self._http.clear()
 
     def _send(
         self,
@@ -192,41 +258,50 @@ class Client:
         method: str,
         key: str,
         take: Take[T],
-        query: Mapping[str, str],
+        query: Mapping[str, Any],
         headers: Mapping[str, str],
         body: memoryview | None,
         deadline: float,
     ) -> T:
-        path = quote(f"/{self.bucket}/{key}" if key else f"/{self.bucket}", safe="/-_.~")
-        text = canonical_query(query)
-        signed = sign(
-            method,
-            path,
-            text,
-            {"host": self.endpoint, **headers},
-            self._settings,
-            datetime.now(UTC),
-        )
-        self.counters.add(kind, sent=0 if body is None else body.nbytes)
-        # Leaving the block by an error closes the connection, so nothing stale is read later.
-        with self.pool.connection() as connection:
-            try:
-                target = f"{path}?{text}" if text else path
-                answer = connection.request(method, target, signed, body, deadline)
-                self._date = (answer.headers.get("Date", ""), time.monotonic())
-                if answer.status < 300:
-                    return take(answer)
-                data = answer.read_whole(_ERROR_BYTES) or b""
-            except (OSError, http.client.HTTPException) as error:
-                if isinstance(error, StoreError):
-                    raise
-                broken = transient(error, sent=connection.has_sent)
-                raise broken or StoreMisconfigured(
-                    f"`MINIO_ENDPOINT` {self.endpoint!r} (bucket {self.bucket!r}) can not be "
-                    f"spoken to: {describe(error)}; a plain server needs `MINIO_SECURE=0`, an own "
-                    "certificate authority `SSL_CERT_FILE`"
-                ) from None
-        code = _tag(data, "Code") or answer.headers.get("x-minio-error-code", "")
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise Transient("TimeoutError", "no answer in time", sent=False)
+        if self._process != os.getpid():
+            # The parent of a fork goes on using the connections.
+            self._http, self._process = _pool(), os.getpid()
+        url, signed = self._signed(method, key, query, headers, body)
+        size = 0 if body is None else body.nbytes
+        self.counters.add(kind, sent=size)
+        answer: Answer | None = None
+        try:
+            answer = self._http.urlopen(
+                method,
+                url,
+                body=_slices(body) if body is not None and size else b"",
+                headers=signed,
+                preload_content=False,
+                redirect=False,
+                retries=False,
+                timeout=urllib3.Timeout(
+                    connect=min(CONNECT_SECONDS, left), read=min(self.read_seconds, left)
+                ),
+            )
+            self._seen_date = (answer.headers.get("Date", ""), time.monotonic())
+            if answer.status < 300:
+                return take(answer)
+            answer.read(cache_content=True)
+        except urllib3.exceptions.HTTPError as error:
+            raise transient(error) or StoreMisconfigured(
+                f"`MINIO_ENDPOINT` {self.endpoint!r} (bucket {self.bucket!r}) can not be spoken "
+                f"to: {describe(error)}; a plain server needs `MINIO_SECURE=0`, an own "
+                "certificate authority `SSL_CERT_FILE`"
+            ) from None
+        finally:
+            if answer is not None:
+                # One that was not read to its end must not be read by the next request.
+                answer.close()
+        code, message = error_of(answer)
+        code = code or answer.headers.get("x-minio-error-code", "")
         if passes(answer.status, code):
             raise Transient(
                 code or str(answer.status), code or f"HTTP {answer.status}", answered=True
@@ -237,7 +312,51 @@ class Client:
                 f"answers HTTP {answer.status} without an S3 error to a request for bucket "
                 f"{self.bucket!r}; correct the address, or `MINIO_SECURE` (0 without TLS)"
             )
-        raise Refused(answer.status, code, _tag(data, "Message"))
+        raise Refused(answer.status, code, message)
+
+    def _signed(
+        self,
+        method: str,
+        key: str,
+        query: Mapping[str, Any],
+        headers: Mapping[str, str],
+        body: memoryview | None,
+    ) -> tuple[str, dict[str, str]]:
+        """Return the address of a request and its headers."""
+        try:
+            keys = self._keys.retrieve()
+        except ValueError as error:
+            raise AccessRefused(
+                "`MINIO_ACCESS_KEY` and `MINIO_SECRET_KEY` must be set, or what AWS takes in their "
+                f"place must lead to keys, got: {str(error)[:200]}"
+            ) from None
+        url = self._base_url.build(
+            method=method,
+            region=self._settings.region,
+            bucket_name=self.bucket,
+            object_name=key or None,
+            query_params=dict(query),
+        )
+        now = utcnow()
+        fields: dict[str, Any] = {
+            **headers,
+            "Host": url.netloc,
+            "Content-Length": str(0 if body is None else body.nbytes),
+            "x-amz-content-sha256": _UNSIGNED,
+            "x-amz-date": to_amz_date(now),
+        }
+        if keys.session_token:
+            fields["x-amz-security-token"] = keys.session_token
+        signed: Any = sign_v4_s3(
+            method=method,
+            url=url,
+            region=self._settings.region,
+            headers=fields,
+            credentials=keys,
+            content_sha256=_UNSIGNED,
+            date=now,
+        )
+        return urlunsplit(url), signed
 
     def error(self, refused: Refused, key: str) -> StoreError:
         """Return our error for an answer: which thing is wrong and who must change it."""
@@ -251,10 +370,24 @@ class Client:
                 bucket=self.bucket,
                 endpoint=self.endpoint,
                 answer=refused.code or f"HTTP {refused.status}",
-                ours=datetime.now(UTC).strftime("%a, %d %b %Y %H:%M:%S GMT"),
-                theirs=self._date[0],
+                ours=utcnow().strftime("%a, %d %b %Y %H:%M:%S GMT"),
+                theirs=self._seen_date[0],
             )
         )
+
+
+def _pool() -> urllib3.PoolManager:
+    return urllib3.PoolManager(
+        maxsize=_MAX_IDLE,
+        cert_reqs=ssl.CERT_REQUIRED,
+        ca_certs=os.environ.get("SSL_CERT_FILE") or certifi.where(),
+    )
+
+
+def _slices(body: memoryview) -> Iterator[memoryview]:
+    """Yield a body in pieces, each of which must leave within the time of a read."""
+    for start in range(0, body.nbytes, _SLICE_BYTES):
+        yield body[start : start + _SLICE_BYTES]
 
 
 _MISSING = (ObjectMissing, "{place} must be an object, but there is none ({answer})")
@@ -314,87 +447,25 @@ _CODE_OF_STATUS = {
 
 def headers_of(answer: Answer) -> Mapping[str, str]:
     """Read an empty body away and return the headers."""
-    answer.read_whole(_ERROR_BYTES)
-    return dict(answer.headers.items())
+    answer.read()
+    return answer.headers
 
 
-def _document(answer: Answer) -> ElementTree.Element:
-    data = answer.read_whole(_PAGE_BYTES)
-    try:
-        root = ElementTree.fromstring(data or b"")
-    except ElementTree.ParseError:
-        raise Transient("ParseError", "the answer is no XML document") from None
-    for element in root.iter():
-        element.tag = element.tag.rpartition("}")[2]
-    failed = root if root.tag == "Error" else root.find("Error")
-    if failed is not None:
-        # Some answers begin with HTTP 200 before the server knows how they end.
-        code = failed.findtext("Code") or ""
+def whole(answer: Answer) -> Answer:
+    """Read a document to its end; some that begin with HTTP 200 turn out to be errors."""
+    answer.read(cache_content=True)
+    if b"<Error" in answer.data[:1000]:
+        code, message = error_of(answer)
         if passes(200, code):
             raise Transient(code, code, answered=True)
-        raise Refused(200, code, failed.findtext("Message") or "")
-    return root
+        raise Refused(200, code, message)
+    return answer
 
 
-def _tag(data: bytes, name: str) -> str:
-    """Return the first simple element of that name in an error document."""
-    element = re.search(rf"<{name}>([^<]*)</{name}>".encode(), data)
-    return element[1].decode("utf-8", "replace") if element else ""
-
-
-def canonical_query(query: Mapping[str, str]) -> str:
-    """Return a query string in the order and the escaping that are signed.
-
-    Example:
-        >>> canonical_query({"uploadId": "a/b", "partNumber": "2"})
-        'partNumber=2&uploadId=a%2Fb'
-    """
-    pairs = sorted((quote(name, safe="-_.~"), quote(v, safe="-_.~")) for name, v in query.items())
-    return "&".join(f"{name}={value}" for name, value in pairs)
-
-
-def sign(
-    method: str,
-    path: str,
-    query: str,
-    headers: Mapping[str, str],
-    settings: S3Settings,
-    at: datetime,
-) -> dict[str, str]:
-    """Return the headers of a request whose body is not hashed, signed.
-
-    Args:
-        method: GET, PUT, ...
-        path: escaped, from the first slash.
-        query: as `canonical_query` makes it.
-        headers: to be sent and signed; must hold `host`; names in lower case.
-        settings: keys and region.
-        at: time of signing.
-
-    Source: AWS Signature Version 4 of a single request.
-    """
-    moment = at.strftime("%Y%m%dT%H%M%SZ")
-    signed = {**headers, "x-amz-content-sha256": _UNSIGNED, "x-amz-date": moment}
-    if settings.session_token:
-        signed["x-amz-security-token"] = settings.session_token
-    names = sorted(signed)
-    lines = "".join(f"{name}:{' '.join(signed[name].split())}\n" for name in names)
-    request = "\n".join([method, path, query, lines, ";".join(names), _UNSIGNED])
-    scope = f"{moment[:8]}/{settings.region}/s3/aws4_request"
-    digest = hashlib.sha256(request.encode()).hexdigest()
-    text = "\n".join(["AWS4-HMAC-SHA256", moment, scope, digest])
-    key = _signing_key(settings.secret_key, moment[:8], settings.region)
-    signature = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
-    signed["authorization"] = (
-        f"AWS4-HMAC-SHA256 Credential={settings.access_key}/{scope}, "
-        f"SignedHeaders={';'.join(names)}, Signature={signature}"
-    )
-    return signed
-
-
-@functools.lru_cache(maxsize=16)
-def _signing_key(secret_key: str, day: str, region: str) -> bytes:
-    key = b"AWS4" + secret_key.encode()
-    for part in (day, region, "s3", "aws4_request"):
-        key = hmac.new(key, part.encode(), hashlib.sha256).digest()
-    return key
+def error_of(answer: Answer) -> tuple[str, str]:
+    """Return code and message of an error document; empty where there is none."""
+    try:
+        error = S3Error.fromxml(answer)
+    except (SyntaxError, ValueError):
+        return "", ""
+    return error.code or "", error.message or ""

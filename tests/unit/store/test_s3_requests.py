@@ -10,10 +10,23 @@ import time
 from datetime import UTC, datetime
 
 import pytest
+import urllib3
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    IncompleteRead,
+    NameResolutionError,
+    NewConnectionError,
+    ProtocolError,
+    ReadTimeoutError,
+    SSLError,
+)
 
-from planish.store import Counters, part_bytes
+from planish.store import Counters, part_bytes, s3_client
 from planish.store.retry import Transient, Tries, longest_wait, transient
-from planish.store.s3_client import S3Settings, canonical_query, sign
+from planish.store.s3 import read_settings
+from planish.store.s3_client import S3Settings
+
+POOL = urllib3.HTTPConnectionPool("127.0.0.1", 9000)
 
 
 def failing(times, result="done", *, sent=True):
@@ -84,49 +97,58 @@ def test_a_request_that_never_left_is_not_ambiguous():
 
 
 @pytest.mark.parametrize(
-    ("error", "passes"),
+    ("error", "passes", "is_sent"),
     [
-        (ConnectionRefusedError(111, "Connection refused"), True),
-        (ConnectionResetError(104, "reset"), True),
-        (BrokenPipeError(32, "pipe"), True),
-        (TimeoutError("timed out"), True),
-        (BlockingIOError(11, "again"), True),
-        (http.client.RemoteDisconnected("closed"), True),
-        (http.client.IncompleteRead(b"", 3), True),
-        (http.client.BadStatusLine("x"), True),
-        (socket.gaierror(socket.EAI_AGAIN, "later"), True),
-        (socket.gaierror(socket.EAI_NONAME, "no such name"), True),
-        (ssl.SSLCertVerificationError("no"), False),
-        (ssl.SSLEOFError(8, "eof"), True),
-        (ValueError("ours"), False),
+        (NewConnectionError(POOL, "refused"), True, False),
+        (ConnectTimeoutError(POOL, "late"), True, False),
+        (NameResolutionError("nowhere", POOL, socket.gaierror(-2, "no such name")), True, False),
+        (ProtocolError("aborted", ConnectionResetError(104, "reset")), True, True),
+        (ProtocolError("aborted", http.client.RemoteDisconnected("closed")), True, True),
+        (IncompleteRead(1, 3), True, True),
+        (ReadTimeoutError(POOL, "/", "late"), True, True),
+        (SSLError(ssl.SSLCertVerificationError("no")), False, True),
+        (SSLError(ssl.SSLEOFError(8, "eof")), True, True),
     ],
 )
-def test_what_passes_is_told_from_what_does_not(error, passes):
-    assert (transient(error, sent=False) is not None) == passes
-    if isinstance(error, ssl.SSLError):
-        assert transient(error, sent=True) is not None
+def test_what_passes_is_told_from_what_does_not(error, passes, is_sent):
+    found = transient(error)
+    assert (found is not None) == passes
+    assert found is None or found.sent == is_sent
 
 
-def test_the_signature_is_that_of_the_published_algorithm():
-    # The expected value was made by the signing functions of the SDK.
-    headers = sign(
-        "PUT",
-        "/bucket/a%20b",
-        canonical_query({"partNumber": "1", "uploadId": "x/y"}),
-        {"host": "127.0.0.1:9000", "if-none-match": "*"},
-        S3Settings("127.0.0.1:9000", "AKID", "SECRET", secure=False, region="us-east-1"),
-        datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+def test_a_signature_covers_every_header_and_no_body(monkeypatch):
+    # The expected value was made by an implementation of the published algorithm.
+    moment = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    monkeypatch.setattr(s3_client, "utcnow", lambda: moment)
+    settings = S3Settings("127.0.0.1:9000", "AKID", "SECRET", secure=False, region="us-east-1")
+    client = s3_client.Client(settings, "bucket", timeout_s=1.0)
+    url, headers = client._signed(
+        "PUT", "a b", {"partNumber": "1", "uploadId": "x/y"}, {"if-none-match": "*"}, None
     )
+    assert url == "http://127.0.0.1:9000/bucket/a%20b?partNumber=1&uploadId=x%2Fy"
     assert headers["x-amz-date"] == "20260102T030405Z"
     assert headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
-    assert headers["authorization"].startswith(
+    assert headers["Authorization"].startswith(
         "AWS4-HMAC-SHA256 Credential=AKID/20260102/us-east-1/s3/aws4_request, "
-        "SignedHeaders=host;if-none-match;x-amz-content-sha256;x-amz-date, Signature="
+        "SignedHeaders=content-length;host;if-none-match;x-amz-content-sha256;x-amz-date, "
     )
-    assert (
-        headers["authorization"][-64:]
-        == "30eeed791585a090296501e8fe0afd919c47218c3c5d5375e53a56e0d7507b40"
-    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "keys"),
+    [
+        ({"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "s"}, ("id", "s")),
+        ({"MINIO_ACCESS_KEY": "mine", "MINIO_SECRET_KEY": "own"}, ("mine", "own")),
+    ],
+)
+def test_keys_are_our_own_or_those_of_aws(monkeypatch, variables, keys):
+    for name in ("MINIO_ACCESS_KEY", "MINIO_SECRET_KEY", "AWS_ACCESS_KEY_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MINIO_ENDPOINT", "127.0.0.1:9000")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = read_settings().provider().retrieve()
+    assert (found.access_key, found.secret_key) == keys
 
 
 def test_part_sizes_keep_the_number_of_parts_below_nine_thousand():
