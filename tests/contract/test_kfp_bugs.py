@@ -15,6 +15,8 @@ import pytest
 import yaml
 from kfp import compiler, dsl, local
 
+from pipelines.local import output_restored
+
 OPTIONS = {"base_image": "python:3.11", "packages_to_install": [], "install_kfp_package": False}
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -48,7 +50,8 @@ def compiled(pipeline, tmp_path):
 
 
 def run_local(pipeline, tmp_path, **arguments):
-    with warnings.catch_warnings():
+    # Tasks that run side by side leave kfp's `print` behind, which indents every line.
+    with output_restored(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         local.init(
             local.SubprocessRunner(use_venv=False),
@@ -172,7 +175,8 @@ def test_b10_a_workspace_root_is_deleted_with_everything_in_it(tmp_path):
         pipeline_root=str(tmp_path / "root"),
         workspace_root=str(workspace),
     )
-    pipeline()
+    with output_restored():
+        pipeline()
     assert not (workspace / "mine").exists()
 
 
