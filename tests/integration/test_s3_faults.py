@@ -82,6 +82,36 @@ def test_three_transient_failures_are_survived_by_every_operation(through, s3_ro
         assert proxy.connections == 4
 
 
+def ok_answer(body):
+    """A whole HTTP answer of status 200."""
+    head = "HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "<DeleteResult><Error><Key>x</Key><Code>SlowDown</Code></Error></DeleteResult>",
+        "<Error><Code>InternalError</Code></Error>",
+        "<html>a page of a proxy",
+    ],
+)
+def test_an_answer_that_turns_out_to_be_an_error_is_asked_for_again(through, s3_root, body):
+    uri = f"{s3_root}/x"
+    store.write(uri, b"data")
+    proxy = through(first(ok_answer(body), 2))
+    store.delete(uri)
+    assert proxy.connections == 3
+    assert store.list_uris(s3_root) == []
+
+
+def test_a_key_that_can_not_be_deleted_is_an_error(through, s3_root):
+    body = "<DeleteResult><Error><Key>x</Key><Code>AccessDenied</Code></Error></DeleteResult>"
+    through(lambda _: ok_answer(body))
+    with pytest.raises(AccessRefused, match="give the user a policy"):
+        store.delete(f"{s3_root}/x")
+
+
 def test_an_upload_that_the_server_timed_out_is_sent_again(through, s3_root):
     proxy = through(first(http_answer("400 Bad Request", "RequestTimeout"), 2))
     store.write(f"{s3_root}/x", b"data")

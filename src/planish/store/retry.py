@@ -6,7 +6,6 @@ hold is no failure here.
 
 from __future__ import annotations
 
-import builtins
 import logging
 import random
 import socket
@@ -21,8 +20,8 @@ from urllib3.exceptions import (
     HTTPError,
     NewConnectionError,
     SSLError,
-    TimeoutError,
 )
+from urllib3.exceptions import TimeoutError as LateError
 
 from planish.base import telemetry
 from planish.store.base import Counters
@@ -148,13 +147,12 @@ def describe(error: HTTPError) -> str:
         return (
             f"no trusted TLS connection ({getattr(reason, 'reason', '') or type(reason).__name__})"
         )
-    is_late = isinstance(reason, builtins.TimeoutError)
-    if isinstance(reason, OSError) and reason.strerror and not is_late:
+    if isinstance(reason, TimeoutError):
+        return "no answer in time"
+    # Before the question for urllib3's own: it counts a refused connection among those.
+    if isinstance(reason, OSError) and reason.strerror:
         return reason.strerror.lower()
-    # urllib3 counts a refused connection among those that came too late.
-    return (
-        "no answer in time" if is_late or isinstance(error, TimeoutError) else type(reason).__name__
-    )
+    return "no answer in time" if isinstance(error, LateError) else type(reason).__name__
 
 
 def _reason(error: HTTPError) -> BaseException:

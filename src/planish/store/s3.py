@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from itertools import islice
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -53,6 +52,7 @@ from planish.store.base import (
 from planish.store.retry import RETRY_SECONDS, Transient
 from planish.store.s3_client import (
     READ_SECONDS,
+    SLICE_BYTES,
     Answer,
     Client,
     Refused,
@@ -63,8 +63,6 @@ from planish.store.s3_client import (
 )
 
 _LONGEST_RETRY_SECONDS = 86_400
-_DELETE_KEYS = 1000
-_SLICE_BYTES = 1 << 20
 _HAS_CRC32C = google_crc32c.implementation == "c"
 
 
@@ -148,7 +146,6 @@ class S3Store:
                 "the bucket"
             ) from None
         self._client = Client(settings, bucket, timeout_s=timeout_s, read_seconds=read_seconds)
-        self._bucket = bucket
         self.counters: Counters = self._client.counters
 
     def uri(self, key: str) -> str:
@@ -184,17 +181,19 @@ class S3Store:
         """Begin an object in parts."""
         headers: dict[str, Any] = {"x-amz-checksum-algorithm": "CRC32C"} if _HAS_CRC32C else {}
         with self._client.tries() as tries:
-            upload_id = self._client._create_multipart_upload(self._bucket, check_key(key), headers)
+            upload_id = self._client._create_multipart_upload(
+                self._client.bucket, check_key(key), headers
+            )
         return S3Multipart(self, self._client, key, upload_id, size, begun_twice=tries.is_ambiguous)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Drop an upload."""
         with contextlib.suppress(ObjectMissing):
-            self._client._abort_multipart_upload(self._bucket, check_key(key), upload_id)
+            self._client._abort_multipart_upload(self._client.bucket, check_key(key), upload_id)
 
     def open_uploads(self, key: str) -> list[Upload]:
         """Return the uploads of a key; MinIO lists them by exact key only."""
-        found = self._client._list_multipart_uploads(self._bucket, prefix=check_key(key))
+        found = self._client._list_multipart_uploads(self._client.bucket, prefix=check_key(key))
         return [
             Upload(item.upload_id or "", _moment(item.initiated_time))
             for item in found.uploads
@@ -240,7 +239,7 @@ class S3Store:
         except Refused as refused:
             if not refused.code:
                 # The answer has no body, and not every server names its code in a header.
-                next(self._client.list_objects(self._bucket, prefix=key), None)
+                next(self._client.list_objects(self._client.bucket, prefix=key), None)
             raise self._client.error(refused, key) from None
         modified = parsedate_to_datetime(headers["Last-Modified"]).timestamp()
         return Stat(key, int(headers["Content-Length"]), headers.get("ETag", ""), modified)
@@ -248,7 +247,7 @@ class S3Store:
     def list(self, folder: str) -> Iterator[Stat]:
         """Yield every object below a folder."""
         for item in self._client.list_objects(
-            self._bucket, prefix=key_prefix(folder), recursive=True
+            self._client.bucket, prefix=key_prefix(folder), recursive=True
         ):
             if not item.is_dir:
                 yield _stat(item)
@@ -257,7 +256,7 @@ class S3Store:
         """Return the direct content of a folder."""
         direct = Folder([], [])
         prefix = key_prefix(folder)
-        for item in self._client.list_objects(self._bucket, prefix=prefix):
+        for item in self._client.list_objects(self._client.bucket, prefix=prefix):
             if not item.is_dir:
                 direct.objects.append(_stat(item))
             elif item.object_name != prefix:
@@ -267,12 +266,9 @@ class S3Store:
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects, up to 1,000 per request."""
-        waiting = iter(keys)
-        while batch := list(islice(waiting, _DELETE_KEYS)):
-            named = [DeleteObject(check_key(key)) for key in batch]
-            for fault in self._client.remove_objects(self._bucket, named):
-                refused = Refused(200, fault.code, fault.message or "")
-                raise self._client.error(refused, fault.name or "")
+        named = (DeleteObject(check_key(key)) for key in keys)
+        for _ in self._client.remove_objects(self._client.bucket, named):
+            pass  # a key that can not be removed has failed its request
 
     def tidy(self, folder: str) -> None:
         """A bucket has no folders."""
@@ -370,8 +366,8 @@ class S3Multipart:
             present = self._store.head(self.key).etag
         except (ObjectMissing, ValueError):
             return ""
-        whole = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
-        return present if present.strip('"') == f"{whole}-{len(digests)}" else ""
+        joined = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
+        return present if present.strip('"') == f"{joined}-{len(digests)}" else ""
 
 
 class _Download:
@@ -439,13 +435,13 @@ class _Download:
         end = self.done + min(length, self.target.nbytes - self.done)
         mark, began = self.done, time.monotonic()
         while self.done < end:
-            block = answer.read1(min(_SLICE_BYTES, end - self.done), decode_content=False)
+            block = answer.read1(min(SLICE_BYTES, end - self.done), decode_content=False)
             if not block:
                 raise Transient("IncompleteRead", "the answer ended early")
             self.target[self.done : self.done + len(block)] = block
             self.done += len(block)
             self._client.counters.received(len(block))
-            if self.done >= mark + _SLICE_BYTES:
+            if self.done >= mark + SLICE_BYTES:
                 mark, began = self.done, time.monotonic()
             elif time.monotonic() - began > self._client.read_seconds:
                 # It trickles: another connection may do better.

@@ -29,9 +29,11 @@ from minio.credentials.providers import (
     Provider,
     StaticProvider,
 )
+from minio.deleteobjects import DeleteError, DeleteResult
 from minio.error import S3Error
 from minio.signer import sign_v4_s3
 from minio.time import to_amz_date, utcnow
+from minio.xml import unmarshal
 
 from planish.base.errors import (
     AccessRefused,
@@ -59,7 +61,10 @@ Take = Callable[[Answer], T]
 CONNECT_SECONDS = 5.0
 READ_SECONDS = 60.0
 """The longest wait for the head of an answer, and for each piece of a body in either direction."""
-_SLICE_BYTES = 1 << 20
+SLICE_BYTES = 1 << 20
+"""Of a body, for each of which `READ_SECONDS` count."""
+_HEAD_BYTES = 1000
+"""Of a document, in which its first element stands."""
 _MAX_IDLE = 64
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 """A body is guarded by a checksum of its own; hashing it here would cost more than sending it."""
@@ -270,14 +275,13 @@ class Client(Minio):
             # The parent of a fork goes on using the connections.
             self._http, self._process = _pool(), os.getpid()
         url, signed = self._signed(method, key, query, headers, body)
-        size = 0 if body is None else body.nbytes
-        self.counters.add(kind, sent=size)
+        self.counters.add(kind, sent=0 if body is None else body.nbytes)
         answer: Answer | None = None
         try:
             answer = self._http.urlopen(
                 method,
                 url,
-                body=_slices(body) if body is not None and size else b"",
+                body=None if body is None else _slices(body),
                 headers=signed,
                 preload_content=False,
                 redirect=False,
@@ -341,10 +345,11 @@ class Client(Minio):
         fields: dict[str, Any] = {
             **headers,
             "Host": url.netloc,
-            "Content-Length": str(0 if body is None else body.nbytes),
             "x-amz-content-sha256": _UNSIGNED,
             "x-amz-date": to_amz_date(now),
         }
+        if body is not None:
+            fields["Content-Length"] = str(body.nbytes)
         if keys.session_token:
             fields["x-amz-security-token"] = keys.session_token
         signed: Any = sign_v4_s3(
@@ -386,8 +391,8 @@ def _pool() -> urllib3.PoolManager:
 
 def _slices(body: memoryview) -> Iterator[memoryview]:
     """Yield a body in pieces, each of which must leave within the time of a read."""
-    for start in range(0, body.nbytes, _SLICE_BYTES):
-        yield body[start : start + _SLICE_BYTES]
+    for start in range(0, body.nbytes, SLICE_BYTES):
+        yield body[start : start + SLICE_BYTES]
 
 
 _MISSING = (ObjectMissing, "{place} must be an object, but there is none ({answer})")
@@ -454,10 +459,13 @@ def headers_of(answer: Answer) -> Mapping[str, str]:
 def whole(answer: Answer) -> Answer:
     """Read a document to its end; some that begin with HTTP 200 turn out to be errors."""
     answer.read(cache_content=True)
-    if b"<Error" in answer.data[:1000]:
-        code, message = error_of(answer)
-        if passes(200, code):
-            raise Transient(code, code, answered=True)
+    try:
+        code, message = _error_in(answer) if answer.data else ("", "")
+    except (SyntaxError, ValueError):
+        raise Transient("ParseError", "the answer is no XML document") from None
+    if passes(200, code):
+        raise Transient(code, code, answered=True)
+    if code:
         raise Refused(200, code, message)
     return answer
 
@@ -465,7 +473,19 @@ def whole(answer: Answer) -> Answer:
 def error_of(answer: Answer) -> tuple[str, str]:
     """Return code and message of an error document; empty where there is none."""
     try:
-        error = S3Error.fromxml(answer)
+        return _error_in(answer)
     except (SyntaxError, ValueError):
         return "", ""
-    return error.code or "", error.message or ""
+
+
+def _error_in(answer: Answer) -> tuple[str, str]:
+    """Return code and message of a document, or of the first key that it could not delete.
+
+    Raises:
+        SyntaxError, ValueError: it is no document.
+    """
+    found: S3Error | DeleteError = S3Error.fromxml(answer)
+    if b"<DeleteResult" in answer.data[:_HEAD_BYTES]:
+        faults = unmarshal(DeleteResult, answer.data.decode()).error_list
+        found = faults[0] if faults else found
+    return found.code or "", found.message or ""

@@ -103,7 +103,10 @@ def test_a_request_that_never_left_is_not_ambiguous():
         (ConnectTimeoutError(POOL, "late"), True, False),
         (NameResolutionError("nowhere", POOL, socket.gaierror(-2, "no such name")), True, False),
         (ProtocolError("aborted", ConnectionResetError(104, "reset")), True, True),
+        (NameResolutionError("nowhere", POOL, socket.gaierror(-3, "later")), True, False),
+        (ProtocolError("aborted", BrokenPipeError(32, "pipe")), True, True),
         (ProtocolError("aborted", http.client.RemoteDisconnected("closed")), True, True),
+        (ProtocolError("aborted", http.client.BadStatusLine("x")), True, True),
         (IncompleteRead(1, 3), True, True),
         (ReadTimeoutError(POOL, "/", "late"), True, True),
         (SSLError(ssl.SSLCertVerificationError("no")), False, True),
@@ -117,7 +120,7 @@ def test_what_passes_is_told_from_what_does_not(error, passes, is_sent):
 
 
 def test_a_signature_covers_every_header_and_no_body(monkeypatch):
-    # The expected value was made by an implementation of the published algorithm.
+    # The expected value is that of another implementation of the published algorithm.
     moment = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     monkeypatch.setattr(s3_client, "utcnow", lambda: moment)
     settings = S3Settings("127.0.0.1:9000", "AKID", "SECRET", secure=False, region="us-east-1")
@@ -130,7 +133,11 @@ def test_a_signature_covers_every_header_and_no_body(monkeypatch):
     assert headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
     assert headers["Authorization"].startswith(
         "AWS4-HMAC-SHA256 Credential=AKID/20260102/us-east-1/s3/aws4_request, "
-        "SignedHeaders=content-length;host;if-none-match;x-amz-content-sha256;x-amz-date, "
+        "SignedHeaders=host;if-none-match;x-amz-content-sha256;x-amz-date, Signature="
+    )
+    assert (
+        headers["Authorization"][-64:]
+        == "30eeed791585a090296501e8fe0afd919c47218c3c5d5375e53a56e0d7507b40"
     )
 
 
