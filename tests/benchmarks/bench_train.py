@@ -34,6 +34,7 @@ from planish.stages.train.config import TrainConfig
 from planish.stages.train.model_trainer import set_up_torch
 from planish.stages.train.trainer import TRAINERS, open_trainer
 from tests.benchmarks.facts import write_result
+from tests.unit.algorithms.batches import random_batch
 
 ROLLOUTS = 64
 MINIBATCHES = 8
@@ -54,31 +55,7 @@ def make_batch(shape: str, seed: int) -> TrainBatch:
     rows = ROLLOUTS * MINIBATCHES
     prompts = rng.integers(8, 13, rows)
     responses = np.clip(rng.lognormal(np.log(median), sigma, rows).astype(int), 1, cap)
-    ends = prompts + responses
-    column = np.arange(ends.max())
-    real = column < ends[:, None]
-    trained = real & (column >= prompts[:, None])
-    zeros = torch.zeros(real.shape)
-    old = torch.from_numpy(np.where(trained, -1.5, 0).astype(np.float32))
-    return TrainBatch(
-        input_ids=torch.from_numpy(np.where(real, rng.integers(4, 50, real.shape), 0)),
-        position_ids=torch.from_numpy(np.tile(column, (rows, 1))),
-        attention_mask=torch.from_numpy(real),
-        policy_mask=torch.from_numpy(trained),
-        value_mask=torch.from_numpy(trained),
-        positive_mask=torch.zeros(real.shape, dtype=torch.bool),
-        rollout_logprobs=old,
-        old_logprobs=old,
-        reference_logprobs=zeros,
-        values=zeros,
-        advantages=zeros,
-        returns=zeros,
-        reward=torch.from_numpy(rng.choice([-1.0, 1.0], rows).astype(np.float32)),
-        accuracy=torch.zeros(rows),
-        group_index=torch.arange(rows, dtype=torch.int32) // 8,
-        is_truncated=torch.zeros(rows, dtype=torch.bool),
-        is_finished=torch.ones(rows, dtype=torch.bool),
-    )
+    return random_batch(rng, prompts, responses, vocabulary=50, logprob=-1.5)
 
 
 class Ours:

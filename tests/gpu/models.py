@@ -11,6 +11,7 @@ import torch
 from planish.algorithms.base import TrainBatch
 from planish.models.policy import Policy, save_policy
 from planish.models.tokens import character_tokenizer
+from tests.unit.algorithms.batches import random_batch
 
 DEVICE = torch.device("cuda")
 
@@ -64,37 +65,13 @@ def save_random(folder: Path, size: Size) -> str:
     return save_policy(place, policy, version=0, parents={}, attributes={}).pin()
 
 
-def random_batch(
-    rows: int, *, prompt: int, longest: int, vocabulary: int, seed: int = 0
-) -> TrainBatch:
+def uneven_batch(rows: int, *, prompt: int, longest: int, vocabulary: int) -> TrainBatch:
     """Rollouts with prompts of one length and log-normal responses, the first one the longest."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     responses = rng.lognormal(np.log(0.4 * longest), 0.7, rows).astype(int).clip(8, longest)
     responses[0] = longest
-    column = np.arange(prompt + longest)
-    real = column < prompt + responses[:, None]
-    trained = real & (column >= prompt)
-    old = np.where(trained, -np.log(vocabulary), 0).astype(np.float32)
-    zeros = torch.zeros(real.shape)
-    return TrainBatch(
-        input_ids=torch.from_numpy(np.where(real, rng.integers(4, vocabulary, real.shape), 0)),
-        position_ids=torch.from_numpy(np.tile(column, (rows, 1))),
-        attention_mask=torch.from_numpy(real),
-        policy_mask=torch.from_numpy(trained),
-        value_mask=torch.from_numpy(trained),
-        positive_mask=torch.zeros(real.shape, dtype=torch.bool),
-        rollout_logprobs=torch.from_numpy(old),
-        old_logprobs=torch.from_numpy(old),
-        reference_logprobs=zeros,
-        values=zeros,
-        advantages=zeros,
-        returns=zeros,
-        reward=torch.from_numpy(rng.choice([-1.0, 1.0], rows).astype(np.float32)),
-        accuracy=torch.zeros(rows),
-        group_index=torch.arange(rows, dtype=torch.int32) // 8,
-        is_truncated=torch.zeros(rows, dtype=torch.bool),
-        is_finished=torch.ones(rows, dtype=torch.bool),
-    )
+    logprob = -np.log(vocabulary)
+    return random_batch(rng, prompt, responses, vocabulary=vocabulary, logprob=logprob)
 
 
 def peak_bytes() -> int:

@@ -23,8 +23,8 @@ from tests.gpu.models import (
     ONE_AND_A_HALF,
     PEAK_FLOPS,
     peak_bytes,
-    random_batch,
     save_random,
+    uneven_batch,
 )
 
 ROWS, PROMPT, LONGEST = 64, 256, 3840
@@ -107,7 +107,7 @@ def test_a_step_takes_the_memory_that_is_planned(size, checkpointing, has_peer, 
     config = resolve_config(merge(load_preset("dapo-tiny"), overrides=overrides))
     settings = parse_section(TrainConfig, config["train"], section="train")
     algorithm = build_algorithm({"name": "dapo"})
-    batch = random_batch(ROWS, prompt=PROMPT, longest=LONGEST, vocabulary=size.vocabulary)
+    batch = uneven_batch(ROWS, prompt=PROMPT, longest=LONGEST, vocabulary=size.vocabulary)
     batch = algorithm.advantages(batch)
     counts = algorithm.counts(batch)
     pin = save_random(tmp_path, size)

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from planish.algorithms import build_algorithm
-from planish.algorithms.base import Denominators
 from planish.base.parallel import Grid
 from planish.models.adapters import Adapters
 from planish.models.packing import attend, pack_rows
 from planish.stages.train.batching import train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.trainer import open_trainer
-from tests.gpu.models import DEVICE, HALF, random_batch, save_random
+from tests.gpu.models import DEVICE, HALF, save_random, uneven_batch
+from tests.unit.algorithms.batches import value_step, whole_step
 from tests.unit.stages.train.runs import (
     TINY,
     TINY_CRITIC,
@@ -32,6 +32,13 @@ def tiny(request, tmp_path_factory):
     return start_run(f"file://{folder}/root", **SIZES[request.param])
 
 
+@pytest.fixture(params=["fsdp2", "megatron"])
+def trainer(request):
+    if request.param == "megatron":
+        pytest.importorskip("megatron.core")
+    return request.param
+
+
 def batch_of(tiny, algorithm):
     rollouts = random_rollouts(tiny.policy, 5)
     batch = train_batch(rollouts, rewards_for(rollouts, 6))
@@ -46,10 +53,8 @@ def trainer_of(tiny, device, *, critic=None, adapters=None, **changes):
 
 
 def one_step(trainer, batch, algorithm):
-    counts = algorithm.counts(batch)
-
     def loss(logprobs, entropy, micro):
-        return algorithm.loss(logprobs, entropy, micro, Denominators(counts, counts, 1))
+        return algorithm.loss(logprobs, entropy, micro, whole_step(algorithm, batch))
 
     return trainer.step(batch, loss, learning_rate=5e-4)
 
@@ -64,11 +69,8 @@ def first_moments(trainer):
     }
 
 
-@pytest.mark.parametrize("trainer", ["fsdp2", "megatron"])
 @pytest.mark.parametrize("packing", [True, False])
 def test_float32_is_that_of_the_cpu(tiny, trainer, packing):
-    if trainer == "megatron":
-        pytest.importorskip("megatron.core")
     algorithm = build_algorithm({"name": "dapo"})
     batch = batch_of(tiny, algorithm)
     ours = trainer_of(tiny, DEVICE, trainer=trainer, packing=packing)
@@ -84,11 +86,8 @@ def test_float32_is_that_of_the_cpu(tiny, trainer, packing):
     ours.close()
 
 
-@pytest.mark.parametrize("trainer", ["fsdp2", "megatron"])
 @pytest.mark.parametrize("packing", [True, False])
 def test_bfloat16_is_near_float32(tiny, trainer, packing):
-    if trainer == "megatron":
-        pytest.importorskip("megatron.core")
     algorithm = build_algorithm({"name": "dapo"})
     batch = batch_of(tiny, algorithm)
     mask = batch.policy_mask
@@ -119,7 +118,7 @@ def test_bfloat16_twice_gives_equal_bits(tiny, changes):
 def test_equal_bits_of_half_a_billion(tmp_path):
     """Long rows over many blocks of the device, whose sums come in another order each time."""
     pin = save_random(tmp_path, HALF)
-    batch = random_batch(16, prompt=64, longest=960, vocabulary=HALF.vocabulary)
+    batch = uneven_batch(16, prompt=64, longest=960, vocabulary=HALF.vocabulary)
     algorithm = build_algorithm({"name": "dapo"})
     batch = algorithm.advantages(batch)
     config = TrainConfig(compute_dtype="bfloat16", tokens_per_microbatch=8192, learning_rate=1e-5)
@@ -142,10 +141,9 @@ def test_a_critic_learns(tiny):
     values = ours.values(batch)
     assert (values - wanted.values(batch)).abs().max() < 1e-4
     ready = algorithm.advantages(batch.updated(values=values))
-    counts = algorithm.counts(ready)
 
     def loss(values, micro):
-        return algorithm.value_loss(values, micro, Denominators(counts, counts, 1))
+        return algorithm.value_loss(values, micro, value_step(algorithm, ready))
 
     seen, right = (t.value_step(ready, loss, learning_rate=1e-3) for t in (ours, wanted))
     assert seen == pytest.approx(right, rel=1e-3, abs=1e-5)

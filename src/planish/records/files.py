@@ -132,7 +132,7 @@ def fetch_files(
     folder = store.local_path(uri)
     wanted = [s for s in manifest.shards if not (without and s.name.endswith(without))]
     if folder is None:
-        return _fetch(uri, manifest, wanted)
+        return _fetch(uri, manifest, wanted, cache_folder() / f"{manifest.sha256}{without}")
     _verify(folder, manifest, uri, wanted)
     return folder
 
@@ -204,10 +204,8 @@ def _read_files(uri: str, wanted: Sequence[Shard], folder: Path) -> dict[str, st
         return dict(zip(names, pool.map(read, names), strict=True))
 
 
-def _fetch(uri: str, manifest: Manifest, wanted: Sequence[Shard]) -> Path:
-    cache = cache_folder()
-    is_whole = len(wanted) == len(manifest.shards)
-    target = cache / (manifest.sha256 if is_whole else f"{manifest.sha256}-{len(wanted)}")
+def _fetch(uri: str, manifest: Manifest, wanted: Sequence[Shard], target: Path) -> Path:
+    cache = target.parent
     is_damaged = False
     while True:
         if target.is_dir() and not is_damaged:

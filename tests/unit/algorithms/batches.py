@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from planish.algorithms.base import Denominators, TrainBatch
@@ -40,6 +41,28 @@ def make_batch(mask, *, old=None, rollout=None, advantages=None, reward=None, gr
         group_index=torch.zeros(rows, dtype=torch.int32) if group is None else torch.tensor(group),
         is_truncated=torch.as_tensor(more.get("truncated", [False] * rows)),
         is_finished=torch.as_tensor(more.get("finished", [True] * rows)),
+    )
+
+
+def random_batch(rng, prompts, responses, *, vocabulary, logprob):
+    """Rollouts of these lengths in groups of eight, right and wrong ones, whose tokens are random.
+
+    `logprob` is that of every response token.
+    """
+    ends = prompts + responses
+    column = np.arange(ends.max())
+    real = column < ends[:, None]
+    trained = real & (column >= np.reshape(prompts, (-1, 1)))
+    ids = np.where(real, rng.integers(4, vocabulary, real.shape), 0)
+    reward = rng.choice([-1.0, 1.0], len(ends))
+    batch = make_batch(
+        trained, old=np.where(trained, logprob, 0), reward=reward, accuracy=np.zeros(len(ends))
+    )
+    return batch.updated(
+        input_ids=torch.from_numpy(ids),
+        position_ids=torch.from_numpy(np.tile(column, (len(ends), 1))),
+        attention_mask=torch.from_numpy(real),
+        group_index=torch.arange(len(ends), dtype=torch.int32) // 8,
     )
 
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+ROW_STEP = 64
+"""Rows are as wide as a multiple of so many tokens."""
+
 
 @dataclass
 class _Layer:
@@ -40,7 +43,7 @@ class KeyValueCache:
         """Make every row at least `width` tokens wide; return whether the storage moved."""
         if width <= self.width:
             return False
-        self.width = -(-max(width, 2 * self.width if self._layers else 0) // 64) * 64
+        self.width = -(-max(width, 2 * self.width if self._layers else 0) // ROW_STEP) * ROW_STEP
         for index, old in list(self._layers.items()):
             new = self._new_layer(old.keys.shape[1], old.keys, old.values)
             new.keys[:, :, : old.keys.shape[2]] = old.keys

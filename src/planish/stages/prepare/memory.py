@@ -33,7 +33,7 @@ DRAWN_LOGIT_BYTES = 32
 """Of each logit from which the engine `transformers` draws: of the model, in float32, as
 log-probabilities, as probabilities, and twice in float64 while these are summed."""
 CACHE_STEP = 64
-"""Its rows are as wide as a multiple of so many tokens."""
+"""Its rows are as wide as a multiple of so many tokens: `ROW_STEP` of its `kv_cache`."""
 BATCH_TOKENS = 8192
 """Tokens of one forward pass of vLLM where `engine.batch_tokens` leaves it open."""
 SAMPLER_BYTES = 24

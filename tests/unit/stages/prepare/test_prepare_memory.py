@@ -14,6 +14,7 @@ from planish.algorithms.base import LossOutput
 from planish.base.config import load_preset, merge, parse_section, resolve_config
 from planish.base.errors import ConfigError
 from planish.base.parallel import SINGLE, Grid
+from planish.engines.transformers.kv_cache import ROW_STEP
 from planish.models.config import ModelConfig
 from planish.models.logprobs import TOKENS_PER_CHUNK
 from planish.models.policy import Policy, build_policy
@@ -174,6 +175,10 @@ class Live(TorchDispatchMode):
 
 def test_the_chunk_of_logits_is_that_of_the_trainer():
     assert memory.LOGIT_CHUNK == TOKENS_PER_CHUNK
+
+
+def test_rows_of_the_cache_are_as_wide_as_the_engine_makes_them():
+    assert memory.CACHE_STEP == ROW_STEP
 
 
 @pytest.mark.slow
