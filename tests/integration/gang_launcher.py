@@ -25,7 +25,7 @@ def connect(server: str, certificate: str, token: str, pod: str, **options: Any)
     settings = client.Configuration(host=server)
     settings.ssl_ca_cert, settings.retries = certificate, False
     settings.api_key["authorization"] = f"Bearer {token}"
-    return GangCluster(client.ApiClient(settings), "planish", pod, **options)
+    return GangCluster(settings, "planish", pod, **options)
 
 
 def main(path: Path) -> int:

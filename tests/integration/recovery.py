@@ -152,7 +152,7 @@ class Site:
             "certificate": str(self.plane.folder / "certificates" / "apiserver.crt"),
             "token": token.strip(),
         }
-        self.api = KubernetesApi(connect(**self.access, pod="")._core.api_client, "planish")
+        self.api = KubernetesApi(connect(**self.access, pod="").client.configuration, "planish")
         stack.enter_context(running_scheduler(self.plane))
         self.machines = [f"machine-{number}" for number in range(MACHINES)]
         self.nodes = {

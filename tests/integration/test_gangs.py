@@ -29,10 +29,11 @@ from planish.records.io import read_manifest
 from planish.run.gang.cluster import PERMISSIONS, TRAINER_PERMISSIONS
 from planish.run.gang.launch import run_gang
 from planish.run.gang.manifests import GANG_LABEL, Gang, GangPods, job_manifest
+from planish.run.kube import Kube
 from planish.stages.prepare.cluster import KubernetesApi, Permission
 from planish.stages.train.ranks.job import TrainJob
 from planish.stages.train.stage import launch, train
-from planish.submit.cleanup import KubernetesJanitor
+from planish.submit.cleanup import delete_labelled
 from tests.images.containers import Here
 from tests.images.node import Node
 from tests.integration.gang_launcher import connect
@@ -98,7 +99,7 @@ class Site:
 
     def cluster(self, pod, **options):
         cluster = connect(**self.access, pod=pod, **options)
-        self.clients.append(cluster._core.api_client)
+        self.clients.append(cluster.client)
         return cluster
 
     def close(self):
@@ -236,7 +237,7 @@ def run_in_thread(cluster, gang):
 
 
 def test_the_role_that_ships_allows_every_request_and_no_more(site):
-    api = KubernetesApi(site.cluster("none")._core.api_client, "planish")
+    api = KubernetesApi(site.cluster("none").client.configuration, "planish")
     asked = [Permission(*each) for each in {*PERMISSIONS, *TRAINER_PERMISSIONS}]
     assert [each.describe() for each in asked if not api.allowed(each, namespaced=True)] == []
     for other in (("batch", "jobs", "list"), ("", "pods", "delete"), ("", "services", "delete")):
@@ -585,8 +586,8 @@ def test_the_cleanup_of_a_run_deletes_its_gangs_of_both_kinds(trained):
         cluster.create_job(job_manifest(gang, cluster.own_pod()))
     admin = new_client_from_config(str(trained.plane.kubeconfig))
     trained.clients.append(admin)
-    janitor = KubernetesJanitor(admin, "planish")
-    assert janitor.delete_labelled("pipeline/runid=other,planish/stage") == []
-    gone = janitor.delete_labelled("pipeline/runid=r1,planish/stage")
-    assert gone == [f"trainjob/{gang.name}", f"job/{gang.name}"]
+    kube = Kube(admin.configuration, "planish")
+    assert delete_labelled(kube, "pipeline/runid=other,planish/stage") == []
+    gone = delete_labelled(kube, "pipeline/runid=r1,planish/stage")
+    assert gone == [f"job/{gang.name}", f"trainjob/{gang.name}"]
     assert trained.has_nothing_left()

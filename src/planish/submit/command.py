@@ -329,18 +329,21 @@ def cleanup(options: argparse.Namespace) -> Lines:
     """Yield what became of a run, and what was deleted of it."""
     from kubernetes import client, config
 
-    from planish.submit.cleanup import KubernetesJanitor, clean_up
+    from planish.run.kube import Kube
+    from planish.submit.cleanup import clean_up
 
     server, _ = _described(options)
     with server.asked():
         try:
             config.load_config()
-            namespace = server.namespace_of_runs(options.namespace)
-            janitor = KubernetesJanitor(client.ApiClient(), namespace)
-            yield from clean_up(server, janitor, options.run)
-        except (config.ConfigException, client.ApiException) as error:
-            cause = getattr(error, "reason", None) or error
-            raise ConfigError(f"`cleanup` must reach Kubernetes, got {cause}") from None
+        except config.ConfigException as error:
+            raise ConfigError(f"`cleanup` must reach Kubernetes, got {error}") from None
+        kube = Kube(
+            client.Configuration.get_default_copy(),
+            server.namespace_of_runs(options.namespace),
+            patience_seconds=0,
+        )
+        yield from clean_up(server, kube, options.run)
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], Lines]] = {

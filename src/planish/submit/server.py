@@ -27,6 +27,7 @@ from urllib3.exceptions import HTTPError
 from planish.base.errors import ClusterError, ConfigError
 from planish.base.telemetry import redact
 from planish.run.chain import FIRST_UNFINISHED, with_settings
+from planish.run.kube import own_namespace
 from planish.run.kubeflow import TOKEN_FILE, KfpRuns, KubeflowRun, description
 from planish.submit.parameters import pipeline_root
 from planish.submit.pipeline import CompiledPipeline
@@ -37,9 +38,6 @@ ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 
 PROXY = "/api/v1/namespaces/{}/services/ml-pipeline:http/proxy"
 """Path at which the API server of Kubernetes hands on to that of Kubeflow, by namespace."""
-
-POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-"""There in every pod, such as a notebook of Kubeflow."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +292,7 @@ def connect(host: str = "", kfp_namespace: str = "kubeflow", token: str = "") ->
         host = host or os.environ.get("KF_PIPELINES_ENDPOINT", "")
         if host:
             settings.host = (host if "://" in host else f"https://{host}").rstrip("/")
-        elif POD_NAMESPACE.exists():
+        elif own_namespace():
             settings.host = f"http://ml-pipeline.{kfp_namespace}.svc.cluster.local:8888"
         else:
             _load_kubeconfig(settings, kfp_namespace)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from kubernetes.client import ApiException
-from urllib3.exceptions import MaxRetryError
 
 from components.images import GPU_4X8
 from components.pod_settings import gang_pods
-from planish.base.errors import ClusterError, ConfigError
+from planish.base.errors import ConfigError
 from planish.run.gang import cluster as module
 from planish.run.gang.cluster import GangCluster
 from planish.run.gang.manifests import Gang, GangPods, job_manifest, service_manifest
@@ -122,86 +118,6 @@ def test_outside_a_pod_there_is_no_gang(monkeypatch):
         GangCluster.from_pod("job")
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Time that passes only while somebody sleeps."""
-    now = SimpleNamespace(seconds=0.0)
-
-    def sleep(seconds):
-        now.seconds += seconds
-
-    fake = SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
-    monkeypatch.setattr(module, "time", fake)
-    return now
-
-
-def answer_after(clock, seconds, fault):
-    """A call that fails for so long, then answers."""
-
-    def read_namespaced_job(*_, **options):
-        assert options["_request_timeout"] == module.REQUEST_SECONDS
-        if clock.seconds < seconds:
-            raise fault
-        headers = {"Content-Type": "application/json"}
-        return SimpleNamespace(data=b'{"kind": "Job"}', headers=headers)
-
-    return read_namespaced_job
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [MaxRetryError(None, "/"), ApiException(503), ApiException(429), ConnectionResetError()],
-)
-def test_a_server_that_is_away_for_a_minute_is_asked_again(clock, fault, caplog):
-    caplog.set_level(logging.WARNING)
-    found = GangCluster(None, "n", "p").call(answer_after(clock, 60.0, fault))
-    assert found == {"kind": "Job"}
-    assert 60.0 <= clock.seconds <= 60.0 + module.POLL_SECONDS
-    assert "API server does not answer" in caplog.text
-
-
-def test_a_server_that_stays_away_is_given_up_after_its_time(clock):
-    cluster = GangCluster(None, "n", "p")
-    with pytest.raises(ClusterError, match="within 600 s, got ConnectionResetError") as caught:
-        cluster.call(answer_after(clock, 1e9, ConnectionResetError()))
-    assert caught.value.status == 0
-    assert 590.0 < clock.seconds <= 600.0
-
-
-@pytest.mark.parametrize(
-    ("status", "kind", "words"),
-    [
-        (403, ConfigError, "must be allowed to read namespaced job"),
-        (422, ConfigError, "must accept the gang"),
-        (404, ClusterError, "refused read_namespaced_job: 404 gone"),
-    ],
-)
-def test_a_refusal_is_told_at_once(clock, status, kind, words):
-    fault = ApiException(status)
-    fault.body = json.dumps({"message": "gone"})
-    with pytest.raises(kind, match=words):
-        GangCluster(None, "n", "p").call(answer_after(clock, 1.0, fault))
-    assert clock.seconds == 0
-
-
-def test_a_server_that_has_just_started_may_forbid_for_a_while(clock):
-    """It knows the rules of no account yet; one that goes on forbidding is believed."""
-    cluster = GangCluster(None, "n", "p")
-    silent = ConnectionResetError()
-    calm = answer_after(clock, 10.0, silent)
-
-    def starting(*rest, **options):
-        if 3.0 < clock.seconds < 10.0:
-            raise ApiException(403)
-        return calm(*rest, **options)
-
-    starting.__name__ = calm.__name__
-    assert cluster.call(starting) == {"kind": "Job"}
-    with pytest.raises(ConfigError, match="must be allowed to read namespaced job"):
-        cluster.call(answer_after(clock, 1e9, ApiException(403)))
-    assert clock.seconds < 10.0 + module.STARTING_SECONDS + 2 * module.POLL_SECONDS
-
-
 class Forgetful(BaseHTTPRequestHandler):
     """An API server that was started anew: of old versions it says 410."""
 
@@ -234,8 +150,8 @@ def test_a_version_that_the_server_has_forgotten_is_watched_from_what_it_has(mon
     threading.Thread(target=server.serve_forever, daemon=True).start()
     host = f"http://127.0.0.1:{server.server_port}"
     try:
-        with client.ApiClient(client.Configuration(host=host)) as connection:
-            cluster = GangCluster(connection, "team", "stage")
+        cluster = GangCluster(client.Configuration(host=host), "team", "stage")
+        with cluster.client:
             job = {"metadata": {"name": "gang", "resourceVersion": "7"}}
             cluster.wait_for_change(job, 60)
     finally:

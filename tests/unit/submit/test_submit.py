@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from types import SimpleNamespace
 
 import pytest
-from kubernetes.client import ApiException
 
 from components.pod_settings import STAGE_LABEL
 from planish import store
@@ -15,6 +13,7 @@ from planish.__main__ import main
 from planish.base.errors import ClusterError, ConfigError
 from planish.records import layout
 from planish.run.avoid import avoided
+from planish.run.kube import Kube
 from planish.run.stage import is_stopped, mark_stopped
 from planish.submit import cleanup, parameters, pipeline
 from planish.submit.root import follow, stop
@@ -113,58 +112,40 @@ def test_waiting_ends_in_time(server, client):
         client.wait(run["run_id"], timeout_seconds=-1, poll_seconds=0)
 
 
-class FakeJanitor:
-    """Meets `Janitor`."""
-
-    def __init__(self):
-        self.selectors = []
-
-    def delete_labelled(self, selector):
-        self.selectors.append(selector)
-        return ["job/train-7f3a-3"]
-
-
 @pytest.mark.parametrize(("state", "ended"), [("RUNNING", 1), ("SUCCEEDED", 0)])
-def test_cleaning_up_ends_a_live_run_and_deletes_by_label(server, client, state, ended):
+def test_cleaning_up_ends_a_live_run_and_deletes_by_label(
+    server, client, state, ended, monkeypatch
+):
     run = server.add_run(display_name="x", state=state)
-    janitor = FakeJanitor()
+    selectors = []
+    monkeypatch.setattr(
+        cleanup, "delete_labelled", lambda _, s: selectors.append(s) or ["job/train-7f3a-3"]
+    )
     word = "is told to end, it was" if ended else "had ended"
     told = [f"the run {run['run_id']} {word} {state}", "deleted job/train-7f3a-3"]
-    assert cleanup.clean_up(client, janitor, run["run_id"]) == told
-    assert janitor.selectors == [f"pipeline/runid={run['run_id']},{STAGE_LABEL}"]
+    assert cleanup.clean_up(client, None, run["run_id"]) == told
+    assert selectors == [f"pipeline/runid={run['run_id']},{STAGE_LABEL}"]
     terminated = [r for r in server.requests if r[1].endswith(":terminate")]
     assert len(terminated) == ended
 
 
-def test_the_real_janitor_deletes_jobs_and_services_only():
+def test_jobs_of_both_kinds_and_services_are_deleted():
     asked = []
 
-    def listing(*names):
-        def answer(namespace, label_selector):
-            asked.append(("list", namespace, label_selector))
-            return SimpleNamespace(
-                items=[SimpleNamespace(metadata=SimpleNamespace(name=n)) for n in names]
-            )
+    class Recorder(Kube):
+        def call(self, function, *arguments, **options):
+            asked.append((function.__name__, *arguments, options.get("body")))
+            if "trainer.kubeflow.org" in arguments:
+                raise ClusterError("not installed", status=404)
+            kind = arguments[3] if "custom" in function.__name__ else "peers"
+            return {"items": [{"metadata": {"name": kind}}]}
 
-        return answer
-
-    janitor = cleanup.KubernetesJanitor(None, "team")
-    janitor._batch = SimpleNamespace(
-        list_namespaced_job=listing("train"),
-        delete_namespaced_job=lambda *a, **k: asked.append((*a, k["propagation_policy"])),
-    )
-    janitor._core = SimpleNamespace(
-        list_namespaced_service=listing("peers"),
-        delete_namespaced_service=lambda *a: asked.append(a),
-    )
-
-    def absent(*_, **options):
-        raise ApiException(404)
-
-    janitor._custom = SimpleNamespace(list_namespaced_custom_object=absent)
-    assert janitor.delete_labelled("a=b") == ["job/train", "service/peers"]
-    assert asked[1] == ("train", "team", "Background")
-    assert asked[3] == ("peers", "team")
+    recorder = Recorder(None, "team")
+    assert cleanup.delete_labelled(recorder, "a=b") == ["job/jobs", "service/peers"]
+    policy = {"propagationPolicy": "Background"}
+    place = ("batch", "v1", "team", "jobs", "jobs")
+    assert asked[1] == ("delete_namespaced_custom_object", *place, policy)
+    assert asked[-1] == ("delete_namespaced_service", "peers", "team", None)
 
 
 def test_parameters_are_parsed_as_their_types(package):

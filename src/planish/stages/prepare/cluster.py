@@ -15,16 +15,15 @@ from typing import Any, Protocol
 
 import yaml
 
-from planish.base.errors import ConfigError
+from planish.base.errors import ClusterError, ConfigError
 from planish.base.parallel import MIN_DRIVER
 from planish.run.gang.cluster import PERMISSIONS as GANG_PERMISSIONS
-from planish.run.gang.cluster import SERVICE_ACCOUNT, TRAINER_PERMISSIONS
+from planish.run.gang.cluster import TRAINER_PERMISSIONS
 from planish.run.gang.manifests import RUNTIME
+from planish.run.kube import Kube, in_pod
 
 ACTIVE_PHASES = ("", "Pending", "Running")
 """Phases of a workflow that has not ended."""
-
-TIMEOUT_SECONDS = 20
 
 DRIVER_LABEL = "nvidia.com/cuda.driver.major"
 """Label by which GPU feature discovery tells the major version of a node's driver."""
@@ -85,29 +84,13 @@ class ClusterApi(Protocol):
         """Return the settings of Argo's controller by key; None where they may not be read."""
 
 
-class KubernetesApi:
-    """Meets `ClusterApi`: a real API server, through the official client."""
-
-    def __init__(self, client: Any, namespace: str) -> None:
-        """Use an `ApiClient` that is already configured."""
-        from kubernetes.client import AuthorizationV1Api, CoreV1Api, CustomObjectsApi
-
-        self._core = CoreV1Api(client)
-        self._custom = CustomObjectsApi(client)
-        self._authorization = AuthorizationV1Api(client)
-        self.namespace = namespace
-
-    @classmethod
-    def from_pod(cls) -> KubernetesApi:
-        """Use the service account of this pod."""
-        from kubernetes import client, config
-
-        config.load_incluster_config()
-        namespace = (SERVICE_ACCOUNT / "namespace").read_text("utf-8").strip()
-        return cls(client.ApiClient(), namespace)
+class KubernetesApi(Kube):
+    """Meets `ClusterApi`: a real API server."""
 
     def allowed(self, permission: Permission, *, namespaced: bool) -> bool:
         """Ask by a SelfSubjectAccessReview."""
+        from kubernetes.client import AuthorizationV1Api
+
         attributes = {
             "group": permission.group,
             "resource": permission.resource,
@@ -115,84 +98,59 @@ class KubernetesApi:
         }
         if namespaced:
             attributes["namespace"] = self.namespace
-        review = self._authorization.create_self_subject_access_review(
-            {"spec": {"resourceAttributes": attributes}}, _request_timeout=TIMEOUT_SECONDS
+        review = self.call(
+            AuthorizationV1Api(self.client).create_self_subject_access_review,
+            {"spec": {"resourceAttributes": attributes}},
         )
-        return bool(review.status.allowed)
+        return bool(review["status"]["allowed"])
 
     def quotas(self) -> Sequence[Mapping[str, Mapping[str, str]]]:
         """List the ResourceQuotas of the namespace."""
-        response = self._core.list_namespaced_resource_quota(
-            self.namespace, _request_timeout=TIMEOUT_SECONDS
-        )
-        return [
-            {"hard": item.status.hard or {}, "used": item.status.used or {}}
-            for item in response.items
-            if item.status is not None
-        ]
+        listed = self.items(self.core.list_namespaced_resource_quota, self.namespace)
+        states = [item.get("status", {}) for item in listed]
+        return [{"hard": s.get("hard", {}), "used": s.get("used", {})} for s in states]
 
     def nodes(self) -> Sequence[Mapping[str, str]]:
         """List the nodes that take pods."""
-        response = self._core.list_node(_request_timeout=TIMEOUT_SECONDS)
         return [
             {
-                **(item.status.allocatable or {}),
-                **{k: v for k, v in (item.metadata.labels or {}).items() if k == DRIVER_LABEL},
+                **node["status"].get("allocatable", {}),
+                **{
+                    k: v for k, v in node["metadata"].get("labels", {}).items() if k == DRIVER_LABEL
+                },
             }
-            for item in response.items
-            if not item.spec.unschedulable
+            for node in self.items(self.core.list_node)
+            if not node["spec"].get("unschedulable")
         ]
 
     def run_is_active(self, run_id: str) -> bool:
         """Look for the workflow of a run: by label with Kubeflow, by name with plain Argo."""
-        for selector in (
-            {"label_selector": f"pipeline/runid={run_id}"},
-            {"field_selector": f"metadata.name={run_id}"},
-        ):
-            response = self._custom.list_namespaced_custom_object(
-                "argoproj.io",
-                "v1alpha1",
-                self.namespace,
-                "workflows",
-                **selector,
-                _request_timeout=TIMEOUT_SECONDS,
+        place = ("argoproj.io", "v1alpha1", self.namespace, "workflows")
+        listing = self.custom.list_namespaced_custom_object
+        return any(
+            item.get("status", {}).get("phase", "") in ACTIVE_PHASES
+            for selector in (
+                {"label_selector": f"pipeline/runid={run_id}"},
+                {"field_selector": f"metadata.name={run_id}"},
             )
-            phases = [item.get("status", {}).get("phase", "") for item in response["items"]]
-            if any(phase in ACTIVE_PHASES for phase in phases):
-                return True
-        return False
+            for item in self.items(listing, *place, **selector)
+        )
 
     def has_runtime(self, name: str) -> bool:
         """Read it; a cluster without Kubeflow Trainer answers as one without the runtime."""
-        from kubernetes.client import ApiException
-
-        try:
-            self._custom.get_cluster_custom_object(
-                RUNTIME_PERMISSION.group,
-                "v1alpha1",
-                RUNTIME_PERMISSION.resource,
-                name,
-                _request_timeout=TIMEOUT_SECONDS,
-            )
-        except ApiException as error:
-            if error.status != 404:
-                raise
-            return False
-        return True
+        place = (RUNTIME_PERMISSION.group, "v1alpha1", RUNTIME_PERMISSION.resource)
+        return self.find(self.custom.get_cluster_custom_object, *place, name) is not None
 
     def controller(self) -> Mapping[str, str] | None:
         """Read them in the namespace of this pod."""
-        from kubernetes.client import ApiException
-
         try:
-            found = self._core.read_namespaced_config_map(
-                CONTROLLER, self.namespace, _request_timeout=TIMEOUT_SECONDS
-            )
-        except ApiException as error:
-            if error.status not in (403, 404):
+            read = self.core.read_namespaced_config_map
+            found = self.find(read, CONTROLLER, self.namespace)
+        except ClusterError as error:
+            if error.status != 403:
                 raise
             return None
-        return found.data or {}
+        return None if found is None else found.get("data", {})
 
 
 @dataclass(frozen=True)
@@ -321,7 +279,7 @@ class PodRequests:
 
 def inside_cluster() -> bool:
     """Tell whether this process is a pod with a service account."""
-    return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and (SERVICE_ACCOUNT / "token").is_file()
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and in_pod()
 
 
 def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling: bool) -> Findings:

@@ -265,7 +265,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         StoreUnavailable: the store does not answer.
     """
     if api is None and inside_cluster():
-        api = KubernetesApi.from_pod()
+        api = KubernetesApi.connect()
     chain, me = parse_chain(wish.chain), current_holder()
     # Before all else: a run that may not be here leaves no fault on another run's root.
     check_free(root, me, alive=liveness(api))

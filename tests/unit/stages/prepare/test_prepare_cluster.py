@@ -267,8 +267,8 @@ def test_the_real_client_sends_what_the_api_expects(recorder):
         reviews: {"spec": {}, "status": {"allowed": True}},
     }
     host = f"http://127.0.0.1:{recorder.server_port}"
-    with client.ApiClient(client.Configuration(host=host)) as connection:
-        api = KubernetesApi(connection, "team")
+    api = KubernetesApi(client.Configuration(host=host), "team", patience_seconds=0)
+    with api.client:
         assert api.quotas() == [quota]
         assert api.controller() is None
         Recorder.answers[f"{core}/namespaces/team/configmaps/{CONTROLLER}"] = {"data": {"a": "b"}}
@@ -280,9 +280,9 @@ def test_the_real_client_sends_what_the_api_expects(recorder):
         assert api.allowed(Permission("argoproj.io", "workflows", "list"), namespaced=True)
         assert api.allowed(Permission("", "nodes", "list"), namespaced=False)
     assert [path for _, path, _ in Recorder.asked[4:7]] == [
-        f"{workflows}?labelSelector=pipeline%2Frunid%3D7f3a",
-        f"{workflows}?labelSelector=pipeline%2Frunid%3D7f3a",
-        f"{workflows}?fieldSelector=metadata.name%3D7f3a",
+        f"{workflows}?labelSelector=pipeline%2Frunid%3D7f3a&limit=500",
+        f"{workflows}?labelSelector=pipeline%2Frunid%3D7f3a&limit=500",
+        f"{workflows}?fieldSelector=metadata.name%3D7f3a&limit=500",
     ]
     assert [body["spec"]["resourceAttributes"] for _, _, body in Recorder.asked[-2:]] == [
         {"group": "argoproj.io", "resource": "workflows", "verb": "list", "namespace": "team"},

@@ -1,0 +1,198 @@
+"""The API server of Kubernetes: the one client of stages, gangs, commands and the monitor.
+
+Answers are the JSON that the server sends. A request is sent again until it is answered, as long as
+the caller's patience lasts: an API server that restarts must cost no training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from planish.base.errors import ClusterError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""There in every pod that has an account."""
+
+REQUEST_SECONDS = 20.0
+PATIENCE_SECONDS = 600.0
+"""An API server that has not answered for this long is given up."""
+STARTING_SECONDS = 30.0
+"""An API server may forbid everything for this long after it was last silent."""
+MAX_PAUSE_SECONDS = 5.0
+"""Longest pause between two attempts."""
+PAGE_ITEMS = 500
+"""Objects that one request lists."""
+
+
+def in_pod() -> bool:
+    """Tell whether this process runs in a pod with a service account."""
+    return (SERVICE_ACCOUNT / "token").is_file()
+
+
+def own_namespace() -> str:
+    """Return the namespace of this pod; empty outside one."""
+    file = SERVICE_ACCOUNT / "namespace"
+    return file.read_text("utf-8").strip() if file.is_file() else ""
+
+
+class Kube:
+    """One API server under one account, and the namespace in which the caller works."""
+
+    def __init__(
+        self,
+        settings: Any,
+        namespace: str = "",
+        *,
+        patience_seconds: float = PATIENCE_SECONDS,
+        request_seconds: float = REQUEST_SECONDS,
+    ) -> None:
+        """Make a client; nothing is sent yet.
+
+        Args:
+            settings: a `kubernetes.client.Configuration`: address and credentials.
+            namespace: of the caller's objects.
+            patience_seconds: how long a request is sent again; 0 sends it once.
+            request_seconds: limit of one attempt.
+        """
+        from kubernetes import client
+
+        class MergingClient(client.ApiClient):  # type: ignore[misc]
+            """Sends merge patches; the package prefers lists of steps where a server takes both."""
+
+            def select_header_content_type(self, content_types: list[str]) -> Any:
+                merge = "application/merge-patch+json"
+                if merge in content_types:
+                    return merge
+                return super().select_header_content_type(content_types)
+
+        self.client = MergingClient(settings)
+        self.core = client.CoreV1Api(self.client)
+        self.custom = client.CustomObjectsApi(self.client)
+        self.namespace = namespace
+        self.patience_seconds, self.request_seconds = patience_seconds, request_seconds
+        self._silent_at = -math.inf
+
+    @classmethod
+    def connect(cls, kubeconfig: str = "", **options: Any) -> Self:
+        """Connect by a kubeconfig, or by the service account of this pod.
+
+        Args:
+            kubeconfig: path of the file; empty takes the account, and the pod's namespace.
+            options: those of the class.
+
+        Raises:
+            ConfigError: there is no such kubeconfig, or no service account.
+        """
+        from kubernetes import client
+        from kubernetes.config import ConfigException, load_incluster_config, load_kube_config
+
+        settings = client.Configuration()
+        settings.retries = False
+        try:
+            if kubeconfig:
+                load_kube_config(kubeconfig, client_configuration=settings)
+            else:
+                load_incluster_config(client_configuration=settings)
+        except (ConfigException, OSError) as error:
+            raise ConfigError(
+                "the API server must be named by a kubeconfig or by the service account of this "
+                f"pod, got {kubeconfig!r} ({error})"
+            ) from None
+        if not kubeconfig:
+            options.setdefault("namespace", own_namespace())
+        return cls(settings, **options)
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Send a request until it is answered; return the JSON of the answer, or its text.
+
+        Raises:
+            ClusterError: refused, or not answered within the patience; `.status` is 0 then.
+        """
+        from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
+
+        request = request_name(function, arguments)
+        deadline, pause = time.monotonic() + self.patience_seconds, 0.5
+        while True:
+            try:
+                answer = function(
+                    *arguments,
+                    **options,
+                    _preload_content=False,
+                    _request_timeout=self.request_seconds,
+                )
+                text = answer.data.decode(errors="replace")
+                is_json = answer.headers.get("Content-Type", "").startswith("application/json")
+                return json.loads(text) if is_json else text
+            except ApiException as error:
+                status, reason = int(error.status or 0), f"{error.status} {error.reason}"
+                # One that has just started knows the rules of no account yet, and forbids all.
+                is_starting = time.monotonic() - self._silent_at < STARTING_SECONDS
+                is_refusal = 0 < status < 500 and status != 429
+                if self.patience_seconds == 0 or (
+                    is_refusal and not (status == 403 and is_starting)
+                ):
+                    raise refusal(request, error) from None
+            except (HTTPError, OSError, ValueError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                self._silent_at = time.monotonic()
+            if time.monotonic() + pause > deadline:
+                seconds = self.patience_seconds or self.request_seconds
+                raise ClusterError(
+                    f"the API server must answer `{request}` within {seconds:g} s, got "
+                    f"{reason:.300}; run this again once it answers"
+                )
+            logger.warning("API server does not answer pause=%.1f error=%.200s", pause, reason)
+            time.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
+
+    def find(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Do as `call`, but return None for what does not exist."""
+        try:
+            return self.call(function, *arguments, **options)
+        except ClusterError as error:
+            if error.status != 404:
+                raise
+            return None
+
+    def items(
+        self, function: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the items of a list, page by page; nothing for a kind that is not installed."""
+        options["limit"] = PAGE_ITEMS
+        while (page := self.find(function, *arguments, **options)) is not None:
+            yield from page.get("items") or ()
+            options["_continue"] = page.get("metadata", {}).get("continue")
+            if not options["_continue"]:
+                return
+
+
+def request_name(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+    """Return a request as people call it: `read namespaced pod`, `create jobs.batch`."""
+    words = function.__name__.replace("_", " ")
+    if not words.endswith("custom object"):
+        return words
+    plural = arguments[3] if "namespaced" in words else arguments[2]
+    return f"{words.partition(' ')[0]} {plural}.{arguments[0]}"
+
+
+def refusal(request: str, error: Any) -> ClusterError:
+    """Return the error for an `ApiException`."""
+    message = str(error.body or error.reason or "no answer")[:300]
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        message = str(json.loads(error.body)["message"])
+    pause = str((error.headers or {}).get("Retry-After", ""))
+    return ClusterError(
+        f"the API server refused to {request}: {error.status} {message}",
+        status=int(error.status or 0),
+        retry_after=float(pause) if pause.isdecimal() else 0.0,
+    )
