@@ -18,13 +18,13 @@ import yaml
 from kfp import compiler
 
 from components.images import PROFILES, Profile
-from pipelines.lint import lint
+from pipelines.compiled import Compiled, size_faults
 from pipelines.monitor import Monitor, monitor_of, monitor_options
 from pipelines.post_train import build_post_train, profile_named
 from pipelines.reshard import build_reshard
 from pipelines.share import name_tasks_apart, share_components
 from planish.submit.command import placement_options
-from planish.submit.pipeline import parse, parse_images, set_placement
+from planish.submit.pipeline import CompiledPipeline, parse, parse_images, set_placement
 
 GOLDEN = Path(__file__).resolve().parent.parent / "src/planish/submit/compiled"
 """Folder of the committed files, from which `planish submit` takes them."""
@@ -33,6 +33,8 @@ GOLDEN = Path(__file__).resolve().parent.parent / "src/planish/submit/compiled"
 TWICE = ("python3", "-m", "planish.run.again")
 """What runs the command of a pod up to twice, whatever Kubeflow is told about retries."""
 
+
+DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")
 
 BUILDERS: dict[str, Callable[..., Any]] = {
     "post-train": build_post_train,
@@ -111,8 +113,19 @@ def drift(path: Path, text: str) -> list[str]:
     )
 
 
+def faults_of(pipeline: CompiledPipeline, *, release: bool) -> list[str]:
+    """Return what keeps a pipeline from being used: its size, and moving images in a release."""
+    documents = [pipeline.spec, pipeline.platform]
+    faults = size_faults(Compiled.from_documents(documents))
+    images = {container["image"] for container, _ in pipeline.pods()}
+    for image in sorted(images):
+        if image.endswith(":latest") or (release and not DIGEST.search(image)):
+            faults.append(f"an image of a release must end with @sha256:..., got {image!r}")
+    return faults
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile, lint, then write or compare. Returns 1 on drift or lint faults."""
+    """Compile, check, then write or compare. Returns 1 on drift or faults."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.compile", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--out", type=Path, default=GOLDEN, help="folder of the files")
@@ -158,12 +171,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 tolerations=arguments.toleration,
                 node_selectors=arguments.node_selector,
             )
-            texts.append((file_name(profile, pipeline), compiled.text()))
+            faults = faults_of(compiled, release=arguments.release)
+            texts.append((file_name(profile, pipeline), compiled.text(), faults))
     except ValueError as error:
         parser.error(str(error))
-    for name, text in texts:
+    for name, text, faults in texts:
         path = arguments.out / name
-        faults = [str(fault) for fault in lint(text, images=images, release=arguments.release)]
         lines = drift(path, text) if arguments.check else []
         if not arguments.check:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A compiled pipeline as plain dictionaries behind a few names, and what each one must hold.
+"""A compiled pipeline as plain dictionaries behind a few names, and the size of its run.
 
 A task is an entry of a graph, a component is what a task runs, and an executor is the pod of a
 component that is no graph itself.
@@ -7,66 +7,9 @@ component that is no graph itself.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from components.images import OPTIONAL_STAGES, RESHARD_STAGES, STAGE_IMAGES
-from components.pod_settings import STAGE_LABEL
+from typing import Any, Self
 
 Node = Mapping[str, Any]
-
-PARAMETERS: dict[str, str] = {
-    "root": "STRING",
-    "preset": "STRING",
-    "config": "STRING",
-    "overrides": "STRING",
-    "model": "STRING",
-    "dataset": "STRING",
-    "seed": "NUMBER_INTEGER",
-    "chain": "STRING",
-}
-"""Public parameters of `post-train` and their types: a short form that a person reads."""
-
-RESHARD_PARAMETERS: dict[str, str] = {
-    "root": "STRING",
-    "source": "STRING",
-    "layout": "STRING",
-    "target": "STRING",
-    "parts": "STRING",
-    "role": "STRING",
-    "policy": "STRING",
-    "retain_folder": "STRING",
-    "keep_last": "NUMBER_INTEGER",
-    "keep_every": "NUMBER_INTEGER",
-}
-"""The same of `reshard`."""
-
-
-@dataclass(frozen=True)
-class Expected:
-    """One pipeline."""
-
-    stages: frozenset[str]
-    """Stages that its pods are labelled with, all of them present."""
-    first_task: str
-    """Task that all others but the exit task come after; never retried."""
-    exit_task: str
-    """Task that runs whatever the others do; never retried."""
-    parameters: Mapping[str, str]
-    """Public parameters and their types."""
-
-
-PIPELINES: dict[str, Expected] = {
-    "post-train": Expected(
-        frozenset({*STAGE_IMAGES} - {*RESHARD_STAGES, *OPTIONAL_STAGES}),
-        "prepare",
-        "report",
-        PARAMETERS,
-    ),
-    "reshard": Expected(
-        frozenset(RESHARD_STAGES), "reshard-prepare", "checkpoint-retain", RESHARD_PARAMETERS
-    ),
-}
-"""By the name that a pipeline is compiled with."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +24,9 @@ class Compiled:
     """Container of each executor by label."""
     pods: Mapping[str, Node]
     """Kubernetes settings of each executor by label."""
-    images: Mapping[str, str]
-    """Image references that are allowed, by name."""
-    release: bool
-    """Images must be pinned by digest."""
 
     @classmethod
-    def from_documents(
-        cls, documents: Sequence[Node], *, images: Mapping[str, str], release: bool
-    ) -> "Compiled":
+    def from_documents(cls, documents: Sequence[Node], **more: Any) -> Self:
         """Take the pipeline document and, where present, the platform document.
 
         Raises:
@@ -112,14 +49,8 @@ class Compiled:
             components={**spec.get("components", {}), "root": spec["root"]},
             executors={label: entry.get("container", {}) for label, entry in executors.items()},
             pods=pods,
-            images=images,
-            release=release,
+            **more,
         )
-
-    @property
-    def expected(self) -> Expected:
-        """What this pipeline must consist of; of an unknown one, what a run of training must."""
-        return PIPELINES.get(self.name, PIPELINES["post-train"])
 
     def dags(self) -> Iterator[tuple[str, Node, Node]]:
         """Yield (component name, component, its tasks) for every graph."""
@@ -138,22 +69,9 @@ class Compiled:
         component = self.components.get(task["componentRef"]["name"], {})
         return str(component.get("executorLabel", ""))
 
-    def stage_of(self, label: str) -> str:
-        """Return the stage that an executor's pod is labelled with, or an empty text."""
-        labels = self.pods.get(label, {}).get("podMetadata", {}).get("labels", {})
-        return str(labels.get(STAGE_LABEL, ""))
 
-
-def walk(node: Any, key: str) -> Iterator[Any]:
-    """Yield every value under `key`, at any depth."""
-    if isinstance(node, Mapping):
-        for name, value in node.items():
-            if name == key:
-                yield value
-            yield from walk(value, key)
-    elif isinstance(node, list):
-        for value in node:
-            yield from walk(value, key)
+MAX_PODS = 1000
+"""Half of the pods up to which one workflow behaves well."""
 
 
 MAX_OBJECT_BYTES = 900_000
@@ -220,3 +138,17 @@ def pods_of(compiled: Compiled, name: str = "root") -> int:
         inner = pods_of(compiled, child) if "dag" in compiled.components[child] else 2
         total += turns * inner
     return total
+
+
+def size_faults(compiled: Compiled) -> list[str]:
+    """Return why a run is too large for one workflow; empty where it is not."""
+    size, pods = object_bytes(compiled), pods_of(compiled)
+    faults = []
+    if size > MAX_OBJECT_BYTES:
+        faults.append(
+            f"the workflow object must end with at most {MAX_OBJECT_BYTES} bytes, got {size}; take "
+            "fewer iterations a run and chain several runs, fewer shards, or --compact"
+        )
+    if pods > MAX_PODS:
+        faults.append(f"a run must make at most {MAX_PODS} pods, got {pods}")
+    return faults

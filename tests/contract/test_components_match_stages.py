@@ -13,8 +13,8 @@ import pytest
 import components
 import planish
 from components import images
-from pipelines.compiled import PIPELINES
 from planish.run.stage import stage_parser
+from tests.contract.pipeline_rules import PIPELINES
 
 FOLDER = Path(components.__file__).parent
 STAGES = {

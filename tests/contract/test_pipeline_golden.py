@@ -10,12 +10,11 @@ import yaml
 
 from components.images import FETCHING_STAGES, IMAGES, PROFILES
 from pipelines.compile import BUILDERS, GOLDEN, compile_text, drift, file_name, main, normalised
-from pipelines.compiled import PIPELINES
-from pipelines.lint import lint
 from pipelines.monitor import Monitor
 from pipelines.post_train import profile_named
 from planish.__main__ import main as planish
 from planish.submit import pipeline as shipped
+from tests.contract.pipeline_rules import PIPELINES, lint
 
 pytestmark = pytest.mark.usefixtures("quick_kfp")
 

@@ -2,16 +2,13 @@
 
 The checks hold for any file that was compiled from these pipelines, also with replaced images.
 They do not prove that a cluster accepts the file.
-
-python -m pipelines.lint FILE... [--image NAME=REFERENCE] [--release]
 """
 
-import argparse
 import ast
+import contextlib
 import importlib.util
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -20,15 +17,16 @@ from typing import Any
 
 import yaml
 
-from components.images import GPU, GPU_NODE_LABEL, resolve_images
+from components.images import (
+    GPU,
+    GPU_NODE_LABEL,
+    OPTIONAL_STAGES,
+    RESHARD_STAGES,
+    STAGE_IMAGES,
+    resolve_images,
+)
 from components.pod_settings import FIELD_ENV, SECRET_ENV, STAGE_LABEL
-from pipelines.compiled import MAX_OBJECT_BYTES, PIPELINES, Compiled, object_bytes, pods_of, walk
-
-SHORTER = "take fewer iterations a run and chain several runs, fewer shards, or --compact"
-"""What to do about a run that is too large."""
-
-MAX_PODS = 1000
-"""Half of the pods up to which one workflow behaves well."""
+from pipelines.compiled import Compiled, size_faults
 
 WITHOUT_RETRIES = ("prepare", "report", "reshard_prepare", "checkpoint_retain")
 """Stages that end the run, or close it, at the first failure."""
@@ -44,6 +42,93 @@ _SECRET_NAME = re.compile(r"(^|_)(SECRET|PASSWORD|PASSWD|TOKEN|CREDENTIALS?|KEY)
 _SECRET_VALUE = re.compile(
     r"AKIA[0-9A-Z]{16}|-----BEGIN|gh[pousr]_[A-Za-z0-9]{30,}|hf_[A-Za-z0-9]{30,}|://[^/\s:@]+:[^@\s]+@"
 )
+
+
+PARAMETERS: dict[str, str] = {
+    "root": "STRING",
+    "preset": "STRING",
+    "config": "STRING",
+    "overrides": "STRING",
+    "model": "STRING",
+    "dataset": "STRING",
+    "seed": "NUMBER_INTEGER",
+    "chain": "STRING",
+}
+"""Public parameters of `post-train` and their types: a short form that a person reads."""
+
+RESHARD_PARAMETERS: dict[str, str] = {
+    "root": "STRING",
+    "source": "STRING",
+    "layout": "STRING",
+    "target": "STRING",
+    "parts": "STRING",
+    "role": "STRING",
+    "policy": "STRING",
+    "retain_folder": "STRING",
+    "keep_last": "NUMBER_INTEGER",
+    "keep_every": "NUMBER_INTEGER",
+}
+"""The same of `reshard`."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One pipeline."""
+
+    stages: frozenset[str]
+    """Stages that its pods are labelled with, all of them present."""
+    first_task: str
+    """Task that all others but the exit task come after; never retried."""
+    exit_task: str
+    """Task that runs whatever the others do; never retried."""
+    parameters: Mapping[str, str]
+    """Public parameters and their types."""
+
+
+PIPELINES: dict[str, Expected] = {
+    "post-train": Expected(
+        frozenset({*STAGE_IMAGES} - {*RESHARD_STAGES, *OPTIONAL_STAGES}),
+        "prepare",
+        "report",
+        PARAMETERS,
+    ),
+    "reshard": Expected(
+        frozenset(RESHARD_STAGES), "reshard-prepare", "checkpoint-retain", RESHARD_PARAMETERS
+    ),
+}
+"""By the name that a pipeline is compiled with."""
+
+
+@dataclass(frozen=True)
+class Checked(Compiled):
+    """A compiled pipeline and what it may hold."""
+
+    images: Mapping[str, str]
+    """Image references that are allowed, by name."""
+    release: bool
+    """Images must be pinned by digest."""
+
+    @property
+    def expected(self) -> Expected:
+        """What this pipeline must consist of; of an unknown one, what a run of training must."""
+        return PIPELINES.get(self.name, PIPELINES["post-train"])
+
+    def stage_of(self, label: str) -> str:
+        """Return the stage that an executor's pod is labelled with, or an empty text."""
+        labels = self.pods.get(label, {}).get("podMetadata", {}).get("labels", {})
+        return str(labels.get(STAGE_LABEL, ""))
+
+
+def walk(node: Any, key: str) -> Iterator[Any]:
+    """Yield every value under `key`, at any depth."""
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            if name == key:
+                yield value
+            yield from walk(value, key)
+    elif isinstance(node, list):
+        for value in node:
+            yield from walk(value, key)
 
 
 @dataclass(frozen=True)
@@ -62,7 +147,7 @@ class BrokenRule:
         return f"rule {self.rule} {self.where}: {self.message}"
 
 
-def inputs_are_declared(compiled: Compiled) -> Iterator[BrokenRule]:
+def inputs_are_declared(compiled: Checked) -> Iterator[BrokenRule]:
     """Rule 1: what a task takes from its graph, the graph declares as an input.
 
     KFP 2.17 compiles resource requests from run parameters inside loops to dangling names.
@@ -81,7 +166,7 @@ def inputs_are_declared(compiled: Compiled) -> Iterator[BrokenRule]:
             yield BrokenRule(1, where, f"artifact `{artifact}` is not an input of `{name}`")
 
 
-def producers_are_upstream(compiled: Compiled) -> Iterator[BrokenRule]:
+def producers_are_upstream(compiled: Checked) -> Iterator[BrokenRule]:
     """Rule 2: a task that another one takes from is in the same graph and a dependency."""
     for name, component, tasks in compiled.dags():
         for task_name, task in tasks.items():
@@ -98,7 +183,7 @@ def producers_are_upstream(compiled: Compiled) -> Iterator[BrokenRule]:
             yield BrokenRule(2, name, f"output comes from `{producer}`, which is not a task of it")
 
 
-def stages_follow_prepare(compiled: Compiled) -> Iterator[BrokenRule]:
+def stages_follow_prepare(compiled: Checked) -> Iterator[BrokenRule]:
     """Rule 3: no cycles; all stages exist, and all but the exit task come after the first."""
     for name, _, tasks in compiled.dags():
         edges = {task: entry.get("dependentTasks", []) for task, entry in tasks.items()}
@@ -128,14 +213,14 @@ def stages_follow_prepare(compiled: Compiled) -> Iterator[BrokenRule]:
         yield BrokenRule(3, "root", f"stage `{stage}` must be part of the pipeline, but is not")
 
 
-def caching_is_off(compiled: Compiled) -> Iterator[BrokenRule]:
+def caching_is_off(compiled: Checked) -> Iterator[BrokenRule]:
     """Rule 4: no stage is cached, since each reads or writes the run root."""
     for name, _, task_name, task in compiled.tasks():
         if compiled.executor_of(task) and task.get("cachingOptions", {"enableCache": True}):
             yield BrokenRule(4, f"{name}.{task_name}", "caching must be off, but is on")
 
 
-def gpu_pods_are_complete(compiled: Compiled) -> Iterator[BrokenRule]:
+def gpu_pods_are_complete(compiled: Checked) -> Iterator[BrokenRule]:
     """Rule 5: a GPU pod has all that it needs, a CPU pod none of it, both have limits."""
     for label, container in sorted(compiled.executors.items()):
         pod = compiled.pods.get(label, {})
@@ -156,7 +241,7 @@ def gpu_pods_are_complete(compiled: Compiled) -> Iterator[BrokenRule]:
             yield BrokenRule(5, label, "must have a timeout, but has none")
 
 
-def images_are_known(compiled: Compiled) -> Iterator[BrokenRule]:
+def images_are_known(compiled: Checked) -> Iterator[BrokenRule]:
     """Rule 6: images come from the table; a release pins them by digest; never `latest`."""
     for label, container in sorted(compiled.executors.items()):
         image = str(container.get("image", ""))
@@ -172,7 +257,7 @@ def images_are_known(compiled: Compiled) -> Iterator[BrokenRule]:
             )
 
 
-def pods_have_the_standard_settings(compiled: Compiled) -> Iterator[BrokenRule]:
+def pods_have_the_standard_settings(compiled: Checked) -> Iterator[BrokenRule]:
     """Rule 7: standard environment, labels and secret; nothing that looks like a secret."""
     for label, container in sorted(compiled.executors.items()):
         pod = compiled.pods.get(label, {})
@@ -202,7 +287,7 @@ def pods_have_the_standard_settings(compiled: Compiled) -> Iterator[BrokenRule]:
                 yield BrokenRule(7, f"{name}.{task_name}", f"input `{key}` looks like a secret")
 
 
-def retries_outlast_timeouts(compiled: Compiled) -> Iterator[BrokenRule]:
+def retries_outlast_timeouts(compiled: Checked) -> Iterator[BrokenRule]:
     """Rule 8: tasks but the first and last retry, also after long attempts; graphs never."""
     for name, _, task_name, task in compiled.tasks():
         where = f"{name}.{task_name}"
@@ -239,7 +324,7 @@ def retries_outlast_timeouts(compiled: Compiled) -> Iterator[BrokenRule]:
             )
 
 
-def arguments_fit_the_stages(compiled: Compiled) -> Iterator[BrokenRule]:
+def arguments_fit_the_stages(compiled: Checked) -> Iterator[BrokenRule]:
     """Rule 9: each embedded component calls its stage with the arguments that `run` takes."""
     sources: dict[str, str] = {}
     for label, container in sorted(compiled.executors.items()):
@@ -286,9 +371,6 @@ def _call_faults(source: str) -> list[str]:
     return faults
 
 
-_SCALARS = ("str", "int", "float", "bool")
-
-
 def _signature(module: str) -> dict[str, tuple[str, bool]] | None:
     """Return argument name to (annotation, required) of `run`, read without importing it."""
     try:
@@ -314,7 +396,7 @@ def _signature(module: str) -> dict[str, tuple[str, bool]] | None:
     return None
 
 
-def loops_run_over_integers(compiled: Compiled) -> Iterator[BrokenRule]:
+def loops_run_over_integers(compiled: Checked) -> Iterator[BrokenRule]:
     """Rule 10: loops run over a list of integers, with a limit on parallel tasks."""
     for name, _, task_name, task in compiled.tasks():
         where = f"{name}.{task_name}"
@@ -334,20 +416,15 @@ def loops_run_over_integers(compiled: Compiled) -> Iterator[BrokenRule]:
             yield BrokenRule(10, where, f"must have a parallelism limit, got {limit}")
 
 
-def size_is_within_limits(compiled: Compiled) -> Iterator[BrokenRule]:
+def size_is_within_limits(compiled: Checked) -> Iterator[BrokenRule]:
     """Rule 11: the workflow object at the end of the run and its pods are within limits."""
-    try:
-        size, pods = object_bytes(compiled), pods_of(compiled)
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return  # A graph that cannot be counted breaks rules 1, 2 or 10 already.
-    if size > MAX_OBJECT_BYTES:
-        message = f"the workflow object must end with at most {MAX_OBJECT_BYTES} bytes, got {size}"
-        yield BrokenRule(11, "root", f"{message}; {SHORTER}")
-    if pods > MAX_PODS:
-        yield BrokenRule(11, "root", f"must make at most {MAX_PODS} pods, got {pods}")
+    # A graph that cannot be counted breaks rules 1, 2 or 10 already.
+    with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
+        for message in size_faults(compiled):
+            yield BrokenRule(11, "root", message)
 
 
-def platform_names_executors(compiled: Compiled) -> Iterator[BrokenRule]:
+def platform_names_executors(compiled: Checked) -> Iterator[BrokenRule]:
     """Rule 12: both documents name the same executors."""
     for label in sorted(set(compiled.pods) - set(compiled.executors)):
         yield BrokenRule(12, label, "is in the platform document only")
@@ -355,7 +432,7 @@ def platform_names_executors(compiled: Compiled) -> Iterator[BrokenRule]:
         yield BrokenRule(12, label, "has no settings in the platform document")
 
 
-def parameters_are_public(compiled: Compiled) -> Iterator[BrokenRule]:
+def parameters_are_public(compiled: Checked) -> Iterator[BrokenRule]:
     """Rule 13: the run form has exactly the public parameters, each described."""
     given = compiled.components["root"].get("inputDefinitions", {}).get("parameters", {})
     public = compiled.expected.parameters
@@ -370,7 +447,7 @@ def parameters_are_public(compiled: Compiled) -> Iterator[BrokenRule]:
             yield BrokenRule(13, "root", f"`{name}` must have a description, but has none")
 
 
-def pods_keep_away_together(compiled: Compiled) -> Iterator[BrokenRule]:
+def pods_keep_away_together(compiled: Checked) -> Iterator[BrokenRule]:
     """Rule 14: all pods between first and exit task keep away from faulty machines, or none.
 
     One term each, from the first task's output: terms are alternatives, a second one lets a pod
@@ -402,7 +479,7 @@ def pods_keep_away_together(compiled: Compiled) -> Iterator[BrokenRule]:
             yield BrokenRule(14, where, f"must have one term, from `{AFFINITY}`, got {terms}")
 
 
-RULES: dict[int, Callable[[Compiled], Iterator[BrokenRule]]] = {
+RULES: dict[int, Callable[[Checked], Iterator[BrokenRule]]] = {
     1: inputs_are_declared,
     2: producers_are_upstream,
     3: stages_follow_prepare,
@@ -444,26 +521,5 @@ def lint_documents(
 ) -> list[BrokenRule]:
     """Return every fault of the parsed documents of a compiled pipeline; as `lint`."""
     present = [document for document in documents if document]
-    compiled = Compiled.from_documents(present, images=resolve_images(images), release=release)
+    compiled = Checked.from_documents(present, images=resolve_images(images), release=release)
     return [fault for rule in RULES.values() for fault in rule(compiled)]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Lint files. Returns 1 when one of them has a fault."""
-    parser = argparse.ArgumentParser(prog="python -m pipelines.lint", description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--image", action="append", default=[], metavar="NAME=REFERENCE")
-    parser.add_argument("--release", action="store_true", help="images must be pinned by digest")
-    arguments = parser.parse_args(argv)
-    images = dict(pair.split("=", 1) for pair in arguments.image)
-    failed = False
-    for path in arguments.files:
-        faults = lint(path.read_text("utf-8"), images=images, release=arguments.release)
-        for fault in faults:
-            sys.stderr.write(f"{path}: {fault}\n")
-        failed = failed or bool(faults)
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

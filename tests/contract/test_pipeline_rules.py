@@ -10,6 +10,7 @@ from kfp import compiler
 
 from components.images import PROFILES
 from pipelines.compile import BUILDERS, GOLDEN, compile_text, file_name
+from pipelines.compile import main as compile_main
 from pipelines.compiled import (
     MAX_OBJECT_BYTES,
     POD_STATUS_BYTES,
@@ -19,9 +20,9 @@ from pipelines.compiled import (
     pods_of,
     spec_bytes,
 )
-from pipelines.lint import RULES, lint, lint_documents, main
 from pipelines.monitor import Monitor
 from pipelines.post_train import build_post_train, profile_named
+from tests.contract.pipeline_rules import RULES, lint, lint_documents
 
 pytestmark = pytest.mark.usefixtures("quick_kfp")
 
@@ -353,7 +354,7 @@ def test_a_release_takes_digests_only(documents):
 def compiled_of(name, **changes):
     text = compile_text(profile_named(name, **changes))
     documents = list(yaml.load_all(text, yaml.CSafeLoader))
-    return Compiled.from_documents(documents, images={}, release=False)
+    return Compiled.from_documents(documents)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +399,7 @@ def written_out(count):
         path = f"{folder}/pipeline.yaml"
         compiler.Compiler().compile(build_post_train(profile, one_machine=True), path)
         documents = list(yaml.load_all(Path(path).read_text(), yaml.CSafeLoader))
-    return Compiled.from_documents(documents, images={}, release=False)
+    return Compiled.from_documents(documents)
 
 
 @pytest.mark.slow
@@ -418,7 +419,7 @@ def test_the_size_of_a_status_is_that_of_the_back_end():
 @pytest.mark.parametrize("name", sorted(PROFILES))
 def test_a_run_of_a_profile_ends_within_the_limit_of_an_object(name):
     documents = yaml.load_all((GOLDEN / file_name(PROFILES[name])).read_text(), yaml.CSafeLoader)
-    compiled = Compiled.from_documents(list(documents), images={}, release=False)
+    compiled = Compiled.from_documents(list(documents))
     assert object_bytes(compiled) <= MAX_OBJECT_BYTES == 900_000
 
 
@@ -435,7 +436,7 @@ def test_a_run_that_outgrows_the_object_is_refused_with_a_remedy():
 def test_the_table_of_profiles_in_the_readme_is_true(name):
     profile = PROFILES[name]
     documents = yaml.load_all((GOLDEN / file_name(profile)).read_text(), yaml.CSafeLoader)
-    compiled = Compiled.from_documents(list(documents), images={}, release=False)
+    compiled = Compiled.from_documents(list(documents))
     row = (
         f"| {name} | {profile.num_iterations} | {profile.num_shards} | "
         f"{pods_of(compiled)} | {round(object_bytes(compiled) / 1000)} kB |"
@@ -448,11 +449,17 @@ def test_a_file_that_is_no_pipeline_is_refused():
         lint("a: 1\n")
 
 
-def test_the_command_line_tells_faults_and_fails(tmp_path, capsys):
-    good = GOLDEN / file_name(PROFILES["cpu-tiny"])
-    assert main([str(good)]) == 0
-    bad = tmp_path / "bad.yaml"
-    bad.write_text(good.read_text().replace("maxRetryCount: 1", "maxRetryCount: 0"))
-    assert main([str(bad)]) == 1
-    assert "rule 8" in capsys.readouterr().err
-    assert main([str(good), "--image", "core=other/core:1"]) == 1
+@pytest.mark.slow
+def test_compile_refuses_moving_images_of_a_release_and_runs_that_are_too_large(tmp_path, capsys):
+    words = ["--pipeline", "post-train", "--out", str(tmp_path), "--profile"]
+    pinned = [
+        f"--image={n}=r/{n}@sha256:{'a' * 64}" for n in ("core", "monitor", "rollout", "train")
+    ]
+    assert compile_main([*words, "cpu-tiny", "--iterations", "1", "--release", *pinned]) == 0
+    assert compile_main([*words, "cpu-tiny", "--iterations", "1", "--release"]) == 1
+    assert "must end with @sha256" in capsys.readouterr().err
+    assert (
+        compile_main([*words, "cpu-tiny", "--iterations", "1", "--image", "core=r/c:latest"]) == 1
+    )
+    assert compile_main([*words, "gpu-4x8", "--iterations", "3"]) == 1
+    assert "chain several runs" in capsys.readouterr().err
