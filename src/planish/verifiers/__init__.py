@@ -1,7 +1,7 @@
 """Verifiers: response text and ground truth in, verdict out; total on any text.
 
 A verifier never raises on model text and never runs it in this process. Heavy mathematics and
-functions of the user are called in child processes (`child.py`, `own.py`), never here.
+functions of the user are called in child processes (`own.py`), never here.
 """
 
 from __future__ import annotations

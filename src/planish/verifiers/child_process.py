@@ -1,6 +1,6 @@
 """One child process that answers JSON lines within a time limit, and is killed when it does not.
 
-It knows nothing of what is asked; `child.py` and `own.py` do. The child gets a session of its own,
+It knows nothing of what is asked; `own.py` and `isolated/` do. The child gets a session of its own,
 so that ending it also ends what it started, and an environment without credentials.
 """
 
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 START_SECONDS = 120.0
 """Time a child may take to import its libraries."""
@@ -59,7 +60,7 @@ class ChildProcess:
         self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._received = b""
-        self.ready: dict[str, object] = {}
+        self.ready: dict[str, Any] = {}
         """What it said when it became ready."""
 
     @property
@@ -98,7 +99,7 @@ class ChildProcess:
             raise OSError(str(reply.get("error", "no reply")))
         self.ready = reply
 
-    def ask(self, request: Mapping[str, object], timeout_seconds: float) -> dict[str, object]:
+    def ask(self, request: Mapping[str, object], timeout_seconds: float) -> dict[str, Any]:
         """Send one request to the running child and return its reply.
 
         Args:
@@ -128,7 +129,7 @@ class ChildProcess:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def _exchange(self, request: bytes, timeout_seconds: float) -> dict[str, object]:
+    def _exchange(self, request: bytes, timeout_seconds: float) -> dict[str, Any]:
         """Write one line and read one line within the limit."""
         process = self._process
         assert process is not None
@@ -162,7 +163,7 @@ class ChildProcess:
                     if len(self._received) > self._max_reply_bytes:
                         raise OSError(f"a reply of more than {self._max_reply_bytes} bytes")
         line, _, self._received = self._received.partition(b"\n")
-        reply = json.loads(line)
+        reply: Any = json.loads(line)
         if not isinstance(reply, dict):
             raise ValueError(f"a reply must be an object, got {line[:80]!r}")
         return reply

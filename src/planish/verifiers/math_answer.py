@@ -8,9 +8,11 @@ Source: DAPO, arXiv 2503.14476, section 2.4 (rule-based reward) and its publishe
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 
-from planish.verifiers.child import MathComparison, compare, find_value
+from planish.verifiers.own import shared_verifier
 from planish.verifiers.verdict import (
     Verdict,
     VerifierOptions,
@@ -20,6 +22,8 @@ from planish.verifiers.verdict import (
     timed_out,
     wrong,
 )
+
+logger = logging.getLogger(__name__)
 
 TAIL_CHARS = 300
 """How much of the end of a response is searched for an answer."""
@@ -221,14 +225,44 @@ def as_integer(text: str, options: VerifierOptions) -> int | None:
     return int(text)
 
 
+@functools.lru_cache(maxsize=4096)
+def _asked(text: str, gold: str, seconds: float) -> float | str | None:
+    """Return what `math_library.judge` says; None where it did not in time, which stays so."""
+    child = shared_verifier("planish.verifiers.math_library:judge")
+    try:
+        reply = child.ask(text, gold, seconds)
+    except TimeoutError:
+        logger.warning("verifier timeout seconds=%g", seconds)
+        return None
+    except OSError as error:
+        logger.warning("verifier crash error=%r", str(error))
+        raise
+    said: float | str = reply["value"] if "value" in reply else reply["score"]
+    return said
+
+
+def in_child(text: str, gold: str, seconds: float) -> float | str:
+    """Return what `math_library.judge` says of a text; responses of a group share their answers.
+
+    Raises:
+        TimeoutError: it did not in time.
+        OSError: its process ended.
+    """
+    said = _asked(text, gold, seconds)
+    if said is None:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return said
+
+
 def _find(response: str, expected: str, form: str, options: VerifierOptions) -> Verdict | str:
     """Return the answer as it is compared with `expected`, or the verdict where there is none."""
     given = extract_answer(response, form)
     if given is None:
-        outcome, given = find_value(response[-TAIL_CHARS:], timeout_seconds=options.timeout_seconds)
-        if outcome is MathComparison.TIMEOUT:
+        try:
+            given = str(in_child(response[-TAIL_CHARS:], "", options.timeout_seconds))
+        except TimeoutError:
             return timed_out()
-        if outcome is MathComparison.CRASH:
+        except OSError:
             return failed()
     if not given:
         return not_found()
@@ -272,20 +306,23 @@ def verify_math(
     both_integers = None not in (as_integer(seen, options), as_integer(expected, options))
     if ruled.accuracy == 1.0 or both_integers or not _is_comparable(seen, expected):
         return ruled
-    outcome = compare(expected, seen, timeout_seconds=options.timeout_seconds)
-    if outcome is MathComparison.EQUAL:
-        return right(seen)
-    if outcome is MathComparison.DIFFERENT:
-        return wrong(seen)
-    if outcome is MathComparison.CRASH:
+    try:
+        is_equal = in_child(seen, expected, options.timeout_seconds)
+        return right(seen) if is_equal else wrong(seen)
+    except TimeoutError:
+        pass
+    except OSError:
         return failed(seen)
     # The response is to blame, unless the ground truth takes far longer against anything: a busy
     # machine must not make an error of it.
-    patience = 6 * options.timeout_seconds
-    if compare(expected, "0", timeout_seconds=patience) is MathComparison.TIMEOUT:
+    try:
+        in_child("0", expected, 6 * options.timeout_seconds)
+    except TimeoutError:
         return failed(
             seen, timeout=True, reason=f"the answer {answer!r:.80} takes too long to read"
         )
+    except OSError:
+        return failed(seen)
     return timed_out(seen)
 
 

@@ -17,6 +17,7 @@ import re
 import threading
 from collections.abc import Mapping
 from importlib import metadata
+from typing import Any
 
 from planish.base.errors import ConfigError, VerifierFailure
 from planish.verifiers.child_process import START_SECONDS, ChildProcess, python_module
@@ -68,7 +69,7 @@ class OwnVerifier:
             start_seconds=start_seconds,
             environment=environment,
         )
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._num_timeouts = 0
         self._logged: set[str] = set()
         self.warnings: list[str] = []
@@ -95,9 +96,20 @@ class OwnVerifier:
     def columns(self) -> tuple[str, ...]:
         """Return the columns that the function names as parameters; raises what `start` does."""
         self.start()
-        named = self._process.ready["columns"]
-        assert isinstance(named, list)
-        return tuple(named)
+        return tuple(self._process.ready["columns"])
+
+    def ask(self, response: str, answer: str, seconds: float, extra: str = "") -> dict[str, Any]:
+        """Return what the child replies: `score`, or of ours `value`, or `error`.
+
+        Raises:
+            ConfigError: the function cannot be called at all.
+            TimeoutError: no reply in time.
+            OSError: the child ended or said nonsense.
+        """
+        request = {"response": response, "answer": answer, "alarm_seconds": int(seconds) + 5}
+        with self._lock:
+            self.start()
+            return self._process.ask(request | ({"extra": extra} if extra else {}), seconds)
 
     def __call__(
         self, response: str, answer: str, options: VerifierOptions, extra: str = ""
@@ -109,16 +121,9 @@ class OwnVerifier:
             VerifierFailure: it has not answered `MAX_TIMEOUTS` times in a row.
         """
         with self._lock:
-            self.start()
             seconds = options.timeout_seconds
-            request = {
-                "response": response,
-                "answer": answer,
-                "alarm_seconds": int(seconds) + 5,
-                **({"extra": extra} if extra else {}),
-            }
             try:
-                reply = self._process.ask(request, seconds)
+                reply = self.ask(response, answer, seconds, extra)
             except TimeoutError:
                 self._num_timeouts += 1
                 if self._num_timeouts < MAX_TIMEOUTS:
@@ -142,7 +147,7 @@ class OwnVerifier:
                 # Ours raise it where a response is to blame; a user's may have lost a server.
                 is_late = "timeout" in reply and self.reference.startswith("planish.verifiers.")
                 return self._failed(str(reply["error"]), timeout=is_late)
-            score = float(str(reply.get("score")))
+            score = float(reply["score"])
             return Verdict(accuracy=float(score == 1.0), score=score)
 
     def close(self) -> None:

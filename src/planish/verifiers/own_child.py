@@ -3,8 +3,9 @@
 `python -P -m planish.verifiers.own_child package.module:function` writes whether the function can
 be called at all, and the columns of a data row that it names as parameters. Then it answers each
 line `{"response": ..., "answer": ...}`, with `extra` where the row has columns for it, by
-`{"score": ...}` or `{"error": ...}`. What the function prints is taken away from standard output,
-so that it cannot disturb the replies, and named in the reply.
+`{"score": ...}` or `{"error": ...}`; a function of ours may also return a text, `{"value": ...}`.
+What the function prints is taken away from standard output, so that it cannot disturb the replies,
+and named in the reply.
 """
 
 from __future__ import annotations
@@ -150,8 +151,8 @@ def read_signature(call: Callable[..., Any], signature: inspect.Signature) -> Fu
     )
 
 
-def score(function: Function, response: str, answer: str, extra: Mapping[str, Any]) -> float:
-    """Call a user's function and return its score.
+def score(function: Function, response: str, answer: str, extra: Mapping[str, Any]) -> float | str:
+    """Call a function and return its score, or the text that one of ours returns.
 
     Raises:
         ValueError: it raised, or returned what is no number from 0 to 1.
@@ -160,6 +161,8 @@ def score(function: Function, response: str, answer: str, extra: Mapping[str, An
         value = function(response, answer, extra)
     except (Exception, SystemExit) as error:
         raise ValueError(f"raised {type(error).__name__}: {error}") from error
+    if isinstance(value, str) and function.call.__module__ == "planish.verifiers.math_library":
+        return value
     seen = f"{value!r:.80} of type {type(value).__name__}"
     if not hasattr(type(value), "__float__"):
         raise ValueError(f"must return a number from 0 to 1, got {seen}")
@@ -185,7 +188,8 @@ def reply_to(function: Function, request: str, forked: list[bool]) -> dict[str, 
     signal.alarm(int(raw["alarm_seconds"]))
     try:
         extra = json.loads(raw.get("extra", "{}"))
-        reply["score"] = score(function, raw["response"], raw["answer"], extra)
+        given = score(function, raw["response"], raw["answer"], extra)
+        reply["value" if isinstance(given, str) else "score"] = given
     except Exception as error:
         reply["error"] = str(error)[:1000]
         if isinstance(error.__cause__, TimeoutError):

@@ -13,7 +13,6 @@ from planish.records.rewards import judged_late
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.reward.config import RewardConfig
 from planish.stages.reward.score import score
-from planish.verifiers.child import MathComparison
 
 STOP, LENGTH, WINDOW, ABORT = FinishReason
 CONFIG = RewardConfig(max_response_tokens=64, overlong_buffer_tokens=16)
@@ -180,11 +179,12 @@ def test_exactly_one_percent_of_errors_is_accepted():
 
 
 def test_a_response_that_takes_the_verifier_too_long_is_wrong_and_ends_nothing(monkeypatch, caplog):
-    def compare(gold, target, *, timeout_seconds):
-        is_late = "hostile" in (gold, target)
-        return MathComparison.TIMEOUT if is_late else MathComparison.DIFFERENT
+    def judge(text, gold, seconds):
+        if "hostile" in (gold, text):
+            raise TimeoutError
+        return 0.0
 
-    monkeypatch.setattr("planish.verifiers.math_answer.compare", compare)
+    monkeypatch.setattr("planish.verifiers.math_answer.in_child", judge)
     texts = ["Answer: x", "Answer: hostile", "Answer: x", "Answer: 1/3"]
     batch = rollouts([(text, 1, STOP) for text in texts], verifier="math", answer="x")
     done = score(batch, CONFIG)

@@ -1,0 +1,83 @@
+"""Mathematical equality by math-verify, in the child process of `planish.verifiers.own`.
+
+The process limits its own memory and file writes: the texts are those of a policy.
+"""
+
+from __future__ import annotations
+
+import functools
+import resource
+from typing import Any
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, grader, parse, verify
+from sympy import Float
+
+MEMORY_BYTES = 4 << 30
+"""Address space that the child may use."""
+DECIMAL_ERROR, EXACT_ERROR = 1e-4, 1e-50
+"""Largest difference of two equal numbers over the larger one: where one is a decimal, or none."""
+
+
+def judge(text: str, gold: str) -> float | str:
+    """Tell whether a text equals `gold`; with an empty `gold`, return the value found in the text.
+
+    Returns:
+        1.0 or 0.0; or the value, empty for none. Text on which the library raises is no answer.
+    """
+    prepare()
+    try:
+        return float(equal(gold, text)) if gold else value_in(text)
+    except Exception:
+        return 0.0 if gold else ""
+
+
+def equal(gold: str, target: str) -> bool:
+    """Tell whether two mathematical texts are equal, as math-verify sees them."""
+
+    def read(text: str) -> list[Any]:
+        answers: list[Any] = parse(
+            f"\\boxed{{{text}}}",
+            extraction_config=[
+                LatexExtractionConfig(boxed_match_priority=0),
+                ExprExtractionConfig(),
+            ],
+            parsing_timeout=None,
+        )
+        return answers
+
+    # The library's own limits use alarms; the limit that counts is the parent's on this process.
+    return bool(verify(read(gold), read(target), timeout_seconds=None))
+
+
+def value_in(text: str) -> str:
+    """Return the text of the value that math-verify finds in a response, empty for none."""
+    found = parse(text, parsing_timeout=None)
+    return str(found[-1]) if found else ""
+
+
+@functools.cache
+def prepare() -> None:
+    """Limit this process, and make the library's comparison of numbers a relative one too.
+
+    The library rounds to a number of places behind the point, where all small numbers are equal.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    rounded = grader.sympy_numeric_eq
+
+    def is_far(a: Any, b: Any) -> bool:
+        try:
+            a, b = (grader.safe_sympy_doit(number) for number in (a, b))
+            if a.free_symbols or b.free_symbols:
+                return False
+            most = DECIMAL_ERROR if a.has(Float) or b.has(Float) else EXACT_ERROR
+            return bool(abs(a - b).evalf() > most * max(abs(a).evalf(), abs(b).evalf()))
+        except (ArithmeticError, AttributeError, TypeError):
+            return False
+
+    def numeric_eq(a: Any, b: Any, *digits: int) -> bool:
+        # 9 % is 9 there.
+        values = grader.get_pct_val(a, a), grader.get_pct_val(b, b)
+        return bool(rounded(a, b, *digits)) and not (is_far(a, b) and is_far(*values))
+
+    grader.sympy_numeric_eq = numeric_eq
