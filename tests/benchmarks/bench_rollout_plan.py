@@ -15,14 +15,14 @@ import random
 import time
 from typing import Any
 
-from planish.engines.planner.deployment import deploy
-from planish.engines.planner.documents import PlannedRun
+from planish.engines.planner.documents import PlannedRun, PlannedSizes
 from planish.engines.planner.gpus import GPUS
-from planish.engines.planner.law import iteration_seconds
 from planish.engines.planner.models import MODELS, MoeModel
 from planish.engines.planner.performance import Constants, Workload
 from planish.engines.planner.pipeline import Pipeline, Work
-from planish.engines.planner.search import Space, search
+from planish.engines.planner.pipeline_law import iteration_seconds
+from planish.engines.planner.query import Query, Space
+from planish.engines.planner.search import search
 from planish.engines.planner.simulate import Disturbances, run
 from tests.benchmarks.facts import RESULTS, require_idle_machine, write_result
 from tests.benchmarks.rollout_plan import tables
@@ -52,7 +52,7 @@ def timed_plans() -> dict[str, float]:
     space = Space(slo_seconds=tables.SLO_SECONDS, replicas=tuple(range(1, 33)))
     began, processor = time.perf_counter(), time.process_time()
     for model in MODELS.values():
-        found = search(model, Workload(), gpus, gpus, space=space)
+        found = search(Query(model, gpus, gpus, space=space))
         evaluated += len(found.plans) + sum(found.rejected.values())
         feasible += len(found.plans)
         if evaluated >= NUM_PLANS:
@@ -70,9 +70,19 @@ def timed_plans() -> dict[str, float]:
 def timed_simulation() -> dict[str, float]:
     """Simulate 1,000 requests of random length on 8 + 8 ranks with jitter."""
     model = MoeModel(**{**vars(MODELS["mixtral-8x22b"]), "layers": 60})
-    pair = (GPUS["a800"], GPUS["a800"])
-    one = deploy(model, Workload(), pair, Constants(), {}, tp_a=2, tp_e=1, n_a=8, n_e=8)
-    planned = PlannedRun(one, Workload(), 3, 50, 0.1, 1.0, 1e-9, "disaggregate")
+    sizes = {"tp_a": 2, "tp_e": 1, "n_a": 8, "n_e": 8, "m": 3, "b_a": 50}
+    planned = PlannedRun(
+        schema="rollout-plan/1",
+        plan=PlannedSizes(attention_gpu="a800", expert_gpu="a800", **sizes),
+        times_s={"total": 0.1},
+        tokens_per_s=1.0,
+        model=model,
+        workload=Workload(),
+        constants=Constants(),
+        gpus={"a800": GPUS["a800"]},
+        profiles=[],
+        verdict="disaggregate",
+    )
     disturbed = Disturbances(jitter=0.1, imbalance=1.25, length_spread=0.5)
     began, processor = time.perf_counter(), time.process_time()
     found = run(planned, 1000, disturbed)
@@ -102,13 +112,12 @@ def disagreements() -> int:
     """Return how many of the random problems have another best plan by brute force."""
     wrong = 0
     for seed in range(NUM_PROBLEMS):
-        model, load, attention, experts, objective, space = brute_force.problem(seed)
-        expected = brute_force.best(model, load, attention, experts, objective, space)
-        best = search(model, load, attention, experts, objective=objective, space=space).best
+        problem = brute_force.problem(seed)
+        expected, best = brute_force.best(problem), search(problem).best
         if (best is None) != (expected is None):
             wrong += 1
         elif best is not None and expected is not None:
-            wrong += abs(best.value(objective) / expected[0] - 1) > 1e-9
+            wrong += abs(best.value(problem.objective) / expected[0] - 1) > 1e-9
     return wrong
 
 

@@ -6,13 +6,14 @@ import dataclasses
 import math
 from typing import Any
 
-from planish.engines.planner.baseline import BaselineName, ColocatedPlan, baselines
-from planish.engines.planner.deployment import deploy
+from planish.engines.planner.baseline import ColocatedPlan, baselines
 from planish.engines.planner.gpus import GPUS, Gpu
-from planish.engines.planner.law import speedup
 from planish.engines.planner.models import MODELS
 from planish.engines.planner.performance import Constants, Workload
-from planish.engines.planner.search import Objective, Plan, Search, Space, search
+from planish.engines.planner.pipeline_law import speedup
+from planish.engines.planner.query import BaselineName, Objective, Query, Space
+from planish.engines.planner.report import flat
+from planish.engines.planner.search import Plan, Search, search
 
 PAPER = ("mixtral-8x22b", "dbrx", "scaled-moe")
 SLO_SECONDS = 0.15
@@ -41,11 +42,17 @@ class World:
         self, model: str, a: str, e: str, objective: Objective = "gpu", **space: Any
     ) -> Search:
         """Return all plans of a model on two types of GPUs."""
-        return search(
+        return search(self.query(model, a, e, objective, **space))
+
+    def query(
+        self, model: str, a: str, e: str, objective: Objective = "gpu", **space: Any
+    ) -> Query:
+        """Return the query for all plans of a model on two types of GPUs."""
+        return Query(
             MODELS[model],
-            self.workload,
             [self.gpus[a]],
             [self.gpus[e]],
+            workload=self.workload,
             objective=objective,
             space=Space(**{"slo_seconds": SLO_SECONDS, **space}),
             constants=self.constants,
@@ -53,14 +60,7 @@ class World:
 
     def colocated(self, model: str, gpu: str, name: BaselineName = "ideal") -> list[ColocatedPlan]:
         """Return the colocated deployments of a model, the best first."""
-        return baselines(
-            MODELS[model],
-            self.workload,
-            self.gpus[gpu],
-            name=name,
-            slo_seconds=SLO_SECONDS,
-            constants=self.constants,
-        )
+        return baselines(self.query(model, gpu, gpu), self.gpus[gpu], name)
 
     def tensor_parallel(
         self, model: str, gpu: str, name: BaselineName = "ideal"
@@ -71,11 +71,9 @@ class World:
 
 def short(one: Plan) -> dict[str, Any]:
     """Return what a table shows of a plan."""
-    found = dataclasses.asdict(one)
-    return {
-        name: (None if isinstance(value, float) and math.isnan(value) else value)
-        for name, value in found.items()
-    }
+    found = flat(one)
+    times = found.pop("times_s")
+    return {**found.pop("plan"), **times, **found}
 
 
 def all_pairs(world: World) -> dict[str, Any]:
@@ -144,18 +142,19 @@ def micro_batches(world: World) -> dict[str, Any]:
     table = {}
     for model in PAPER:
         best = world.search(model, "a800", "a800", micro_batches=(3,)).plans[0]
-        times = (best.attention, best.experts, best.network)
+        times = (best.times.attention, best.times.experts, best.times.network)
         layers = MODELS[model].layers
-        kept = {"tp_attention": (best.tp_a,), "tp_experts": (best.tp_e,), "replicas": (best.n_a,)}
+        at = best.deployment
+        kept = {"tp_attention": (at.tp_a,), "tp_experts": (at.tp_e,), "replicas": (at.n_a,)}
         # It divides by 1 to 4 micro-batches; without overlap it would miss the time between tokens.
-        step = 12 * best.n_a
+        step = 12 * at.n_a
         free = {**kept, "batch": best.batch // step * step, "slo_seconds": math.inf}
         rates = {
             m: world.search(model, "a800", "a800", micro_batches=(m,), **free).plans[0].per_gpu
             for m in range(1, 5)
         }
         table[model] = {
-            "network_over_slowest": best.network / max(times[:2]),
+            "network_over_slowest": times[2] / max(times[:2]),
             "fixed_size": {
                 f"{m} to {m + 1}": speedup(*times, layers, fewer=m, more=m + 1) for m in (1, 2, 3)
             },
@@ -168,20 +167,11 @@ def replicas(world: World) -> dict[str, Any]:
     """Return how rate and times go with the attention replicas, at the best plan's GPUs."""
     table = {}
     for model in PAPER:
-        best = world.search(model, "a800", "a800").plans[0]
-        rows = []
+        query = world.query(model, "a800", "a800")
+        best, rows = search(query).plans[0], []
+        at, pair = best.deployment, (world.gpus["a800"], world.gpus["a800"])
         for count in range(1, 17):
-            one = deploy(
-                MODELS[model],
-                world.workload,
-                (world.gpus["a800"], world.gpus["a800"]),
-                world.constants,
-                {},
-                tp_a=best.tp_a,
-                tp_e=best.tp_e,
-                n_a=count,
-                n_e=best.n_e,
-            )
+            one = query.deploy(pair, tp_a=at.tp_a, tp_e=at.tp_e, n_a=count, n_e=at.n_e)
             times = one.times(best.b_a)
             total = one.total(best.b_a, best.m)
             rate = best.b_a * best.m * count / total / one.gpus
@@ -196,7 +186,7 @@ def replicas(world: World) -> dict[str, Any]:
             )
         peak = max(rows, key=lambda row: float(row["per_gpu"]))
         table[model] = {
-            "tp_a": best.tp_a,
+            "tp_a": at.tp_a,
             "rows": best.b_a,
             "sweep": rows,
             "peak": peak["replicas"],

@@ -147,9 +147,9 @@ def check(planned: PlannedRun, options: argparse.Namespace) -> None:
             f"ranks compute on one GPU each, got {one.tp_a} for attention and {one.tp_e} for "
             "experts: plan with `--tp-a 1 --tp-e 1`"
         )
-    if planned.micro_batches > 4:
+    if planned.plan.m > 4:
         faults.append(
-            f"attention ranks have at most 4 micro-batches, got {planned.micro_batches}: plan with "
+            f"attention ranks have at most 4 micro-batches, got {planned.plan.m}: plan with "
             "`--micro-batches 3,4`"
         )
     for option in ("name", "namespace", "secret"):
@@ -220,7 +220,7 @@ def engine_settings(
         ),
     }
     if options.engine == "disagg":
-        settings["micro_batches"] = planned.micro_batches
+        settings["micro_batches"] = planned.plan.m
     if planned.workload.redundancy:
         settings["redundant_experts"] = max(1, round(planned.workload.redundancy * local))
     # What the coordinator would refuse is refused here.

@@ -9,6 +9,7 @@ across nodes where the weights need several. The other two forms are rivals of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -18,14 +19,13 @@ from planish.engines.planner.models import BYTES, MoeModel
 from planish.engines.planner.performance import (
     Constants,
     Roofline,
-    Workload,
     all_reduce,
     attention_stage,
     matrices_roofline,
     outside_stage,
 )
+from planish.engines.planner.query import BaselineName, Objective, Query
 
-BaselineName = Literal["ideal", "framework"]
 Form = Literal["tp", "ep", "pp"]
 """`tp`: every matrix over all GPUs; `ep`: attention replicas, experts over all GPUs; `pp`: layers
 over nodes, tensor parallelism inside each."""
@@ -40,9 +40,7 @@ class Colocated:
     """One colocated deployment."""
 
     gpu: Gpu
-    """Type of all its GPUs."""
     form: Form
-    """How the model is spread."""
     gpus: int
     """GPUs in all."""
     tp: int
@@ -52,11 +50,11 @@ class Colocated:
     layers: int
     """Layers with experts."""
     attention: Roofline
-    """Of the rows of one group."""
+    """Seconds for the rows of one group."""
     experts: Roofline
-    """Of the rows that each GPU computes for experts; `weights` are those of all its experts."""
+    """Seconds for the rows that each GPU computes; `weights` are those of all its experts."""
     outside: Roofline
-    """Of the rows of one group, once an iteration: dense layers, logits, hops of a pipeline."""
+    """Seconds for the rows of one group in dense layers, logits and the hops of a pipeline."""
     expert_rows: float
     """Rows for the experts of a GPU from one row of each group that shares them."""
     local_experts: float
@@ -67,8 +65,6 @@ class Colocated:
     """Bytes of a GPU for the cache."""
     row_bytes: float
     """Bytes of cache on a GPU for one row of a group."""
-    overhead: float
-    """Factor on all times."""
 
     def seconds(self, rows: float) -> float:
         """Return the seconds of an iteration with so many rows in each group."""
@@ -78,14 +74,14 @@ class Colocated:
         experts = max(busy * self.experts.compute, reading) + self.experts.fixed
         slope, fixed = self.exchange
         layer = self.attention.seconds(rows) + experts + rows * slope + fixed
-        return self.overhead * (self.layers * layer + self.outside.seconds(rows))
+        return self.layers * layer + self.outside.seconds(rows)
 
-    def rows(self, slo_seconds: float) -> int:
+    def rows(self, limit_seconds: float) -> int:
         """Return the most rows of a group that memory and the time between tokens allow."""
         low, high = 0, int(self.free_bytes / self.row_bytes) + 1 if self.free_bytes > 0 else 1
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.seconds(middle) <= slo_seconds else (low, middle)
+            low, high = (middle, high) if self.seconds(middle) <= limit_seconds else (low, middle)
         return low
 
 
@@ -93,12 +89,9 @@ class Colocated:
 class ColocatedPlan:
     """A colocated deployment with its largest batch, and what it reaches."""
 
-    name: str
-    """`ideal` or `framework`."""
+    name: BaselineName
     gpu: str
-    """Type of all its GPUs."""
     form: Form
-    """How the model is spread."""
     gpus: int
     """GPUs in all."""
     tp: int
@@ -110,84 +103,55 @@ class ColocatedPlan:
     per_gpu: float
     """Tokens per second and GPU."""
     per_cost: float
-    """Tokens per second and unit of price; 0 without a price."""
+    """Tokens per second and unit of price; NaN without a price."""
     per_watt: float
-    """Tokens per second and watt; 0 where the watts are unknown."""
+    """Tokens per second and watt; NaN where the watts are unknown."""
+
+    def value(self, objective: Objective) -> float:
+        """Return what a search maximises."""
+        return {"gpu": self.per_gpu, "cost": self.per_cost, "watt": self.per_watt}[objective]
 
 
-def baselines(
-    model: MoeModel,
-    workload: Workload,
-    gpu: Gpu,
-    *,
-    name: BaselineName = "ideal",
-    slo_seconds: float,
-    constants: Constants | None = None,
-) -> list[ColocatedPlan]:
-    """Return every colocated deployment of a GPU that fits, the best first.
-
-    Args:
-        model: shapes.
-        workload: lengths; its imbalance counts for `ep` alone, as `tp` has every expert everywhere.
-        gpu: type of GPU.
-        name: whether overhead is counted.
-        slo_seconds: longest time between tokens.
-        constants: those of the search.
-    """
+def baselines(query: Query, gpu: Gpu, name: BaselineName = "ideal") -> list[ColocatedPlan]:
+    """Return every colocated deployment of a GPU that fits, the best per GPU first."""
     found = []
     overhead = FRAMEWORK_OVERHEAD if name == "framework" else 1.0
-    for one in colocated(model, workload, gpu, constants or Constants(), overhead):
-        rows = one.rows(slo_seconds)
+    for one in colocated(query, gpu):
+        rows = one.rows(query.space.slo_seconds / overhead)
         if rows:
-            total, batch = one.seconds(rows), rows * one.groups
+            total, batch = overhead * one.seconds(rows), rows * one.groups
             rate = batch / total / one.gpus
-            cost = rate / gpu.price if gpu.price else 0.0
-            watt = rate / gpu.watts if gpu.watts else 0.0
-            found.append(
-                ColocatedPlan(
-                    name, gpu.name, one.form, one.gpus, one.tp, batch, total, rate, cost, watt
-                )
-            )
+            cost, watt = (rate / unit if unit else math.nan for unit in (gpu.price, gpu.watts))
+            shape = (name, gpu.name, one.form, one.gpus, one.tp)
+            found.append(ColocatedPlan(*shape, batch, total, rate, cost, watt))
     return sorted(found, key=lambda one: (-one.per_gpu, one.gpus, one.form, one.tp))
 
 
-def colocated(
-    model: MoeModel, workload: Workload, gpu: Gpu, constants: Constants, overhead: float
-) -> Iterator[Colocated]:
+def colocated(query: Query, gpu: Gpu) -> Iterator[Colocated]:
     """Yield every form and size, whether or not it fits.
 
-    Args:
-        model: shapes.
-        workload: lengths and imbalance.
-        gpu: type of GPU.
-        constants: those of the search.
-        overhead: factor on all times.
+    Imbalance counts for `ep` alone, as `tp` has every expert everywhere.
     """
-    length, node = workload.length, gpu.per_node
+    model, constants = query.model, query.constants
+    length, node = query.workload.length, gpu.per_node
     sizes = [size for size in SIZES if size <= node or size % node == 0]
     forms: list[tuple[Form, int, int]] = [("tp", size, size) for size in sizes]
     forms += [("ep", size, tp) for size in sizes[1:] for tp in sizes if tp <= min(size, node)]
     forms += [("pp", size, node) for size in sizes if size > node and model.layers >= size // node]
     for form, size, tp in forms:
-        held = size if form == "ep" else tp
+        spread = form == "ep"
         # Tensor parallelism cuts every expert; expert parallelism deals whole ones out.
-        cut = 1 if form == "ep" else tp
-        if (
-            not model.splits_over(tp)
-            or model.expert_size % cut
-            or (form == "ep" and model.num_experts % size)
-        ):
+        cut = 1 if spread else tp
+        uneven = model.expert_size % cut or (spread and model.num_experts % size)
+        if uneven or not model.splits_over(tp):
             continue
         stages = size // node if form == "pp" else 1
-        local = model.num_experts / size if form == "ep" else model.num_experts
-        experts = matrices_roofline(
-            model.feed_forward_matrices(model.expert_size, cut), gpu, constants, copies=local
-        )
+        local = model.num_experts / size if spread else model.num_experts
+        matrices = model.feed_forward_matrices(model.expert_size, cut)
         weights = model.attention_bytes(tp)
-        weights += BYTES * model.expert_parameters * model.num_experts // held
+        weights += BYTES * model.expert_parameters * model.num_experts // (size if spread else tp)
         hop = BYTES * model.hidden_size / tp / gpu.network_rate
         outside = outside_stage(model, gpu, tp, length, constants)
-        balance = workload.imbalance if form == "ep" else 1.0
         yield Colocated(
             gpu=gpu,
             form=form,
@@ -195,21 +159,21 @@ def colocated(
             tp=tp,
             groups=stages if form == "pp" else size // tp,
             layers=model.layers,
-            attention=attention_stage(model, gpu, tp, length, constants, shared_sum=form == "ep"),
-            experts=experts,
+            attention=attention_stage(model, gpu, tp, length, constants, shared_sum=spread),
+            experts=matrices_roofline(matrices, gpu, constants, copies=local),
             outside=Roofline(
                 outside.compute,
                 outside.weights,
                 outside.slope + (stages - 1) * hop,
                 outside.fixed + (stages - 1) * constants.network_seconds,
             ),
-            expert_rows=model.experts_per_token * balance / (tp if form == "ep" else 1),
+            expert_rows=model.experts_per_token
+            * (query.workload.imbalance / tp if spread else 1.0),
             local_experts=local,
             exchange=expert_exchange(model, gpu, constants, form, size, tp),
             free_bytes=gpu.memory_bytes * (1 - constants.memory_reserve) - weights / stages,
             # Each of the batches of a pipeline has its cache of a share of the layers here.
             row_bytes=length * model.kv_bytes(tp) * model.all_layers,
-            overhead=overhead,
         )
 
 

@@ -7,6 +7,7 @@ and lines; the caller prints them.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator
@@ -78,10 +79,10 @@ def replicas(text: str) -> tuple[int, ...] | str:
 
 
 def positive(text: str) -> float:
-    """Return a number above 0; `inf` is one.
+    """Return a number above 0 and at most `LARGEST`, or `inf`.
 
     Raises:
-        argparse.ArgumentTypeError: no number, not above 0, or larger than anything measured.
+        argparse.ArgumentTypeError: anything else.
     """
     try:
         value = float(text)
@@ -94,26 +95,19 @@ def positive(text: str) -> float:
     return value
 
 
-def count(text: str) -> int:
-    """Return one positive whole number.
+def whole(text: str, most: int, what: str) -> int:
+    """Return a whole number from 1 to `most`.
 
     Raises:
         argparse.ArgumentTypeError: anything else.
     """
-    if not text.isdecimal() or not 1 <= int(text) <= 10**7:
-        raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text!r}")
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
     return int(text)
 
 
-def port(text: str) -> int:
-    """Return the first of the ports of a rank.
-
-    Raises:
-        argparse.ArgumentTypeError: no number, or none that leaves room for two more.
-    """
-    if not text.isdecimal() or not 1 <= int(text) <= 65533:
-        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65533, got {text!r}")
-    return int(text)
+count = functools.partial(whole, most=10**7, what="a positive whole number")
+port = functools.partial(whole, most=65533, what="a port from 1 to 65533")
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planish.engines.planner.gpus import Gpu
-from planish.engines.planner.law import iteration_seconds
 from planish.engines.planner.models import BYTES, MoeModel
 from planish.engines.planner.performance import (
     Constants,
@@ -23,6 +22,7 @@ from planish.engines.planner.performance import (
     outside_stage,
     rows_per_node,
 )
+from planish.engines.planner.pipeline_law import iteration_seconds
 
 Profiles = Mapping[tuple[str, str, int], Measured]
 """(`attention` or `experts`, GPU, tp) -> measured stage, which replaces the computed one."""
@@ -33,9 +33,8 @@ class Times:
     """Seconds of the stages for one micro-batch: of one layer, and outside the pipeline."""
 
     attention: float
-    """Attention of a layer."""
     experts: float
-    """Experts of a layer, on the busiest node."""
+    """On the busiest node."""
     network: float
     """One direction between them."""
     outside: float
@@ -58,11 +57,8 @@ class Deployment:
     """Attention replicas and expert nodes with their stages."""
 
     model: MoeModel
-    """Shapes."""
     attention_gpu: Gpu
-    """Type of GPU with attention."""
     expert_gpu: Gpu
-    """Type of GPU with experts."""
     tp_a: int
     """GPUs of an attention replica."""
     tp_e: int
@@ -72,13 +68,11 @@ class Deployment:
     n_e: int
     """Expert nodes."""
     attention: Stage
-    """Of the rows of one replica."""
+    """Seconds for the rows of one replica, as those of `outside` and `network`."""
     experts: Stage
-    """Of the rows of one expert node."""
+    """Seconds for the rows of one expert node."""
     outside: Stage
-    """Of the rows of one replica."""
     network: Network
-    """Of the rows of one replica."""
     expert_rows: float
     """Rows of the busiest expert node for one row of each replica."""
     row_bytes: float
@@ -90,6 +84,11 @@ class Deployment:
     def gpus(self) -> int:
         """GPUs in all."""
         return self.tp_a * self.n_a + self.tp_e * self.n_e
+
+    def sum_of(self, figure: str) -> float:
+        """Return the `price` or the `watts` of all GPUs; NaN where that of one is unknown."""
+        a, e = (getattr(gpu, figure) for gpu in (self.attention_gpu, self.expert_gpu))
+        return self.tp_a * self.n_a * a + self.tp_e * self.n_e * e if a and e else math.nan
 
     def times(self, rows: float) -> Times:
         """Return the times of micro-batches with so many rows on each replica."""
@@ -113,10 +112,7 @@ class Deployment:
         return inside + micro_batches * self.outside.seconds(rows)
 
     def most_rows(self, micro_batches: int) -> int:
-        """Return the rows of a micro-batch on one replica that its memory holds.
-
-        A replica keeps the cache of all its micro-batches.
-        """
+        """Return the rows of a micro-batch that a replica has memory for: it keeps all caches."""
         # The bound is strict: at equality memory does not suffice.
         return max(0, math.ceil(self.free_bytes / (micro_batches * self.row_bytes)) - 1)
 
@@ -145,16 +141,7 @@ def deploy(
 ) -> Deployment:
     """Return a deployment with its stages, whether or not it fits.
 
-    Args:
-        model: shapes.
-        workload: lengths and spread.
-        gpus: of attention and of experts.
-        constants: what data sheets leave out.
-        profiles: measured stages, which replace computed ones.
-        tp_a: GPUs of an attention replica.
-        tp_e: GPUs of an expert node.
-        n_a: attention replicas.
-        n_e: expert nodes; must divide the experts.
+    The first of `gpus` have attention, the second experts; `n_e` must divide the experts.
     """
     attention_gpu, expert_gpu = gpus
     local = model.num_experts // n_e

@@ -8,36 +8,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, with_config
+
 from planish.base.errors import ConfigError
 
+STORED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+"""How figures are read back from the documents of the planner."""
 
+
+@with_config(STORED)
 @dataclass(frozen=True)
 class Gpu:
-    """One type of GPU; rates are those of the data sheet, dense bfloat16.
-
-    Example:
-        >>> GPUS["a800"].flops / GPUS["a800"].memory_rate > 150
-        True
-    """
+    """One type of GPU; rates are those of the data sheet, in bytes per second."""
 
     name: str
-    """Key of the table."""
-    memory_bytes: float
-    """Bytes of its memory."""
-    memory_rate: float
-    """Bytes per second of its memory."""
-    flops: float
-    """Floating-point operations per second, multiply and add apart."""
-    watts: float
-    """Power at full load."""
-    link_rate: float
-    """Bytes per second in one direction to the other GPUs of its node: NVLink or PCIe."""
-    network_rate: float
-    """Bytes per second in one direction to other nodes: its share of the node's cards."""
-    price: float = 0.0
+    memory_bytes: PositiveFloat
+    memory_rate: PositiveFloat
+    flops: PositiveFloat
+    """Dense bfloat16 operations per second, multiply and add apart."""
+    watts: NonNegativeFloat
+    """Power at full load; 0 where it is unknown."""
+    link_rate: PositiveFloat
+    """In one direction to the other GPUs of its node: NVLink or PCIe."""
+    network_rate: PositiveFloat
+    """In one direction to other nodes: its share of the node's cards."""
+    price: NonNegativeFloat = 0.0
     """Price in units of an L20; 0 where none is published."""
-    per_node: int = 8
-    """GPUs in one node."""
+    per_node: PositiveInt = 8
 
 
 def _gpu(name: str, *row: float) -> Gpu:
@@ -75,8 +72,8 @@ def find_gpus(names: str, measured: Gpu | None = None) -> list[Gpu]:
     """Return the GPUs of a list with commas, each once, in its order.
 
     Args:
-        names: of the table, or of the measured one.
-        measured: of a profile.
+        names: of the table, or of the measured GPU of a profile.
+        measured: that GPU.
 
     Raises:
         ConfigError: an unknown or missing name.
@@ -97,11 +94,7 @@ def find_gpus(names: str, measured: Gpu | None = None) -> list[Gpu]:
 
 
 def changed(gpus: Sequence[Gpu], changes: Sequence[str]) -> list[Gpu]:
-    """Return GPUs with figures of the user's, in the units of `Gpu`.
-
-    Args:
-        gpus: as found.
-        changes: each `<gpu>.<figure>=<number>`.
+    """Return GPUs with figures of the user's, each `<gpu>.<figure>=<number>` in the units of `Gpu`.
 
     Raises:
         ConfigError: no such figure, no number, or no such GPU in the table.
@@ -118,9 +111,7 @@ def changed(gpus: Sequence[Gpu], changes: Sequence[str]) -> list[Gpu]:
             value = float(text)
         except ValueError:
             value = math.nan
-        usable = 0 < value <= _LARGEST
-        if figure == "per_node":
-            usable = usable and value.is_integer()
+        usable = 0 < value <= _LARGEST and (figure != "per_node" or value.is_integer())
         if name not in {**GPUS, **table} or figure not in CHANGEABLE or not usable:
             raise ConfigError(
                 f"a changed figure must be <gpu>.<figure>=<positive number> with a figure of "

@@ -13,15 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import NonNegativeInt, PositiveInt, with_config
+
 from planish.base.errors import ConfigError
+from planish.engines.planner.gpus import STORED
 from planish.models.experts import num_experts
 
 MAX_SIZE = 10_000_000
-"""Of any number in a config.json."""
+"""Largest number in a config.json."""
 BYTES = 2
-"""Of one weight, activation or cached number: bfloat16."""
+"""Size of a weight, an activation or a cached number: bfloat16."""
 
 
+@with_config(STORED)
 @dataclass(frozen=True)
 class MoeModel:
     """Shapes of one model.
@@ -34,42 +38,34 @@ class MoeModel:
 
     name: str
     """Name of the table, or the folder of its config.json."""
-    layers: int
+    layers: PositiveInt
     """Layers with experts."""
-    hidden_size: int
-    """Width of the residual stream."""
-    expert_size: int
+    hidden_size: PositiveInt
+    expert_size: PositiveInt
     """Intermediate size of one expert."""
-    num_experts: int
+    num_experts: PositiveInt
     """Routed experts of a layer."""
-    experts_per_token: int
-    """Routed experts that compute a token."""
-    num_heads: int
-    """Query heads."""
-    num_kv_heads: int
-    """Key and value heads; counts only without latent attention."""
-    head_dim: int
-    """Width of a head; counts only without latent attention."""
-    vocab_size: int
-    """Tokens that logits are computed for."""
+    experts_per_token: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    """Width of a head; it counts only without latent attention, as `num_kv_heads`."""
+    vocab_size: PositiveInt
     tied_embeddings: bool = False
-    """The output matrix is the input embedding."""
-    dense_layers: int = 0
+    dense_layers: NonNegativeInt = 0
     """Layers without experts."""
-    dense_size: int = 0
+    dense_size: NonNegativeInt = 0
     """Intermediate size of the feed-forward network in these."""
-    shared_size: int = 0
+    shared_size: NonNegativeInt = 0
     """Intermediate size of all shared experts of a layer together."""
-    q_rank: int = 0
+    q_rank: NonNegativeInt = 0
     """Rank of the queries of latent attention; 0: they are not compressed."""
-    kv_rank: int = 0
-    """Rank of keys and values of latent attention; 0: grouped heads."""
-    rope_dim: int = 0
-    """Width of the rotary part of a head, with latent attention."""
-    nope_dim: int = 0
-    """Width of the other part."""
-    value_dim: int = 0
-    """Width of a value head, with latent attention."""
+    kv_rank: NonNegativeInt = 0
+    """Rank of keys and values of latent attention; 0: grouped heads. The sizes below are of latent
+    attention: the rotary part of a head, its other part, and a value head."""
+    rope_dim: NonNegativeInt = 0
+    nope_dim: NonNegativeInt = 0
+    value_dim: NonNegativeInt = 0
 
     def attention_matrices(self, tp: int) -> list[tuple[int, int]]:
         """Return rows and columns of the attention matrices that one of `tp` GPUs holds.
@@ -105,10 +101,7 @@ class MoeModel:
         return 2 * BYTES * self.head_dim * self.num_kv_heads // min(tp, self.num_kv_heads)
 
     def core_flops(self, tp: int) -> int:
-        """Return the operations of scores and weighted sum on one of `tp` GPUs.
-
-        They are for one row and one cached token, in one layer.
-        """
+        """Return the operations of one of `tp` GPUs for one row, cached token and layer."""
         if self.kv_rank:
             return 2 * (self.num_heads // tp) * (2 * self.kv_rank + self.rope_dim)
         return 4 * (self.num_heads // tp) * self.head_dim
@@ -126,7 +119,7 @@ class MoeModel:
     @property
     def attention_parameters(self) -> int:
         """Parameters of attention in the layers with experts: P_a of the paper."""
-        return self.layers * sum(rows * columns for rows, columns in self.attention_matrices(1))
+        return self.layers * _count(self.attention_matrices(1))
 
     @property
     def expert_parameters(self) -> int:
@@ -212,12 +205,8 @@ def find_model(text: str) -> MoeModel:
     return model_of(config, str(path.resolve().parent.name))
 
 
-def whole_number(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
-    """Return the first of some keys that a config.json has.
-
-    Raises:
-        ConfigError: it is no whole number from 0 to `MAX_SIZE`, or missing without a default.
-    """
+def _whole_number(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """Return the first of some keys that a config.json has."""
     given = (config[key] for key in keys if config.get(key) is not None)
     found: Any = next(given, default)
     whole = isinstance(found, int) and not isinstance(found, bool)
@@ -230,14 +219,10 @@ def whole_number(config: Mapping[str, Any], *keys: str, default: int | None = No
 
 
 def model_of(config: Mapping[str, Any], name: str) -> MoeModel:
-    """Return the shapes of a config.json of any family with experts.
+    """Return the shapes of a config.json of any family with experts, under a name.
 
     Keys are those of Qwen3-MoE, Mixtral and DeepSeek-V3; a family that has the same keys needs no
     entry anywhere.
-
-    Args:
-        config: content of the file.
-        name: to call the model by.
 
     Raises:
         ConfigError: a dense model, a missing key, or sizes that are not positive integers.
@@ -257,8 +242,7 @@ def model_of(config: Mapping[str, Any], name: str) -> MoeModel:
             "without `num_experts`, `num_local_experts` and `n_routed_experts`); a dense model has "
             "nothing to disaggregate"
         )
-
-    size = functools.partial(whole_number, config)
+    size = functools.partial(_whole_number, config)
     layers, heads = size("num_hidden_layers"), size("num_attention_heads")
     step = max(1, size("decoder_sparse_step", "moe_layer_freq", default=1))
     first, listed = size("first_k_dense_replace", default=0), config.get("mlp_only_layers") or []
@@ -267,17 +251,16 @@ def model_of(config: Mapping[str, Any], name: str) -> MoeModel:
         raise ConfigError(
             f"`mlp_only_layers` of config.json must be a list, got {listed!r}; correct the file"
         )
-    sparse = [
-        layer
+    sparse = sum(
+        layer >= first and layer not in listed and (layer + offset) % step == 0
         for layer in range(layers)
-        if layer >= first and layer not in listed and (layer + offset) % step == 0
-    ]
+    )
     expert_size = size("moe_intermediate_size", "intermediate_size")
     shared = size("n_shared_experts", default=0) * expert_size
     latent = size("kv_lora_rank", default=0)
     made = MoeModel(
         name=name,
-        layers=len(sparse),
+        layers=sparse,
         hidden_size=size("hidden_size"),
         expert_size=expert_size,
         num_experts=experts,
@@ -287,8 +270,8 @@ def model_of(config: Mapping[str, Any], name: str) -> MoeModel:
         head_dim=size("head_dim", default=size("hidden_size") // max(heads, 1)),
         vocab_size=size("vocab_size"),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        dense_layers=layers - len(sparse),
-        dense_size=size("intermediate_size", default=0) if len(sparse) < layers else 0,
+        dense_layers=layers - sparse,
+        dense_size=size("intermediate_size", default=0) if sparse < layers else 0,
         shared_size=size("shared_expert_intermediate_size", default=shared),
         q_rank=size("q_lora_rank", default=0) if latent else 0,
         kv_rank=latent,

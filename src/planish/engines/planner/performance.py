@@ -13,9 +13,12 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
-from planish.engines.planner.gpus import Gpu
+from pydantic import Field, NonNegativeFloat, PositiveFloat, with_config
+
+from planish.engines.planner.cli import LARGEST
+from planish.engines.planner.gpus import STORED, Gpu
 from planish.engines.planner.models import BYTES, MoeModel
 
 Combine = Literal["exact", "local_sum"]
@@ -23,35 +26,35 @@ Combine = Literal["exact", "local_sum"]
 expert node, which sums its experts."""
 
 
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Cost = Annotated[float, Field(ge=0.0, lt=LARGEST)]
+
+
+@with_config(STORED)
 @dataclass(frozen=True)
 class Constants:
-    """What data sheets leave out; the same for every model and GPU.
+    """What data sheets leave out; the same for every model and GPU."""
 
-    Example:
-        >>> Constants().compute_efficiency
-        0.7
-    """
-
-    compute_efficiency: float = 0.70
+    compute_efficiency: Share = 0.70
     """Share of the sheet's operations per second that large matrices reach."""
-    memory_efficiency: float = 0.80
+    memory_efficiency: Share = 0.80
     """Share of the sheet's memory rate that reading weights and caches reaches."""
-    link_efficiency: float = 0.70
+    link_efficiency: Share = 0.70
     """Share of the link's rate that an all-reduce inside a node reaches."""
-    kernel_seconds: float = 4e-6
-    """Start of one kernel."""
-    link_seconds: float = 8e-6
+    kernel_seconds: Cost = 4e-6
+    link_seconds: Cost = 8e-6
     """Latency of an all-reduce for each doubling of its GPUs."""
-    layer_seconds: float = 8e-6
+    layer_seconds: Cost = 8e-6
     """Norms, router and the like of a layer and stage."""
-    network_seconds: float = 20e-6
+    network_seconds: Cost = 20e-6
     """Latency of one direction between attention and experts."""
-    half_rate_bytes: float = 128 * 1024
+    half_rate_bytes: Cost = 128 * 1024
     """Bytes with which a transfer reaches half the rate of the network."""
-    memory_reserve: float = 0.10
+    memory_reserve: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.10
     """Share of a GPU's memory that stays free for activations and the rest."""
 
 
+@with_config(STORED)
 @dataclass(frozen=True)
 class Workload:
     """What is decoded, and how it is spread.
@@ -61,15 +64,13 @@ class Workload:
         650.5
     """
 
-    input_tokens: float = 571.0
-    """Median prompt of the paper's workload, tokens."""
-    output_tokens: float = 159.0
-    """Median response of the paper's workload, tokens."""
-    imbalance: float = 1.0
+    input_tokens: PositiveFloat = 571.0
+    """Median of the paper's workload, as that of the response."""
+    output_tokens: PositiveFloat = 159.0
+    imbalance: PositiveFloat = 1.0
     """Load of the busiest expert node over the mean."""
     combine: Combine = "exact"
-    """What crosses the network."""
-    redundancy: float = 0.0
+    redundancy: NonNegativeFloat = 0.0
     """Expert weights stored twice, as a share of all."""
 
     @property
@@ -83,11 +84,9 @@ class Stage(Protocol):
 
     def seconds(self, rows: float) -> float:
         """Return the seconds that so many rows take."""
-        ...
 
     def seconds_per_row(self) -> float:
         """Return what one more row costs where there are many: k1 or k3 of the paper."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +103,7 @@ class Roofline:
     weights: float
     """Seconds to read the matrices."""
     slope: float
-    """Further seconds per row."""
     fixed: float
-    """Seconds without rows."""
 
     def seconds(self, rows: float) -> float:
         """Return the seconds that so many rows take."""
@@ -114,7 +111,7 @@ class Roofline:
         return (busy if busy > self.weights else self.weights) + rows * self.slope + self.fixed
 
     def seconds_per_row(self) -> float:
-        """Return what one more row costs once computing is the longer part."""
+        """Return the seconds of one more row once computing is the longer part."""
         return self.compute + self.slope
 
 
@@ -128,13 +125,12 @@ class Measured:
     """
 
     rows: tuple[float, ...]
-    """Rows of the points, rising; at least two."""
+    """Points, rising; at least two."""
     measured: tuple[float, ...]
     """Seconds of the points, not falling."""
     slope: float = 0.0
-    """Further seconds per row: what was not measured, such as an all-reduce."""
+    """Seconds per row of what was not measured, such as an all-reduce."""
     fixed: float = 0.0
-    """Further seconds."""
 
     def seconds(self, rows: float) -> float:
         """Return the seconds that so many rows take."""
@@ -163,11 +159,7 @@ def matrices_roofline(
 ) -> Roofline:
     """Return the seconds of rows that go through matrices, and of their kernels.
 
-    Args:
-        matrices: rows and columns on this GPU.
-        gpu: which computes.
-        constants: efficiencies.
-        copies: matrices of this shape, of which each row meets one; they share a kernel.
+    Each row meets one of `copies` matrices of a shape, which share a kernel.
     """
     size = sum(rows * columns for rows, columns in matrices)
     return Roofline(
@@ -186,7 +178,7 @@ def all_reduce(width: int, tp: int, gpu: Gpu, constants: Constants) -> tuple[flo
 
     Args:
         width: numbers in a row.
-        tp: GPUs; 1 costs nothing. More than one node has must be a multiple of those.
+        tp: GPUs; more than one node has must be a multiple of those.
         gpu: with its links.
         constants: efficiency and latencies.
     """
@@ -249,15 +241,7 @@ def attention_stage(
 def expert_stage(
     model: MoeModel, gpu: Gpu, tp: int, experts: int, constants: Constants
 ) -> Roofline:
-    """Return the seconds of the experts of a node, for the rows of all of them together.
-
-    Args:
-        model: shapes.
-        gpu: of the node.
-        tp: GPUs of the node.
-        experts: which the node holds of each layer; rows spread evenly over them.
-        constants: efficiencies and latencies.
-    """
+    """Return the seconds of a node's experts of one layer, for rows spread evenly over them."""
     pair = model.feed_forward_matrices(model.expert_size, tp)
     matrices = matrices_roofline(pair, gpu, constants, copies=experts)
     per_row, latency = all_reduce(model.hidden_size, tp, gpu, constants)
@@ -273,10 +257,7 @@ def expert_stage(
 def outside_stage(
     model: MoeModel, gpu: Gpu, tp: int, length: float, constants: Constants
 ) -> Roofline:
-    """Return the seconds that a micro-batch spends on its attention node outside the pipeline.
-
-    These are the layers without experts, and the logits at the end of an iteration.
-    """
+    """Return the seconds of the layers without experts and of the logits, on an attention node."""
     logits = matrices_roofline([(model.hidden_size, model.vocab_size // tp)], gpu, constants)
     layers = model.dense_layers
     dense = matrices_roofline(
@@ -296,11 +277,7 @@ def outside_stage(
 
 
 def rows_per_node(model: MoeModel, expert_nodes: int, combine: Combine) -> float:
-    """Return the rows of a token that one expert node receives on average.
-
-    Example:
-        Mixtral sends each token to 2 of 8 experts: 0.25 rows to each of 8 nodes.
-    """
+    """Return the rows of a token that one expert node receives on average."""
     rows = model.experts_per_token / expert_nodes
     if combine == "exact":
         return rows
@@ -323,13 +300,10 @@ class Network:
     expert_bytes: float
     """Bytes that each GPU of an expert node receives for the same row of all attention nodes."""
     attention_rate: float
-    """Bytes per second of an attention GPU."""
+    """Bytes per second of an attention GPU, as `expert_rate` of an expert GPU."""
     expert_rate: float
-    """Bytes per second of an expert GPU."""
     half_rate_bytes: float
-    """Bytes with which a transfer reaches half the rate."""
     latency: float
-    """Seconds that do not depend on the bytes."""
 
     def seconds(self, rows: float) -> float:
         """Return the seconds of the rows of one attention node in a micro-batch."""

@@ -4,7 +4,7 @@ A link is the outgoing one of a rank and carries its frames for all receivers. S
 micro-batch are complete for all experts at one time, and its replies for all attention ranks.
 
 Source: MegaScale-Infer, arXiv 2504.02263, ping-pong pipeline; with equal times it gives the law of
-`law.iteration_seconds`.
+`pipeline_law.iteration_seconds`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,16 @@ KINDS = ("attention", "dispatch", "experts", "combine")
 
 
 class Served(NamedTuple):
-    """What one resource did for one micro-batch and layer."""
+    """What one resource did for one micro-batch and layer, in seconds since the start."""
 
     kind: str
     """One of `KINDS`."""
     rank: int
-    """Number of the rank."""
     micro_batch: int
-    """Number of the micro-batch."""
     layer: int
-    """Number of the layer; that after the last is what an attention rank does at the end."""
+    """That after the last is what an attention rank does at the end."""
     start: float
-    """Seconds since the start of the simulation."""
     end: float
-    """Likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +37,15 @@ class Work:
     """Seconds that one micro-batch takes on each rank, in one layer."""
 
     attention: Sequence[float]
-    """Of each attention rank; 0: it has no row of this micro-batch and takes no part."""
+    """On each attention rank; 0: it has no row of this micro-batch and takes no part."""
     dispatch: Sequence[float]
-    """Of the link of each attention rank."""
+    """On the link of each attention rank."""
     experts: Sequence[Sequence[float]]
-    """[layers] of each expert rank."""
+    """[layers] on each expert rank."""
     combine: Sequence[float]
-    """Of the link of each expert rank."""
+    """On the link of each expert rank."""
     outside: Sequence[float]
-    """Of each attention rank after the last layer."""
+    """On each attention rank after the last layer."""
 
 
 @dataclass
@@ -57,20 +53,18 @@ class Pipeline:
     """The resources of a deployment, and what they have done so far."""
 
     attention_ranks: int
-    """Attention ranks, dead ones too: they are given no work."""
+    """Dead ones count too: they are given no work."""
     expert_ranks: int
-    """Likewise of experts."""
-    busy: dict[str, list[float]] = field(default_factory=dict)
-    """Kind of resource -> seconds of work of each rank."""
     spans: list[Served] | None = None
     """What was done, if a list is given."""
-    free: dict[str, list[float]] = field(default_factory=dict)
+    busy: dict[str, list[float]] = field(init=False)
+    """Kind of resource -> seconds of work of each rank."""
+    free: dict[str, list[float]] = field(init=False)
     """Kind of resource -> when each of its ranks has done what it was given."""
 
     def __post_init__(self) -> None:
-        for kind in KINDS:
-            ranks = self.attention_ranks if kind in KINDS[:2] else self.expert_ranks
-            self.busy[kind] = [0.0] * ranks
+        ranks = dict(zip(KINDS, [self.attention_ranks] * 2 + [self.expert_ranks] * 2, strict=True))
+        self.busy = {kind: [0.0] * count for kind, count in ranks.items()}
 
     def iteration(
         self, start: float, work: Sequence[Work], layers: int, factors: Sequence[float] = (1.0,)
@@ -115,13 +109,9 @@ class Pipeline:
         return end
 
     def serve(self, kind: str, where: tuple[int, int, int], ready: float, took: float) -> float:
-        """Let one resource do one thing, after all that it was given before, and return the end.
+        """Let a resource do one thing, after all that it was given before, and return the end.
 
-        Args:
-            kind: of the resource.
-            where: rank, micro-batch and layer.
-            ready: when it can begin at the earliest; calls come in the order of this time.
-            took: seconds that it takes.
+        `where` is rank, micro-batch and layer; calls come in the order of `ready`.
         """
         free, rank = self.free[kind], where[0]
         began = free[rank]

@@ -9,22 +9,24 @@ Source: MegaScale-Infer, arXiv 2504.02263: T_a = k1 b_a + k2 and T_e = k3 b_e + 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import functools
 import itertools
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from statistics import fmean, median
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean, linear_regression, median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from planish.base.errors import ConfigError
 from planish.base.text import Table
+from planish.engines.planner.cli import Progress
 from planish.engines.planner.gpus import GPUS, Gpu
 from planish.engines.planner.models import BYTES, MoeModel, find_model
 from planish.engines.planner.performance import Constants, attention_stage, expert_stage
@@ -48,16 +50,13 @@ class FittedLine:
     """Seconds = max(floor, slope * rows + offset), which is k1, k2 or k3, k4 of the paper.
 
     Example:
-        >>> fit([1.0, 2.0, 3.0, 4.0], [5.0, 5.0, 7.0, 9.0]).slope
+        >>> round(fit([1.0, 2.0, 3.0, 4.0], [5.0, 5.0, 7.0, 9.0]).slope, 6)
         2.0
     """
 
     slope: float
-    """Seconds per row where there are many."""
     offset: float
-    """Seconds of that line without rows."""
     floor: float
-    """Seconds where there are few."""
     r2: float
     """Share of the variance that it explains."""
 
@@ -69,32 +68,29 @@ def fit(rows: Sequence[float], seconds: Sequence[float]) -> FittedLine:
         rows: rising; at least two.
         seconds: of each.
     """
-    best: FittedLine | None = None
+    found: list[FittedLine] = []
     mean = fmean(seconds)
     spread = sum((y - mean) ** 2 for y in seconds) or 1e-30
     for bend in rows[:-1]:
         above = [max(0.0, x - bend) for x in rows]
-        center = fmean(above)
-        slope = sum((u - center) * (y - mean) for u, y in zip(above, seconds, strict=True))
-        slope /= sum((u - center) ** 2 for u in above)
-        floor = mean - slope * center
+        slope, floor = linear_regression(above, seconds)
         wrong = sum((floor + slope * u - y) ** 2 for u, y in zip(above, seconds, strict=True))
-        found = FittedLine(slope, floor - slope * bend, floor, 1 - wrong / spread)
-        best = found if best is None or found.r2 > best.r2 + 1e-9 else best
-    assert best is not None
-    return best
+        found.append(FittedLine(slope, floor - slope * bend, floor, 1 - wrong / spread))
+    # The first of those that are as good.
+    return max(found, key=lambda line: round(line.r2, 9))
 
 
-def profile(
-    options: argparse.Namespace, progress: Callable[[str, int, int], None]
-) -> Iterator[Table | str]:
+def profile(options: argparse.Namespace, progress: Progress) -> Iterator[Table | str]:
     """Measure, write the file, and yield tables.
 
     Raises:
         ConfigError: no such device, too few rows, or no place for the file.
     """
     model = find_model(options.model)
-    device = torch.device(find_device(options.device))
+    there = torch.cuda.is_available()
+    if options.device == "cuda" and not there:
+        raise ConfigError("`--device cuda` needs an accelerator, got a machine without; use cpu")
+    device = torch.device("cuda" if there and options.device != "cpu" else "cpu")
     if len(options.rows) < 2:
         raise ConfigError(f"`--rows` must name at least 2 numbers, got {len(options.rows)}")
     wrong = [tp for tp in options.tp if model.num_heads % tp or model.expert_size % tp]
@@ -107,25 +103,18 @@ def profile(
     with torch.inference_mode():
         for done, (stage, tp) in enumerate(points):
             progress(f"{stage} tp={tp}", done, len(points))
+            build = attention_layer if stage == "attention" else expert_layer
             seconds = []
             for rows in options.rows:
-                build = attention_layer if stage == "attention" else expert_layer
                 call = build(model, tp, rows, round(options.length), device, dtype)
                 seconds.append(seconds_of(call, device, options.repeats))
-            found = fit([float(rows) for rows in options.rows], seconds)
-            stages.append(
-                {
-                    "stage": stage,
-                    "tp": tp,
-                    "rows": list(options.rows),
-                    "seconds": seconds,
-                    **dataclasses.asdict(found),
-                }
-            )
+            line = fit([float(rows) for rows in options.rows], seconds)
+            measured = {"rows": list(options.rows), "seconds": seconds}
+            stages.append({"stage": stage, "tp": tp, **measured, **asdict(line)})
     document = {
         "label": "measured-1gpu" if device.type == "cuda" else "measured-cpu",
-        "model": dataclasses.asdict(model),
-        "gpu": dataclasses.asdict(gpu),
+        "model": asdict(model),
+        "gpu": asdict(gpu),
         "length": options.length,
         "dtype": options.dtype,
         "torch": torch.__version__,
@@ -145,18 +134,6 @@ def profile(
         )
 
 
-def find_device(name: str) -> str:
-    """Return `cuda` or `cpu`; `auto` takes the accelerator where there is one.
-
-    Raises:
-        ConfigError: `cuda` on a machine without it.
-    """
-    there = torch.cuda.is_available()
-    if name == "cuda" and not there:
-        raise ConfigError("`--device cuda` needs an accelerator, got a machine without; use cpu")
-    return ("cuda" if there else "cpu") if name == "auto" else name
-
-
 def describe_device(device: torch.device, dtype: torch.dtype) -> Gpu:
     """Return the data sheet of this device; measured rates where it stands in no table.
 
@@ -168,30 +145,22 @@ def describe_device(device: torch.device, dtype: torch.dtype) -> Gpu:
         for known in sorted(GPUS, key=len, reverse=True):
             if known in name.replace("-", " ").split():
                 return GPUS[known]
-        memory, short = torch.cuda.get_device_properties(device).total_memory, "cuda"
+        memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        short = "cpu"
     numbers = torch.zeros(1 << 26, dtype=torch.uint8, device=device)
     square = torch.ones(1024, 1024, dtype=dtype, device=device)
     copying = seconds_of(lambda: numbers.clone(), device, 10)
     multiplying = seconds_of(lambda: square @ square, device, 10)
     rates = (2 * numbers.numel() / copying, 2 * 1024**3 / multiplying)
-    return Gpu(short, float(memory), *rates, watts=0.0, link_rate=1e9, network_rate=1e9)
+    return Gpu(device.type, float(memory), *rates, watts=0.0, link_rate=1e9, network_rate=1e9)
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median seconds of a call.
-
-    Args:
-        call: what is measured.
-        device: whose clock counts.
-        repeats: runs at most; slow calls have fewer, and at least `MIN_RUNS`.
-    """
+    """Return the median seconds of at most so many calls; slow ones have `MIN_RUNS` or more."""
     for _ in range(WARM_UP_RUNS if device.type == "cuda" else 1):
         call()
     times: list[float] = []
-    event: Any = torch.cuda.Event
     graph: Any = None
     if device.type == "cuda":
         graph = torch.cuda.CUDAGraph()
@@ -203,6 +172,7 @@ def seconds_of(call: Callable[[], object], device: torch.device, repeats: int) -
         len(times) < repeats and time.perf_counter() - began < POINT_SECONDS
     ):
         if graph is not None:
+            event: Any = torch.cuda.Event
             start, end = (event(enable_timing=True) for _ in range(2))
             start.record()
             graph.replay()
@@ -216,9 +186,13 @@ def seconds_of(call: Callable[[], object], device: torch.device, repeats: int) -
     return median(times)
 
 
+def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, device=device).mul_(shape[-1] ** -0.5)
+
+
 def attention_layer(
     model: MoeModel, tp: int, rows: int, length: int, device: torch.device, dtype: torch.dtype
-) -> Callable[[], object]:
+) -> Callable[[], Tensor]:
     """Return a call that computes attention of one layer, with its shared experts, for decode.
 
     Args:
@@ -229,11 +203,7 @@ def attention_layer(
         device: which computes.
         dtype: of weights and cache.
     """
-
-    def made(*shape: int) -> torch.Tensor:
-        scale = shape[-1] ** -0.5
-        return torch.randn(*shape, dtype=dtype, device=device).mul_(scale)
-
+    made = functools.partial(_random, device=device, dtype=dtype)
     shapes = model.attention_matrices(tp)
     pair = model.feed_forward_matrices(model.shared_size, tp)
     weights = cold(lambda: [made(*shape) for shape in (*shapes, *pair)])
@@ -249,7 +219,7 @@ def attention_layer(
         cache, values = (made(rows, kv_heads, length, model.head_dim) for _ in range(2))
     inputs = [made(rows, height) for height, _ in shapes]
 
-    def call() -> torch.Tensor:
+    def call() -> Tensor:
         matrices = next(weights)
         # Values do not matter for the time, so each product has an input of its own.
         for given, matrix in zip(inputs, matrices, strict=False):
@@ -262,34 +232,24 @@ def attention_layer(
 
 def expert_layer(
     model: MoeModel, tp: int, rows: int, _: int, device: torch.device, dtype: torch.dtype
-) -> Callable[[], object]:
+) -> Callable[[], Tensor]:
     """Return a call that computes one expert for its rows; arguments as in `attention_layer`."""
+    made = functools.partial(_random, device=device, dtype=dtype)
     shapes = model.feed_forward_matrices(model.expert_size, tp)
-
-    def made() -> list[torch.Tensor]:
-        return [
-            torch.randn(*shape, dtype=dtype, device=device).mul_(shape[0] ** -0.5)
-            for shape in shapes
-        ]
-
-    pairs = cold(made)
-    states = torch.randn(rows, model.hidden_size, dtype=dtype, device=device)
+    pairs = cold(lambda: [made(*shape) for shape in shapes])
+    states = made(rows, model.hidden_size)
     return lambda: feed_forward(states, next(pairs))
 
 
-def cold(made: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """Yield copies of weights in turn, so that none waits in a cache as no layer's does in decode.
-
-    Args:
-        made: returns new weights.
-    """
+def cold(made: Callable[[], list[Tensor]]) -> Iterator[list[Tensor]]:
+    """Yield copies of new weights in turn: none waits in a cache, as no layer's does in decode."""
     copies = [made()]
-    size = sum(one.numel() * one.element_size() for one in copies[0])
+    size = sum(one.nbytes for one in copies[0])
     copies += [made() for _ in range(min(MAX_COPIES, math.ceil(COLD_BYTES / size)) - 1)]
     return itertools.cycle(copies)
 
 
-def feed_forward(states: torch.Tensor, pair: Sequence[torch.Tensor]) -> torch.Tensor:
+def feed_forward(states: Tensor, pair: Sequence[Tensor]) -> Tensor:
     """Return a gated feed-forward network of rows: [rows, h] -> [rows, h]."""
     gate, up = (states @ pair[0]).chunk(2, dim=-1)
     return (F.silu(gate) * up) @ pair[1]
@@ -298,20 +258,14 @@ def feed_forward(states: torch.Tensor, pair: Sequence[torch.Tensor]) -> torch.Te
 def comparison(
     model: MoeModel, gpu: Gpu, one: dict[str, Any], length: float, itemsize: int
 ) -> Table:
-    """Return measured and computed seconds of a stage side by side.
+    """Return measured and computed seconds of a stage of the document side by side.
 
     The computed ones lack what is not measured: sums over GPUs, norms and the router.
-
-    Args:
-        model: shapes.
-        gpu: which was measured.
-        one: stage of the document.
-        length: cached tokens of a row.
-        itemsize: bytes of a number; the planner's are of `BYTES`.
     """
     free = Constants(layer_seconds=0.0, link_seconds=0.0)
+    # The planner's numbers are of `BYTES`.
     rate = gpu.memory_rate * BYTES / itemsize
-    alone = dataclasses.replace(gpu, link_rate=1e30, memory_rate=rate)
+    alone = replace(gpu, link_rate=1e30, memory_rate=rate)
     if one["stage"] == "attention":
         stage = attention_stage(model, alone, one["tp"], length, free)
     else:
@@ -321,12 +275,12 @@ def comparison(
         computed = stage.seconds(count)
         cells = [count, f"{1e6 * seconds:.0f}", f"{1e6 * computed:.0f}"]
         rows.append([*cells, f"{computed / seconds - 1:+.0%}"])
-    size = sum(a * b for a, b in model.feed_forward_matrices(model.expert_size, one["tp"]))
     title = (
         f"{one['stage']} tp={one['tp']} on {gpu.name}: {1e6 * one['slope']:.2f} us a row + "
         f"{1e6 * one['offset']:.0f} us, at least {1e6 * one['floor']:.0f} us, R2 {one['r2']:.4f}"
     )
     if one["stage"] == "experts" and one["slope"] > 0:
+        size = sum(a * b for a, b in model.feed_forward_matrices(model.expert_size, one["tp"]))
         compute = 2 * size / (gpu.flops * one["slope"])
         memory = BYTES * size / (rate * one["floor"]) if one["floor"] > 0 else 0.0
         title += f"; compute_efficiency {compute:.2f}, memory_efficiency {memory:.2f}"

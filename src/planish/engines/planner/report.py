@@ -7,19 +7,18 @@ shapes, workload, constants, GPUs and measured stages.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 from planish.base.errors import ConfigError
 from planish.base.text import Table
-from planish.engines.planner.baseline import BaselineName, ColocatedPlan
-from planish.engines.planner.documents import PLAN_SCHEMA
+from planish.engines.planner.baseline import ColocatedPlan, baselines
 from planish.engines.planner.models import BYTES
-from planish.engines.planner.question import Asked, read_options, value_of
-from planish.engines.planner.search import Plan, Search
+from planish.engines.planner.query import BaselineName, Query, read_query
+from planish.engines.planner.search import Plan, Search, search
 
 PUBLIC_RESULTS = (
     "published: the public plug-in for vLLM gained 1.0 % of throughput and lost 8.9 % of time to "
@@ -43,15 +42,15 @@ def plan(options: argparse.Namespace, _: object) -> Iterator[Table | str]:
     Raises:
         ConfigError: wrong input, or nothing fits.
     """
-    asked = read_options(options)
-    found = asked.search()
+    query = read_query(options)
+    found = search(query)
     if found.best is None:
         reasons = "; ".join(f"{why} ({n}x)" for why, n in found.rejected.most_common())
         raise ConfigError(
-            f"at least one deployment of {asked.model.name} must fit, got none: {reasons}; allow "
+            f"at least one deployment of {query.model.name} must fit, got none: {reasons}; allow "
             "more GPUs, other types, fewer micro-batches or a longer time between tokens"
         )
-    document = describe(asked, found)
+    document = describe(query, found)
     if options.json is not None:
         try:
             options.json.write_text(json.dumps(document, allow_nan=False) + "\n", "utf-8")
@@ -59,226 +58,196 @@ def plan(options: argparse.Namespace, _: object) -> Iterator[Table | str]:
             raise ConfigError(
                 f"`--json` must be a file that can be written, got {options.json}: {error}"
             ) from None
-    yield from tables(asked, found, document)
+    yield from tables(query, found, document)
 
 
-def describe(asked: Asked, found: Search) -> dict[str, Any]:
+def colocated(query: Query, name: BaselineName) -> list[ColocatedPlan]:
+    """Return every colocated deployment that fits, the best for the objective first."""
+    found = [one for gpu in query.baseline_gpus for one in baselines(query, gpu, name)]
+    return sorted(found, key=lambda one: -one.value(query.objective))
+
+
+def describe(query: Query, found: Search) -> dict[str, Any]:
     """Return the document of a search that found a plan."""
     best = found.plans[0]
-    baseline = next((one for one in asked.colocated(asked.baseline) if one.form == "tp"), None)
-    strongest = next(iter(asked.colocated("ideal")), None)
-    best_value = value_of(best, asked.objective)
-    ratio = best_value / value_of(baseline, asked.objective) if baseline else None
-    gain = best_value / value_of(strongest, asked.objective) if strongest else None
-    gpus = {gpu.name: gpu for gpu in (*asked.attention_gpus, *asked.expert_gpus)}
+    baseline = next((one for one in colocated(query, query.baseline) if one.form == "tp"), None)
+    strongest = next(iter(colocated(query, "ideal")), None)
+    ratio, gain = (
+        best.value(query.objective) / one.value(query.objective) if one else None
+        for one in (baseline, strongest)
+    )
+    gpus = {gpu.name: gpu for gpu in (*query.attention_gpus, *query.expert_gpus)}
+    # A plan is for the mean length; attention takes longer towards the end of a response.
+    load = query.workload
+    at_end = replace(load, input_tokens=load.input_tokens + load.output_tokens / 2)
+    one = best.deployment
+    sizes = {"tp_a": one.tp_a, "tp_e": one.tp_e, "n_a": one.n_a, "n_e": one.n_e}
+    pair = (one.attention_gpu, one.expert_gpu)
+    last = replace(query, workload=at_end).deploy(pair, **sizes)
     return {
-        "schema": PLAN_SCHEMA,
+        "schema": "rollout-plan/1",
         **flat(best),
-        "model": dataclasses.asdict(asked.model),
-        "workload": dataclasses.asdict(asked.workload),
-        "constants": dataclasses.asdict(asked.constants),
-        "gpus": {name: dataclasses.asdict(gpu) for name, gpu in gpus.items()},
+        "model": asdict(query.model),
+        "workload": asdict(load),
+        "constants": asdict(query.constants),
+        "gpus": {name: asdict(gpu) for name, gpu in gpus.items()},
         "profiles": [
-            {"stage": stage, "gpu": gpu, "tp": tp, **dataclasses.asdict(measured)}
-            for (stage, gpu, tp), measured in asked.profiles.items()
+            {"stage": stage, "gpu": gpu, "tp": tp, **asdict(measured)}
+            for (stage, gpu, tp), measured in query.profiles.items()
         ],
-        "objective": asked.objective,
-        "total_at_last_token_s": last_token(asked, best),
-        "slo_s": asked.space.slo_seconds if asked.space.slo_seconds < math.inf else None,
-        "resources": resources(asked, best),
-        "baseline": vars_of(baseline),
+        "objective": query.objective,
+        "total_at_last_token_s": last.total(best.b_a, best.m),
+        "slo_s": known(query.space.slo_seconds),
+        "resources": resources(best, load.redundancy),
+        "baseline": side(baseline),
         "ratio": ratio,
-        "strongest_colocated": vars_of(strongest),
+        "strongest_colocated": side(strongest),
         "ratio_to_strongest": gain,
         "verdict": verdict(gain),
         "edge": found.edge,
         "public_results": list(PUBLIC_RESULTS),
-        "sensitivity": sensitivity(asked, best),
+        "sensitivity": sensitivity(query, best),
         "rejected": dict(found.rejected),
         "num_evaluated": len(found.plans) + sum(found.rejected.values()),
         "all": [flat(one) for one in found.plans],
     }
 
 
+def known(value: float) -> float | None:
+    """Return a number as JSON has it: None where it is infinite or NaN."""
+    return value if math.isfinite(value) else None
+
+
 def flat(one: Plan) -> dict[str, Any]:
     """Return a plan as it stands in the document."""
-    cost = one.per_cost if math.isfinite(one.per_cost) else None
+    at, times = one.deployment, one.times
     return {
         "plan": {
-            name: getattr(one, name)
-            for name in ("attention_gpu", "expert_gpu", "tp_a", "tp_e", "n_a", "n_e", "m", "b_a")
+            "attention_gpu": at.attention_gpu.name,
+            "expert_gpu": at.expert_gpu.name,
+            **{name: getattr(at, name) for name in ("tp_a", "tp_e", "n_a", "n_e")},
+            "m": one.m,
+            "b_a": one.b_a,
         },
         "batch": one.batch,
         "num_gpus": one.gpus,
         "times_s": {
-            "attention": one.attention,
-            "expert": one.experts,
-            "network": one.network,
-            "outside": one.outside,
+            "attention": times.attention,
+            "expert": times.experts,
+            "network": times.network,
+            "outside": times.outside,
             "total": one.total,
         },
         "tokens_per_s": one.tokens_per_second,
         "per_gpu": one.per_gpu,
-        "per_cost": cost,
-        "per_watt": one.per_watt if math.isfinite(one.per_watt) else None,
+        "per_cost": known(one.per_cost),
+        "per_watt": known(one.per_watt),
         "limit": one.limit,
         "flags": one.flags(),
     }
 
 
-def last_token(asked: Asked, best: Plan) -> float:
-    """Return the seconds of an iteration in which every request is at its last token.
-
-    A plan is for the mean length; attention takes longer towards the end of a response.
-    """
-    load = dataclasses.replace(
-        asked.workload, input_tokens=asked.workload.input_tokens + asked.workload.output_tokens / 2
-    )
-    at_end = dataclasses.replace(asked, workload=load).deployment(best)
-    return at_end.total(best.b_a, best.m)
-
-
-def vars_of(one: ColocatedPlan | None) -> dict[str, Any] | None:
+def side(one: ColocatedPlan | None) -> dict[str, Any] | None:
     """Return a baseline as it stands in the document; None without one."""
     if one is None:
         return None
-    return {
-        **dataclasses.asdict(one),
-        "per_cost": one.per_cost or None,
-        "per_watt": one.per_watt or None,
-    }
+    return {**asdict(one), "per_cost": known(one.per_cost), "per_watt": known(one.per_watt)}
 
 
 def verdict(gain: float | None) -> str:
-    """Say whether to disaggregate.
-
-    Args:
-        gain: of the plan to the strongest colocated form; None where none fits.
+    """Say whether to disaggregate, by the gain over the strongest colocated form, if any fits.
 
     Example:
         >>> verdict(0.97), verdict(1.0), verdict(1.2)
         ('do not disaggregate', 'no clear gain', 'disaggregate')
     """
-    if gain is None:
+    if gain is None or gain >= CLEAR_GAIN:
         return "disaggregate"
-    if gain < 1:
-        return "do not disaggregate"
-    return "disaggregate" if gain >= CLEAR_GAIN else "no clear gain"
+    return "do not disaggregate" if gain < 1 else "no clear gain"
 
 
-def resources(asked: Asked, best: Plan) -> dict[str, float]:
+def resources(best: Plan, redundancy: float) -> dict[str, float]:
     """Return busy shares, memory and sizes of messages of a plan."""
-    one, passes = asked.deployment(best), best.m * asked.model.layers
-    width = BYTES * asked.model.hidden_size
-    rows = asked.model.experts_per_token / best.n_e
-    expert = BYTES * asked.model.expert_parameters * asked.model.num_experts / best.n_e
-    flops = best.b_a * one.expert_rows * 6 * asked.model.hidden_size * asked.model.expert_size
+    one, times, model = best.deployment, best.times, best.deployment.model
+    passes = best.m * model.layers
+    rows = model.experts_per_token / one.n_e
+    expert = BYTES * model.expert_parameters * model.num_experts / one.n_e
+    flops = best.b_a * one.expert_rows * 6 * model.hidden_size * model.expert_size
     cached = best.m * best.b_a * one.row_bytes
+    read = best.m * model.attention_bytes(one.tp_a) + cached
     return {
-        "attention_busy": best.attention * passes / best.total,
-        "experts_busy": best.experts * passes / best.total,
-        "network_busy": best.network * passes / best.total,
+        "attention_busy": times.attention * passes / best.total,
+        "experts_busy": times.experts * passes / best.total,
+        "network_busy": times.network * passes / best.total,
         "experts_compute_utilisation": flops
-        / best.tp_e
+        / one.tp_e
         / one.expert_gpu.flops
         * passes
         / best.total,
-        "experts_memory_rate_utilisation": expert
-        / best.tp_e
-        / one.expert_gpu.memory_rate
-        * best.m
-        / best.total,
-        "attention_memory_rate_utilisation": (
-            best.m * asked.model.attention_bytes(best.tp_a) + cached
-        )
-        / one.attention_gpu.memory_rate
-        / best.total,
-        "attention_weight_bytes_per_gpu": asked.model.attention_bytes(best.tp_a),
+        "experts_memory_rate_utilisation": (
+            expert / one.tp_e / one.expert_gpu.memory_rate * best.m / best.total
+        ),
+        "attention_memory_rate_utilisation": read / one.attention_gpu.memory_rate / best.total,
+        "attention_weight_bytes_per_gpu": model.attention_bytes(one.tp_a),
         "attention_cache_bytes_per_gpu": cached,
-        "expert_weight_bytes_per_gpu": expert * (1 + asked.workload.redundancy) / best.tp_e,
-        "message_bytes": best.b_a * rows * width / best.tp_a,
+        "expert_weight_bytes_per_gpu": expert * (1 + redundancy) / one.tp_e,
+        "message_bytes": best.b_a * rows * (BYTES * model.hidden_size) / one.tp_a,
         "sent_bytes_per_attention_gpu": best.b_a * one.network.attention_bytes,
         "received_bytes_per_expert_gpu": best.b_a * one.network.expert_bytes,
-        "rows_per_expert": best.b_a
-        * best.n_a
-        * asked.model.experts_per_token
-        / asked.model.num_experts,
+        "rows_per_expert": best.b_a * one.n_a * model.experts_per_token / model.num_experts,
     }
 
 
-def sensitivity(asked: Asked, best: Plan) -> list[dict[str, Any]]:
+def sensitivity(query: Query, plan: Plan) -> list[dict[str, Any]]:
     """Return what the same deployment reaches, with its batch fitted anew, if a figure differs."""
-    kept = dataclasses.replace(
-        asked,
-        attention_gpus=[gpu for gpu in asked.attention_gpus if gpu.name == best.attention_gpu],
-        expert_gpus=[gpu for gpu in asked.expert_gpus if gpu.name == best.expert_gpu],
-        space=dataclasses.replace(
-            asked.space,
-            tp_attention=(best.tp_a,),
-            tp_experts=(best.tp_e,),
-            replicas=(best.n_a,),
-            micro_batches=(best.m,),
-            expert_nodes=(best.n_e,),
-        ),
+    one, load = plan.deployment, query.workload
+    space = replace(
+        query.space,
+        tp_attention=(one.tp_a,),
+        tp_experts=(one.tp_e,),
+        replicas=(one.n_a,),
+        micro_batches=(plan.m,),
+        expert_nodes=(one.n_e,),
     )
-    found = []
+    kept = replace(
+        query, attention_gpus=[one.attention_gpu], expert_gpus=[one.expert_gpu], space=space
+    )
+    uneven = replace(load, imbalance=load.imbalance * UNEVEN)
+    shifted = [("imbalance", UNEVEN, replace(kept, workload=uneven))]
     for factor in (1 - SHIFT, 1 + SHIFT):
         for name in ("compute_efficiency", "memory_efficiency", "half_rate_bytes"):
-            value = getattr(asked.constants, name) * factor
+            value = getattr(query.constants, name) * factor
             value = min(1.0, value) if name.endswith("efficiency") else value
-            changes = dataclasses.replace(asked.constants, **{name: value})
-            found.append((name, factor, dataclasses.replace(kept, constants=changes)))
-        load = dataclasses.replace(
-            asked.workload,
-            input_tokens=asked.workload.input_tokens * factor,
-            output_tokens=asked.workload.output_tokens * factor,
+            constants = replace(query.constants, **{name: value})
+            shifted.append((name, factor, replace(kept, constants=constants)))
+        longer = replace(
+            load,
+            input_tokens=load.input_tokens * factor,
+            output_tokens=load.output_tokens * factor,
         )
-        found.append(("length", factor, dataclasses.replace(kept, workload=load)))
-    load = dataclasses.replace(asked.workload, imbalance=asked.workload.imbalance * UNEVEN)
-    found.append(("imbalance", UNEVEN, dataclasses.replace(kept, workload=load)))
+        shifted.append(("length", factor, replace(kept, workload=longer)))
     rows = []
-    for name, factor, changed_asked in sorted(found, key=lambda one: one[:2]):
-        again = changed_asked.search().best
-        rows.append(
-            {
-                "figure": name,
-                "factor": factor,
-                "value": value_of(again, asked.objective) if again else None,
-                "total": again.total if again else None,
-                "limit": again.limit if again else None,
-            }
-        )
+    for name, factor, other in sorted(shifted, key=lambda row: row[:2]):
+        best = search(other).best
+        value = best and best.value(query.objective)
+        row = {"figure": name, "factor": factor, "value": value}
+        rows.append({**row, "total": best and best.total, "limit": best and best.limit})
     return rows
 
 
-def tables(asked: Asked, found: Search, document: dict[str, Any]) -> Iterator[Table | str]:
+def tables(query: Query, found: Search, document: dict[str, Any]) -> Iterator[Table | str]:
     """Yield what people read."""
-    best, unit = found.plans[0], {"gpu": "GPU", "cost": "price", "watt": "watt"}[asked.objective]
+    best, unit = found.plans[0], {"gpu": "GPU", "cost": "price", "watt": "watt"}[query.objective]
     columns = ("attention", "experts", "n_a x tp_a", "n_e x tp_e", "m", "b_a", "T_a us", "T_e us")
-    rows = [
-        [
-            one.attention_gpu,
-            one.expert_gpu,
-            f"{one.n_a} x {one.tp_a}",
-            f"{one.n_e} x {one.tp_e}",
-            one.m,
-            one.b_a,
-            *(round(1e6 * seconds) for seconds in (one.attention, one.experts, one.network)),
-            *(round(1e3 * one.total, 1), round(one.per_gpu)),
-            round(one.per_cost) if math.isfinite(one.per_cost) else "-",
-            round(one.per_watt, 2) if math.isfinite(one.per_watt) else "-",
-            one.limit,
-        ]
-        for one in found.plans[:PLANS_SHOWN]
-    ]
     more = ("T_c us", "token ms", "per GPU", "per price", "per watt", "limit")
     count = f"{len(found.plans)} feasible of {document['num_evaluated']}"
-    yield Table(f"{asked.model.name}: best plans per {unit} ({count})", (*columns, *more), rows)
-    yield from comparison(asked, best, unit)
+    rows = [plan_row(one) for one in found.plans[:PLANS_SHOWN]]
+    yield Table(f"{query.model.name}: best plans per {unit} ({count})", (*columns, *more), rows)
+    yield from comparison(query, best, unit)
     shifted = []
     for row in document["sensitivity"]:
         value = row["value"]
-        share = "-" if value is None else f"{value / value_of(best, asked.objective):.2f}x"
+        share = "-" if value is None else f"{value / best.value(query.objective):.2f}x"
         limit = row["limit"] or "does not fit"
         shifted.append([row["figure"], f"{row['factor']:.1f}x", limit, share])
     yield Table("if a figure differs", ("figure", "by", "limit", f"per {unit}"), shifted)
@@ -288,14 +257,32 @@ def tables(asked: Asked, found: Search, document: dict[str, Any]) -> Iterator[Ta
     yield from conclusion(document)
 
 
-def comparison(asked: Asked, best: Plan, unit: str) -> Iterator[Table]:
+def plan_row(one: Plan) -> list[Any]:
+    """Return the cells of a plan."""
+    at, times = one.deployment, one.times
+    return [
+        at.attention_gpu.name,
+        at.expert_gpu.name,
+        f"{at.n_a} x {at.tp_a}",
+        f"{at.n_e} x {at.tp_e}",
+        one.m,
+        one.b_a,
+        *(round(1e6 * seconds) for seconds in (times.attention, times.experts, times.network)),
+        *(round(1e3 * one.total, 1), round(one.per_gpu)),
+        round(one.per_cost) if math.isfinite(one.per_cost) else "-",
+        round(one.per_watt, 2) if math.isfinite(one.per_watt) else "-",
+        one.limit,
+    ]
+
+
+def comparison(query: Query, best: Plan, unit: str) -> Iterator[Table]:
     """Yield the plan beside the best colocated deployment of each form."""
     columns = ("deployment", "GPUs", "batch", "token ms", "tokens/s per GPU", f"per {unit}", "plan")
     words = {"tp": "tensor parallel", "ep": "expert parallel", "pp": "pipeline parallel"}
     sides: list[tuple[str, Plan | ColocatedPlan]] = [("plan", best)]
-    names: tuple[BaselineName, ...] = (asked.baseline, "ideal")
+    names: tuple[BaselineName, ...] = (query.baseline, "ideal")
     for name in dict.fromkeys(names):
-        forms = {one.form: one for one in reversed(asked.colocated(name))}
+        forms = {one.form: one for one in reversed(colocated(query, name))}
         sides += [
             (f"{name}, {words[form]}, {forms[form].gpu}", forms[form])
             for form in words
@@ -303,8 +290,8 @@ def comparison(asked: Asked, best: Plan, unit: str) -> Iterator[Table]:
         ]
     rows = []
     for title, one in sides:
-        value = value_of(one, asked.objective)
-        ratio = f"{value_of(best, asked.objective) / value:.2f}x"
+        value = one.value(query.objective)
+        ratio = f"{best.value(query.objective) / value:.2f}x"
         whole = [title, one.gpus, one.batch, round(1e3 * one.total, 1), round(one.per_gpu)]
         rows.append([*whole, f"{value:.1f}" if value < 100 else round(value), ratio])
     yield Table("against attention and experts on the same GPUs", columns, rows)
@@ -312,7 +299,6 @@ def comparison(asked: Asked, best: Plan, unit: str) -> Iterator[Table]:
 
 def conclusion(document: dict[str, Any]) -> Iterator[str]:
     """Yield the verdict in sentences, and published results beside it."""
-    ratio, gain = document["ratio"], document["ratio_to_strongest"]
     base, strong = document["baseline"], document["strongest_colocated"]
     lines = [
         f"limit: {document['limit']}; time between tokens {1e3 * document['times_s']['total']:.1f} "
@@ -320,20 +306,20 @@ def conclusion(document: dict[str, Any]) -> Iterator[str]:
     ]
     if base is not None:
         lines.append(
-            f"ratio: {ratio:.2f}x to the {base['name']} baseline (tensor parallel, "
+            f"ratio: {document['ratio']:.2f}x to the {base['name']} baseline (tensor parallel, "
             f"{base['gpus']} {base['gpu']})"
         )
     if strong is None:
         lines.append("disaggregate: no colocated deployment fits these GPUs")
     else:
-        form = f"{strong['form']} over {strong['gpus']} {strong['gpu']}"
-        ends = {
-            "do not disaggregate": "do not disaggregate: the colocated baseline wins",
-            "no clear gain": "no clear gain: prefer the colocated form, which is simpler",
-            "disaggregate": "disaggregate",
-        }
+        why = {
+            "do not disaggregate": ": the colocated baseline wins",
+            "no clear gain": ": prefer the colocated form, which is simpler",
+            "disaggregate": "",
+        }[document["verdict"]]
         lines.append(
-            f"{ends[document['verdict']]} ({gain:.2f}x of the strongest colocated form, {form})"
+            f"{document['verdict']}{why} ({document['ratio_to_strongest']:.2f}x of the strongest "
+            f"colocated form, {strong['form']} over {strong['gpus']} {strong['gpu']})"
         )
     if document["edge"]:
         lines.append(f"{document['edge']}: others may be better; widen `--replicas`")

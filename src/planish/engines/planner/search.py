@@ -15,21 +15,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from planish.base.errors import ConfigError
-from planish.engines.planner.deployment import (
-    Deployment,
-    Profiles,
-    deploy,
-    expert_bytes,
-    free_bytes,
-)
+from planish.engines.planner.deployment import Deployment, Times, expert_bytes, free_bytes
 from planish.engines.planner.gpus import Gpu
 from planish.engines.planner.models import MoeModel
-from planish.engines.planner.performance import Constants, Workload
+from planish.engines.planner.query import Objective, Query, Space
 
-Objective = Literal["gpu", "cost", "watt"]
 MOST_REPLICAS = 1024
 """Attention replicas that are tried at most, where nothing else ends the search."""
 AROUND = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
@@ -40,97 +32,65 @@ WORTH = 1.02
 """A batch is limited by what stops its growth while a quarter more of it gives so much more."""
 
 
-@dataclass(frozen=True)
-class Space:
-    """Which deployments are tried.
-
-    Example:
-        >>> Space().micro_batches
-        (3, 4)
-    """
-
-    tp_attention: tuple[int, ...] = (1, 2, 4, 8)
-    """GPUs of one attention replica."""
-    tp_experts: tuple[int, ...] = (1, 2, 4, 8)
-    """GPUs of one expert node."""
-    replicas: tuple[int, ...] | Literal["balance", "around"] = "around"
-    """Attention replicas. `balance`: the two whole numbers around balance, as in the paper;
-    `around`: these, those from half to twice as many, and on for as long as more are better."""
-    micro_batches: tuple[int, ...] = (3, 4)
-    """Micro-batches of an iteration."""
-    expert_nodes: tuple[int, ...] = ()
-    """Nodes that the experts of a layer are spread over; empty: one expert each, as in the paper,
-    and for more than 32 experts also the divisors from 8 on."""
-    batch: int = 0
-    """Requests decoded together; 0: as many as fit."""
-    slo_seconds: float = math.inf
-    """Longest time between tokens."""
-    max_gpus: int = 0
-    """GPUs of a deployment; 0: any number."""
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One deployment with its largest feasible batch."""
 
-    attention_gpu: str
-    """Type of GPU with attention."""
-    expert_gpu: str
-    """Type of GPU with experts."""
-    tp_a: int
-    """GPUs of an attention replica."""
-    tp_e: int
-    """GPUs of an expert node."""
-    n_a: int
-    """Attention replicas."""
-    n_e: int
-    """Expert nodes."""
+    deployment: Deployment
     m: int
     """Micro-batches."""
     b_a: int
     """Rows of a micro-batch on one attention replica; the largest, where they differ."""
     batch: int
     """Requests decoded together."""
-    attention: float
-    """Seconds of attention for one micro-batch and layer."""
-    experts: float
-    """Seconds of the experts, likewise."""
-    network: float
-    """Seconds of one direction, likewise."""
-    outside: float
-    """Seconds of a micro-batch outside the pipeline: layers without experts, logits."""
+    times: Times
+    """Seconds of one micro-batch."""
     total: float
     """Seconds of an iteration: the time between tokens."""
-    gpus: int
-    """GPUs in all."""
-    per_gpu: float
-    """Tokens per second and GPU."""
-    per_cost: float
-    """Tokens per second and unit of price; NaN without a price."""
-    per_watt: float
-    """Tokens per second and watt; NaN where the watts are unknown."""
     limit: str
     """`memory` or `slo` where a larger batch would pay; else the slowest of `attention`, `experts`
     and `network`."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in all."""
+        return self.deployment.gpus
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens of one iteration by its seconds."""
         return self.batch / self.total
 
+    @property
+    def per_gpu(self) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens_per_second / self.deployment.gpus
+
+    @property
+    def per_cost(self) -> float:
+        """Tokens per second and unit of price; NaN without a price."""
+        return self.tokens_per_second / self.deployment.sum_of("price")
+
+    @property
+    def per_watt(self) -> float:
+        """Tokens per second and watt; NaN where the watts are unknown."""
+        return self.tokens_per_second / self.deployment.sum_of("watts")
+
     def value(self, objective: Objective) -> float:
         """Return what the search maximises."""
-        return {"gpu": self.per_gpu, "cost": self.per_cost, "watt": self.per_watt}[objective]
+        value: float = getattr(self, f"per_{objective}")
+        return value
 
     def flags(self) -> dict[str, bool | float]:
         """Say which of the paper's conditions of full overlap hold."""
-        slowest = max(self.attention, self.experts)
-        gap = abs(self.attention - self.experts) / slowest
+        times = self.times
+        slowest = max(times.attention, times.experts)
+        gap = abs(times.attention - times.experts) / slowest
         return {
             "imbalance": gap,
             "balanced": gap <= 0.25,
-            "network_hidden": self.network < slowest,
-            "enough_micro_batches": self.m * slowest >= 2 * (slowest + self.network),
+            "network_hidden": times.network < slowest,
+            "enough_micro_batches": self.m * slowest >= 2 * (slowest + times.network),
         }
 
 
@@ -151,67 +111,45 @@ class Search:
         return self.plans[0] if self.plans else None
 
 
-def search(
-    model: MoeModel,
-    workload: Workload,
-    attention_gpus: Sequence[Gpu],
-    expert_gpus: Sequence[Gpu],
-    *,
-    objective: Objective = "gpu",
-    space: Space | None = None,
-    constants: Constants | None = None,
-    profiles: Profiles | None = None,
-) -> Search:
-    """Evaluate every deployment of the space.
-
-    Args:
-        model: shapes.
-        workload: lengths and spread.
-        attention_gpus: types tried for attention.
-        expert_gpus: types tried for experts.
-        objective: what is maximised; ties go to fewer GPUs, then to fewer micro-batches.
-        space: what is tried.
-        constants: what data sheets leave out.
-        profiles: measured stages.
+def search(query: Query) -> Search:
+    """Evaluate every deployment of a query; ties go to fewer GPUs, then to fewer micro-batches.
 
     Raises:
         ConfigError: `cost` with a GPU without a price, or expert nodes that do not divide the
             experts.
     """
-    space, constants = space or Space(), constants or Constants()
-    gpus = {gpu.name: gpu for gpu in (*attention_gpus, *expert_gpus)}
-    for name, figure in (("cost", "price"), ("watt", "watts")):
-        unknown = [gpu.name for gpu in gpus.values() if not getattr(gpu, figure)]
-        if objective == name and unknown:
-            raise ConfigError(
-                f"the objective `{name}` needs the {figure} of each GPU, got none for "
-                f"{', '.join(unknown)}; none is published: give yours, prices in units of an L20, "
-                f"with `--gpu-data {unknown[0]}.{figure}=...`, or choose another objective"
-            )
-    nodes = space.expert_nodes or default_expert_nodes(model)
-    uneven = [count for count in nodes if count < 1 or model.num_experts % count]
+    gpus = {gpu.name: gpu for gpu in (*query.attention_gpus, *query.expert_gpus)}
+    figure = {"cost": "price", "watt": "watts"}.get(query.objective, "flops")
+    unknown = [gpu.name for gpu in gpus.values() if not getattr(gpu, figure)]
+    if unknown:
+        raise ConfigError(
+            f"the objective `{query.objective}` needs the {figure} of each GPU, got none for "
+            f"{', '.join(unknown)}; none is published: give yours, prices in units of an L20, "
+            f"with `--gpu-data {unknown[0]}.{figure}=...`, or choose another objective"
+        )
+    nodes = query.space.expert_nodes or default_expert_nodes(query.model)
+    uneven = [count for count in nodes if query.model.num_experts % count]
     if uneven:
         raise ConfigError(
-            f"`--expert-nodes` must divide the {model.num_experts} experts of {model.name}, got "
-            f"{', '.join(map(str, uneven))}; choose divisors"
+            f"`--expert-nodes` must divide the {query.model.num_experts} experts of "
+            f"{query.model.name}, got {', '.join(map(str, uneven))}; choose divisors"
         )
     found = Search([])
-    for pair in itertools.product(attention_gpus, expert_gpus):
-        degrees = fitting_sizes(model, workload, pair, space, nodes, constants, found.rejected)
-        for tp_a, tp_e, n_e in degrees:
-            sizes = {"tp_a": tp_a, "tp_e": tp_e, "n_e": n_e}
-            make = functools.partial(
-                deploy, model, workload, pair, constants, profiles or {}, **sizes
-            )
-            try_replicas(make, space, objective, found)
-    found.plans.sort(
-        key=lambda one: (
-            *(-one.value(objective), one.gpus, one.m, one.attention_gpu, one.expert_gpu),
-            *(one.tp_a, one.tp_e, one.n_a, one.n_e),
-        )
-    )
-    found.edge = edge_of(found, space)
+    for pair in itertools.product(query.attention_gpus, query.expert_gpus):
+        for tp_a, tp_e, n_e in fitting_sizes(query, pair, nodes, found.rejected):
+            make = functools.partial(query.deploy, pair, tp_a=tp_a, tp_e=tp_e, n_e=n_e)
+            try_replicas(make, query.space, query.objective, found)
+    found.plans.sort(key=lambda plan: _rank(plan, query.objective))
+    found.edge = edge_of(found, query.space)
     return found
+
+
+def _rank(plan: Plan, objective: Objective) -> tuple[float | str, ...]:
+    """Return what plans are sorted by."""
+    one = plan.deployment
+    names = (one.attention_gpu.name, one.expert_gpu.name)
+    sizes = (one.tp_a, one.tp_e, one.n_a, one.n_e)
+    return (-plan.value(objective), one.gpus, plan.m, *names, *sizes)
 
 
 def try_replicas(
@@ -223,8 +161,9 @@ def try_replicas(
     def attempt(counts: Iterable[int]) -> None:
         for n_a in sorted(set(counts) - values.keys()):
             values[n_a] = 0.0
+            one = make(n_a=n_a)
             for m in space.micro_batches:
-                made = plan(make(n_a=n_a), m, space)
+                made = plan(one, m, space)
                 if isinstance(made, Plan):
                     found.plans.append(made)
                     values[n_a] = max(values[n_a], made.value(objective))
@@ -234,7 +173,10 @@ def try_replicas(
     if isinstance(space.replicas, tuple):
         attempt(space.replicas)
         return
-    even = balance(make(n_a=1))
+    one = make(n_a=1)
+    # n_a = k1 E / (k3 K), with which both stages grow alike.
+    even = one.attention.seconds_per_row() / (one.experts.seconds_per_row() * one.expert_rows)
+    even = min(float(MOST_REPLICAS), even)
     attempt({max(1, math.floor(even)), max(1, math.ceil(even))})
     if space.replicas == "balance":
         return
@@ -255,7 +197,7 @@ def edge_of(found: Search, space: Space) -> str:
     """Say whether more or fewer attention replicas than were tried might be better."""
     if found.best is None or space.replicas == "balance":
         return ""
-    best = found.best
+    best = found.best.deployment
     ends = (1, MOST_REPLICAS) if space.replicas == "around" else space.replicas
     if best.n_a == max(ends) and not 0 < space.max_gpus < best.gpus + best.tp_a:
         return f"the best plan has the most attention replicas that were tried, {best.n_a}"
@@ -265,11 +207,7 @@ def edge_of(found: Search, space: Space) -> str:
 
 
 def default_expert_nodes(model: MoeModel) -> tuple[int, ...]:
-    """Return the numbers of expert nodes that are tried by default.
-
-    Example:
-        For 8 experts 8, for 128 experts 8, 16, 32, 64 and 128.
-    """
+    """Return the numbers of expert nodes that are tried by default, as `Space` says."""
     experts = model.num_experts
     if experts <= 32:
         return (experts,)
@@ -277,37 +215,31 @@ def default_expert_nodes(model: MoeModel) -> tuple[int, ...]:
 
 
 def fitting_sizes(
-    model: MoeModel,
-    workload: Workload,
-    gpus: tuple[Gpu, Gpu],
-    space: Space,
-    nodes: Sequence[int],
-    constants: Constants,
-    rejected: Counter[str],
+    query: Query, gpus: tuple[Gpu, Gpu], nodes: Sequence[int], rejected: Counter[str]
 ) -> list[tuple[int, int, int]]:
     """Return (tp_a, tp_e, n_e) whose weights fit; count why the others do not."""
-    attention_gpu, expert_gpu = gpus
+    (attention_gpu, expert_gpu), model = gpus, query.model
     halves: list[int] = []
-    for tp in space.tp_attention:
+    for tp in query.space.tp_attention:
         if tp > attention_gpu.per_node:
             why = f"tp_a={tp} is more than the {attention_gpu.per_node} GPUs of a node"
         elif not model.splits_over(tp):
             heads = f"{model.num_heads} heads and {model.num_kv_heads} KV heads"
             why = f"{heads} do not split over tp_a={tp}"
-        elif free_bytes(model, attention_gpu, tp, constants) <= 0:
+        elif free_bytes(model, attention_gpu, tp, query.constants) <= 0:
             why = f"attention weights do not fit tp_a={tp} of {attention_gpu.name}"
         else:
             halves.append(tp)
             continue
         rejected[why] += 1
     others: list[tuple[int, int]] = []
-    for tp, n_e in itertools.product(space.tp_experts, nodes):
-        memory = tp * expert_gpu.memory_bytes * (1 - constants.memory_reserve)
+    for tp, n_e in itertools.product(query.space.tp_experts, nodes):
+        memory = tp * expert_gpu.memory_bytes * (1 - query.constants.memory_reserve)
         if tp > expert_gpu.per_node:
             why = f"tp_e={tp} is more than the {expert_gpu.per_node} GPUs of a node"
         elif model.expert_size % tp:
             why = f"experts of width {model.expert_size} do not split over tp_e={tp}"
-        elif expert_bytes(model, n_e, workload.redundancy) >= memory:
+        elif expert_bytes(model, n_e, query.workload.redundancy) >= memory:
             local = model.num_experts // n_e
             why = f"{local} experts a layer do not fit tp_e={tp} of {expert_gpu.name}"
         else:
@@ -317,21 +249,8 @@ def fitting_sizes(
     return [(tp_a, tp_e, n_e) for tp_a in halves for tp_e, n_e in others]
 
 
-def balance(one: Deployment) -> float:
-    """Return n_a = k1 E / (k3 K), with which both stages grow alike, from one replica."""
-    even = one.attention.seconds_per_row() / (one.experts.seconds_per_row() * one.expert_rows)
-    return min(float(MOST_REPLICAS), even)
-
-
-def plan(deployment: Deployment, micro_batches: int, space: Space) -> Plan | str:
-    """Return the plan with the largest feasible batch, or why there is none.
-
-    Args:
-        deployment: what is deployed.
-        micro_batches: of an iteration.
-        space: batch, time between tokens and number of GPUs that are allowed.
-    """
-    one, m = deployment, micro_batches
+def plan(one: Deployment, m: int, space: Space) -> Plan | str:
+    """Return the plan with `m` micro-batches of the largest size, or why there is none."""
     if space.max_gpus and one.gpus > space.max_gpus:
         return f"more than {space.max_gpus} GPUs"
     most = min(one.most_rows(m), MAX_BATCH)
@@ -356,44 +275,17 @@ def plan(deployment: Deployment, micro_batches: int, space: Space) -> Plan | str
         batch = rows * m * one.n_a
     times = one.times(rows)
     total = times.iteration(m, one.model.layers)
-    rate = batch / total
     larger = 1.25 * rows / one.total(1.25 * rows, m) * total / rows
     if space.batch or larger < WORTH:
         stages = {"attention": times.attention, "experts": times.experts, "network": times.network}
         stop = max(stages, key=lambda name: stages[name])
-    a, e, gpus_a, gpus_e = one.attention_gpu, one.expert_gpu, one.tp_a * one.n_a, one.tp_e * one.n_e
-    price = gpus_a * a.price + gpus_e * e.price if a.price and e.price else math.nan
-    watts = gpus_a * a.watts + gpus_e * e.watts if a.watts and e.watts else math.nan
-    return Plan(
-        attention_gpu=a.name,
-        expert_gpu=e.name,
-        tp_a=one.tp_a,
-        tp_e=one.tp_e,
-        n_a=one.n_a,
-        n_e=one.n_e,
-        m=m,
-        b_a=rows,
-        batch=batch,
-        attention=times.attention,
-        experts=times.experts,
-        network=times.network,
-        outside=times.outside,
-        total=total,
-        gpus=gpus_a + gpus_e,
-        per_gpu=rate / (gpus_a + gpus_e),
-        per_cost=rate / price,
-        per_watt=rate / watts,
-        limit=stop,
-    )
+    return Plan(one, m, rows, batch, times, total, stop)
 
 
-def largest_rows(deployment: Deployment, micro_batches: int, most: int, seconds: float) -> int:
+def largest_rows(one: Deployment, m: int, most: int, seconds: float) -> int:
     """Return the most rows below `most` whose iteration is in time; times grow with the rows."""
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
-        if deployment.total(middle, micro_batches) <= seconds:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if one.total(middle, m) <= seconds else (low, middle)
     return low

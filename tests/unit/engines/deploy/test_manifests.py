@@ -171,7 +171,10 @@ def test_ranks_that_would_share_a_layer_are_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"schema": "rollout-plan/9"}, "its schema must be 'rollout-plan/1', got 'rollout-plan/9'"),
+        (
+            {"schema": "rollout-plan/9"},
+            "schema: Input should be 'rollout-plan/1', got 'rollout-plan/9'",
+        ),
         ({"schema": None}, "its schema must be 'rollout-plan/1', got None"),
         ({"gpus": {}}, "KeyError: 'h100'"),
         ({"plan": {}}, "KeyError: 'attention_gpu'"),

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from planish.engines.planner.law import iteration_seconds
+from planish.engines.planner.pipeline_law import iteration_seconds
 from tests.unit.engines.disagg.instances import disagg, local_ranks, moe_policy
 from tests.unit.engines.tiny import request
 

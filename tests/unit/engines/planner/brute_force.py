@@ -5,17 +5,18 @@ It shares shapes and data sheets with the planner, and no function.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
 from planish.engines.planner.gpus import GPUS
 from planish.engines.planner.models import MoeModel
 from planish.engines.planner.performance import Constants, Workload
-from planish.engines.planner.search import Space
+from planish.engines.planner.query import Query, Space
 
 
 def problem(seed):
-    """Return a random small problem: model, workload, GPUs of both sides, objective, space."""
+    """Return a random small problem."""
     draw = random.Random(seed)
     heads, groups = draw.choice([4, 8, 16]), draw.choice([1, 2, 4])
     experts = draw.choice([4, 8, 16])
@@ -42,7 +43,8 @@ def problem(seed):
         slo_seconds=draw.choice([0.01, 0.03, 0.15, math.inf]),
     )
     workload = Workload(input_tokens=draw.uniform(3000, 30000), imbalance=draw.choice([1.0, 1.3]))
-    return model, workload, *sides, draw.choice(["gpu", "cost", "watt"]), space
+    objective = draw.choice(["gpu", "cost", "watt"])
+    return Query(model, *sides, workload=workload, objective=objective, space=space)
 
 
 def gemm(rows, k, n, gpu, c):
@@ -84,37 +86,30 @@ def iteration(model, load, a, e, tp_a, tp_e, n_a, n_e, m, rows, c):
     return inside + m * logits
 
 
-def best(model, load, attention_gpus, expert_gpus, objective, space):
+def best(problem):
     """Return (value, shape) of the best deployment, or None; every batch size is tried."""
-    c, found = Constants(), []
-    for a in attention_gpus:
-        for e in expert_gpus:
-            for tp_a, tp_e, n_a, n_e, m in (
-                (tp_a, tp_e, n_a, n_e, m)
-                for tp_a in space.tp_attention
-                for tp_e in space.tp_experts
-                for n_a in space.replicas
-                for n_e in space.expert_nodes
-                for m in space.micro_batches
-            ):
-                if model.num_heads % tp_a or model.expert_size % tp_e:
-                    continue
-                expert_weights = 2 * model.expert_parameters * model.num_experts / n_e
-                if expert_weights >= tp_e * e.memory_bytes * 0.9:
-                    continue
-                kv = 4 * model.num_kv_heads * model.head_dim // min(tp_a, model.num_kv_heads)
-                free = a.memory_bytes * 0.9 - model.attention_bytes(tp_a)
-                rows = 1
-                unit = {
-                    "gpu": tp_a * n_a + tp_e * n_e,
-                    "cost": tp_a * n_a * a.price + tp_e * n_e * e.price,
-                    "watt": tp_a * n_a * a.watts + tp_e * n_e * e.watts,
-                }[objective]
-                while m * rows * load.length * kv * model.layers < free:
-                    took = iteration(model, load, a, e, tp_a, tp_e, n_a, n_e, m, rows, c)
-                    if took > space.slo_seconds:
-                        break
-                    value = rows * m * n_a / took / unit
-                    found.append((value, (a.name, e.name, tp_a, tp_e, n_a, n_e, m, rows)))
-                    rows += 1
+    model, load, space, c, found = problem.model, problem.workload, problem.space, Constants(), []
+    for a, e, tp_a, tp_e, n_a, n_e, m in itertools.product(
+        *(problem.attention_gpus, problem.expert_gpus, space.tp_attention, space.tp_experts),
+        *(space.replicas, space.expert_nodes, space.micro_batches),
+    ):
+        expert_weights = 2 * model.expert_parameters * model.num_experts / n_e
+        uneven = model.num_heads % tp_a or model.expert_size % tp_e
+        if uneven or expert_weights >= tp_e * e.memory_bytes * 0.9:
+            continue
+        kv = 4 * model.num_kv_heads * model.head_dim // min(tp_a, model.num_kv_heads)
+        free = a.memory_bytes * 0.9 - model.attention_bytes(tp_a)
+        unit = {
+            "gpu": tp_a * n_a + tp_e * n_e,
+            "cost": tp_a * n_a * a.price + tp_e * n_e * e.price,
+            "watt": tp_a * n_a * a.watts + tp_e * n_e * e.watts,
+        }[problem.objective]
+        rows = 1
+        while m * rows * load.length * kv * model.layers < free:
+            took = iteration(model, load, a, e, tp_a, tp_e, n_a, n_e, m, rows, c)
+            if took > space.slo_seconds:
+                break
+            value = rows * m * n_a / took / unit
+            found.append((value, (a.name, e.name, tp_a, tp_e, n_a, n_e, m, rows)))
+            rows += 1
     return max(found, default=None)

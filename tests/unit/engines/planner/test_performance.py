@@ -1,11 +1,12 @@
-"""Times of stages: rooflines by hand, caches, sums over GPUs, and the network."""
+"""Times of stages and of colocated deployments by hand: rooflines, caches, sums, the network."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from planish.base.errors import ConfigError
-from planish.engines.planner.deployment import deploy
+from planish.engines.planner.baseline import FRAMEWORK_OVERHEAD, baselines, colocated
 from planish.engines.planner.gpus import GPUS, changed, find_gpus
 from planish.engines.planner.models import MODELS, MoeModel
 from planish.engines.planner.performance import (
@@ -20,6 +21,7 @@ from planish.engines.planner.performance import (
     outside_stage,
     rows_per_node,
 )
+from planish.engines.planner.query import Query, Space
 
 FREE = Constants(
     compute_efficiency=1.0,
@@ -37,8 +39,8 @@ MIXTRAL = MODELS["mixtral-8x22b"]
 
 def two_sides(model=MIXTRAL, gpus=("a800", "a800"), constants=FREE, workload=None, **sizes):
     shape = {"tp_a": 1, "tp_e": 1, "n_a": 1, "n_e": model.num_experts, **sizes}
-    pair = (GPUS[gpus[0]], GPUS[gpus[1]])
-    return deploy(model, workload or Workload(), pair, constants, {}, **shape)
+    query = Query(model, [], [], workload=workload or Workload(), constants=constants)
+    return query.deploy((GPUS[gpus[0]], GPUS[gpus[1]]), **shape)
 
 
 def test_an_a100_needs_156_rows_to_compute_as_long_as_it_reads():
@@ -46,17 +48,10 @@ def test_an_a100_needs_156_rows_to_compute_as_long_as_it_reads():
     line = matrices_roofline([(6144, 16384)], a100, FREE)
     assert line.weights / line.compute == pytest.approx(156)
     assert line.seconds(1) == line.seconds(156) < line.seconds(157)
-
-
-@pytest.mark.parametrize(
-    ("name", "rows"), [("mixtral-8x22b", 624), ("dbrx", 624), ("scaled-moe", 1248)]
-)
-def test_experts_are_full_once_each_of_them_has_156_rows(name, rows):
-    model = MODELS[name]
-    a100 = changed(find_gpus("a100"), ["a100.memory_rate=2e12"])[0]
-    line = expert_stage(model, a100, 1, 1, FREE)
-    share = model.experts_per_token / model.num_experts
-    assert line.weights / (line.compute * share) == pytest.approx(rows)
+    for name, rows in {"mixtral-8x22b": 624, "dbrx": 624, "scaled-moe": 1248}.items():
+        line = expert_stage(MODELS[name], a100, 1, 1, FREE)
+        share = MODELS[name].experts_per_token / MODELS[name].num_experts
+        assert line.weights / (line.compute * share) == pytest.approx(rows)
 
 
 def test_expert_seconds_by_hand():
@@ -176,15 +171,73 @@ def test_measured_points_are_met_and_prolonged():
     assert four.seconds(4 * 48) == 4 * line.seconds(48)
 
 
-@pytest.mark.parametrize("names", ["h21", "", "a800,b200"])
-def test_an_unknown_gpu_is_refused(names):
-    with pytest.raises(ConfigError, match="a GPU must be one of l20, h800"):
-        find_gpus(names)
+def sides(name, gpu="a800", slo=0.15, workload=None, calibration="ideal"):
+    space = Space(slo_seconds=slo)
+    query = Query(MODELS[name], [], [], workload=workload or Workload(), space=space)
+    return baselines(query, GPUS[gpu], calibration)
 
 
-@pytest.mark.parametrize(
-    "change", ["h100.price", "h100.price=x", "h100.cost=3", "x.price=3", "h100.price=-1", "price=3"]
-)
-def test_a_figure_that_can_not_be_is_refused(change):
-    with pytest.raises(ConfigError, match="positive number"):
-        changed(find_gpus("h100"), [change])
+def form(name, which, gpu="a800", **more):
+    return next(one for one in sides(name, gpu, **more) if one.form == which)
+
+
+def test_tensor_parallel_seconds_by_hand():
+    one = next(
+        one
+        for one in colocated(Query(MIXTRAL, [], []), GPUS["a800"])
+        if (one.form, one.gpus) == ("tp", 8)
+    )
+    rows, flops, rate = 1000, 312e12 * 0.7, 2039e9 * 0.8
+    attention = 6144 * (768 + 2 * 128) + 768 * 6144
+    experts = 3 * 6144 * 16384 / 8
+    total = 2 * 7 / 8 * 2 * rows * 6144 / (200e9 * 0.7) + 3 * 8e-6
+    layer = 2 * rows * attention / flops + rows * 650.5 * 512 / rate + total + 3 * 4e-6 + 8e-6
+    layer += 2 * rows * 2 * experts / flops + 2 * 4e-6 + total
+    logits = 2 * rows * 6144 * 32768 / 8 / flops + 4e-6
+    assert one.seconds(rows) == pytest.approx(56 * layer + logits)
+
+
+def test_few_rows_read_the_experts_that_they_meet_only():
+    one = next(iter(colocated(Query(MIXTRAL, [], []), GPUS["h200"])))
+    # One row meets two of eight experts.
+    assert one.seconds(4) - one.seconds(1) > 0.7 * 56 * one.experts.weights
+
+
+def test_the_framework_takes_twice_as_long():
+    ideal, framework = (
+        form("dbrx", "tp", calibration=c, slo=math.inf) for c in ("ideal", "framework")
+    )
+    assert ideal.batch == framework.batch
+    assert framework.total == pytest.approx(FRAMEWORK_OVERHEAD * ideal.total)
+    assert FRAMEWORK_OVERHEAD == 2.56 / 1.28
+
+
+@pytest.mark.parametrize("slo", [0.05, 0.15])
+def test_the_time_between_tokens_is_kept_by_every_form(slo):
+    found = sides("mixtral-8x22b", slo=slo)
+    assert {one.form for one in found} == {"tp", "ep", "pp"}
+    assert all(one.total <= slo for one in found)
+
+
+def test_a_model_larger_than_a_node_is_spread_over_nodes():
+    found = sides("scaled-moe")
+    assert min(one.gpus for one in found) == 16
+    # Inside a node that is large enough, sums are cheaper.
+    assert form("scaled-moe", "tp", "h200").gpus == 8
+
+
+def test_the_best_form_comes_first_and_cost_is_by_price():
+    found = sides("mixtral-8x22b")
+    assert [one.per_gpu for one in found] == sorted((o.per_gpu for o in found), reverse=True)
+    assert found[0].per_cost == pytest.approx(found[0].per_gpu / 2.26)
+    assert math.isnan(sides("mixtral-8x22b", "h100")[0].per_cost)
+
+
+def test_imbalance_slows_expert_parallelism_and_not_tensor_parallelism():
+    skewed = Workload(imbalance=1.5)
+    assert form("dbrx", "ep", workload=skewed).per_gpu < 0.9 * form("dbrx", "ep").per_gpu
+    assert form("dbrx", "tp", workload=skewed) == form("dbrx", "tp")
+
+
+def test_nothing_fits_a_gpu_that_is_too_small():
+    assert sides("deepseek-v3", "l20", slo=0.001) == []

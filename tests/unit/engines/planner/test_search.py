@@ -8,11 +8,11 @@ import pytest
 
 from planish.base.errors import ConfigError
 from planish.engines.planner.baseline import baselines
-from planish.engines.planner.deployment import deploy
 from planish.engines.planner.gpus import GPUS, changed, find_gpus
 from planish.engines.planner.models import MODELS
-from planish.engines.planner.performance import Constants, Workload
-from planish.engines.planner.search import Plan, Space, plan, search
+from planish.engines.planner.performance import Workload
+from planish.engines.planner.query import Query, Space
+from planish.engines.planner.search import plan, search
 from tests import thin
 from tests.unit.engines.planner import brute_force
 
@@ -22,10 +22,16 @@ WITHOUT_PLAN = 47
 """The only random problem in which nothing fits."""
 
 
-def found(name, gpus="a800", experts="", objective="gpu", space=SLO, **more):
-    sides = find_gpus(gpus), find_gpus(experts or gpus)
-    load = more.pop("workload", Workload())
-    return search(MODELS[name], load, *sides, objective=objective, space=space, **more)
+def query(name, gpus="a800", experts="", space=SLO, **more):
+    return Query(MODELS[name], find_gpus(gpus), find_gpus(experts or gpus), space=space, **more)
+
+
+def found(*arguments, **more):
+    return search(query(*arguments, **more))
+
+
+def deployed(name, gpus, **sizes):
+    return Query(MODELS[name], [], []).deploy((GPUS[gpus[0]], GPUS[gpus[1]]), **sizes)
 
 
 @pytest.mark.slow
@@ -33,27 +39,16 @@ def found(name, gpus="a800", experts="", objective="gpu", space=SLO, **more):
     "seed", thin.third([WITHOUT_PLAN, *range(WITHOUT_PLAN), *range(WITHOUT_PLAN + 1, 50)])
 )
 def test_the_best_plan_is_that_of_brute_force(seed):
-    model, load, attention, experts, objective, space = brute_force.problem(seed)
-    expected = brute_force.best(model, load, attention, experts, objective, space)
-    best = search(model, load, attention, experts, objective=objective, space=space).best
+    problem = brute_force.problem(seed)
+    expected, best = brute_force.best(problem), search(problem).best
     assert (best is None) == (expected is None) == (seed == WITHOUT_PLAN)
     if best is not None:
-        assert best.value(objective) == pytest.approx(expected[0], rel=1e-9)
+        assert best.value(problem.objective) == pytest.approx(expected[0], rel=1e-9)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_seconds_and_rate_grow_with_the_batch(name):
-    one = deploy(
-        MODELS[name],
-        Workload(),
-        (GPUS["h20"], GPUS["l40s"]),
-        Constants(),
-        {},
-        tp_a=2,
-        tp_e=1,
-        n_a=4,
-        n_e=8,
-    )
+    one = deployed(name, ("h20", "l40s"), tp_a=2, tp_e=1, n_a=4, n_e=8)
     for m in (1, 3, 4):
         seconds = [one.total(rows, m) for rows in range(1, 400)]
         assert seconds == sorted(seconds)
@@ -63,20 +58,21 @@ def test_seconds_and_rate_grow_with_the_batch(name):
 
 @pytest.mark.parametrize("name", PAPER)
 @pytest.mark.parametrize("gpus", [("a800", "a800"), ("h20", "l40s")])
-def test_balance_alone_is_within_a_tenth_of_trying_all_replicas(name, gpus):
-    every = Space(slo_seconds=0.15, replicas=tuple(range(1, 33)))
-    balanced = Space(slo_seconds=0.15, replicas="balance")
-    values = [found(name, *gpus, space=space).best.per_gpu for space in (balanced, every)]
-    assert 0.9 * values[1] <= values[0] <= values[1]
+def test_balance_and_the_default_are_as_good_as_trying_all_replicas(name, gpus):
+    every = found(name, *gpus, space=Space(slo_seconds=0.15, replicas=tuple(range(1, 33)))).best
+    balanced = found(name, *gpus, space=Space(slo_seconds=0.15, replicas="balance")).best
+    assert 0.9 * every.per_gpu <= balanced.per_gpu <= every.per_gpu
+    assert found(name, *gpus).best.per_gpu >= 0.999 * every.per_gpu
+    if gpus == ("a800", "a800"):
+        assert every.times.attention == pytest.approx(every.times.experts, rel=0.25)
+        assert every.flags()["balanced"]
 
 
 def test_the_time_between_tokens_is_kept_and_limits():
     tight = found("mixtral-8x22b", space=Space(slo_seconds=0.03))
-    assert tight.best.total <= 0.03
     assert tight.best.limit == "slo"
     assert all(one.total <= 0.03 for one in tight.plans)
-    loose = found("mixtral-8x22b", space=Space())
-    assert loose.best.per_gpu > tight.best.per_gpu
+    assert found("mixtral-8x22b", space=Space()).best.per_gpu > tight.best.per_gpu
 
 
 @pytest.mark.parametrize(
@@ -91,7 +87,7 @@ def test_the_time_between_tokens_is_kept_and_limits():
 def test_the_limit_is_the_resource_that_is_short(gpu, change, replicas, limit):
     gpus = changed(find_gpus(gpu), [change])
     space = Space(replicas=(replicas,), tp_attention=(1,), micro_batches=(3,))
-    best = search(MODELS["mixtral-8x22b"], Workload(), gpus, gpus, space=space).best
+    best = search(Query(MODELS["mixtral-8x22b"], gpus, gpus, space=space)).best
     assert best.limit == limit
 
 
@@ -114,12 +110,7 @@ def test_a_fixed_batch_is_spread_and_may_be_uneven():
         ("scaled-moe", "l40s", Space(tp_experts=(1,), expert_nodes=(8,)), "4 experts a layer do"),
         ("deepseek-v3", "l20", Space(tp_attention=(1,)), "the cache of one row"),
         ("mixtral-8x22b", "a800", Space(tp_attention=(16,)), "more than the 8 GPUs of a node"),
-        (
-            "mixtral-8x22b",
-            "a800",
-            Space(tp_attention=(5,)),
-            "48 heads and 8 KV heads do not split over tp_a=5",
-        ),
+        ("mixtral-8x22b", "a800", Space(tp_attention=(3,)), "48 heads and 8 KV heads do not split"),
         ("mixtral-8x22b", "a800", Space(tp_experts=(3,)), "experts of width 16384 do not split"),
     ],
 )
@@ -127,55 +118,49 @@ def test_each_rejection_has_its_reason(name, gpus, space, reason):
     load = Workload(1e6) if "one row" in reason and name == "deepseek-v3" else Workload()
     result = found(name, gpus, space=space, workload=load)
     assert result.best is None
-    assert any(why.startswith(reason) or reason in why for why in result.rejected)
-    assert sum(result.rejected.values()) > 0
+    assert any(reason in why for why in result.rejected)
 
 
-def test_heads_that_do_not_divide_are_a_reason():
-    model = brute_force.problem(0)[0]
-    odd = type(model)(**{**vars(model), "num_heads": 6, "num_kv_heads": 6})
-    result = search(odd, Workload(), find_gpus("a800"), find_gpus("a800"))
+def test_kv_heads_are_copied_where_gpus_are_more_and_split_where_they_divide():
+    assert MODELS["qwen3-235b"].splits_over(8)
+    assert MODELS["deepseek-v3"].splits_over(8)
+    odd = type(MODELS["dbrx"])(**{**vars(MODELS["dbrx"]), "num_heads": 6, "num_kv_heads": 6})
+    result = search(Query(odd, find_gpus("a800"), find_gpus("a800")))
     assert result.rejected["6 heads and 6 KV heads do not split over tp_a=4"] == 1
-    assert {one.tp_a for one in result.plans} == {1, 2}
+    assert {one.deployment.tp_a for one in result.plans} == {1, 2}
 
 
-def test_expert_nodes_must_divide_the_experts():
+def test_expert_nodes_must_divide_the_experts_and_cost_needs_a_price():
     with pytest.raises(ConfigError, match=r"must divide the 8 experts .* got 3, 5"):
         found("mixtral-8x22b", space=Space(expert_nodes=(3, 4, 5)))
-
-
-def test_cost_needs_a_price():
     with pytest.raises(ConfigError, match=r"got none for h100.*h100\.price"):
         found("mixtral-8x22b", "a800", "h100", objective="cost")
-    best = found("mixtral-8x22b", "h100").best
-    assert math.isnan(best.per_cost)
+    assert math.isnan(found("mixtral-8x22b", "h100").best.per_cost)
 
 
-def test_plans_are_sorted_and_ties_go_to_fewer_gpus():
+def test_plans_are_sorted_and_every_pair_is_tried():
     plans = found("dbrx", "h20,l40s", objective="cost").plans
     values = [one.per_cost for one in plans]
     assert values == sorted(values, reverse=True)
-    assert len({(p.attention_gpu, p.expert_gpu) for p in plans}) == 4
+    pairs = {(p.deployment.attention_gpu.name, p.deployment.expert_gpu.name) for p in plans}
+    assert len(pairs) == 4
 
 
 def test_redundancy_needs_memory():
     even = found("mixtral-8x22b", "l40s")
     doubled = found("mixtral-8x22b", "l40s", workload=Workload(redundancy=0.5))
-    assert {one.tp_e for one in even.plans} > {one.tp_e for one in doubled.plans}
-
-
-def ratio(name, gpu="a800"):
-    best = found(name, gpu).best
-    sides = baselines(MODELS[name], Workload(), GPUS[gpu], slo_seconds=0.15)
-    return best.per_gpu / next(one.per_gpu for one in sides if one.form == "tp")
+    sizes = [{one.deployment.tp_e for one in result.plans} for result in (even, doubled)]
+    assert sizes[0] > sizes[1]
 
 
 def test_ratios_to_the_ideal_baseline_are_the_published_ones():
     # One set of constants; TensorRT-LLM is 1.28x on one node and 1.90x across nodes.
-    ratios = [ratio(name) for name in PAPER]
-    assert ratios[0] == pytest.approx(1.28, rel=0.3)
-    assert ratios[1] == pytest.approx(1.28, rel=0.3)
-    assert ratios[2] == pytest.approx(1.90, rel=0.3)
+    ratios = []
+    for name in PAPER:
+        asked = query(name)
+        base = next(one for one in baselines(asked, GPUS["a800"]) if one.form == "tp")
+        ratios.append(search(asked).best.per_gpu / base.per_gpu)
+    assert ratios == pytest.approx([1.28, 1.28, 1.90], rel=0.3)
     assert ratios[2] > max(ratios[:2])
 
 
@@ -183,33 +168,15 @@ def test_ratios_to_the_ideal_baseline_are_the_published_ones():
 @pytest.mark.parametrize("objective", ["cost", "watt"])
 def test_attention_on_h20_and_experts_on_l40s_beat_either_alone(name, objective):
     sides = [("h20", "l40s"), ("h20", "h20"), ("l40s", "l40s"), ("l40s", "h20")]
-    values = [found(name, a, e, objective).best.value(objective) for a, e in sides]
+    values = [found(name, *pair, objective=objective).best.value(objective) for pair in sides]
     assert values[0] == max(values)
 
 
-@pytest.mark.parametrize("name", PAPER)
-def test_the_best_number_of_replicas_is_where_both_sides_take_as_long(name):
-    best = found(name, space=Space(slo_seconds=0.15, replicas=tuple(range(1, 33)))).best
-    assert best.attention == pytest.approx(best.experts, rel=0.25)
-    assert best.flags()["balanced"]
-
-
 def test_flags_say_which_conditions_hold():
-    one = deploy(
-        MODELS["dbrx"],
-        Workload(),
-        (GPUS["a800"], GPUS["a800"]),
-        Constants(),
-        {},
-        tp_a=1,
-        tp_e=1,
-        n_a=1,
-        n_e=16,
-    )
-    made = plan(one, 1, Space())
-    assert isinstance(made, Plan)
-    assert made.flags()["enough_micro_batches"] is False
-    assert made.flags()["network_hidden"] is True
+    one = deployed("dbrx", ("a800", "a800"), tp_a=1, tp_e=1, n_a=1, n_e=16)
+    flags = plan(one, 1, Space()).flags()
+    assert flags["enough_micro_batches"] is False
+    assert flags["network_hidden"] is True
 
 
 def test_the_default_search_goes_on_around_balance_and_finds_what_sixteen_replicas_miss():
@@ -220,23 +187,7 @@ def test_the_default_search_goes_on_around_balance_and_finds_what_sixteen_replic
         for space in (few, Space(replicas="balance", **wide))
     )
     around = found("deepseek-v3", "h800", space=Space(**wide))
-    assert around.best.n_a > 16
+    assert around.best.deployment.n_a > 16
     assert around.best.per_gpu >= balanced.best.per_gpu > 1.5 * stopped.best.per_gpu
     assert "most attention replicas that were tried, 16" in stopped.edge
     assert (around.edge, balanced.edge) == ("", "")
-
-
-@pytest.mark.parametrize("name", PAPER)
-def test_the_default_search_is_as_good_as_trying_every_number_of_replicas(name):
-    every = found(name, space=Space(slo_seconds=0.15, replicas=tuple(range(1, 33))))
-    assert found(name, space=SLO).best.per_gpu >= 0.999 * every.best.per_gpu
-
-
-def test_heads_that_do_not_split_evenly_are_refused():
-    space = Space(tp_attention=(3,), replicas=(2,))
-    refused = found("mixtral-8x22b", space=space)
-    assert refused.best is None
-    assert "48 heads and 8 KV heads do not split over tp_a=3" in refused.rejected
-    # KV heads may be fewer than the GPUs, each of which then has a copy; a latent has no heads.
-    assert MODELS["qwen3-235b"].splits_over(8)
-    assert MODELS["deepseek-v3"].splits_over(8)

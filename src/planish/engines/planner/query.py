@@ -1,0 +1,153 @@
+"""What a user asks of the planner: options of `planish rollout plan`, checked."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from planish.base.errors import ConfigError
+from planish.engines.planner.deployment import Deployment, Profiles, deploy
+from planish.engines.planner.documents import read_profile
+from planish.engines.planner.gpus import Gpu, changed, find_gpus
+from planish.engines.planner.models import MoeModel, find_model
+from planish.engines.planner.performance import Constants, Workload
+
+Objective = Literal["gpu", "cost", "watt"]
+BaselineName = Literal["ideal", "framework"]
+
+
+@dataclass(frozen=True)
+class Space:
+    """Which deployments are tried."""
+
+    tp_attention: tuple[int, ...] = (1, 2, 4, 8)
+    """GPUs of one attention replica."""
+    tp_experts: tuple[int, ...] = (1, 2, 4, 8)
+    """GPUs of one expert node."""
+    replicas: tuple[int, ...] | Literal["balance", "around"] = "around"
+    """Attention replicas. `balance`: the two whole numbers around balance, as in the paper;
+    `around`: these, those from half to twice as many, and on for as long as more are better."""
+    micro_batches: tuple[int, ...] = (3, 4)
+    expert_nodes: tuple[int, ...] = ()
+    """Nodes that the experts of a layer are spread over; empty: one expert each, as in the paper,
+    and for more than 32 experts also the divisors from 8 on."""
+    batch: int = 0
+    """Requests decoded together; 0: as many as fit."""
+    slo_seconds: float = math.inf
+    """Longest time between tokens."""
+    max_gpus: int = 0
+    """GPUs of a deployment; 0: any number."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is planned, for what, and on what."""
+
+    model: MoeModel
+    attention_gpus: Sequence[Gpu]
+    """Types tried for attention."""
+    expert_gpus: Sequence[Gpu]
+    """Types tried for experts."""
+    workload: Workload = field(default_factory=Workload)
+    objective: Objective = "gpu"
+    """Tokens per second are maximised per GPU, price or watt."""
+    space: Space = field(default_factory=Space)
+    constants: Constants = field(default_factory=Constants)
+    profiles: Profiles = field(default_factory=dict)
+    baseline_gpus: Sequence[Gpu] = ()
+    """Types of which the best colocated deployment is the baseline."""
+    baseline: BaselineName = "ideal"
+    """Which calibration the ratio is to."""
+
+    def deploy(self, gpus: tuple[Gpu, Gpu], **sizes: int) -> Deployment:
+        """Return one of the deployments; `sizes` as `deploy` takes them."""
+        return deploy(self.model, self.workload, gpus, self.constants, self.profiles, **sizes)
+
+
+def read_query(options: argparse.Namespace) -> Query:
+    """Return what the options ask for.
+
+    Raises:
+        ConfigError: a value that can not be.
+    """
+    if math.inf in (options.input, options.output):
+        raise ConfigError("`--input` and `--output` must be finite; give numbers")
+    model = find_model(options.model)
+    # All rows on one node, and every expert on every node, are the most that there can be.
+    most = model.num_experts
+    if not 1 <= options.imbalance <= most or not 0 <= options.redundancy <= most:
+        raise ConfigError(
+            f"`--imbalance` must be from 1, and `--redundancy` from 0, to the {most} experts of "
+            f"{model.name}, got {options.imbalance:g} and {options.redundancy:g}; correct them"
+        )
+    workload = Workload(
+        options.input, options.output, options.imbalance, options.combine, options.redundancy
+    )
+    constants = read_constants(options.constant)
+    measured: Gpu | None = None
+    profiles: Profiles = {}
+    if options.profile is not None:
+        measured, profiles = read_profile(options.profile, model, workload.length, constants)
+
+    def gpus(names: str) -> list[Gpu]:
+        return changed(find_gpus(names, measured), options.gpu_data)
+
+    attention, experts = gpus(options.attention_gpus), gpus(options.expert_gpus)
+    named = {gpu.name: gpu for gpu in (*attention, *experts)}
+    if measured is not None and measured.name not in named:
+        raise ConfigError(
+            f"`--profile` must be of a GPU that is tried, got one of {measured.name} beside "
+            f"{', '.join(named)}; add {measured.name} or leave the profile out"
+        )
+    compared = gpus(options.baseline_gpu) if options.baseline_gpu else list(named.values())
+    figure = {"gpu": "flops", "cost": "price", "watt": "watts"}[options.objective]
+    if options.baseline_gpu and not all(getattr(gpu, figure) for gpu in compared):
+        raise ConfigError(
+            f"the objective `{options.objective}` needs the {figure} of the baseline's GPU, "
+            f"got none for {compared[0].name}; give yours with `--gpu-data "
+            f"{compared[0].name}.{figure}=...`"
+        )
+    return Query(
+        model=model,
+        attention_gpus=attention,
+        expert_gpus=experts,
+        workload=workload,
+        objective=options.objective,
+        space=Space(
+            tp_attention=options.tp_a,
+            tp_experts=options.tp_e,
+            replicas=options.replicas,
+            micro_batches=options.micro_batches,
+            expert_nodes=options.expert_nodes,
+            batch=options.batch,
+            slo_seconds=options.slo_ms / 1000,
+            max_gpus=options.max_gpus,
+        ),
+        constants=constants,
+        profiles=profiles,
+        baseline_gpus=compared,
+        baseline=options.baseline,
+    )
+
+
+def read_constants(changes: Sequence[str]) -> Constants:
+    """Return the constants with changes of the form `name=number`.
+
+    Raises:
+        ConfigError: no such constant, or no number in its range.
+    """
+    given = {name: text for name, _, text in (change.partition("=") for change in changes)}
+    try:
+        return TypeAdapter(Constants).validate_strings(given)
+    except ValidationError:
+        names = ", ".join(one.name for one in dataclasses.fields(Constants))
+        raise ConfigError(
+            f"`--constant` must be <name>=<number> with a name of {names} and efficiencies in "
+            f"(0, 1], got {', '.join(map(repr, changes))}; correct it"
+        ) from None
