@@ -29,6 +29,8 @@ EDGES = {
     ("checkpoint", "models"),
     ("stages.monitor_check", "minder"),
     ("show", "stages.report"),
+    # The exit task of a failed run is the one that starts it again.
+    ("stages.report", "stages.next_run"),
     ("submit", "stages.prepare"),
     *(("show", f"stages.{stage}") for stage in ("prepare", "curate", "sft", "evaluate")),
     *(("submit", f"stages.{stage}") for stage in ("curate", "report")),

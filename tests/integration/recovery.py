@@ -49,8 +49,8 @@ from planish.stages.export import stage as export_stage
 from planish.stages.prepare.cluster import KubernetesApi
 from planish.stages.prepare.stage import Wish, prepare
 from planish.stages.report import stage as report_stage
+from planish.stages.report.events import ROWS
 from planish.stages.report.gather import gather
-from planish.stages.report.happenings import ROWS
 from planish.stages.reward import stage as reward_stage
 from planish.stages.rollout import stage as rollout_stage
 from planish.stages.train import stage as train_stage
@@ -528,7 +528,7 @@ def play(site: Site, calm: Undisturbed, trial: Trial, root: str, broken: str) ->
     # The exit task of the run draws what has happened.
     page, summary = (PathArtifact(str(training.out / name)) for name in ("report.html", "summary"))
     report_stage.run(root, "SUCCEEDED", "", "", 0, page, summary)
-    told = {one.row for one in gather(root).happenings}
+    told = {event.row for event in gather(root).events}
     trial.expect(told == {*ROWS}, f"the report tells of {sorted(told)} alone")
 
 

@@ -6,8 +6,7 @@ import pytest
 from planish.run.stage import PathArtifact
 from planish.stages.report.stage import run
 from tests.integration.browser import NEEDS_BROWSER, chromium
-from tests.unit.stages.report.synthetic_run import build_run
-from tests.unit.stages.report.test_report_happenings import disturb
+from tests.unit.stages.report.synthetic_run import build_run, disturb
 
 pytestmark = NEEDS_BROWSER
 

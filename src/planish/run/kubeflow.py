@@ -16,6 +16,9 @@ TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"
 REQUEST_SECONDS = 20
 """A question that is not answered within so long is given up; the client asks four times."""
 
+CANCELLED = {"CANCELING", "CANCELED", "CANCELLED"}
+"""States of a run that a person has ended."""
+
 API = "ml-pipeline.kubeflow.svc.cluster.local"
 """Name of the API's service where Kubeflow is in its own namespace."""
 

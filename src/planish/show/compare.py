@@ -16,14 +16,14 @@ from planish.base.errors import ConfigError, ObjectMissing
 from planish.base.text import Table
 from planish.run.stage import read_run
 from planish.stages.report.facts import ReportFacts, busy_seconds
-from planish.stages.report.figures.charts import Chart, LineSeries
+from planish.stages.report.figures.charts import Chart, Line, line_chart
 from planish.stages.report.figures.panels import LENGTHS, PANELS, Panel
-from planish.stages.report.figures.run_charts import draw, held_out, series
+from planish.stages.report.figures.run_charts import held_out
 from planish.stages.report.gather import gather
 from planish.stages.report.page import MAX_LISTED
 from planish.stages.report.render import drawn, fill
 from planish.stages.report.tables import score_cell
-from planish.stages.report.words import number, one_line, percent, seconds
+from planish.stages.report.text import number, one_line, percent, seconds
 from planish.store import normal_uri
 
 COLORS = ("blue", "orange", "teal", "red", "violet", "slate")
@@ -36,6 +36,7 @@ HELD_OUT = Panel(
     "Diamonds: policies on the held-out prompts of their run, +- 1 standard error. Only runs with "
     "the same prompts can be compared.",
     unit="percent",
+    from_zero=False,
 )
 SECONDS = Panel(
     "Time per iteration",
@@ -43,7 +44,6 @@ SECONDS = Panel(
     "Time in which at least one stage of the iteration ran: what a scheduler waited between them "
     "is left out.",
     unit="seconds",
-    from_zero=True,
 )
 _OF_THE_REPORT = {panel.title: panel for panel in (*PANELS, LENGTHS)}
 _TITLES = ("Reward", "Response length", "Entropy", "Gradient norm")
@@ -151,23 +151,22 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     for panel in CHARTS:
         points = [points_of(run.facts, panel) for run in runs]
         lines = [
-            LineSeries(run.name, run.color, [*curve], [*curve.values()], run.is_dashed)
+            Line(run.name, run.color, curve, run.is_dashed)
             for run, curve in zip(runs, points, strict=True)
             if curve
         ]
         marks = [
-            replace(mark, label=f"{run.name}, {mark.label}", color=run.color)
+            mark._replace(label=f"{run.name}, {mark.label}", color=run.color)
             for run in runs
             for mark in (held_out(run.facts) if panel is HELD_OUT else ())
         ]
-        # Bands of value pretraining would be those of one run: no facts, no bands.
-        chart = draw(ReportFacts(""), panel, lines=lines, marks=marks) if len(lines) > 1 else None
-        if chart:
+        if len(lines) > 1:
+            chart = line_chart(panel, lines, marks=marks)
             found.append(replace(chart, legend=chart.legend[: len(lines)]))
     return found
 
 
-def points_of(facts: ReportFacts, panel: Panel) -> Mapping[float, float]:
+def points_of(facts: ReportFacts, panel: Panel) -> Mapping[int, float]:
     """Return iteration or policy version -> value of a run, by iteration; none where unknown."""
     if panel is HELD_OUT:
         return {mark.x: mark.y for mark in held_out(facts)}
@@ -175,7 +174,7 @@ def points_of(facts: ReportFacts, panel: Panel) -> Mapping[float, float]:
         tasks = sorted(facts.tasks, key=lambda task: task.iteration)
         groups = itertools.groupby(tasks, key=lambda task: task.iteration)
         return {n: busy_seconds(group) for n, group in groups if n in facts.updates}
-    return {float(n): y for n, y in series(facts, panel.curves[0].sources).items()}
+    return facts.series(*panel.curves[0].sources)
 
 
 def settings(facts: ReportFacts) -> dict[str, str]:

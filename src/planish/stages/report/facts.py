@@ -12,11 +12,18 @@ from planish.run.avoid import AvoidedNode
 
 WEIGHT = "num_generated_groups"
 """Metric of a shard that weighs its means."""
-
-CANCELLED = {"CANCELING", "CANCELED", "CANCELLED"}
-"""States of a run that a person has ended."""
 SUCCESS = {"SUCCEEDED", "COMPLETE", "COMPLETED", "DONE"}
-"""Final states of a run that went well."""
+
+
+def task_name(stage: str, iteration: int, shard: int) -> str:
+    """Return how people call a task.
+
+    Example:
+        >>> task_name("rollout", 3, 1), task_name("sft", 0, 0)
+        ('rollout 1 of iteration 3', 'sft')
+    """
+    name = f"{stage} {shard}" if stage == "rollout" and iteration else stage
+    return f"{name} of iteration {iteration}" if iteration else name
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,6 @@ class TaskLog:
     """
 
     stage: str
-    """Name of the stage."""
     iteration: int
     """1, 2, ...; 0 outside iterations."""
     shard: int
@@ -45,9 +51,7 @@ class TaskLog:
     already_done: bool = False
     """The output stood there from an earlier attempt."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Scalars that the stage logged."""
     error: str = ""
-    """Message of the failure."""
 
     @property
     def end_seconds(self) -> float:
@@ -57,10 +61,7 @@ class TaskLog:
     @property
     def name(self) -> str:
         """How people call the task: `rollout 1 of iteration 3`."""
-        shard = f" {self.shard}" if self.stage == "rollout" else ""
-        return (
-            f"{self.stage}{shard} of iteration {self.iteration}" if self.iteration else self.stage
-        )
+        return task_name(self.stage, self.iteration, self.shard)
 
 
 def busy_seconds(tasks: Iterable[TaskLog]) -> float:
@@ -81,7 +82,6 @@ class Saved:
     number: int
     """Policy version or optimizer step."""
     uri: str
-    """Folder of its manifest."""
     sha256: str
     """Digest of the manifest."""
 
@@ -91,30 +91,33 @@ class Saved:
         return f"{self.uri}#sha256={self.sha256}"
 
 
+def last_pin(saved: Sequence[Saved]) -> str | None:
+    """Return the pin of the newest one, None without any."""
+    return saved[-1].pin if saved else None
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Scores of one policy version on one set of prompts."""
 
     version: int
-    """Policy version."""
     scalars: dict[str, float]
-    """Scores by name."""
     sources: dict[str, dict[str, float]]
     """Scores by source and name."""
 
     @property
-    def accuracy(self) -> float | None:
-        """Mean accuracy over prompts and samples, `avg@n`; None where it is unknown."""
-        return self.scalars.get("accuracy")
+    def accuracy(self) -> float:
+        """Mean accuracy over prompts and samples, `avg@n`."""
+        return self.scalars["accuracy"]
 
     @property
     def error(self) -> float | None:
-        """Standard error of the accuracy."""
+        """Standard error of the accuracy; None for one sample a prompt."""
         return self.scalars.get("accuracy_standard_error")
 
     @property
     def greedy(self) -> float | None:
-        """Accuracy of the most probable response."""
+        """Accuracy of the most probable response, where it was measured."""
         return self.scalars.get("greedy")
 
 
@@ -123,15 +126,12 @@ class Sample:
     """One response with its verdict. All text is untrusted."""
 
     prompt_id: str
-    """Id of the prompt."""
     prompt: str
-    """Text of the prompt; empty when its set is missing."""
+    """Empty when the set of prompts is missing."""
     answer: str
     """Ground truth."""
     response: str
-    """What the model wrote."""
     is_correct: bool
-    """The verifier's verdict."""
     extracted: str = ""
     """The answer that the verifier saw."""
     num_tokens: int = 0
@@ -147,21 +147,23 @@ class SampleComparison:
     columns: Sequence[tuple[str, Sequence[Sample]]]
     """Heading and responses, left to right."""
 
+    @property
+    def prompts(self) -> Iterable[Sample]:
+        """One response to each of the prompts."""
+        return {s.prompt_id: s for _, column in self.columns for s in column}.values()
+
 
 @dataclass(frozen=True)
 class MachineAlert:
     """An anomaly that the monitor reported while the run was alive."""
 
     machine: str
-    """Host."""
     metric: str
-    """Metric that showed it."""
     score: float
     """Distance in the detector's unit."""
     first_second: float
     """Start of the evidence, seconds since 1970."""
     last_second: float
-    """End of the evidence, seconds since 1970."""
     action: str
     """What was done."""
     kind: str = ""
@@ -175,9 +177,25 @@ class MachineAlert:
     history: tuple[tuple[float, str], ...] = ()
     """Seconds since 1970 and what was done or refused then, in words."""
 
+    @property
+    def what(self) -> str:
+        """Metric that showed the fault, or else its kind."""
+        return self.metric or self.kind
+
+    @property
+    def is_over(self) -> bool:
+        """The monitor has told its end."""
+        return self.state in ("", "resolved")
+
+    @property
+    def where(self) -> str:
+        """Task that ran on the machine, in words."""
+        is_inside = self.stage and self.iteration
+        return f"{self.stage} of iteration {self.iteration}" if is_inside else self.stage
+
 
 @dataclass(frozen=True)
-class Happening:
+class Event:
     """One thing that disturbed a run, or that it did about it."""
 
     row: str
@@ -187,7 +205,6 @@ class Happening:
     end_seconds: float
     """The same; 0 where it has no end."""
     text: str
-    """What it was."""
     is_bad: bool = False
     """It was a fault, or ended in one."""
 
@@ -201,7 +218,7 @@ class ReportFacts:
     state: str = ""
     """Final state as the scheduler gives it; empty where it gives none."""
     run: dict[str, Any] = field(default_factory=dict)
-    """`run.json`."""
+    """`run.json`; empty when unknown."""
     tasks: list[TaskLog] = field(default_factory=list)
     """Newest attempt of each task, by start."""
     updates: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -213,23 +230,18 @@ class ReportFacts:
     control: dict[str, float] = field(default_factory=dict)
     """Scores of as many seconds of supervised training from the same start; empty: not measured."""
     best: BestPolicy | None = None
-    """The best policy so far; None where none of this run was evaluated."""
     policies: list[Saved] = field(default_factory=list)
-    """Finished exports by version."""
     states: list[Saved] = field(default_factory=list)
-    """Finished train states by step."""
     alerts: list[MachineAlert] = field(default_factory=list)
-    """By first second."""
     avoided: list[AvoidedNode] = field(default_factory=list)
     """Nodes that following runs keep away from, where that is set."""
     restart: str = ""
     """Whether this run is started again; empty where restarts are off or none was due."""
     curation: str = ""
     """Markdown of the curation report."""
-    happenings: list[Happening] = field(default_factory=list)
-    """Faults and what was done about them, by begin; empty for an undisturbed run."""
+    events: list[Event] = field(default_factory=list)
+    """Faults and what was done about them; empty for an undisturbed run."""
     comparisons: list[SampleComparison] = field(default_factory=list)
-    """Sample rollouts."""
     missing: list[str] = field(default_factory=list)
     """What could not be read, in words."""
     failure: PlanishError | None = None
@@ -238,15 +250,10 @@ class ReportFacts:
     """An operator ended the run through the stop file."""
 
     @property
-    def name(self) -> str:
-        """Last part of the root."""
-        return self.root.rstrip("/").rpartition("/")[2] or self.root
-
-    @property
     def config(self) -> dict[str, dict[str, Any]]:
         """Resolved configuration; empty when unknown."""
-        config = self.run.get("config")
-        return config if isinstance(config, dict) else {}
+        config: dict[str, dict[str, Any]] = self.run.get("config", {})
+        return config
 
     @property
     def final_state(self) -> str:
@@ -257,11 +264,6 @@ class ReportFacts:
     def is_success(self) -> bool:
         """The run ended well as far as the scheduler knows."""
         return self.final_state in SUCCESS
-
-    @property
-    def is_ended_by_a_person(self) -> bool:
-        """A person terminated the run; its work so far stands."""
-        return self.final_state in CANCELLED
 
     @property
     def failed(self) -> list[TaskLog]:
@@ -287,21 +289,14 @@ class ReportFacts:
         return measured[-1].get("accuracy_rise_standard_error") if measured else None
 
     @property
-    def last_policy(self) -> Saved | None:
-        """Newest finished policy."""
-        return self.policies[-1] if self.policies else None
-
-    @property
-    def last_state(self) -> Saved | None:
-        """Newest finished train state."""
-        return self.states[-1] if self.states else None
+    def began(self) -> float:
+        """Seconds since 1970 at which the first task began; 0 without one."""
+        return min((task.start_seconds for task in self.tasks), default=0.0)
 
     @property
     def seconds(self) -> float:
         """From the first task's begin to the last one's end."""
-        timed = [task for task in self.tasks if task.start_seconds > 0]
-        begin = min((task.start_seconds for task in timed), default=0.0)
-        return max((task.end_seconds for task in timed), default=0.0) - begin
+        return max((task.end_seconds for task in self.tasks), default=0.0) - self.began
 
     @property
     def busy_seconds(self) -> float:
@@ -319,7 +314,7 @@ class ReportFacts:
     @property
     def num_tokens(self) -> float | None:
         """Response tokens generated in the iterations, dropped groups included."""
-        counts = self.per_iteration("rollout", "num_generated_tokens", sum)
+        counts = self.series("rollout/num_generated_tokens", combine=sum)
         return sum(counts.values()) if counts else None
 
     @property
@@ -327,26 +322,43 @@ class ReportFacts:
         """Iterations whose update finished."""
         return sorted(self.updates)
 
-    def per_iteration(
-        self, stage: str, key: str, combine: Callable[[list[float]], float] | None = None
+    def series(
+        self, *sources: str, combine: Callable[[list[float]], float] | None = None
     ) -> dict[int, float]:
-        """Return iteration -> metric `key` of `stage`, its shards combined.
+        """Return iteration -> value of the first source that has any.
 
-        Without `combine` it is their mean, weighted by the groups that each shard generated.
+        Args:
+            sources: `stage/metric`; the stage `update` is the update report.
+            combine: makes one value of those of parallel tasks; without it that is their mean,
+                weighted by the groups that each has generated.
         """
+        for source in sources:
+            stage, _, key = source.partition("/")
+            if stage == "update":
+                values = {
+                    i: self.updates[i][key] for i in self.iterations if key in self.updates[i]
+                }
+            else:
+                values = self._of_tasks(stage, key, combine)
+            if values:
+                return values
+        return {}
+
+    def _of_tasks(
+        self, stage: str, key: str, combine: Callable[[list[float]], float] | None
+    ) -> dict[int, float]:
         measured: dict[int, list[TaskLog]] = {}
         for task in self.tasks:
             if task.stage == stage and task.iteration and key in task.metrics:
                 measured.setdefault(task.iteration, []).append(task)
-        values: dict[int, float] = {}
+        values = {}
         for iteration, tasks in sorted(measured.items()):
             numbers = [task.metrics[key] for task in tasks]
-            if combine is not None:
+            if combine is None:
+                weights = [task.metrics.get(WEIGHT, 1.0) for task in tasks]
+                weights = weights if sum(weights) > 0 else [1.0] * len(tasks)
+                total = sum(w * number for w, number in zip(weights, numbers, strict=True))
+                values[iteration] = total / sum(weights)
+            else:
                 values[iteration] = combine(numbers)
-                continue
-            weights = [task.metrics.get(WEIGHT, 1.0) for task in tasks]
-            if sum(weights) <= 0:
-                weights = [1.0] * len(tasks)
-            total = sum(w * number for w, number in zip(weights, numbers, strict=True))
-            values[iteration] = total / sum(weights)
         return values

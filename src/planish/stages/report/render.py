@@ -17,30 +17,24 @@ from markupsafe import Markup
 
 from planish.base.text import code_cell, code_span, longest_fence
 from planish.stages.report.figures.charts import Chart
-from planish.stages.report.page import Page
-from planish.stages.report.words import visible
+from planish.stages.report.text import number, one_line, utc, visible
 
 MAX_BYTES = 1 << 20
 """The Kubeflow page shows no larger HTML artifact."""
 _MAX_CURATION = 60_000
 
 
-def render_html(page: Page) -> str:
-    """Return the page as HTML of less than `MAX_BYTES` bytes.
+def render_html(page: Mapping[str, Any]) -> str:
+    """Return what `build_page` returned as HTML of less than `MAX_BYTES` bytes.
 
-    A page that would be larger loses its samples, then its charts.
+    A page that would be larger loses its samples, then the report of curation, then its charts.
     """
-    for drop in (
-        (),
-        ("comparisons",),
-        ("comparisons", "curation"),
-        ("comparisons", "curation", "charts", "recovery"),
-    ):
-        kept: dict[str, Any] = {**vars(page), **{name: [] for name in drop}}
-        for name in ("recovery", "charts"):
-            kept[name] = drawn(kept[name])
-        kept["curation"] = _safe_markdown(str(kept["curation"] or ""))
-        text = fill("report.html.j2", kept)
+    kept = dict(page)
+    for drop in ((), ("comparisons",), ("curation",), ("charts", "recovery")):
+        kept |= dict.fromkeys(drop, "")
+        charts = {name: drawn(kept[name]) for name in ("recovery", "charts")}
+        curation = _safe_markdown(kept["curation"])
+        text = fill("report.html.j2", {**kept, **charts, "curation": curation})
         if len(text.encode()) < MAX_BYTES:
             break
     return text
@@ -49,11 +43,7 @@ def render_html(page: Page) -> str:
 def drawn(charts: Sequence[Chart]) -> list[dict[str, Any]]:
     """Return charts as the templates take them; their drawings are the only text that is markup."""
     return [
-        {
-            **vars(chart),
-            "svg": Markup(chart.svg),
-            "narrow": Markup(chart.narrow),
-        }
+        {**vars(chart), "svg": Markup(chart.svg), "narrow": Markup(chart.narrow)}
         for chart in charts
     ]
 
@@ -65,15 +55,15 @@ def fill(template: str, page: Mapping[str, Any]) -> str:
     return environment.get_template(template).render(page=page, css=Markup(css))
 
 
-def render_markdown(page: Page) -> str:
-    """Return the summary as Markdown; model text stays out of it."""
+def render_markdown(page: Mapping[str, Any]) -> str:
+    """Return what `build_page` returned as Markdown; model text stays out of it."""
     environment = _environment(autoescape=False)
     environment.filters.update(cell=_cell, inline=code_span, code=code_cell, fenced=_fenced)
     return environment.get_template("report.md.j2").render(page=page)
 
 
 def _environment(*, autoescape: bool) -> Environment:
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("planish.stages.report"),
         autoescape=autoescape,
         undefined=StrictUndefined,
@@ -83,6 +73,8 @@ def _environment(*, autoescape: bool) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters.update(number=number, one_line=one_line, utc=utc, visible=visible)
+    return environment
 
 
 def _safe_markdown(text: str) -> Markup:
@@ -94,9 +86,9 @@ def _safe_markdown(text: str) -> Markup:
 
 def _cell(text: str) -> str:
     """Return text for a Markdown table: with an identifier in it as code, else escaped."""
-    if re.search(r"\w_\w", str(text)):
-        return code_cell(str(text))
-    return re.sub(r"([\\`*_\[\]<>&|#~])", r"\\\1", " ".join(str(text).split()))
+    if re.search(r"\w_\w", text):
+        return code_cell(text)
+    return re.sub(r"([\\`*_\[\]<>&|#~])", r"\\\1", " ".join(text.split()))
 
 
 def _fenced(text: str) -> str:

@@ -11,14 +11,14 @@ from typing import Any
 from planish import store
 from planish.base.errors import PlanishError, RootInUse
 from planish.records import layout
-from planish.run.kubeflow import KfpRuns
+from planish.run.kubeflow import CANCELLED, KfpRuns
 from planish.run.lock import current_holder, refuse_stranger
 from planish.run.stage import Artifact, Context, Outcome, execute
-from planish.stages.report.facts import CANCELLED, ReportFacts
+from planish.stages.next_run.restart import FAILED, restart
+from planish.stages.report.facts import ReportFacts, last_pin
 from planish.stages.report.gather import gather
 from planish.stages.report.page import build_page
 from planish.stages.report.render import render_html, render_markdown
-from planish.stages.report.restart import FAILED, restart
 from planish.stages.report.webhook import post
 
 logger = logging.getLogger(__name__)
@@ -60,10 +60,8 @@ def run(
         except PlanishError as error:
             # Where nothing can be read nothing can be overwritten; the page says what is missing.
             logger.warning("lock not read root=%s error=%s", context.root, error)
-        decision = ""
         try:
-            restarted = restart(context.root, state, max_restarts, KfpRuns)
-            decision = restarted.words if restarted else ""
+            decision = restart(context.root, state, max_restarts)
         except Exception as error:
             # The report is the last that a run writes: a restart that fails is named in it.
             logger.warning("not restarted", exc_info=True)
@@ -72,13 +70,8 @@ def run(
         facts.restart = decision
         return write_report(facts, failed_task=failed_task, error_message=error_message)
 
-    execute(
-        "report",
-        work,
-        root=root,
-        config_sha256=None,
-        outputs={"report": report, "summary": summary},
-    )
+    outputs = {"report": report, "summary": summary}
+    execute("report", work, root=root, config_sha256=None, outputs=outputs)
 
 
 def final_state(state: str) -> str:
@@ -112,11 +105,8 @@ def write_report(facts: ReportFacts, *, failed_task: str, error_message: str) ->
         failure = error
     place = f"{layout.report(facts.root)}/report.html"
     post(os.environ.get(WEBHOOK, ""), {**summary, "report": place})
-    return Outcome(
-        documents={"report": html, "summary": markdown},
-        metrics=as_metrics(summary),
-        failure=failure,
-    )
+    documents = {"report": html, "summary": markdown}
+    return Outcome(documents=documents, metrics=as_metrics(summary), failure=failure)
 
 
 def _write(root: str, html: str, markdown: str, summary: Mapping[str, Any]) -> None:
@@ -143,9 +133,7 @@ def add_control(root: str, state: str, control: Mapping[str, float]) -> None:
 def as_summary(facts: ReportFacts) -> dict[str, Any]:
     """Return the machine-readable summary: plain JSON, None where unknown."""
     before, after = facts.before, facts.after
-    divergences = [
-        abs(update["mismatch_k3"]) for update in facts.updates.values() if "mismatch_k3" in update
-    ]
+    divergences = [abs(value) for value in facts.series("update/mismatch_k3").values()]
     return {
         "root": facts.root,
         "state": facts.final_state,
@@ -168,8 +156,8 @@ def as_summary(facts: ReportFacts) -> dict[str, Any]:
         "num_tokens": facts.num_tokens,
         "failed_tasks": [{"task": task.name, "error": task.error} for task in facts.failed],
         "best_policy": facts.best.pin if facts.best else None,
-        "last_policy": facts.last_policy.pin if facts.last_policy else None,
-        "last_state": facts.last_state.pin if facts.last_state else None,
+        "last_policy": last_pin(facts.policies),
+        "last_state": last_pin(facts.states),
         "num_alerts": len(facts.alerts),
         "missing": facts.missing,
     }

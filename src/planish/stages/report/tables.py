@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from planish.records.reports import BestPolicy
 from planish.stages.report.facts import Evaluation, ReportFacts
-from planish.stages.report.words import number, one_line
+from planish.stages.report.text import number, one_line
 
 _STEP = re.compile(r"\| (.{1,80}?) \| ([a-z ]{1,20}) \| (\d{1,12}) \| (\d{1,12}) \| (\d{1,12}) \|$")
 MAX_STEPS = 30
@@ -22,6 +21,8 @@ NEWEST_SCORES = 4
 _ERROR = "_standard_error"
 _SHARES = ("accuracy", "pass@", "cons@", "greedy", "invalid", "truncated", "refused")
 _LESS_IS_BETTER = ("invalid", "truncated", "refused", "verifier_")
+_ORDER = ("accuracy", "greedy", "cons@", "pass@", "invalid", "truncated")
+"""Beginnings of names, in the order of the table."""
 _QUIET = ("refused_fraction", "verifier_errors", "verifier_timeouts")
 """Scores that are shown only where one of them is not 0."""
 _LABELS = {
@@ -35,40 +36,30 @@ _LABELS = {
 }
 
 
-@dataclass(frozen=True)
-class ScoreChange:
+class ScoreChange(NamedTuple):
     """A difference in words, judged."""
 
     text: str
     """With sign."""
-    is_better: bool
-    """Clearly up."""
-    is_worse: bool
-    """Clearly down."""
+    is_better: bool = False
+    is_worse: bool = False
 
 
-@dataclass(frozen=True)
-class ScoreRow:
-    """One line of a table."""
+class ScoreRow(NamedTuple):
+    """One line of a table of scores."""
 
     label: str
-    """First cell."""
     cells: list[str]
-    """Other cells."""
     change: ScoreChange | None = None
-    """Last cell."""
 
 
-@dataclass(frozen=True)
-class ScoreTable:
+class ScoreTable(NamedTuple):
     """A table of scores."""
 
     title: str
-    """Heading."""
     columns: list[str]
-    """Heads of all columns."""
+    """Heads, that of the labels included."""
     rows: list[ScoreRow]
-    """Lines."""
     has_change: bool
     """The last column is a change."""
 
@@ -114,7 +105,7 @@ def _change(name: str, first: Mapping[str, float], last: Mapping[str, float]) ->
         plain = number(last[name]).replace(",", "").lstrip("-")
         decimals = max(1, len(plain.partition(".")[2])) if plain.replace(".", "").isdigit() else 6
         rise = round(last[name] - first[name], decimals)
-        return ScoreChange(f"+{number(rise)}" if rise > 0 else number(rise), False, False)
+        return ScoreChange(f"+{number(rise)}" if rise > 0 else number(rise))
     noise = float((first.get(name + _ERROR, 0.0) ** 2 + last.get(name + _ERROR, 0.0) ** 2) ** 0.5)
     change = change_of(first[name], last[name], noise=noise)
     if name.startswith(_LESS_IS_BETTER):
@@ -122,8 +113,7 @@ def _change(name: str, first: Mapping[str, float], last: Mapping[str, float]) ->
     return change
 
 
-def label_of(name: str, scalars: Mapping[str, float]) -> str:
-    """Turn the name of a score into words."""
+def _label(name: str, scalars: Mapping[str, float]) -> str:
     if name == "accuracy" and "num_samples" in scalars:
         return f"avg@{scalars['num_samples']:.0f} (mean accuracy over samples)"
     return _LABELS.get(name, one_line(name.replace("_", " "), limit=60))
@@ -150,36 +140,37 @@ def score_tables(
         for place, evaluation in enumerate(evaluations)
         if not 0 < place < newest or evaluation.version == best_version
     ]
-    has_change = len(evaluations) > 1
     heads = [
         f"policy {evaluation.version}"
         + (" (best)" if len(evaluations) > 2 and evaluation.version == best_version else "")
         for evaluation in evaluations
     ]
-    if has_change:
+    if len(evaluations) > 1:
         heads[0] += " (before)"
         heads[-1] += " (after)"
-    tail = ["change"] if has_change else []
-    tables = [_overall(evaluations, ["score", *heads, *tail], has_change)]
-    tables += _per_source(evaluations, ["source", *heads, *tail], has_change)
-    titles = (name, f"{name}, mean accuracy per source")
-    own = [replace(t, title=title) for t, title in zip(tables, titles, strict=False)]
-    return own if name else tables
+        heads.append("change")
+    titles = ("All held-out prompts", "Mean accuracy per source")
+    if name:
+        titles = (name, f"{name}, mean accuracy per source")
+    tables = [ScoreTable(titles[0], ["score", *heads], _overall(evaluations), len(evaluations) > 1)]
+    if rows := _per_source(evaluations):
+        tables.append(ScoreTable(titles[1], ["source", *heads], rows, len(evaluations) > 1))
+    return tables
 
 
-def _overall(evaluations: Sequence[Evaluation], columns: list[str], has_change: bool) -> ScoreTable:
+def _overall(evaluations: Sequence[Evaluation]) -> list[ScoreRow]:
     first, last = evaluations[0].scalars, evaluations[-1].scalars
     # What stands in other cells is no row of its own, and pass@1 is avg@n.
     names = {name for evaluation in evaluations for name in evaluation.scalars}
     names = {n for n in names if not n.startswith(("num_", "accuracy_")) and n != "pass@1"}
-    quiet = {n for n in _QUIET if not any(e.scalars.get(n) for e in evaluations)}
+    names -= {n for n in _QUIET if not any(e.scalars.get(n) for e in evaluations)}
     rows = [
         ScoreRow(
-            label_of(name, last),
+            _label(name, last),
             [score_cell(evaluation.scalars, name) for evaluation in evaluations],
-            _change(name, first, last) if has_change else None,
+            _change(name, first, last) if len(evaluations) > 1 else None,
         )
-        for name in sorted(names - quiet, key=_importance)
+        for name in sorted(names, key=_importance)
     ]
     intervals = []
     for scalars in (evaluation.scalars for evaluation in evaluations):
@@ -188,31 +179,26 @@ def _overall(evaluations: Sequence[Evaluation], columns: list[str], has_change: 
         intervals.append(f"{low} to {high} %" if low and high else "")
     if any(intervals):
         rows.insert(1, ScoreRow("95 % interval over prompts", intervals))
-    return ScoreTable("All held-out prompts", columns, rows, has_change)
+    return rows
 
 
 def _importance(name: str) -> tuple[int, int, str]:
-    order = ("accuracy", "greedy", "cons@", "pass@", "invalid", "truncated")
-    place = next((i for i, start in enumerate(order) if name.startswith(start)), len(order))
+    place = next((i for i, start in enumerate(_ORDER) if name.startswith(start)), len(_ORDER))
     return place, len(name), name
 
 
-def _per_source(
-    evaluations: Sequence[Evaluation], columns: list[str], has_change: bool
-) -> list[ScoreTable]:
+def _per_source(evaluations: Sequence[Evaluation]) -> list[ScoreRow]:
+    """Return the accuracy of each source; none where there is one source only."""
     sources = sorted({name for evaluation in evaluations for name in evaluation.sources})
-    if len(sources) < 2:
-        return []
     rows = []
-    for source in sources:
+    for source in sources if len(sources) > 1 else ():
         scores = [evaluation.sources.get(source, {}) for evaluation in evaluations]
-        change = _change("accuracy", scores[0], scores[-1]) if has_change else None
+        change = _change("accuracy", scores[0], scores[-1]) if len(scores) > 1 else None
         count = scores[-1].get("num_prompts")
         label = f"{source} ({number(count)} prompts)" if count is not None else source
-        rows.append(
-            ScoreRow(label, [score_cell(scalars, "accuracy") for scalars in scores], change)
-        )
-    return [ScoreTable("Mean accuracy per source", columns, rows, has_change)]
+        cells = [score_cell(scalars, "accuracy") for scalars in scores]
+        rows.append(ScoreRow(label, cells, change))
+    return rows
 
 
 def saved_rows(facts: ReportFacts) -> tuple[list[dict[str, str]], str]:
@@ -235,7 +221,9 @@ def saved_rows(facts: ReportFacts) -> tuple[list[dict[str, str]], str]:
     return rows, f"{hidden} older sets are not listed." if hidden else ""
 
 
-def config_tables(config: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+def config_tables(
+    config: Mapping[str, Mapping[str, Any]],
+) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return section -> (key, value as JSON) of a resolved configuration, sorted."""
     return [
         (
@@ -246,7 +234,7 @@ def config_tables(config: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, 
             ],
         )
         for section, table in sorted(config.items())
-        if isinstance(table, Mapping) and table
+        if table
     ]
 
 
@@ -255,16 +243,17 @@ def funnel(curation: str) -> list[dict[str, Any]]:
 
     The table of the report has the columns filter, unit, in, out, dropped.
     """
-    steps = [match.groups() for line in curation.splitlines() if (match := _STEP.match(line))]
+    found = [match.groups() for line in curation.splitlines() if (match := _STEP.match(line))]
+    steps = [(name, unit, int(out), int(gone)) for name, unit, _, out, gone in found[:MAX_STEPS]]
     # One scale for all: a step that counts something else is as long as its number says.
-    largest = max((int(num_out) for _, _, _, num_out, _ in steps[:MAX_STEPS]), default=1) or 1
+    largest = max((num_out for _, _, num_out, _ in steps), default=1) or 1
     return [
         {
             "label": one_line(name, limit=60),
-            "unit": one_line(unit, limit=20),
-            "count": f"{int(num_out):,}",
-            "lost": f"-{int(dropped):,}" if int(dropped) else "",
-            "width": f"{100 * int(num_out) / largest:.2f}",
+            "unit": unit,
+            "count": f"{num_out:,}",
+            "lost": f"-{dropped:,}" if dropped else "",
+            "width": f"{100 * num_out / largest:.2f}",
         }
-        for name, unit, _, num_out, dropped in steps[:MAX_STEPS]
+        for name, unit, num_out, dropped in steps
     ]

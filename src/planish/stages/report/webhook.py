@@ -6,7 +6,6 @@ import http.client
 import json
 import logging
 from collections.abc import Mapping
-from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
@@ -23,14 +22,11 @@ class _NoRedirect(HTTPRedirectHandler):
 
 
 def post(url: str, message: Mapping[str, object]) -> bool:
-    """Send `message` as JSON by one POST.
+    """Send `message` as JSON by one POST; return whether the server took it.
 
     Args:
         url: http or https; empty sends nothing. It is a credential: no part of it is logged.
         message: JSON values.
-
-    Returns:
-        True when the server took it; every failure is a warning and False.
     """
     if not url:
         return False
@@ -45,6 +41,6 @@ def post(url: str, message: Mapping[str, object]) -> bool:
         with build_opener(_NoRedirect).open(request, timeout=TIMEOUT_SECONDS) as answer:
             logger.info("webhook sent status=%d", answer.status)
             return True
-    except (URLError, OSError, ValueError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         logger.warning("webhook not sent error=%s", type(error).__name__)
         return False

@@ -128,9 +128,9 @@ def test_report_show_tracker_and_card_name_each_set(file_root, tmp_path, ready, 
     evaluate(file_root, tmp_path, ready, *(save_version(file_root, version) for version in (0, 1)))
     facts = gather(file_root)
     page = build_page(facts, failed_task="", error_message="")
-    titles = [table.title for table in page.scores]
+    titles = [table.title for table in page["scores"]]
     assert titles == ["All held-out prompts", "Mean accuracy per source", "one", "pair"]
-    assert page.scores[-1].rows[0].cells[-1].startswith("25.0")
+    assert page["scores"][-1].rows[0].cells[-1].startswith("25.0")
     both = {"accuracy_before": 0.25, "accuracy_after": 0.25}
     assert as_summary(facts)["evaluation_sets"]["pair"] == both
     assert as_summary(facts)["accuracy_after"] == 0.0

@@ -10,7 +10,7 @@ from planish.records import layout
 from planish.run.kubeflow import KfpRuns, KubeflowRun, api_url, restart_name, run_name
 from planish.run.lock import Holder, acquire
 from planish.stages.next_run import stage
-from planish.stages.next_run.stage import Following, follow
+from planish.stages.next_run.stage import submit_next
 from planish.store.documents import read_json
 from tests.unit.submit.kfp_server import Server
 
@@ -37,25 +37,24 @@ class FakeRuns:
         return self.existing[name]
 
 
-def ask(runs, **changes):
-    facts = {"root": "s3://b/r", "run_id": "now", "chain_index": 0, "max_runs": 3}
-    return follow(runs, **{**facts, "is_stopped": False, **changes})
+@pytest.fixture
+def ask(file_root, monkeypatch):
+    """Submits the run after the one of a place, as its last task does."""
+
+    def ask(runs, *, run_id="now", chain_index=0, max_runs=3):
+        monkeypatch.setenv("RUN_ID", run_id)
+        return submit_next(file_root, chain_index, max_runs, lambda: runs)
+
+    return ask
 
 
-def test_the_following_run_has_the_same_parameters_and_the_next_place():
+def test_the_following_run_has_the_same_parameters_and_the_next_place(ask, file_root):
     runs = FakeRuns()
-    assert ask(runs, chain_index=1) == Following("submitted", "id-1")
-    name, facts = runs.created[0]
-    assert name == run_name("s3://b/r", 2)
+    assert [ask(runs, chain_index=1) for _ in range(2)] == ["submitted", "exists"]
+    ((name, facts),) = runs.created
+    assert name == run_name(file_root, 2)
     assert facts.parameters == {"root": "s3://b/r", "seed": 1, "chain": '{"index": 2}'}
     assert (facts.service_account, facts.pipeline) == ("account", {"x": "now"})
-
-
-def test_a_retried_task_submits_nothing_more():
-    runs = FakeRuns()
-    ask(runs)
-    assert ask(runs) == Following("exists", "id-1")
-    assert len(runs.created) == 1
 
 
 @pytest.mark.parametrize(
@@ -63,13 +62,12 @@ def test_a_retried_task_submits_nothing_more():
     [
         ({"max_runs": 1}, "last run"),
         ({"chain_index": 2}, "last run"),
-        ({"is_stopped": True}, "stop file"),
         ({"run_id": ""}, "not in a cluster"),
     ],
 )
-def test_a_chain_that_has_ended_submits_nothing(changes, decision):
+def test_a_chain_that_has_ended_submits_nothing(ask, changes, decision):
     runs = FakeRuns()
-    assert ask(runs, **changes) == Following(decision)
+    assert ask(runs, **changes) == decision
     assert runs.created == []
 
 
@@ -87,7 +85,7 @@ def server():
     found.close()
 
 
-def test_a_run_from_a_file_is_submitted_again_through_the_real_client(server):
+def test_a_run_from_a_file_is_submitted_again_through_the_real_client(server, ask, file_root):
     present = server.add_run(
         display_name="by hand",
         experiment_id="e1",
@@ -97,9 +95,9 @@ def test_a_run_from_a_file_is_submitted_again_through_the_real_client(server):
     )
     runs = KfpRuns(server.url)
     for decision in ("submitted", "exists"):
-        assert ask(runs, run_id=present["run_id"]).decision == decision
+        assert ask(runs, run_id=present["run_id"]) == decision
     (body,) = server.posted("runs")
-    assert body["display_name"] == run_name("s3://b/r", 1)
+    assert body["display_name"] == run_name(file_root, 1)
     assert body["experiment_id"] == "e1"
     assert body["service_account"] == "planish-runner"
     assert "s3://b/r/report/report.html" in body["description"]
@@ -108,7 +106,7 @@ def test_a_run_from_a_file_is_submitted_again_through_the_real_client(server):
     assert body["runtime_config"]["parameters"] == {"root": "s3://b/r", "chain": chain}
 
 
-def test_a_run_of_an_uploaded_pipeline_keeps_its_version(server):
+def test_a_run_of_an_uploaded_pipeline_keeps_its_version(server, ask):
     reference = {"pipeline_id": "p", "pipeline_version_id": "v"}
     present = server.add_run(
         display_name="scheduled",

@@ -1,26 +1,18 @@
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
-from planish.stages.report import page, webhook
+from planish.stages.report import webhook
 from tests.unit.stages.report.synthetic_run import build_run
 
 
 @pytest.fixture(scope="session", autouse=True)
-def drawn():
-    """Charts by the facts that they show: runs of equal facts are drawn once."""
-    known, draw = {}, page.all_charts
-
-    def charts(facts):
-        key = repr(facts).replace(facts.root, "")
-        if key not in known:
-            known[key] = draw(facts)
-        return known[key]
-
+def patient_webhook():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "all_charts", charts)
         patch.setattr(webhook, "TIMEOUT_SECONDS", 60.0)
-        yield known
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -31,9 +23,15 @@ def healthy_root(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="session")
+def short_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "short"
+    build_run(f"file://{folder}", iterations=2)
+    return folder
+
+
 @pytest.fixture
-def short_root(tmp_path):
+def short_root(short_run, tmp_path):
     """A run of two iterations that a test may damage."""
-    root = f"file://{tmp_path}/short"
-    build_run(root, iterations=2)
-    return root
+    shutil.copytree(short_run, tmp_path / "short")
+    return f"file://{tmp_path}/short"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,11 @@ from planish.records import layout
 from planish.records.io import write_files, write_set
 from planish.records.prompts import PromptSet, prompt_id
 from planish.records.ragged import Ragged
-from planish.records.reports import EvalReport, UpdateReport, write_report
+from planish.records.reports import EvalReport, UpdateReport, read_report, write_report
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
+from planish.run.events import record_event
+from planish.store.documents import read_json, write_json
 
 BEGAN = 1_760_000_000.0
 ITERATIONS = 8
@@ -68,7 +69,7 @@ AFTER = {
 
 CURATION = """# Curation report
 
-SeriesSource: `gsm8k.jsonl`, sha256 `00ff`
+Source: `gsm8k.jsonl`, sha256 `00ff`
 
 **4168** training prompts, **595** held out, **500** worked traces.
 
@@ -89,10 +90,6 @@ SeriesSource: `gsm8k.jsonl`, sha256 `00ff`
 | --- | ---: | --- |
 | `decimal` | 5428 | `1.5*4=6`, `<img src=x onerror=alert(1)>` |
 """
-
-
-def write_json(uri: str, value: Any) -> None:
-    store.write(uri, json.dumps(value, sort_keys=True).encode())
 
 
 def trace(a: int, b: int) -> str:
@@ -324,3 +321,98 @@ def _evaluation(
         f"{layout.evaluation(root, version)}/rollouts", found, parents={},
         attributes={**facts, "policy_version": version},
     )  # fmt: skip
+
+
+PRETRAINING = 3
+
+
+def critic_scalars(iteration: int) -> dict[str, float]:
+    """Return what an update says of its critic; targets of iteration 2 are all equal."""
+    risen = 1 - 0.7**iteration
+    scalars = {
+        "pretraining": float(iteration <= PRETRAINING),
+        "critic_learning_rate": 6e-4 * min(1.0, iteration / 2),
+        "learning_rate": 0.0 if iteration <= PRETRAINING else 3e-4,
+        "value_loss": 0.30 - 0.2 * risen,
+        "fresh_value_loss": 0.34 - 0.2 * risen,
+        "explained_variance": -7.5 if iteration == 1 else 0.6 * risen,
+        "ev_undefined": float(iteration == 2),
+        "value_mean": 0.02 + 0.3 * risen,
+        "return_mean": 0.31 + 0.02 * iteration,
+        "value_clipfrac": 0.02 * risen,
+        "value_grad_norm": 2.1 - risen,
+        "num_finished": 96.0 + 7 * (iteration % 3),
+        "advantage_mean": 0.2 - 0.15 * risen,
+        "advantage_std": 0.45,
+    }
+    if iteration > PRETRAINING:
+        scalars["positive_rollouts"] = 30.0 + 3 * iteration
+    return scalars
+
+
+def slot_metrics(iteration: int, *, windows: bool) -> dict[str, float]:
+    """Return what one shard says of its slots; without windows no response goes on."""
+    goes_on = windows and iteration > 1
+    return {
+        "num_live_slots": 64.0,
+        "num_continued": 16.0 if goes_on else 0.0,
+        "num_prefix_tokens": 900.0 + 40 * iteration if goes_on else 0.0,
+        "slot_utilisation": 0.7 + 0.01 * iteration,
+    }
+
+
+def build_critic_run(root: str, *, windows: bool = True) -> None:
+    """Write a whole run with a critic, three iterations of value pretraining, and windows."""
+    run: dict[str, Any] = build_run(root)
+    rollout = {**run["config"]["rollout"], "dynamic_sampling": False}
+    algorithm = {"name": "tppo" if windows else "vapo"}
+    run["config"] = {**run["config"], "rollout": rollout, "algorithm": algorithm}
+    write_json(layout.run_file(root), run)
+    for iteration in range(1, ITERATIONS + 1):
+        uri = layout.update(root, iteration)
+        report = read_report(UpdateReport, uri)
+        scalars = {**report.scalars, **critic_scalars(iteration)}
+        write_report(uri, UpdateReport(scalars, report.minibatches, report.attributes))
+        for shard in range(2):
+            log = layout.stage_log(root, "rollout", iteration, shard)
+            entry = read_json(log)
+            entry["metrics"] |= slot_metrics(iteration, windows=windows)
+            write_json(log, entry)
+
+
+GRID = {"nodes": 4, "trainer": "megatron", "dp": 2, "tp": 2, "pp": 1, "ep": 1}
+SMALLER_GRID = {"nodes": 3, "trainer": "megatron", "dp": 3, "tp": 1, "pp": 1, "ep": 1}
+
+
+def write_alert(root: str, name: str, **facts: Any) -> None:
+    """Write an alert as the monitor does."""
+    alert = {
+        "machine": "machine-3", "machines": [], "metric": "gpu_duty_cycle", "kind": "dissimilar",
+        "score": 3.0, "state": "firing", "stage": "train", "iteration": 2, "action": "",
+        "first_second": BEGAN + 20, "last_second": BEGAN + 60,
+    }  # fmt: skip
+    write_json(f"{layout.alerts(root)}/{name}.json", {**alert, **facts})
+
+
+def disturb(root: str) -> float:
+    """Write what the stage and the monitor write when iteration 2 loses a machine."""
+    begin: float = read_json(layout.stage_log(root, "train", 2, 0))["start_seconds"]
+    failed = {"stage": "train", "shard": 0, "exit_code": 75, "error": "got 75 from `pod-3`"}
+    record_event(root, "attempt", 2, begin_seconds=begin - 60, end_seconds=begin - 20, **failed)
+    for second, end, grid in (
+        (begin - 58, "every pod must end with code 0, got 75", GRID),
+        (begin + 1, "complete", SMALLER_GRID),
+    ):
+        record_event(root, "gang", 2, begin_seconds=second, **grid)
+        facts = {**grid, "end_seconds": second + 30, "end": end}
+        record_event(root, "gang", 2, begin_seconds=second, **facts)
+    record_event(root, "resumed", 2, begin_seconds=begin + 9, step=12, of=80, **SMALLER_GRID)
+    told = [
+        (begin - 38, "firing", ""),
+        (begin - 37, "firing", "evict waiting: for a call"),
+        (begin - 35, "acted", "evict done: cordon machine-3 and evict pod-3"),
+    ]
+    history = [dict(zip(("second", "state", "action"), one, strict=True)) for one in told]
+    times = {"first_second": begin - 50, "last_second": begin - 35}
+    write_alert(root, "a", state="acted", history=history, **times)
+    return begin

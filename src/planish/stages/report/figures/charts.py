@@ -1,45 +1,39 @@
 """Kinds of charts as SVG: lines over iterations, stacked bars, a timeline.
 
 They take plain numbers and know nothing of metric names. Colours are variables of the page, so that
-one drawing serves light and dark pages. Every chart thins out by itself when it gets many points,
-so that a run of a thousand iterations gives a page of the same size.
+one drawing serves light and dark pages. A chart of many points is thinned out, so that the page of
+a run of a thousand iterations is not larger than that of a short one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
 from statistics import fmean
-from typing import Literal
+from typing import NamedTuple
 
-from planish.stages.report.words import number, percent, seconds
+from planish.stages.report.figures.panels import Panel
+from planish.stages.report.text import FORMATS, seconds
 
 MAX_MARKED_POINTS = 40
 """Lines with more points than this are drawn without a marker and a tool tip on each."""
 MAX_POINTS = 400
-"""Longer lines are thinned out to this many points."""
 MAX_BARS = 60
 """More bars than this are averaged over neighbours."""
 MAX_SPANS = 600
 """A timeline with more bars joins neighbours."""
 LARGEST = 1e300
 """What is farther from 0 is drawn at the edge: sums and differences of it would overflow."""
-WIDE = 1124
-"""Width in CSS pixels of a chart that takes both columns of the page."""
-NARROW = 380
-"""Width of a chart for a telephone, whose text is then as large as that of the page."""
+MIDDLE, WIDE, NARROW = 540, 1124, 380
+"""Widths in CSS pixels: of one column, of the page, and of a telephone."""
 
-_ROUND_SECONDS = (10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200)
-
-Unit = Literal["number", "percent", "seconds"]
-_FORMATS: dict[Unit, Callable[[float], str]] = {
-    "number": number,
-    "percent": percent,
-    "seconds": seconds,
-}
+_ROUND_SECONDS = (
+    *(10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200),
+    *(86400 * 2**n for n in range(40)),
+)
 
 
 @dataclass(frozen=True)
@@ -47,89 +41,47 @@ class Chart:
     """A finished chart."""
 
     title: str
-    """Heading."""
     svg: str
-    """The drawing."""
+    narrow: str
+    """The same for a narrow window, where the other would be too small to read."""
     hint: str
     """How to read it."""
-    legend: tuple[tuple[str, str, str], ...] = ()
+    legend: Sequence[tuple[str, str, str]] = ()
     """Label, name of the colour and kind (line, dash, box, mark)."""
+    values: Sequence[Sequence[str]] = ()
+    """The numbers as a table, its heads first; empty for many points."""
     is_wide: bool = False
-    """Takes both columns."""
-    narrow: str = ""
-    """The same for a narrow window, where the other would be too small to read."""
-    values: tuple[Sequence[str], Sequence[Sequence[str]]] = ((), ())
-    """The numbers as a table: its heads, and a row for each iteration; no rows for many points."""
 
 
-@dataclass(frozen=True)
-class LineSeries:
-    """One curve, or one layer of stacked bars.
-
-    Example:
-        >>> LineSeries("reward", "blue", (1, 2), (-0.5, -0.1)).label
-        'reward'
-    """
+class Line(NamedTuple):
+    """One curve, or one layer of stacked bars."""
 
     label: str
-    """Name in the legend."""
     color: str
-    """Name of a colour of the page."""
-    x: Sequence[float]
-    """Iterations, increasing."""
-    y: Sequence[float]
-    """Values, as long as `x`."""
+    points: Mapping[int, float]
+    """Iteration to value, iterations increasing."""
     is_secondary: bool = False
     """Drawn thinner and dashed."""
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """One measured point with its standard error, drawn as a diamond."""
 
     label: str
-    """Text of the tool tip."""
     color: str
-    """Name of a colour of the page."""
-    x: float
-    """Iteration."""
+    x: int
     y: float
-    """Value."""
     error: float = 0.0
-    """One standard error; 0 draws no bar."""
 
 
-@dataclass(frozen=True)
-class Band:
-    """A shaded stretch of iterations.
-
-    Example:
-        >>> Band("value pretraining", 1, 10).last
-        10
-    """
-
-    label: str
-    """What it is, for the legend."""
-    first: int
-    """First iteration in it."""
-    last: int
-    """Last iteration in it."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """One bar of the timeline, in seconds since the run began."""
+class Span(NamedTuple):
+    """One bar of the timeline, in seconds since its beginning."""
 
     row: str
-    """Label of its row."""
     color: str
-    """Name of a colour of the page."""
     start: float
-    """First second."""
     length: float
-    """Seconds."""
     tip: str
-    """Tool tip."""
 
 
 @dataclass
@@ -173,12 +125,32 @@ class _Plot:
     def rule(self, x: tuple[float, float], y: tuple[float, float], color: str, **more: str) -> None:
         self.add("line", x1=x[0], x2=x[1], y1=y[0], y2=y[1], stroke=f"var(--{color})", **more)
 
-    def y_axis(self, label: str, ticks: Iterable[float], unit: Unit) -> None:
-        self.write(label, 2, self.top - 14)
-        for tick in ticks:
-            at = self.down(tick)
+    def bar(self, x: tuple[float, float], y: tuple[float, float], color: str, tip: str) -> None:
+        left, top = self.across(x[0]), self.down(y[1])
+        self.add(
+            "rect", x=left, width=self.across(x[1]) - left, y=top, height=self.down(y[0]) - top,
+            fill=f"var(--{color})", stroke="var(--surface)", stroke_width="0.75", tip=tip,
+        )  # fmt: skip
+
+    def axes(self, panel: Panel, first: float, last: float) -> None:
+        """Draw heights in the unit of the panel, and the iterations from `first` to `last`."""
+        self.write(panel.y_label, 2, self.top - 14)
+        low, high = self.y
+        if self.is_log:
+            powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+            heights = [10.0**power for power in powers][:: -(-len(powers) // 6) or 1]
+        else:
+            is_time = panel.unit == "seconds"
+            steps = _round_times(high, 5) if is_time else _round_numbers((high - low) / 5)
+            heights = _ticks(low, high, 5, steps)
+        for height in heights:
+            at = self.down(height)
             self.rule((self.left, self.width - self.right), (at, at), "grid")
-            self.write(_FORMATS[unit](tick), self.left - 7, at + 4, "end")
+            self.write(FORMATS[panel.unit](height), self.left - 7, at + 4, "end")
+        end = max(last, first + 1)
+        steps = [max(1.0, step) for step in _round_numbers((end - first) / 10, (1, 2, 5, 10))]
+        ticks = (tick for tick in _ticks(first, end, 10, steps) if tick <= last)
+        self.x_axis("iteration", [(tick, f"{tick:.0f}") for tick in ticks])
 
     def x_axis(self, label: str, ticks: Iterable[tuple[float, str]]) -> None:
         base = self.height - self.bottom
@@ -200,112 +172,111 @@ def _short(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Return multiples of a round step, at most so many steps apart."""
-    size = 10.0 ** math.floor(math.log10((high - low) / most))
-    steps = (size * nice for nice in ((1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10)))
+def _ticks(low: float, high: float, most: int, steps: Iterable[float]) -> list[float]:
+    """Return the multiples of a step, the first of `steps` of which at most so many fit."""
     step = next(step for step in steps if (high - low) / step <= most * (1 + 1e-9))
-    return _multiples(low, high, max(step, 1.0) if whole else step)
-
-
-def _times(end: float, most: int) -> list[float]:
-    """Return whole minutes and hours up to `end` seconds."""
-    if end < 30:
-        return _ticks(0.0, end, most)
-    steps = (*_ROUND_SECONDS, *(86400 * 2**n for n in range(40)))
-    return _multiples(0.0, end, next(step for step in steps if end / step <= most))
-
-
-def _multiples(low: float, high: float, step: float) -> list[float]:
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [step * count for count in range(first, last + 1)]
 
 
-def _iterations(first: float, last: float) -> list[tuple[float, str]]:
-    """Return the iterations that an axis names."""
-    ticks = _ticks(first, max(last, first + 1), 10, whole=True)
-    return [(tick, f"{tick:.0f}") for tick in ticks if first <= tick <= last]
+def _round_numbers(size: float, factors: Sequence[float] = (1, 2, 2.5, 5, 10)) -> list[float]:
+    return [factor * 10.0 ** math.floor(math.log10(size)) for factor in factors]
+
+
+def _round_times(size: float, most: int) -> Sequence[float]:
+    return _round_numbers(size / most) if size < 30 else _ROUND_SECONDS
 
 
 def line_chart(
-    name: str,
-    lines: Sequence[LineSeries],
+    panel: Panel,
+    lines: Sequence[Line],
     *,
-    y_label: str,
-    unit: Unit = "number",
-    limit: tuple[str, float] | None = None,
     marks: Sequence[Mark] = (),
-    from_zero: bool = False,
-    is_log: bool = False,
-    floor: float | None = None,
-    bands: Sequence[Band] = (),
-    width: int = 540,
-) -> str:
-    """Draw curves over iterations as SVG.
+    limit: tuple[str, float] | None = None,
+    bands: Sequence[tuple[int, int]] = (),
+    hint: str = "",
+) -> Chart:
+    """Draw curves over iterations.
 
     Args:
-        name: what the chart shows, for screen readers.
-        lines: at least one curve, or at least one mark.
-        y_label: name and unit of the vertical axis.
-        unit: how values are written.
-        limit: label and height of a horizontal line.
+        panel: title, unit and axis.
+        lines: at least one, unless there is a mark.
         marks: measured points.
-        from_zero: the vertical axis starts at 0.
-        is_log: the vertical axis is logarithmic, where every value is positive.
-        floor: lower values are drawn at this height; their tool tips keep the value.
-        bands: shaded stretches behind the curves.
-        width: CSS pixels.
+        limit: label and height of a dotted line across the chart.
+        bands: first and last iteration of each stretch of value pretraining, which is shaded.
+        hint: how to read it; empty takes that of the panel.
     """
-    lowest = -math.inf if floor is None else floor
-    heights = [max(lowest, y) for line in lines for y in line.y]
+    is_named = len(lines) > 1 or len(panel.curves) != 1
+    keys = [(line.label, line.color, "dash" if line.is_secondary else "line") for line in lines]
+    keys = (keys if is_named else []) + [("value pretraining", "line", "box")] * bool(bands)
+    keys += [("held out", marks[0].color, "mark")] if marks else []
+    svg, narrow = (_lines(panel, lines, marks, limit, bands, w) for w in (MIDDLE, NARROW))
+    values = _values(panel, lines, MAX_MARKED_POINTS)
+    return Chart(panel.title, svg, narrow, hint or panel.hint, keys, values)
+
+
+def _values(panel: Panel, lines: Sequence[Line], most: int) -> list[list[str]]:
+    """Return a row of heads and one for each iteration; none where a line has too many points."""
+    if not lines or max(len(line.points) for line in lines) > most:
+        return []
+    write = FORMATS[panel.unit]
+    return [
+        ["iteration", *(line.label for line in lines)],
+        *(
+            [f"{x}", *(write(line.points[x]) if x in line.points else "" for line in lines)]
+            for x in sorted({x for line in lines for x in line.points})
+        ),
+    ]
+
+
+def _lines(
+    panel: Panel,
+    lines: Sequence[Line],
+    marks: Sequence[Mark],
+    limit: tuple[str, float] | None,
+    bands: Sequence[tuple[int, int]],
+    width: int,
+) -> str:
+    heights = [max(panel.floor, y) for line in lines for y in line.points.values()]
     heights += [mark.y + sign * mark.error for mark in marks for sign in (-1, 1)]
     heights += [limit[1]] if limit else []
     heights = [min(max(y, -LARGEST), LARGEST) for y in heights]
-    xs = [x for line in lines for x in line.x] + [mark.x for mark in marks]
+    xs = [x for line in lines for x in line.points] + [mark.x for mark in marks]
     # A curve that begins later keeps the axis of the other charts.
-    xs += [x for band in bands for x in (band.first, band.last)]
+    xs += [x for band in bands for x in band]
     first, last, low, high = min(xs), max(xs), min(heights), max(heights)
-    is_log = is_log and low > 0
+    is_log = panel.is_log and low > 0
     room = 0.09 * (high - low or abs(high)) or 0.5
-    bottom = min(0.0, low) if from_zero else low - room
+    bottom = min(0.0, low) if panel.from_zero else low - room
     y_range = (low / 2, high * 2) if is_log else (bottom, high + room)
     pad = max(0.35, (last - first) * 0.03)
     plot = _Plot(width, (first - pad, last + pad), y_range, is_log=is_log)
-    for band in bands:
-        start, end = max(plot.x[0], band.first - 0.5), min(plot.x[1], band.last + 0.5)
+    for begin, end in bands:
+        left = plot.across(max(plot.x[0], begin - 0.5))
         plot.add(
-            "rect", x=plot.across(start), width=plot.across(end) - plot.across(start), y=plot.top,
+            "rect", x=left, width=plot.across(min(plot.x[1], end + 0.5)) - left, y=plot.top,
             height=plot.height - plot.top - plot.bottom, fill="var(--line)", opacity="0.6",
         )  # fmt: skip
-    plot.y_axis(y_label, _y_ticks(plot, unit), unit)
-    plot.x_axis("iteration", _iterations(first, last))
+    plot.axes(panel, first, last)
+    ends = (plot.left, plot.width - plot.right)
     if limit is not None:
-        at = plot.down(limit[1])
-        ends = (plot.left, plot.width - plot.right)
-        plot.rule(ends, (at, at), "slate", stroke_width="1.25", stroke_dasharray="2.5 2.5")
+        at = (plot.down(limit[1]),) * 2
+        plot.rule(ends, at, "slate", stroke_width="1.25", stroke_dasharray="2.5 2.5")
     for line in lines:
-        _draw_line(plot, line, unit, lowest)
+        _draw_line(plot, line, panel)
     for mark in marks:
-        _draw_mark(plot, mark, unit)
+        _draw_mark(plot, mark, panel)
     if limit is not None:
         halo = {"stroke": "var(--surface)", "stroke_width": "4", "paint_order": "stroke"}
-        plot.write(limit[0], plot.width - plot.right, plot.down(limit[1]) - 5, "end", **halo)
-    return plot.svg(name)
+        plot.write(limit[0], ends[1], plot.down(limit[1]) - 5, "end", **halo)
+    return plot.svg(panel.title)
 
 
-def _y_ticks(plot: _Plot, unit: Unit) -> list[float]:
-    low, high = plot.y
-    if plot.is_log:
-        powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
-        return [10.0**power for power in powers][:: -(-len(powers) // 6) or 1]
-    return _times(high, 5) if unit == "seconds" and low >= 0 else _ticks(low, high, 5)
-
-
-def _draw_line(plot: _Plot, line: LineSeries, unit: Unit, lowest: float) -> None:
-    stride = max(1, -(-len(line.x) // MAX_POINTS))
+def _draw_line(plot: _Plot, line: Line, panel: Panel) -> None:
+    stride = max(1, -(-len(line.points) // MAX_POINTS))
     points = [
-        (x, y, plot.across(x), plot.down(max(lowest, y)))
-        for x, y in zip(line.x[::stride], line.y[::stride], strict=True)
+        (x, y, plot.across(x), plot.down(max(panel.floor, y)))
+        for x, y in list(line.points.items())[::stride]
     ]
     color = f"var(--{line.color})"
     path = " ".join(f"{_short(right)},{_short(down)}" for _, _, right, down in points)
@@ -317,15 +288,14 @@ def _draw_line(plot: _Plot, line: LineSeries, unit: Unit, lowest: float) -> None
         plot.add(
             "circle", cx=right, cy=down, r=2.75 if line.is_secondary else 3.5, fill=color,
             stroke="var(--surface)", stroke_width="1.25",
-            tip=f"{line.label}, iteration {x:g}: {_FORMATS[unit](y)}",
+            tip=f"{line.label}, iteration {x}: {FORMATS[panel.unit](y)}",
         )  # fmt: skip
 
 
-def _draw_mark(plot: _Plot, mark: Mark, unit: Unit) -> None:
-    right, down = plot.across(mark.x), plot.down(mark.y)
-    spread = ""
-    if mark.error > 0:
-        spread = f" +- {_FORMATS[unit](mark.error)}"
+def _draw_mark(plot: _Plot, mark: Mark, panel: Panel) -> None:
+    right, down, write = plot.across(mark.x), plot.down(mark.y), FORMATS[panel.unit]
+    spread = f" +- {write(mark.error)}" if mark.error else ""
+    if mark.error:
         ends = (plot.down(mark.y - mark.error), plot.down(mark.y + mark.error))
         plot.rule((right, right), ends, mark.color, stroke_width="1.5")
         for end in ends:
@@ -333,101 +303,80 @@ def _draw_mark(plot: _Plot, mark: Mark, unit: Unit) -> None:
     plot.add(
         "path", d=f"M{right:.2f},{down - 6:.2f}l6,6l-6,6l-6,-6z", fill=f"var(--{mark.color})",
         stroke="var(--surface)", stroke_width="1.5",
-        tip=f"{mark.label}: {_FORMATS[unit](mark.y)}{spread}",
+        tip=f"{mark.label}: {write(mark.y)}{spread}",
     )  # fmt: skip
 
 
-def stacked_bars(
-    name: str, parts: Sequence[LineSeries], *, y_label: str, unit: Unit, width: int = 540
-) -> str:
-    """Draw one stacked bar per iteration as SVG; neighbours are averaged beyond `MAX_BARS`.
+def bar_chart(panel: Panel, layers: Sequence[Line], *, is_wide: bool = False) -> Chart:
+    """Draw a stacked bar for each iteration; neighbours are averaged beyond `MAX_BARS`.
 
     Args:
-        name: what the chart shows, for screen readers.
-        parts: layers from the bottom up, all of the same iterations.
-        y_label: name and unit of the vertical axis.
-        unit: how values are written.
-        width: CSS pixels.
+        panel: title and unit.
+        layers: from the bottom up, all of the same iterations.
+        is_wide: it takes both columns of the page.
     """
-    stride = -(-len(parts[0].x) // MAX_BARS)
-    at, *layers = (_average(values, stride) for values in (parts[0].x, *(p.y for p in parts)))
+    svg, narrow = (_bars(panel, layers, w) for w in (WIDE if is_wide else MIDDLE, NARROW))
+    keys = [(layer.label, layer.color, "box") for layer in layers]
+    values = _values(panel, layers, MAX_BARS)
+    return Chart(panel.title, svg, narrow, panel.hint, keys, values, is_wide)
+
+
+def _bars(panel: Panel, layers: Sequence[Line], width: int) -> str:
+    stride = -(-len(layers[0].points) // MAX_BARS)
+    at = _average([*layers[0].points], stride)
+    tops = [_average([*layer.points.values()], stride) for layer in layers]
     bar = 0.68 * stride
     # Few bars would be as broad as the page.
     room = bar / 2 + max(0.0, 5 - len(at)) * 0.5 * stride
     pad = max(0.35, (at[-1] - at[0]) * 0.03) + room
-    highest = max(min(max(map(sum, zip(*layers, strict=True))), LARGEST) * 1.06, 1e-9)
+    highest = max(min(max(map(sum, zip(*tops, strict=True))), LARGEST) * 1.06, 1e-9)
     plot = _Plot(width, (at[0] - pad, at[-1] + pad), (0.0, highest))
-    plot.y_axis(y_label, _y_ticks(plot, unit), unit)
-    plot.x_axis("iteration", _iterations(at[0], at[-1]))
+    plot.axes(panel, at[0], at[-1])
     base = [0.0] * len(at)
-    for part, heights in zip(parts, layers, strict=True):
+    for layer, heights in zip(layers, tops, strict=True):
         for place, (x, height) in enumerate(zip(at, heights, strict=True)):
-            top, left = plot.down(base[place] + height), plot.across(x - bar / 2)
-            plot.add(
-                "rect", x=left, width=plot.across(x + bar / 2) - left, y=top,
-                height=plot.down(base[place]) - top, fill=f"var(--{part.color})",
-                stroke="var(--surface)", stroke_width="0.75",
-                tip=f"{part.label}, iteration {x:g}: {_FORMATS[unit](height)}",
-            )  # fmt: skip
-            base[place] += height
-    return plot.svg(name)
+            tip = f"{layer.label}, iteration {x:g}: {FORMATS[panel.unit](height)}"
+            top = base[place] + height
+            plot.bar((x - bar / 2, x + bar / 2), (base[place], top), layer.color, tip)
+            base[place] = top
+    return plot.svg(panel.title)
 
 
 def _average(values: Sequence[float], stride: int) -> list[float]:
     return [fmean(values[i : i + stride]) for i in range(0, len(values), stride)]
 
 
-def table(
-    lines: Sequence[LineSeries], unit: Unit, most: int = MAX_MARKED_POINTS
-) -> tuple[list[str], list[list[str]]]:
-    """Return the values of curves by iteration; no rows where one has more than `most` points."""
-    heads = ["iteration", *(line.label for line in lines)]
-    if not lines or max(len(line.x) for line in lines) > most:
-        return heads, []
-    known = [dict(zip(line.x, line.y, strict=True)) for line in lines]
-    return heads, [
-        [f"{x:g}", *(_FORMATS[unit](points[x]) if x in points else "" for points in known)]
-        for x in sorted({x for points in known for x in points})
-    ]
-
-
 def timeline(
-    name: str,
-    rows: Sequence[str],
-    spans: Sequence[Span],
-    *,
-    width: int = WIDE,
-    since: str = "the run began",
-) -> str:
-    """Draw when each task ran as SVG.
+    panel: Panel, rows: Sequence[str], spans: Sequence[Span], since: str = "the run began"
+) -> Chart:
+    """Draw when each task ran, in a wide chart.
 
     Args:
-        name: what the chart shows, for screen readers.
+        panel: title.
         rows: labels from top to bottom.
         spans: bars; each names one of `rows`.
-        width: CSS pixels.
         since: what happened at second 0.
     """
     end = max(span.start + span.length for span in spans) or 1.0
+    spans = _merge(spans, end) if len(spans) > MAX_SPANS else spans
     height = 52 + 26 * len(rows)
-    plot = _Plot(
-        width, (0.0, end), (-0.6, len(rows) - 0.4), height=height, left=96, right=34, top=6
-    )
-    ticks = _times(end, width // 120)
-    for tick in ticks:
-        plot.rule((plot.across(tick),) * 2, (plot.top, height - plot.bottom), "grid")
-    plot.x_axis(f"time since {since}", [(tick, seconds(tick)) for tick in ticks])
-    for place, label in enumerate(reversed(rows)):
-        plot.write(label, plot.left - 7, plot.down(place) + 4, "end")
-    for span in _merge(spans, end) if len(spans) > MAX_SPANS else spans:
-        top = plot.down(len(rows) - 1 - rows.index(span.row) + 0.32)
-        left = plot.across(span.start)
-        plot.add(
-            "rect", x=left, width=plot.across(span.start + max(span.length, end * 0.0012)) - left,
-            y=top, height=plot.down(0) - plot.down(0.64), fill=f"var(--{span.color})",
-            stroke="var(--surface)", stroke_width="0.75", tip=span.tip,
-        )  # fmt: skip
-    return plot.svg(name)
+    drawings = []
+    for width in (WIDE, NARROW):
+        y_range = (-0.6, len(rows) - 0.4)
+        plot = _Plot(width, (0.0, end), y_range, height=height, left=96, right=34, top=6)
+        most = width // 120
+        ticks = _ticks(0.0, end, most, _round_times(end, most))
+        for tick in ticks:
+            plot.rule((plot.across(tick),) * 2, (plot.top, height - plot.bottom), "grid")
+        plot.x_axis(f"time since {since}", [(tick, seconds(tick)) for tick in ticks])
+        for place, label in enumerate(reversed(rows)):
+            plot.write(label, plot.left - 7, plot.down(place) + 4, "end")
+        for span in spans:
+            y = len(rows) - 1 - rows.index(span.row)
+            stop = span.start + max(span.length, end * 0.0012)
+            plot.bar((span.start, stop), (y - 0.32, y + 0.32), span.color, span.tip)
+        drawings.append(plot.svg(panel.title))
+    return Chart(panel.title, drawings[0], drawings[1], panel.hint, is_wide=True)
 
 
 def _merge(spans: Sequence[Span], end: float) -> list[Span]:

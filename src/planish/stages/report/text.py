@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Literal
 
 _NOT_PLAIN = re.compile(r"[^\x20-\x7e\n\t]")
 MAX_TEXT = 1600
@@ -48,7 +51,7 @@ def percent(value: float, *, decimals: int | None = None) -> str:
 
 def seconds(value: float) -> str:
     """Write a duration: `0.4 s`, `12 s`, `3 min 5 s`, `2 h 10 min`."""
-    if value < 0 or not math.isfinite(value):
+    if value < 0:
         return str(value)
     if value < 10:
         return f"{value:.2g} s" if value else "0 s"
@@ -60,6 +63,19 @@ def seconds(value: float) -> str:
         return f"{minutes} min {rest} s" if rest else f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+
+
+def utc(second: float) -> str:
+    """Write seconds since 1970 as a time; empty for 0."""
+    return f"{datetime.fromtimestamp(second, UTC):%Y-%m-%d %H:%M:%S} UTC" if second else ""
+
+
+Unit = Literal["number", "percent", "seconds"]
+FORMATS: dict[Unit, Callable[[float], str]] = {
+    "number": number,
+    "percent": percent,
+    "seconds": seconds,
+}
 
 
 def visible(text: str, *, limit: int = MAX_TEXT) -> str:

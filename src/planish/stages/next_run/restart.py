@@ -1,0 +1,76 @@
+"""Whether a run that failed beside a faulty machine is started again, and starting it once.
+
+It decides from what lies under the root and never from the state of a machine. What the new run
+keeps away from is not decided here: its first stage reads the nodes that were named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+
+from planish import store
+from planish.base.errors import ObjectExists
+from planish.records import layout
+from planish.run.avoid import avoided
+from planish.run.kubeflow import CANCELLED, KfpRuns, Runs, restart_name
+from planish.stages.next_run.stage import submit_once
+from planish.store.documents import read_json
+
+FAILED = ("FAILED", "ERROR")
+"""Final states after which a restart may be due."""
+
+
+def restart(root: str, state: str, max_restarts: int, connect: Callable[[], Runs] = KfpRuns) -> str:
+    """Submit a failed run again, with its own parameters, where a machine was named in it.
+
+    The record of a restart is written before the run is submitted, and the name of that run is
+    made of root and counter: a second attempt of the exit task finds both and adds nothing.
+
+    Args:
+        root: URI of the run.
+        state: final state of the run.
+        max_restarts: restarts on this root; 0 for none.
+        connect: reaches the Kubeflow installation; asked only when a restart is due.
+
+    Returns:
+        What was decided, for people; empty where restarts are off or the run has not failed.
+    """
+    if max_restarts < 1 or state.upper() not in FAILED:
+        return ""
+    run_id = os.environ.get("RUN_ID", "")
+    if not run_id:
+        return "not restarted: not in a cluster"
+    nodes = [node.name for node in avoided(root) if node.run_id == run_id]
+    if not nodes:
+        return "not restarted: no machine was named in this run"
+    if store.exists(layout.stop_file(root)):
+        return "not restarted: stop file"
+    marks = [read_json(uri) for uri in store.list_uris(f"{layout.failed(root)}/")]
+    if any(mark["run_id"] == run_id for mark in marks):
+        return "not restarted: a task failed for a reason that stays"
+    runs = connect()
+    facts = runs.facts(run_id)
+    if facts.state in CANCELLED:
+        return "not restarted: a person ended the run"
+    counter = _claim(root, run_id, nodes, max_restarts)
+    if not counter:
+        return f"not restarted: {max_restarts} restarts are spent"
+    name = restart_name(root, counter, str(facts.parameters.get("preset", "")))
+    created, is_new = submit_once(runs, root, name, facts)
+    return f"{'restarted' if is_new else 'restarted before'} as run {created}"
+
+
+def _claim(root: str, run_id: str, nodes: list[str], limit: int) -> int:
+    """Return the counter of the restart after this run; 0 when none is left."""
+    for counter in range(1, limit + 1):
+        uri = layout.restart_file(root, counter)
+        record = {"after": run_id, "nodes": nodes}
+        try:
+            store.create(uri, json.dumps(record, sort_keys=True).encode())
+        except ObjectExists:
+            record = read_json(uri)
+        if record["after"] == run_id:
+            return counter
+    return 0
