@@ -19,7 +19,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
-from kubernetes.client import ApiClient
+from kubernetes.client import Configuration
 
 from planish.base.errors import BackendUnavailable
 from planish.minder.act.actor import ActionOutcome, Actor
@@ -34,6 +34,7 @@ from planish.minder.service.config import service_settings
 from planish.minder.service.job import Shared
 from planish.minder.service.own_metrics import OwnMetrics
 from planish.minder.service.service import Service
+from planish.run.kube import Kube
 from tests.benchmarks.facts import write_result
 
 METRICS = ("cpu_usage", "gpu_duty_cycle")
@@ -125,18 +126,17 @@ class Heard(Actor):
     """An actor that touches no machine and notes each alert that begins to fire or ends."""
 
     def __init__(self, clock: FastClock, outcome: ActionOutcome | None = None):
-        super().__init__(Cluster(ApiClient(), KubernetesConfig()), ActConfig())
+        super().__init__(Cluster(Kube(Configuration()), KubernetesConfig()), ActConfig())
         self.clock, self.outcome = clock, outcome
         self.states: dict[str, str] = {}
         self.told: list[tuple[float, str, Alert]] = []
 
     def handle(self, alert, result, now) -> ActionOutcome:
-        if alert.state != "candidate":
-            state = "resolved" if alert.state == "resolved" else "firing"
-            if self.states.get(alert.id) != state:
-                self.states[alert.id] = state
-                self.told.append((self.clock.seconds, state, alert))
-        if self.outcome is None or alert.state != "firing":
+        is_new = self.states.get(alert.id) != alert.state
+        if is_new:
+            self.states[alert.id] = alert.state
+            self.told.append((self.clock.seconds, alert.state, alert))
+        if self.outcome is None or alert.ended or not is_new:
             return ActionOutcome("none", "none", "", False)
         return self.outcome
 

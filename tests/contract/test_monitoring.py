@@ -109,7 +109,7 @@ def test_every_alert_says_how_bad_it_is_what_it_is_and_where_its_runbook_is(name
 def test_the_alerts_of_the_monitor_are_all_there():
     wanted = {
         *("FaultyMachine", "JobWide", "TelemetryOutage", "TelemetryBroken", "CallFailing"),
-        *("Slow", "MetricUnusable", "ModelStale", "BreakerOpen", "EvictionBlocked", "Down"),
+        *("Slow", "MetricUnusable", "ModelStale", "EvictionBlocked", "Down"),
     }
     assert {f"Minder{name}" for name in wanted} <= ALERTS.keys()
     faulty = ALERTS["MinderFaultyMachine"]

@@ -173,10 +173,8 @@ def alert(fleet, number=0, **changes):
         "machine": fleet.name(number),
         "kind": "dissimilar",
         "metric": "cpu_usage",
-        "state": "firing",
         "since": 1000.0,
         "seen": 1300.0,
-        "fired": 1250.0,
         "score": 2.5,
         **changes,
     }

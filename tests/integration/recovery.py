@@ -186,8 +186,6 @@ class Site:
                 "namespaces": ["planish"],
                 "own_namespace": "planish",
                 "run_roots": [BUCKET],
-                "state_config_map": f"minder-state-{self.number}",
-                "actor_config_map": f"minder-actor-{self.number}",
             },
             alertmanager={"honour_silences": False},
             service={"window_seconds": WINDOW_SECONDS},
@@ -198,8 +196,6 @@ class Site:
                 "dry_run": False,
                 "gpu_resource": "",
                 "max_node_share": 1.0,
-                # The gang has all machines; the run goes on with fewer.
-                "allow_without_spare": True,
             },
         )
         del raw["jobs"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import pytest
 
 from planish.minder.act.actor import Actor
 from planish.minder.act.config import ActConfig
-from planish.minder.act.drain import change_node, cordon_change
+from planish.minder.act.drain import cordon
 from planish.minder.act.kube import names
 from tests.integration.minder_cluster import Fleet, alert, result
 from tests.integration.waiting import wait_for
@@ -17,7 +16,7 @@ from tests.integration.waiting import wait_for
 pytestmark = pytest.mark.server
 
 NOW = 2_000_000_000
-FREE = {"spacing_seconds": 0, "nodes_per_job": 9, "max_node_share": 1.0}
+FREE = {"nodes_per_job": 9, "max_node_share": 1.0}
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def fleet(control_plane):
 
 def actor_of(fleet, others=None, **settings):
     config = ActConfig(**{"mode": "evict", "dry_run": False, **FREE, **settings})
-    return Actor(fleet.cluster(), config, clock=lambda: NOW, **(others or {}))
+    return Actor(fleet.cluster(), config, **(others or {}))
 
 
 def twice(actor, of, now=NOW):
@@ -102,11 +101,9 @@ def test_a_dry_run_changes_no_node_and_no_pod(fleet):
     outcome = twice(actor, about)
     assert (outcome.action, outcome.result) == ("evict", "dry_run")
     assert outcome.detail == f"cordon {fleet.name(0)} and evict train-0"
-    assert outcome.is_suppressed
     assert fleet.versions() == before
     assert ("MinderDryRun", 1) in fleet.events(fleet.name(0))
-    suppressed = replace(about, state="suppressed")
-    again = actor.handle(suppressed, result(about, NOW + 60), NOW + 60)
+    again = actor.handle(about, result(about, NOW + 60), NOW + 60)
     assert (again.result, again.has_changed) == ("dry_run", False)
 
 
@@ -243,45 +240,34 @@ def test_a_budget_that_never_gives_way_ends_in_an_event(fleet):
 
 def test_an_alert_of_which_nobody_speaks_any_more_is_forgotten(fleet):
     fleet.add_job(2)
-    actor, about = actor_of(fleet, mode="observe"), alert(fleet, state="candidate")
+    actor, about = actor_of(fleet, mode="observe"), alert(fleet)
     actor.handle(about, result(about, NOW), NOW)
-    assert fleet.events(fleet.name(0)) == [("MinderCandidate", 1)]
     actor.reconcile(NOW + 3600)
-    assert list(actor.to_json()["alerts"]) == [about.id]
+    assert not actor.handle(about, result(about, NOW), NOW).has_changed
     actor.reconcile(NOW + 3601)
-    assert actor.to_json()["alerts"] == {}
+    assert actor.handle(about, result(about, NOW), NOW).has_changed
 
 
-def test_the_cap_opens_the_breaker_and_closing_forgets_old_alerts(fleet):
+def test_a_limit_that_is_used_up_holds_for_a_new_process_until_its_window_is_over(fleet):
     fleet.add_job(4)
-    actor = actor_of(fleet, mode="cordon", max_node_share=0.2)
-    one, two = alert(fleet, 0), alert(fleet, 1, id="b2", fired=NOW - 1000.0)
-    young = alert(fleet, 2, id="b3", fired=NOW - 300.0)
-    assert twice(actor, one).result == "done"
+    limits = {"mode": "cordon", "max_node_share": 0.2}
+    assert twice(actor_of(fleet, **limits), alert(fleet, 0)).result == "done"
+    actor, two = actor_of(fleet, **limits), alert(fleet, 1, id="b2")
     refused = twice(actor, two)
     assert refused.result == "refused"
-    assert actor.breaker.is_open
-    assert "1 of at most 1 nodes of the cluster were taken in 3600 s" in refused.detail
-    blocked = twice(actor, young, NOW + 60)
-    assert blocked.detail.startswith("the breaker is open: the cap of nodes is used up")
-    assert ("MinderBreakerOpen", 1) in fleet.events(fleet.name(2))
-    assert twice(actor, young, NOW + 4000).detail.startswith("the breaker is open")
-    actor.close_breaker(NOW)
-    old = actor.handle(two, result(two, NOW + 4060), NOW + 4060)
-    assert old.detail == "the alert is older than the closing of the breaker allows"
-    assert actor.handle(young, result(young, NOW + 4060), NOW + 4060).result == "done"
-    assert [fleet.node(i).is_unschedulable for i in range(3)] == [True, False, True]
+    assert refused.detail == "1 of at most 1 nodes of the cluster were taken in 3600 s"
+    assert twice(actor, two, NOW + 3599).result == "refused"
+    assert actor.handle(two, result(two, NOW + 3600), NOW + 3600).result == "done"
+    assert [fleet.node(i).is_unschedulable for i in range(3)] == [True, True, False]
 
 
-def test_an_event_of_the_whole_job_opens_the_breaker_once(fleet):
+def test_an_event_of_the_whole_job_touches_no_machine(fleet):
     fleet.add_job(2)
-    actor = actor_of(fleet)
+    before = fleet.versions()
     wide = alert(fleet, kind="job_wide", machine="", metric="", machines=tuple(fleet.nodes[:2]))
-    assert twice(actor, wide).result == "refused"
-    assert actor.breaker.is_open
-    actor.close_breaker(NOW)
-    actor.handle(wide, result(wide, NOW + 60), NOW + 60)
-    assert not actor.breaker.is_open
+    outcome = twice(actor_of(fleet), wide)
+    assert (outcome.result, outcome.detail) == ("refused", "an event of the whole job")
+    assert fleet.versions() == before
     told = [fleet.events(f"train-{number}") for number in range(2)]
     assert told == [[("MachineAnomaly", 1)]] * 2
 
@@ -306,34 +292,24 @@ def test_guards_of_the_cluster_are_asked_for_each_action(fleet):
 def test_a_node_that_changed_meanwhile_is_read_again(fleet):
     stale = fleet.node(0)
     fleet.plane.kubectl("label", "node", fleet.name(0), "fresh=yes")
-    config = ActConfig()
-
-    def change(node):
-        return cordon_change(node, "a", "t/j", "why", now=float(NOW), config=config)
-
-    done = change_node(fleet.admin, stale, change)
-    assert done.is_unschedulable
-    assert done.labels["fresh"] == "yes"
+    assert cordon(fleet.admin, stale, "a", "t/j", "why", NOW)
+    node = fleet.node(0)
+    assert (node.is_unschedulable, node.is_ours, node.labels["fresh"]) == (True, True, "yes")
+    assert not cordon(fleet.admin, stale, "a", "t/j", "why", NOW)
 
 
-def test_state_that_was_saved_is_gone_on_with(fleet):
+def test_a_new_process_finds_what_was_done_and_does_it_no_second_time(fleet):
     fleet.add_job(3)
-    actor, about = actor_of(fleet, mode="cordon"), alert(fleet)
-    assert twice(actor, about).result == "done"
-    actor.breaker.open("test", NOW)
-    again = actor_of(fleet, mode="cordon")
-    again.load(actor.to_json())
-    assert again.to_json() == actor.to_json()
-    assert again.breaker.reason == "test"
-    repeated = again.handle(about, result(about, NOW + 60), NOW + 60)
-    assert (repeated.result, repeated.has_changed) == ("done", False)
-    assert fleet.events(fleet.name(0)) == [("MinderCordoned", 1), ("MinderFaultyMachine", 1)]
+    about = alert(fleet)
+    assert twice(actor_of(fleet), about).result == "done"
+    before = fleet.node(0).annotations
+    again = twice(actor_of(fleet), about, NOW + 600)
+    assert again.detail == "the machine does not work for the job now"
+    assert fleet.node(0).annotations == before
 
 
-def test_a_machine_that_left_the_job_is_left_alone(fleet, caplog):
+def test_a_machine_that_left_the_job_is_left_alone(fleet):
     fleet.add_job(2)
-    about = alert(fleet, 3)
-    with caplog.at_level(logging.WARNING):
-        outcome = twice(actor_of(fleet), about)
+    outcome = twice(actor_of(fleet), alert(fleet, 3))
     assert outcome.detail == "the machine does not work for the job now"
     assert not fleet.node(3).is_unschedulable

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.server
 
 
 def alert(machine):
-    return Alert("a", "team/job", machine, "dissimilar", "cpu_usage", "firing", 0.0, 1.0)
+    return Alert("a", "team/job", machine, "dissimilar", "cpu_usage", 0.0, 1.0)
 
 
 def send(running, *machines, **added):

@@ -51,9 +51,6 @@ join_grace_seconds = 0
 interval_seconds = 2
 window_seconds = 60
 
-[alerts]
-keep_firing_seconds = 10
-
 [server]
 host = "127.0.0.1"
 port = {port}
@@ -72,7 +69,6 @@ run_roots = ["{root}"]
 [act]
 mode = "evict"
 dry_run = {dry_run}
-max_nodes = 3
 max_node_share = 0.2
 """
 

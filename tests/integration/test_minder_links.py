@@ -54,7 +54,7 @@ def start_run(fleet, root, name="run-a"):
 
 def actor_of(fleet, roots, **settings):
     config = ActConfig(**{"mode": "evict", "dry_run": True, "max_node_share": 1.0, **settings})
-    return Actor(fleet.cluster(run_roots=roots), config, clock=lambda: NOW)
+    return Actor(fleet.cluster(run_roots=roots), config)
 
 
 def test_an_alert_is_told_to_pods_workflow_and_root(fleet, tmp_path):
@@ -106,7 +106,7 @@ def test_the_end_of_an_alert_is_told_in_the_same_object(fleet, tmp_path):
     actor = actor_of(fleet, (root,), mode="observe")
     about = alert(fleet, 1, job=job)
     actor.handle(about, result(about, NOW), NOW)
-    ended = alert(fleet, 1, job=job, state="resolved", seen=1500.0)
+    ended = alert(fleet, 1, job=job, ended="over", seen=1500.0)
     actor.handle(ended, result(about, NOW + 900, confirms=False), NOW + 900)
     (path,) = (tmp_path / "run/alerts").iterdir()
     stored = json.loads(path.read_text())

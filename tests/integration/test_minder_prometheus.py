@@ -87,7 +87,7 @@ def test_a_frame_of_the_past_has_every_second_without_spikes_or_stale_values(fil
 
 def test_pieces_of_a_long_range_give_what_one_answer_gives(filled):
     _, whole = pulled(filled)
-    _, pieces = pulled(filled, max_points=100, post_over_bytes=0)
+    _, pieces = pulled(filled, max_samples=800)
     for name in whole.values:
         np.testing.assert_array_equal(whole.values[name], pieces.values[name])
 

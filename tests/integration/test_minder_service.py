@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -154,15 +153,3 @@ def test_what_is_wrong_in_a_configuration_is_named_with_exit_code_3(tmp_path):
         done = command("serve", "--config", str(write_toml(path, {**raw, **change})))
         assert (done.returncode, done.stderr.count("\n")) == (3, 1)
         assert key in done.stderr
-
-
-def test_an_operator_asks_for_the_breaker_to_be_closed(tmp_path):
-    path = tmp_path / "minder.toml"
-    raw = raw_settings(tmp_path, "http://127.0.0.1:9", ["a"])
-    done = command("breaker", "reset", "--config", str(write_toml(path, raw)))
-    assert done.returncode == 0
-    asked = json.loads((tmp_path / "state.json.breaker-reset").read_text())
-    assert abs(asked - time.time()) < 60
-    raw["server"].pop("state_file")
-    done = command("breaker", "reset", "--config", str(write_toml(path, raw)))
-    assert done.returncode == 3

@@ -7,85 +7,95 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.base.errors import ClusterError
-from planish.minder.act.config import ActConfig
 from planish.minder.act.kube import names
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.objects import NodeInfo, PodInfo, timestamp
 
-MAX_TRIES = 3
-"""Patches of a node that somebody else keeps changing."""
 CONFLICT, GONE, BLOCKED = 409, 404, 429
+_PATCH_TRIES = 3
+_FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0
+"""Seconds after a disruption budget has refused an eviction; the pause doubles each time."""
+_GIVE_UP_SECONDS = 900.0
+"""An eviction that is refused for so long is given up."""
 
 
-def is_ours(node: NodeInfo, config: ActConfig) -> bool:
-    """Tell whether the node's annotation says that this monitor cordoned it."""
-    return node.annotations.get(names.CORDONED_BY) == config.owner
+def cordon(
+    cluster: Cluster, node: NodeInfo, alert_id: str, job: str, reason: str, now: int
+) -> bool:
+    """Take a node out of service, and note on it who did it and why.
+
+    Returns:
+        False when somebody else has cordoned it, which leaves it as it is.
+
+    Raises:
+        ClusterError: the API server refused or does not answer.
+    """
+
+    def change(node: NodeInfo) -> dict[str, Any] | None:
+        if node.is_unschedulable:
+            return None
+        taint = {"key": names.FAULTY_TAINT, "value": alert_id, "effect": "NoSchedule"}
+        annotations = {
+            names.CORDONED_BY: names.OWNER,
+            names.REASON: reason,
+            names.SINCE: timestamp(now),
+            names.WAS_UNSCHEDULABLE: "false",
+            names.ALERT_ID: alert_id,
+            names.JOB: job,
+            names.MANUAL_UNCORDON: None,
+        }
+        return {
+            "metadata": {"annotations": annotations},
+            "spec": {"unschedulable": True, "taints": [*_others_taints(node), taint]},
+        }
+
+    return change_node(cluster, node, change)
 
 
-def was_uncordoned(node: NodeInfo, config: ActConfig) -> bool:
-    """Tell whether a human has made a node schedulable again that this monitor cordoned."""
-    return is_ours(node, config) and not node.is_unschedulable
+def release(cluster: Cluster, node: NodeInfo) -> None:
+    """Remove what a cordon left on a node that a human has made schedulable again.
 
+    Raises:
+        ClusterError: the API server refused or does not answer.
+    """
 
-def cordon_change(
-    node: NodeInfo, alert_id: str, job: str, reason: str, *, now: float, config: ActConfig
-) -> dict[str, Any]:
-    """Return the patch that takes a node out of service and notes who did it and why."""
-    taints = _others_taints(node)
-    taints.append({"key": names.FAULTY_TAINT, "value": alert_id, "effect": "NoSchedule"})
-    if config.no_execute_taint:
-        taints.append({"key": names.ANOMALY, "value": "true", "effect": "NoExecute"})
-    annotations = {
-        names.CORDONED_BY: config.owner,
-        names.REASON: reason,
-        names.SINCE: timestamp(now),
-        names.WAS_UNSCHEDULABLE: str(node.is_unschedulable).lower(),
-        names.ALERT_ID: alert_id,
-        names.JOB: job,
-        names.MANUAL_UNCORDON: None,
-    }
-    return {
-        "metadata": {"annotations": annotations},
-        "spec": {"unschedulable": True, "taints": taints},
-    }
+    def change(node: NodeInfo) -> dict[str, Any] | None:
+        if not node.is_ours:
+            return None
+        annotations: dict[str, str | None] = dict.fromkeys(names.OWNED, None)
+        annotations[names.MANUAL_UNCORDON] = node.annotations.get(names.ALERT_ID, "unknown")
+        return {"metadata": {"annotations": annotations}, "spec": {"taints": _others_taints(node)}}
 
-
-def release_change(node: NodeInfo) -> dict[str, Any]:
-    """Return the patch that removes what a cordon left on a node that a human has uncordoned."""
-    annotations: dict[str, str | None] = dict.fromkeys(names.OWNED, None)
-    annotations[names.MANUAL_UNCORDON] = node.annotations.get(names.ALERT_ID, "unknown")
-    return {"metadata": {"annotations": annotations}, "spec": {"taints": _others_taints(node)}}
-
-
-def _others_taints(node: NodeInfo) -> list[dict[str, str]]:
-    ours = (names.FAULTY_TAINT, names.ANOMALY)
-    return [taint for taint in node.taints if taint.get("key") not in ours]
+    change_node(cluster, node, change)
 
 
 def change_node(
-    cluster: Cluster,
-    node: NodeInfo,
-    change: Callable[[NodeInfo], dict[str, Any] | None],
-) -> NodeInfo | None:
+    cluster: Cluster, node: NodeInfo, change: Callable[[NodeInfo], dict[str, Any] | None]
+) -> bool:
     """Patch a node; after a conflict read it again and ask `change` for a new patch.
 
     Returns:
-        The node after the patch; None when `change` wants none.
+        False when `change` wants no patch.
 
     Raises:
         ClusterError: 409 after three tries, or any other refusal.
     """
-    for attempt in range(1, MAX_TRIES + 1):
+    for attempt in range(1, _PATCH_TRIES + 1):
         patch = change(node)
         if patch is None:
-            return None
+            return False
         try:
-            return cluster.patch_node(node, patch)
+            cluster.patch_node(node, patch)
+            break
         except ClusterError as error:
-            if error.status != CONFLICT or attempt == MAX_TRIES:
+            if error.status != CONFLICT or attempt == _PATCH_TRIES:
                 raise
             node = cluster.node(node.name)
-    raise AssertionError("the loop returns or raises")
+    return True
+
+
+def _others_taints(node: NodeInfo) -> list[dict[str, str]]:
+    return [taint for taint in node.taints if taint.get("key") != names.FAULTY_TAINT]
 
 
 @dataclass
@@ -96,19 +106,17 @@ class Attempt:
     """Unix seconds of the first request."""
     due: float
     """Unix seconds before which it is not requested again."""
-    pause: float
+    pause: float = _FIRST_PAUSE
     """Seconds between the next request and the one after it."""
 
 
 @dataclass
 class Evictions:
-    """State of the evictions of one alert."""
+    """State of the evictions of one alert, by uid of the pods."""
 
     attempts: dict[str, Attempt] = field(default_factory=dict)
-    """Pod uid to attempt, while a budget holds the pod back."""
-    given_up: list[str] = field(default_factory=list)
-    """Pod uids."""
-    num_evicted: int = 0
+    """Those that a budget holds back."""
+    given_up: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -121,14 +129,7 @@ class Round:
     num_waiting: int = 0
 
 
-def evict_round(
-    cluster: Cluster,
-    pods: Sequence[PodInfo],
-    state: Evictions,
-    *,
-    now: float,
-    config: ActConfig,
-) -> Round:
+def evict_round(cluster: Cluster, pods: Sequence[PodInfo], state: Evictions, now: float) -> Round:
     """Request once the eviction of each pod that is due; `state` is updated.
 
     Raises:
@@ -138,25 +139,22 @@ def evict_round(
     for pod in pods:
         if not pod.is_evictable or pod.is_terminating or pod.uid in state.given_up:
             continue
-        attempt = state.attempts.get(pod.uid)
-        if attempt is not None and now < attempt.due:
+        attempt = state.attempts.get(pod.uid, Attempt(now, now))
+        if now < attempt.due:
             done.num_waiting += 1
             continue
         try:
             cluster.evict(pod)
             done.evicted.append(pod)
-            state.num_evicted += 1
         except ClusterError as error:
             if error.status == BLOCKED:
-                attempt = attempt or Attempt(now, now, config.backoff_seconds)
-                if now - attempt.begun < config.give_up_seconds:
-                    wanted = min(error.retry_after, config.max_backoff_seconds)
-                    attempt.due = now + max(attempt.pause, wanted)
-                    attempt.pause = min(2 * attempt.pause, config.max_backoff_seconds)
+                if now - attempt.begun < _GIVE_UP_SECONDS:
+                    attempt.due = now + max(attempt.pause, min(error.retry_after, _LONGEST_PAUSE))
+                    attempt.pause = min(2 * attempt.pause, _LONGEST_PAUSE)
                     state.attempts[pod.uid] = attempt
                     done.num_waiting += 1
                     continue
-                state.given_up.append(pod.uid)
+                state.given_up.add(pod.uid)
                 done.blocked.append(pod)
             elif error.status not in (GONE, CONFLICT):
                 raise

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,21 +22,22 @@ from planish.minder.act.config import KubernetesConfig
 from planish.minder.act.kube import names
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.events import EventBook
-from planish.minder.act.kube.objects import JobInfo, NodeInfo, PodInfo
+from planish.minder.act.kube.objects import JobInfo, PodInfo
 from planish.records import layout
 
 logger = logging.getLogger(__name__)
 
-MAX_HISTORY = 20
+_MAX_HISTORY = 20
 """Newest reports of an alert that are kept with it."""
+_HISTORY_SECONDS = 86_400
+"""How long ended pods stay in the table of machines and runs."""
 
 
 class RunTable:
     """Which pod of which run was on which machine, also after the pod has ended."""
 
-    def __init__(self, config: KubernetesConfig) -> None:
+    def __init__(self) -> None:
         """Begin empty."""
-        self._keep_seconds = config.history_seconds
         self._pods: dict[str, PodInfo] = {}
         self._ended: dict[str, int] = {}
         """Pod uid to unix seconds at which it was no longer seen running."""
@@ -47,7 +49,7 @@ class RunTable:
             if uid not in running and uid not in self._ended:
                 if namespace in ("", pod.namespace):
                     self._ended[uid] = now
-            elif self._ended.get(uid, now) < now - self._keep_seconds:
+            elif self._ended.get(uid, now) < now - _HISTORY_SECONDS:
                 del self._pods[uid], self._ended[uid]
         for uid, pod in running.items():
             self._pods.setdefault(uid, pod)
@@ -81,78 +83,72 @@ class RunTable:
         ]
 
 
+@dataclass(frozen=True)
+class Report:
+    """What was said of an alert, and when."""
+
+    second: int
+    """Unix seconds."""
+    state: str
+    action: str
+    """What was done or refused, in words; empty for nothing."""
+
+
 class Notifier:
     """Writes Events on nodes and pods, and links alerts to runs."""
 
     def __init__(self, cluster: Cluster, events: EventBook, table: RunTable) -> None:
         """Write through one book of Events, so that none comes too often."""
-        self._cluster, self._config = cluster, cluster.config
-        self._events, self._table = events, table
-        self._history: dict[str, list[dict[str, Any]]] = {}
-        """Alert to what was reported of it, and when."""
+        self._cluster, self._events, self._table = cluster, events, table
 
     def report(
-        self, alert: Alert, job: JobInfo | None, action: str, dry_run: str, breaker: str, now: int
+        self, alert: Alert, job: JobInfo | None, history: Sequence[Report], planned: str, now: int
     ) -> None:
         """Report a new state of an alert or a new outcome.
 
         Args:
             alert: as it is now.
-            job: its job, where it still runs.
-            action: what was done or refused, in words; empty for nothing.
-            dry_run: what would have been done; empty outside a dry run.
-            breaker: why the breaker is open; empty when it is closed.
+            job: its job, where it was seen.
+            history: all reports, the newest one last.
+            planned: what a dry run would have done; empty outside of one.
             now: unix seconds.
         """
-        if alert.machine and alert.state != "resolved":
+        if not alert.ended:
+            self._write_events(alert, job, planned, now)
+        if job is None:
+            return
+        record = alert_record(alert, job, history[-1].action)
+        for workflow in sorted({pod.workflow for pod in job.pods if pod.workflow}):
+            text = json.dumps(record, sort_keys=True)
+            try:
+                self._cluster.annotate_workflow(job.namespace, workflow, {names.ANOMALY: text})
+            except ClusterError as error:
+                # The workflow may have been deleted; the alert itself goes on.
+                logger.warning("workflow not annotated name=%s error=%s", workflow, error)
+        record["pods"] = self._table.of_alert(alert, job)
+        record["history"] = [asdict(each) for each in history[-_MAX_HISTORY:]]
+        self._write_under_root(record, alert, job.run_root)
+
+    def _write_events(self, alert: Alert, job: JobInfo | None, planned: str, now: int) -> None:
+        unlike = f"unlike its peers in {alert.metric or alert.kind} since {int(alert.since)}"
+        if alert.machine:
             try:
                 node = self._cluster.node(alert.machine)
             except ClusterError as error:
                 # A node that was removed needs no Event; the alert goes on without.
                 logger.debug("no event machine=%s error=%s", alert.machine, error)
             else:
-                self._on_node(alert, node, dry_run, breaker, now)
-        if job is None or alert.state == "candidate" or not self._config.link_runs:
-            return
-        record = alert_record(alert, job, self._table.of_alert(alert, job), action)
-        history = self._history.setdefault(alert.id, [])
-        history.append({"second": now, "state": alert.state, "action": action})
-        record["history"] = history[-MAX_HISTORY:]
-        if alert.state == "resolved":
-            del self._history[alert.id]
-        if alert.state != "resolved":
-            what = alert.metric or alert.kind
-            many = f"{len(alert.machines)} machines"
-            whose = f"machine {alert.machine}" if alert.machine else many
-            message = f"{whose} unlike its peers in {what} since {int(alert.since)}"
-            for pod in job.pods:
-                if pod.machine in _machines(alert):
-                    self._events.note(pod, names.POD_REASON, message, now)
-        text = json.dumps(
-            {k: v for k, v in record.items() if k not in ("pods", "history")}, sort_keys=True
-        )
-        for workflow in sorted({pod.workflow for pod in job.pods if pod.workflow}):
-            try:
-                self._cluster.annotate_workflow(job.namespace, workflow, {names.ANOMALY: text})
-            except ClusterError as error:
-                # The workflow may have been deleted; the alert itself goes on.
-                logger.warning("workflow not annotated name=%s error=%s", workflow, error)
-        self._write_under_root(record, alert, job.run_root)
-
-    def _on_node(self, alert: Alert, node: NodeInfo, dry_run: str, breaker: str, now: int) -> None:
-        what = alert.metric or alert.kind
-        message = f"unlike its peers in {what} since {int(alert.since)}, alert {alert.id}"
-        if alert.state == "candidate":
-            self._events.note(node, names.CANDIDATE, message, now, is_warning=False)
-            return
-        self._events.note(node, names.FAULTY_MACHINE, message, now)
-        if dry_run:
-            self._events.note(node, names.DRY_RUN, dry_run, now, is_warning=False)
-        if breaker:
-            self._events.note(node, names.BREAKER_OPEN, breaker, now)
+                message = f"{unlike}, alert {alert.id}"
+                self._events.note(node, names.FAULTY_MACHINE, message, now)
+                if planned:
+                    self._events.note(node, names.DRY_RUN, planned, now, is_warning=False)
+        whose = f"machine {alert.machine}" if alert.machine else f"{len(alert.machines)} machines"
+        for pod in job.pods if job is not None else ():
+            if pod.machine in _machines(alert):
+                self._events.note(pod, names.POD_REASON, f"{whose} {unlike}", now)
 
     def _write_under_root(self, record: dict[str, Any], alert: Alert, root: str) -> None:
-        if not allowed_root(root, self._config):
+        if not allowed_root(root, self._cluster.config):
             if root:
                 logger.debug("run root not allowed root=%s", root)
             return
@@ -167,10 +163,8 @@ class Notifier:
             logger.warning("alert not stored uri=%s error=%s", uri, error)
 
 
-def alert_record(
-    alert: Alert, job: JobInfo, pods: Sequence[dict[str, Any]], action: str
-) -> dict[str, Any]:
-    """Return what is written about an alert: identity, evidence, run, pods and action."""
+def alert_record(alert: Alert, job: JobInfo, action: str) -> dict[str, Any]:
+    """Return what is written about an alert: identity, evidence, run and action."""
     return {
         "id": alert.id,
         "job": job.key,
@@ -186,7 +180,6 @@ def alert_record(
         "run_id": job.run_id,
         "stage": job.stage,
         "iteration": job.iteration,
-        "pods": list(pods),
         "action": action,
     }
 

@@ -22,7 +22,7 @@ from planish.base.errors import (
 from planish.base.telemetry import redact
 from planish.minder.cli import BACKEND_UNAVAILABLE, BAD_INPUT
 
-_SERVICE_VERBS = ("serve", "validate-config", "breaker", "record")
+_SERVICE_VERBS = ("serve", "validate-config", "record")
 """Verbs that need the configuration of the service; the others work on recorded traces."""
 _UNAVAILABLE = (StoreUnavailable, PeerLost, ClusterError, BackendUnavailable)
 
@@ -126,8 +126,6 @@ def _add_service_verbs(verbs: Any) -> None:
     validate.add_argument(
         "--offline", action="store_true", help="do not ask Prometheus to parse the queries"
     )
-    breaker = verbs.add_parser("breaker", help="allow actions again after the breaker has opened")
-    breaker.add_argument("what", choices=["reset"], help="reset: close it")
     record = verbs.add_parser("record", help="write what Prometheus has of a job to a file")
     record.add_argument("--job", required=True, metavar="J", help="its name or key")
     record.add_argument("--hours", type=float, default=1.0, metavar="H", help="default 1")
@@ -139,7 +137,7 @@ def _add_service_verbs(verbs: Any) -> None:
         metavar="FILE",
         help="ends in .npz, .csv or .parquet; a .json beside it has room for the label of a fault",
     )
-    for verb in (serve, validate, breaker, record):
+    for verb in (serve, validate, record):
         verb.add_argument(
             "--config", required=True, type=Path, metavar="FILE", help="TOML of the service"
         )

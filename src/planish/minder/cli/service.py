@@ -1,4 +1,4 @@
-"""Verbs of the service: serve, validate-config, breaker."""
+"""Verbs of the service: serve, validate-config, record."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from planish.minder.service.build import (
     find_job,
     models_of,
     run_once,
-    state_of,
 )
 from planish.minder.service.config import ModelsConfig, ServiceSettings, load_service_config
-from planish.minder.service.http import Deadline, HttpClient, status_server
+from planish.minder.service.http import Deadline, HttpClient
 from planish.minder.service.prometheus import Prometheus
 from planish.minder.service.pull import Puller
 
@@ -49,8 +48,6 @@ def run(options: argparse.Namespace) -> int:
     settings = load_service_config(options.config)
     if options.verb == "validate-config":
         return _validate(settings, is_offline=options.offline)
-    if options.verb == "breaker":
-        return _reset(settings)
     if options.verb == "record":
         return _record(settings, options)
     return _serve(settings)
@@ -134,18 +131,6 @@ def _validate(settings: ServiceSettings, *, is_offline: bool) -> int:
     return CLEAN
 
 
-def _reset(settings: ServiceSettings) -> int:
-    state = state_of(settings)
-    if state is None:
-        raise ConfigError(
-            "`server.state_file` or `kubernetes` must be given, got neither; without a state there "
-            "is no breaker to close"
-        )
-    state.request_reset(time.time())
-    sys.stdout.write("asked: the service closes the breaker within 5 s\n")
-    return CLEAN
-
-
 def _serve(settings: ServiceSettings) -> int:
     """Watch until SIGTERM or SIGINT; return within 10 s of it."""
     telemetry.configure_logging(logging.INFO)
@@ -159,23 +144,16 @@ def _serve(settings: ServiceSettings) -> int:
     except BackendUnavailable as error:
         # A monitor that starts before its Prometheus waits for it.
         logger.warning("queries_not_checked reason=%r", str(error)[:300])
-    server = settings.server
-    status = status_server(
-        server.host,
-        server.port,
-        service.shared.metrics,
-        is_healthy=service.is_healthy,
-        why_not_ready=service.why_not_ready,
-    )
+    pages = service.serve_pages()
     service.start()
-    logger.info("serving host=%s port=%d", server.host, status.port)
+    logger.info("serving host=%s port=%d", settings.server.host, pages.port)
     try:
-        # Not for long at a time: a signal that another thread took is noticed at the next turn.
+        # Python runs signal handlers only in this thread, so it wakes up twice a second.
         while not stop.wait(0.5):
             pass
     finally:
         begun = time.monotonic()
         service.stop()
-        status.close()
+        pages.close()
         logger.info("stopped seconds=%.1f", time.monotonic() - begun)
     return CLEAN

@@ -158,17 +158,6 @@ class ServiceConfig(Section):
     """A call that takes longer has failed."""
 
 
-class AlertConfig(Section):
-    """How long an alert stays."""
-
-    keep_firing_seconds: int = Field(default=900, ge=0)
-    """Time for which a machine must have been like its peers before its alert is resolved."""
-    telemetry_hold_seconds: int = Field(default=120, ge=0)
-    """The same for alerts about the measuring itself."""
-    max_age_seconds: int = Field(default=86_400, ge=60)
-    """Older alerts are resolved in any case; the same run never raises another one."""
-
-
 Range = Annotated[tuple[float, float], Field(strict=False)]
 """Lowest and highest value of a metric, in its unit."""
 
@@ -181,7 +170,6 @@ class MinderConfig(Section):
     denoise: DenoiseConfig = DenoiseConfig()
     detect: DetectConfig = DetectConfig()
     service: ServiceConfig = ServiceConfig()
-    alerts: AlertConfig = AlertConfig()
     limits: dict[str, Range] = Field(default_factory=dict)
     """Metric to its limits at this site, in place of those that the models were trained with: a
     model sees shares of the limits only, so it serves any hardware whose limits are right."""

@@ -87,7 +87,7 @@ def replay(
     """
     every = every or config.service.interval_seconds
     monitor = JobMonitor(frame.job, models, config, detector=detector)
-    book = AlertBook(config)
+    book = AlertBook(config.service.window_seconds)
     if not frame.num_seconds:
         return
     membership = Membership(frame, config)
@@ -100,11 +100,10 @@ def replay(
         if len(machines) < frame.num_machines:
             piece = piece.select(machines)
         result = monitor.call(piece, stages=stages, board=board)
-        alerts = [change.alert for change in book.update(now, result, machines)]
         alarms = tuple(
             Alarm(alert.machine, now, alert.kind, alert.metric)
-            for alert in alerts
-            if alert.state == "firing" and alert.kind in FAULT_KINDS
+            for alert in book.update(result, machines)
+            if not alert.ended and alert.kind in FAULT_KINDS
         )
         yield Call(now, result, alarms, time.perf_counter() - begun)
 

@@ -7,38 +7,19 @@ from __future__ import annotations
 
 import json
 import urllib.parse
-from typing import Any
-
-from pydantic import Field, model_validator
 
 from planish.base.errors import BackendUnavailable
 from planish.minder.act.alerts import Alert
 from planish.minder.service.http import AccessConfig, Deadline, HttpClient
 
-_REMOVED = ("send", "resend_seconds", "labels", "runbook_url", "dashboard_url")
-
 
 class AlertmanagerConfig(AccessConfig):
     """Where people see and silence alerts; without `url` nobody is asked."""
 
-    timeout_seconds: float = Field(default=10.0, gt=0.0)
-    """Limit of one request."""
     cluster: str = ""
     """Value of the label `cluster`; empty where Alertmanager serves only one cluster."""
     honour_silences: bool = True
     """Do nothing about an alert that is silenced, or that Alertmanager does not have."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_removed(cls, raw: Any) -> Any:
-        removed = [name for name in _REMOVED if isinstance(raw, dict) and name in raw]
-        if removed:
-            raise ValueError(
-                f"the keys {removed} must be removed, since the monitor no longer sends alerts "
-                "itself; load monitoring/rules/minder.yaml into Prometheus, which sends them, and "
-                "set labels and links there"
-            )
-        return raw
 
 
 class Alertmanager:
@@ -51,7 +32,7 @@ class Alertmanager:
             ConfigError: the address is not valid.
         """
         self.config = config
-        self._http = HttpClient(config, max_body_bytes=1 << 26)
+        self._http = HttpClient(config)
 
     def silence(self, alert: Alert, deadline: Deadline) -> str:
         """Return the id of a silence under which Alertmanager holds an alert; empty for none.
@@ -68,11 +49,7 @@ class Alertmanager:
             labels["cluster"] = self.config.cluster
         filters = [f"{name}={json.dumps(value)}" for name, value in labels.items()]
         query = urllib.parse.urlencode({"filter": filters}, doseq=True)
-        status, body = self._http.request(
-            "GET",
-            f"/api/v2/alerts?{query}",
-            deadline=deadline.sooner(self.config.timeout_seconds),
-        )
+        status, body = self._http.request("GET", f"/api/v2/alerts?{query}", deadline=deadline)
         try:
             if status != 200:
                 raise ValueError(f"status {status}")

@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from planish.base.errors import ConfigError
 from planish.minder.act.actor import Actor
 from planish.minder.act.alerts import Alert
+from planish.minder.act.kube import names
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.lease import Lease
 from planish.minder.act.kube.objects import JobInfo
@@ -127,18 +127,11 @@ def run_once(settings: ServiceSettings, name: str, *, end: int | None = None) ->
     return monitor.call(frame, started=job.started, stages=dict(job.stages), board=board)
 
 
-def state_of(
-    settings: ServiceSettings, part: Literal["jobs", "actor"] = "jobs"
-) -> StateStore | None:
-    """Return where a part of the state is kept: a file, else a ConfigMap, else nowhere."""
+def state_of(settings: ServiceSettings, cluster: Cluster | None) -> StateStore | None:
+    """Return where the state is kept: a file, else a ConfigMap, else nowhere."""
     if settings.server.state_file:
-        path = Path(settings.server.state_file)
-        return FileState(path if part == "jobs" else path.with_name(f"{path.name}.actor"))
-    if settings.kubernetes is not None:
-        config = settings.kubernetes
-        name = config.state_config_map if part == "jobs" else config.actor_config_map
-        return ConfigMapState(Cluster.connect(config), name)
-    return None
+        return FileState(Path(settings.server.state_file))
+    return None if cluster is None else ConfigMapState(cluster, names.STATE)
 
 
 def build(settings: ServiceSettings, stop: threading.Event | None = None) -> Service:
@@ -166,7 +159,7 @@ def build(settings: ServiceSettings, stop: threading.Event | None = None) -> Ser
         max_backoff_seconds=settings.server.max_backoff_seconds,
         stop=stop or threading.Event(),
     )
-    lease = None
+    cluster = lease = None
     if settings.kubernetes is not None:
         cluster = Cluster.connect(settings.kubernetes)
         if settings.server.leader_election:
@@ -202,7 +195,6 @@ def build(settings: ServiceSettings, stop: threading.Event | None = None) -> Ser
         jobs=jobs,
         source_of=source_of,
         probe=prometheus.now,
-        state=state_of(settings),
-        actor_state=state_of(settings, "actor"),
+        state=state_of(settings, cluster),
         lease=lease,
     )

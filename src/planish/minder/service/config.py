@@ -7,7 +7,7 @@ profile = "default"
 [[jobs]]              name = "pretrain", machines = [...]     without Kubernetes
 [kubernetes]          jobs are found there when the table exists
 [act] [alertmanager] [server]
-[detect] [preprocess] [denoise] [service] [alerts]            what is detected, and how
+[detect] [preprocess] [denoise] [service]     what is detected, and how
 [limits] [boards.NAME]                                        of metrics, for this hardware
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -24,7 +24,7 @@ from planish.base.config import Section, nearest, parse_section
 from planish.base.errors import ConfigError
 from planish.minder.act.config import ActConfig, KubernetesConfig
 from planish.minder.detect.config import MinderConfig, minder_config, read_settings
-from planish.minder.detect.metrics_table import METRICS, Aggregation, Kind, Metric, Transform
+from planish.minder.detect.metrics_table import METRICS, Aggregation, Kind, Metric
 from planish.minder.service.alertmanager import AlertmanagerConfig
 from planish.minder.service.prometheus import PrometheusConfig, check_source
 
@@ -93,10 +93,6 @@ class MetricConfig(Section):
     offset: float | None = None
     agg: Aggregation | None = None
     required: bool = False
-    limits: Annotated[tuple[float, float], Field(strict=False)] | Literal["fit"] | None = None
-    """Must be those that the models were trained with; those of the site stand in `limits`."""
-    transform: Transform | None = None
-    """Must be the one that the models were trained with."""
 
 
 @dataclass(frozen=True)
@@ -195,15 +191,7 @@ def _sources(minder: MinderConfig, raw: Mapping[str, Any]) -> dict[str, Metric]:
     for name in minder.detect.metrics:
         key, metric = f"metrics.{name}", METRICS[name]
         given = parse_section(MetricConfig, raw.get(name, {}), section=key)
-        limits = list(metric.limits) if metric.limits else "fit"
-        for field_name, trained in (("limits", limits), ("transform", metric.transform)):
-            value = getattr(given, field_name)
-            if value is not None and value != trained:
-                raise ConfigError(
-                    f"`{key}.{field_name}` must be {trained!r}, with which the models are trained, "
-                    f"got {value!r}; limits of this site stand in the table `limits`"
-                )
-        table = given.model_dump(exclude={"promql", "limits", "transform"})
+        table = given.model_dump(exclude={"promql"})
         changes = {key: value for key, value in table.items() if value not in (None, "")}
         if given.promql:
             changes["series"] = given.promql

@@ -1,4 +1,4 @@
-"""HTTP of the monitor: requests that end in time, and the three pages that it serves.
+"""Requests that end in time.
 
 The deadline of a request holds for the whole of it: a body that trickles in byte by byte is given
 up as well. Nothing is tried again here; callers know when that makes sense.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from pydantic import Field
 
 from planish.base.config import Section
 from planish.base.errors import BackendUnavailable, ConfigError
-from planish.base.pages import PageServer, StatusPage
-from planish.minder.service.own_metrics import OwnMetrics
 
 _BLOCK_BYTES = 1 << 18
 
@@ -64,9 +61,9 @@ class Deadline:
         Raises:
             BackendUnavailable: none are left, or the program ends.
         """
+        left = self.at - time.monotonic()
         if self.stop.is_set():
             raise BackendUnavailable("the monitor is being stopped", code="stopped")
-        left = self.at - time.monotonic()
         if left <= 0:
             raise BackendUnavailable("the time for this call is used up", code="timeout")
         return left
@@ -75,9 +72,7 @@ class Deadline:
 class HttpClient:
     """Connections to one server; several threads may use it."""
 
-    def __init__(
-        self, access: AccessConfig, *, connections: int = 4, max_body_bytes: int = 1 << 30
-    ) -> None:
+    def __init__(self, access: AccessConfig, *, connections: int = 4) -> None:
         """Take the address; the first request connects.
 
         Raises:
@@ -86,7 +81,6 @@ class HttpClient:
         import urllib3
 
         self._access = access
-        self._max_body_bytes = max_body_bytes
         if not access.url.startswith(("http://", "https://")):
             raise ConfigError(f"`url` must begin with http:// or https://, got {access.url!r}")
         if access.ca_file and not Path(access.ca_file).is_file():
@@ -96,24 +90,24 @@ class HttpClient:
         )
 
     def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        deadline: Deadline,
-        body: bytes | None = None,
-        content_type: str = "",
+        self, method: str, path: str, *, deadline: Deadline, form: str = ""
     ) -> tuple[int, bytes]:
         """Return status and body of one request; redirects are not followed.
 
+        Args:
+            method: of HTTP.
+            path: below the address, with its query.
+            deadline: for all of it.
+            form: encoded fields, sent as the body.
+
         Raises:
-            BackendUnavailable: no connection, no whole answer in time, or one that is too large.
+            BackendUnavailable: no connection, or no whole answer in time.
         """
         import urllib3
 
         headers = {"Accept": "application/json", **self._access.headers}
-        if content_type:
-            headers["Content-Type"] = content_type
+        if form:
+            headers["Content-Type"] = "application/x-www-form-urlencoded"
         if self._access.bearer_token_file:
             try:
                 token = Path(self._access.bearer_token_file).read_text("utf-8").strip()
@@ -127,7 +121,7 @@ class HttpClient:
             response = self._pool.request(
                 method,
                 self._access.url.rstrip("/") + path,
-                body=body,
+                body=form.encode() or None,
                 headers=headers,
                 timeout=urllib3.Timeout(connect=min(wait, 5.0), read=wait),
                 preload_content=False,
@@ -135,23 +129,9 @@ class HttpClient:
             )
             try:
                 pieces: list[bytes] = []
-                total = 0
                 while piece := response.read1(_BLOCK_BYTES):
                     pieces.append(piece)
-                    total += len(piece)
-                    if total > self._max_body_bytes:
-                        raise BackendUnavailable(
-                            f"`{self._access.url}` must answer with at most {self._max_body_bytes} "
-                            "bytes; look at fewer machines or a shorter window",
-                            code="too_large",
-                        )
                     deadline.left()
-                expected = response.headers.get("Content-Length", "")
-                if expected.isdigit() and total < int(expected):
-                    raise BackendUnavailable(
-                        f"`{self._access.url}` must send {expected} bytes, got {total}",
-                        code="invalid",
-                    )
                 return int(response.status), b"".join(pieces)
             except BaseException:
                 # The rest of this answer must not be read as the next one.
@@ -181,38 +161,3 @@ def _failure_code(error: Exception) -> str:
     if isinstance(error, OSError) or "aborted" in str(error).lower():
         return "connection"
     return "invalid"
-
-
-def status_server(
-    host: str,
-    port: int,
-    metrics: OwnMetrics,
-    *,
-    is_healthy: Callable[[], bool],
-    why_not_ready: Callable[[], str],
-) -> PageServer:
-    """Serve /healthz, /readyz and /metrics from now on; port 0 picks a free one.
-
-    Raises:
-        ConfigError: the address can not be listened on.
-    """
-
-    def probe(fault: str) -> StatusPage:
-        text = f"not ok: {fault}\n" if fault else "ok\n"
-        return StatusPage(503 if fault else 200, text.encode())
-
-    kind = "text/plain; version=0.0.4; charset=utf-8"
-    try:
-        return PageServer(
-            host,
-            port,
-            {
-                "/healthz": lambda _: probe("" if is_healthy() else "control tasks hang"),
-                "/readyz": lambda _: probe(why_not_ready()),
-                "/metrics": lambda _: StatusPage(200, metrics.text(), kind),
-            },
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"`server.host` and `server.port` must be free to listen on, got {host}:{port}: {error}"
-        ) from None

@@ -10,13 +10,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from planish.base.errors import BackendUnavailable, PlanishError
 from planish.minder.act.actor import ActionOutcome, Actor
-from planish.minder.act.alerts import Alert, AlertBook, Change
+from planish.minder.act.alerts import Alert, AlertBook
 from planish.minder.act.kube.objects import JobInfo
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.denoise import Denoiser, Models, restoration_error
@@ -150,7 +150,7 @@ class JobWatch:
         self._failures = 0
         self._ahead = time.time() - shared.clock()
         self._detector = WatchedDetector(shared.models, shared.config)
-        self.monitor, self.book = self._restored(state or {"alerts": {"open": [], "closed": []}})
+        self.monitor, self.book = self._restored(state or {"alerts": {"open": []}})
         self.last: Result | None = None
         """Result of the last call."""
         self.is_changed = False
@@ -160,16 +160,17 @@ class JobWatch:
 
     def _restored(self, state: Mapping[str, Any]) -> tuple[JobMonitor, AlertBook]:
         config, models, detector = self._shared.config, self._shared.models, self._detector
+        window = config.service.window_seconds
+        monitor = JobMonitor(self.job, models, config, detector=detector)
         try:
-            learnt = state.get("monitor")
-            if learnt is None:
-                monitor = JobMonitor(self.job, models, config, detector=detector)
-            else:
+            book = AlertBook.from_json(window, state["alerts"])
+            if "monitor" in state:
+                learnt = state["monitor"]
                 monitor = JobMonitor.from_json(learnt, models, config, detector=detector)
-            return monitor, AlertBook.from_json(config, state["alerts"])
+            return monitor, book
         except (PlanishError, KeyError, TypeError, ValueError, AttributeError) as error:
             logger.warning("state_of_job_lost job=%s reason=%r", self.job, str(error)[:200])
-        return JobMonitor(self.job, models, config, detector=detector), AlertBook(config)
+        return monitor, AlertBook(window)
 
     def now(self) -> float:
         """Return the time of Prometheus as last seen, carried on by our monotonic clock.
@@ -181,7 +182,7 @@ class JobWatch:
     def call(self) -> float:
         """Look at the job once, and return the seconds until the next call.
 
-        A failure resolves no alert and leads to no action; it is tried again soon.
+        A failure ends no alert and leads to no action; it is tried again soon.
         """
         begun = self._shared.clock()
         config = self._shared.config.service
@@ -238,33 +239,27 @@ class JobWatch:
         shared.has_succeeded.set()
 
     def _use(self, result: Result) -> None:
-        """Update metrics and alerts by the result of a call."""
-        metrics = self._shared.metrics
-        outcome = result.status if result.status in ("ok", "fault") else "skipped"
-        metrics.count("calls", self.job, outcome)
-        now = int(result.end or self.now())
-        changes = self.book.update(now, result, self.info.machines)
+        """Update metrics and alerts by the result of a call, and have the alerts acted upon."""
+        metrics, info = self._shared.metrics, self.info
+        metrics.count("calls", self.job, result.status if result.is_judged else "skipped")
+        changed = self.book.update(result, info.machines)
         self.last = result
-        metrics.called(result, now, self._detector.scores)
+        metrics.called(result, result.end or self.now(), self._detector.scores)
         if result.status == "ok" and not result.candidates:
             metrics.restored(self.job, self._detector.model_errors())
-        self._follow(changes, result)
+        metrics.alerts(self.job, info.namespace, info.machines, self.book.alerts())
+        self._follow(changed, result)
 
-    def _follow(self, changes: Sequence[Change], result: Result | None) -> None:
-        """Log changes of alerts, export them, and have the alerts acted upon."""
-        for change in changes:
-            alert = change.alert
-            if alert.is_active and not alert.run:
-                # The pipeline run that the machine works for, as far as labels name it.
-                pods = (p for p in self.info.pods if p.machine == alert.machine and p.run_id)
-                of = next(pods, self.info)
-                iteration = str(of.iteration) if of.run_id else ""
-                run = {"run_id": of.run_id, "stage": of.stage, "iteration": iteration}
-                self.book.link(alert.id, {name: value for name, value in run.items() if value})
-            logger.log(
-                logging.INFO if alert.state == "candidate" else logging.WARNING,
-                "alert state=%s name=%s job=%s machine=%s kind=%s metric=%s since=%d id=%s "
-                "reason=%r",
+    def _follow(self, changed: list[Alert], result: Result) -> None:
+        """Log alerts that began or ended, and let the actor take a step for each alert."""
+        self.is_changed |= bool(changed)
+        for alert in changed:
+            # The pipeline run that the machine works for, as far as labels name it.
+            pods = (p for p in self.info.pods if p.machine == alert.machine and p.run_id)
+            of = next(pods, self.info)
+            logger.warning(
+                "alert state=%s name=%s job=%s machine=%s kind=%s metric=%s since=%d id=%s run=%s "
+                "stage=%s iteration=%d reason=%r",
                 alert.state,
                 alert.name,
                 alert.job,
@@ -273,25 +268,22 @@ class JobWatch:
                 alert.metric,
                 int(alert.since),
                 alert.id,
-                alert.reason,
+                of.run_id,
+                of.stage,
+                of.iteration,
+                alert.ended,
             )
-        resolved = [change.alert for change in changes if change.alert.state == "resolved"]
-        self.is_changed |= any(change.alert.state != "candidate" for change in changes)
-        self._export_alerts()
-        if result is not None and self._shared.actor is not None:
-            for alert in [*self.book.alerts(self.job), *resolved]:
+        if self._shared.actor is not None:
+            for alert in [*self.book.alerts(), *(alert for alert in changed if alert.ended)]:
                 if self._shared.stop.is_set():
                     break
                 self._act(self._shared.actor, alert, result)
-            self._export_alerts()
 
     def _act(self, actor: Actor, alert: Alert, result: Result) -> None:
-        """Let the actor take one step for an alert."""
         # The result grows older while other jobs and alerts have their turn.
         outcome = actor.handle(alert, result, int(self.now()))
         if not outcome.has_changed:
             return
-        self.is_changed = True
         logger.info(
             "action alert=%s machine=%s action=%s result=%s detail=%r",
             alert.id,
@@ -304,26 +296,16 @@ class JobWatch:
             self._shared.count_action(outcome)
         if outcome.result == "blocked":
             self._shared.metrics.count("evictions_blocked")
-        if not alert.is_active:
-            return
-        if outcome.result == "done" and outcome.action in ("cordon", "evict"):
-            self.book.acted(alert.id, outcome.action)
-        elif outcome.is_suppressed:
-            self.book.suppressed(alert.id, outcome.detail or outcome.result)
 
     def end(self) -> None:
-        """Resolve everything, because the job has ended."""
+        """End all alerts, because the job has ended."""
         with self._shared.lock:
-            self._follow(self.book.end_job(self.job), self.last)
-            self._shared.metrics.end_job(self.job)
+            if self.last is not None:
+                self._follow(self.book.end(), self.last)
 
     def to_json(self) -> dict[str, Any]:
         """Return what a restarted process needs."""
-        return {
-            "info": {"namespace": self.info.namespace, "machines": list(self.info.machines)},
-            "monitor": self.monitor.to_json(),
-            "alerts": self.book.to_json(),
-        }
+        return {"monitor": self.monitor.to_json(), "alerts": self.book.to_json()}
 
     def _failed(self, error: BackendUnavailable) -> float:
         """Count a failed call; return the seconds until the next one."""
@@ -348,10 +330,4 @@ class JobWatch:
         with shared.lock:
             if not self.is_over:
                 shared.metrics.count("calls", self.job, "error")
-                self._follow(self.book.expire(self.job, int(self.now())), None)
         return pause
-
-    def _export_alerts(self) -> None:
-        active = [alert for alert in self.book.alerts(self.job) if alert.is_active]
-        info = self.info
-        self._shared.metrics.alerts(self.job, info.namespace, info.machines, active)

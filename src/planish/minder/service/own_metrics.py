@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from planish import __version__
@@ -51,7 +52,6 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
         "Mean squared error of the model in the last call that found every machine healthy.",
         ("job_name", "metric"),
     ),
-    "breaker_open": ("1 while actions are blocked until a human closes the breaker.", ()),
     "build_info": ("1, with the version of the monitor.", ("version", "python")),
 }
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -69,14 +69,10 @@ class OwnMetrics:
 
     def __init__(self) -> None:
         """Begin with nothing counted."""
-        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+        from prometheus_client import CollectorRegistry, Counter, Histogram
 
         self.registry: CollectorRegistry = CollectorRegistry()
-        self._lock = threading.Lock()
         make: dict[str, Any] = {"registry": self.registry, "namespace": "minder"}
-        self._gauges: dict[str, Any] = {
-            name: Gauge(name, text, labels, **make) for name, (text, labels) in _GAUGES.items()
-        }
         self._counters: dict[str, Any] = {
             name: Counter(name, text, labels, **make) for name, (text, labels) in _COUNTERS.items()
         }
@@ -87,16 +83,29 @@ class OwnMetrics:
             buckets=BUCKETS,
             **make,
         )
-        self._series: dict[str, dict[str, set[tuple[str, ...]]]] = {}
+        self._lock = threading.Lock()
+        self._gauges: dict[str, dict[str, _Levels]] = defaultdict(dict)
+        """Job, empty for none, to the gauges that it has."""
         self.set("build_info", 1.0, __version__, platform.python_version())
-        self.set("breaker_open", 0.0)
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Any]:
+        """Yield all gauges, for the registry."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        with self._lock:
+            for name, (text, labels) in _GAUGES.items():
+                family = GaugeMetricFamily(f"minder_{name}", text, labels=labels)
+                for gauges in self._gauges.values():
+                    for values, level in gauges.get(name, {}).items():
+                        family.add_metric(values, level)
+                yield family
 
     def text(self) -> bytes:
         """Return what `/metrics` answers."""
         from prometheus_client import generate_latest
 
-        with self._lock:
-            return generate_latest(self.registry)
+        return generate_latest(self.registry)
 
     def count(self, name: str, *labels: str) -> None:
         """Add 1 to a counter, named without `minder_` and `_total`."""
@@ -105,8 +114,8 @@ class OwnMetrics:
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge that belongs to no job, named without `minder_`."""
-        gauge = self._gauges[name]
-        (gauge.labels(*labels) if labels else gauge).set(value)
+        with self._lock:
+            self._gauges[""].setdefault(name, {})[labels] = value
 
     def took(self, stage: str, seconds: float) -> None:
         """Observe one stage of a call: pull, preprocess, denoise, detect or total."""
@@ -114,8 +123,7 @@ class OwnMetrics:
 
     def restored(self, job: str, errors: Mapping[str, float]) -> None:
         """Export how well the models restore what a healthy job measures now, by metric."""
-        with self._lock:
-            self._replace("model_recent_mse", job, _by_metric(job, errors))
+        self._replace(job, model_recent_mse=_by_metric(job, errors))
 
     def pulled(self, frame: Frame, intervals: Mapping[str, float]) -> None:
         """Export how complete the samples of a job are."""
@@ -123,63 +131,55 @@ class OwnMetrics:
             name: 1.0 - float(mask.mean()) if mask.size else 1.0
             for name, mask in frame.mask.items()
         }
-        with self._lock:
-            self._replace("missing_ratio", frame.job, _by_metric(frame.job, missing))
-            for name, seconds in intervals.items():
-                self.set("sample_interval_seconds", seconds, name)
+        self._replace(frame.job, missing_ratio=_by_metric(frame.job, missing))
+        for name, seconds in intervals.items():
+            self.set("sample_interval_seconds", seconds, name)
 
     def called(self, result: Result, now: float, scores: Mapping[str, Mapping[str, float]]) -> None:
         """Export the result of a call; `scores`: metric to machine to normal score."""
         job = result.job
         usable = dict.fromkeys(result.model_ids, 1.0) | dict.fromkeys(result.skipped, 0.0)
-        candidates: _Levels = {
-            (job, item.machine, item.metric): float(item.seconds) for item in result.candidates
-        }
         highest: _Levels = {}
         for metric, by_machine in scores.items():
             best = sorted(by_machine.items(), key=lambda pair: (-pair[1], pair[0]))[:TOP]
             highest |= {(job, machine, metric): score for machine, score in best}
-        with self._lock:
-            self._replace("last_success_timestamp_seconds", job, {(job,): now})
-            self._replace("silent_machines", job, {(job,): float(len(result.silent))})
-            self._replace("metric_usable", job, _by_metric(job, usable))
-            self._replace("machine_score", job, highest)
-            self._replace("candidate_seconds", job, candidates)
-            self._replace("clipped_ratio", job, _by_metric(job, result.clipped))
+        self._replace(
+            job,
+            last_success_timestamp_seconds={(job,): now},
+            silent_machines={(job,): float(len(result.silent))},
+            metric_usable=_by_metric(job, usable),
+            machine_score=highest,
+            candidate_seconds={
+                (job, item.machine, item.metric): float(item.seconds) for item in result.candidates
+            },
+            clipped_ratio=_by_metric(job, result.clipped),
+        )
         for metric, reason in result.skipped.items():
             self.count("metric_skipped", metric, reason)
 
     def alerts(
-        self, job: str, namespace: str, machines: tuple[str, ...], active: list[Alert]
+        self, job: str, namespace: str, machines: Sequence[str], alerts: Sequence[Alert]
     ) -> None:
         """Export which machines of a job have an open alert; the alerting rules read this."""
         levels: _Levels = {
             (job, namespace, machine, kind): 0.0 for machine in machines for kind in _MACHINE_KINDS
         }
-        for alert in active:
+        for alert in alerts:
             levels[job, namespace, alert.machine, alert.kind] = 1.0
-        with self._lock:
-            self._replace("machine_faulty", job, levels)
+        self._replace(job, machine_faulty=levels)
 
     def end_job(self, job: str) -> None:
         """Remove all series of a job."""
         with self._lock:
-            for name in list(self._series.get(job, {})):
-                self._replace(name, job, {})
-            self._series.pop(job, None)
-            for labels in list(self._counters["calls"]._metrics):
-                if labels[0] == job:
-                    self._counters["calls"].remove(*labels)
+            self._gauges.pop(job, None)
+        for labels in list(self._counters["calls"]._metrics):
+            if labels[0] == job:
+                self._counters["calls"].remove(*labels)
 
-    def _replace(self, name: str, job: str, levels: _Levels) -> None:
-        """Set the series of one job, and remove those that it no longer has."""
-        seen = self._series.setdefault(job, {}).setdefault(name, set())
-        gauge = self._gauges[name]
-        for labels in seen - levels.keys():
-            gauge.remove(*labels)
-        for labels, value in levels.items():
-            gauge.labels(*labels).set(value)
-        self._series[job][name] = set(levels)
+    def _replace(self, job: str, **gauges: _Levels) -> None:
+        """Set all series that one job has of some gauges."""
+        with self._lock:
+            self._gauges[job] |= gauges
 
 
 def _by_metric(job: str, values: Mapping[str, float]) -> _Levels:

@@ -32,6 +32,10 @@ REFUSED = ("401", "403")
 """Codes that the next try will not change."""
 MIN_RATE_SECONDS = 5
 """Range of a rate at one sample a second."""
+_MAX_POINTS = 11_000
+"""Points of one series in one answer; Prometheus gives no more."""
+_POST_OVER_BYTES = 2000
+"""Longer queries are sent by POST."""
 _AGGREGATIONS = {"mean": "avg", "min": "min", "max": "max", "sum": "sum"}
 _QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|`[^`]*`')
 _INNER = r"""[^(){}\[\]"'`]*"""
@@ -139,12 +143,8 @@ class PrometheusConfig(AccessConfig):
     """A call looks at seconds that are at least this old: samples need time to arrive."""
     late_seconds: int = Field(default=30, ge=0)
     """The next call asks again for this many seconds: some samples come late."""
-    max_points: int = Field(default=11_000, ge=2)
-    """Most points of one series in one answer; Prometheus gives no more."""
     max_samples: int = Field(default=600_000, ge=1)
     """Most samples of all series in one answer; longer spans are asked for in pieces."""
-    post_over_bytes: int = Field(default=2000, ge=0)
-    """Longer queries are sent by POST."""
     concurrency: int = Field(default=4, ge=1)
     """Queries of one call at the same time."""
     board_label: str = "modelName"
@@ -227,8 +227,7 @@ class Prometheus:
         Raises:
             BackendUnavailable: no valid answer in time.
         """
-        config = self.config
-        step = max(2, min(config.max_points, config.max_samples // max(1, series)))
+        step = max(2, min(_MAX_POINTS, self.config.max_samples // max(1, series)))
         pieces: dict[tuple[tuple[str, str], ...], list[Series]] = {}
         for low in range(start, end, step):
             fields = {
@@ -256,14 +255,8 @@ class Prometheus:
         try:
             seconds = max(1, int(deadline.left()))
             form = urllib.parse.urlencode({**fields, "timeout": f"{seconds}s"})
-            if len(form) + len(path) > self.config.post_over_bytes:
-                status, body = self._http.request(
-                    "POST",
-                    path,
-                    deadline=deadline,
-                    body=form.encode(),
-                    content_type="application/x-www-form-urlencoded",
-                )
+            if len(form) + len(path) > _POST_OVER_BYTES:
+                status, body = self._http.request("POST", path, deadline=deadline, form=form)
             else:
                 status, body = self._http.request("GET", f"{path}?{form}", deadline=deadline)
             return read(self._data(status, body))

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from multiprocessing.pool import ThreadPool
 
 import numpy as np
 
@@ -100,13 +98,14 @@ class Puller:
             first = max(start, int(kept.ts[-1]) + 1 - config.late_seconds)
         else:
             kept = None
-        new: dict[str, F32] = {}
 
-        def ask(source: Metric) -> None:
-            new[source.name] = self._metric(source, names, (first, end), deadline)
+        def ask(source: Metric) -> F32:
+            return self._metric(source, names, (first, end), deadline)
 
-        run_all([partial(ask, source) for source in self._sources.values()], config.concurrency)
-        values = {name: new[name] for name in self._sources}
+        # Its threads do not keep a process alive that wants to end.
+        with ThreadPool(config.concurrency) as pool:
+            new = pool.map(ask, self._sources.values(), chunksize=1)
+        values = dict(zip(self._sources, new, strict=True))
         if kept is not None:
             before = kept.select(names).slice(start, first).values
             values = {name: np.concatenate([before[name], values[name]]) for name in values}
@@ -299,31 +298,3 @@ def _on_grid(series: Series, span: tuple[int, int]) -> F64:
     inside = (rows >= 0) & (rows < len(column))
     column[rows[inside]] = series.values[inside]
     return column
-
-
-def run_all(tasks: Sequence[Callable[[], Any]], workers: int) -> None:
-    """Run tasks in some threads; the first failure is raised when all threads have ended.
-
-    The threads do not keep a process alive that wants to end, unlike those of a thread pool.
-    """
-    waiting = list(reversed(tasks))
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        while waiting and not failures:
-            try:
-                task = waiting.pop()
-            except IndexError:
-                return
-            try:
-                task()
-            except BaseException as error:
-                failures.append(error)
-
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(workers, len(tasks)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planish.base.errors import PlanishError
-from planish.minder.act.kube.lease import Lease
+from planish.base.errors import ConfigError, PlanishError
+from planish.base.pages import PageServer, StatusPage
+from planish.minder.act.kube.lease import LEASE_SECONDS, Lease
 from planish.minder.act.kube.objects import JobInfo
 from planish.minder.service.config import ServiceSettings
 from planish.minder.service.http import Deadline
 from planish.minder.service.job import JobWatch, Shared
 from planish.minder.service.pull import Puller
-from planish.minder.service.state import StateStore, fit_jobs, load_state, save_state
+from planish.minder.service.state import StateStore, load_jobs, save_jobs
 
 logger = logging.getLogger(__name__)
 
@@ -81,17 +83,26 @@ class TaskSchedule:
     def next_due(self) -> float:
         """Return when the next task is due; infinity when there is none."""
         with self._changed:
-            return self._next()[1]
+            return min((t.due for t in self._tasks.values() if not t.is_running), default=math.inf)
 
-    def run_next(self) -> bool:
-        """Do the next task now, whenever it is due; return whether there was one."""
+    def run_next(self, *, by: float = math.inf) -> bool:
+        """Do the next task now if it is due by then; return whether there was one."""
         with self._changed:
-            name, _ = self._next()
-            if not name:
+            waiting = [(t.due, n) for n, t in self._tasks.items() if not t.is_running]
+            due, name = min(waiting, default=(math.inf, ""))
+            if not name or due > by:
                 return False
             task = self._tasks[name]
             task.is_running = True
-        self._do(name, task)
+        try:
+            pause = task.action()
+        except Exception:
+            # A failure in one job, or a bug, must not end the watch over all others.
+            logger.exception("task_failed name=%s", name)
+            pause = _RETRY_SECONDS
+        with self._changed:
+            task.due, task.is_running = self._clock() + max(0.0, pause), False
+            self._changed.notify_all()
         return True
 
     def start(self, threads: int, name: str) -> None:
@@ -111,36 +122,13 @@ class TaskSchedule:
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _next(self) -> tuple[str, float]:
-        waiting = [(task.due, name) for name, task in self._tasks.items() if not task.is_running]
-        due, name = min(waiting, default=(float("inf"), ""))
-        return name, due
-
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                if self._is_stopped:
-                    return
-                name, due = self._next()
-                left = due - self._clock()
-                if left > 0:
-                    self._changed.wait(None if left == float("inf") else left)
-                    continue
-                task = self._tasks[name]
-                task.is_running = True
-            self._do(name, task)
-
-    def _do(self, name: str, task: _Task) -> None:
-        try:
-            pause = task.action()
-        except Exception:
-            # A failure in one job, or a bug, must not end the watch over all others.
-            logger.exception("task_failed name=%s", name)
-            pause = _RETRY_SECONDS
-        with self._changed:
-            task.due = self._clock() + max(0.0, pause)
-            task.is_running = False
-            self._changed.notify_all()
+        while not self._is_stopped:
+            if not self.run_next(by=self._clock()):
+                with self._changed:
+                    left = self.next_due() - self._clock()
+                    if left > 0 and not self._is_stopped:
+                        self._changed.wait(min(left, threading.TIMEOUT_MAX))
 
 
 class Service:
@@ -155,7 +143,6 @@ class Service:
         source_of: Callable[[JobInfo], Puller],
         probe: Callable[[Deadline], object] = lambda deadline: None,
         state: StateStore | None = None,
-        actor_state: StateStore | None = None,
         lease: Lease | None = None,
     ) -> None:
         """Begin with nothing watched.
@@ -167,13 +154,11 @@ class Service:
             source_of: gives the frames of a job.
             probe: makes the service ready when it returns; raises `PlanishError` otherwise.
             state: keeps the state of the jobs; None: nothing is kept.
-            actor_state: the same for the actor.
             lease: chooses one of several replicas; None: this is the only one.
         """
         self.settings, self.shared = settings, shared
         self._jobs, self._source_of, self._probe = jobs, source_of, probe
-        self._state, self._actor_state = state, actor_state
-        self._lease = lease
+        self._state, self._lease = state, lease
         self.calls = TaskSchedule(shared.clock)
         self.control = TaskSchedule(shared.clock)
         self.watches: dict[str, JobWatch] = {}
@@ -220,6 +205,32 @@ class Service:
         if self._lease is not None:
             self._lease.release()
 
+    def serve_pages(self) -> PageServer:
+        """Serve /healthz, /readyz and /metrics from now on; port 0 picks a free one.
+
+        Raises:
+            ConfigError: the address can not be listened on.
+        """
+
+        def probe(fault: str) -> StatusPage:
+            text = f"not ok: {fault}\n" if fault else "ok\n"
+            return StatusPage(503 if fault else 200, text.encode())
+
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        host, port = self.settings.server.host, self.settings.server.port
+        pages = {
+            "/healthz": lambda _: probe("" if self.is_healthy() else "control tasks hang"),
+            "/readyz": lambda _: probe(self.why_not_ready()),
+            "/metrics": lambda _: StatusPage(200, self.shared.metrics.text(), kind),
+        }
+        try:
+            return PageServer(host, port, pages)
+        except OSError as error:
+            raise ConfigError(
+                "`server.host` and `server.port` must be free to listen on, got "
+                f"{host}:{port}: {error}"
+            ) from None
+
     def is_healthy(self) -> bool:
         """Tell whether the control tasks go on."""
         return self.shared.clock() - self._last_tick < _HUNG_SECONDS
@@ -257,8 +268,7 @@ class Service:
                     # The other replica goes on; its state is read when this one leads again.
                     self._earlier = None
             self.control.add("discover", self._discover)
-        kubernetes = self.settings.kubernetes
-        return max(1.0, (kubernetes.lease_seconds if kubernetes else 15) / 3)
+        return LEASE_SECONDS / 3
 
     def _discover(self) -> float:
         """Find the jobs; watch new ones, end those that are missing."""
@@ -273,8 +283,9 @@ class Service:
             logger.warning("jobs_not_found reason=%r", str(error)[:300])
             return min(pause, 10.0)
         with self._lock:
-            earlier = self._load() if self._earlier is None else self._earlier
-            self._earlier = earlier
+            if self._earlier is None:
+                self._earlier = load_jobs(self._state)
+            earlier = self._earlier
             for key, info in jobs.items():
                 self._missed.pop(key, None)
                 if key in self.watches:
@@ -318,50 +329,23 @@ class Service:
         return _RECONCILE_SECONDS
 
     def _keep(self) -> float:
-        """Save what must not be lost, and close the breaker when an operator asked for it."""
+        """Save what must not be lost."""
         self._last_tick = self.shared.clock()
-        if not self._leads():
-            return _TICK_SECONDS
-        actor = self.shared.actor
-        if actor is not None:
-            try:
-                asked = self._state.take_reset() if self._state is not None else 0.0
-            except PlanishError as error:
-                logger.warning("reset_not_read reason=%r", str(error)[:200])
-                asked = 0.0
-            if asked:
+        if self._leads():
+            changed = any(watch.is_changed for watch in list(self.watches.values()))
+            if changed or self.shared.clock() - self._last_save >= _SAVE_SECONDS:
                 with self.shared.lock:
-                    actor.close_breaker(asked)
-                logger.warning("breaker_closed asked=%d", int(asked))
-            self.shared.metrics.set("breaker_open", float(actor.breaker.is_open))
-        changed = any(watch.is_changed for watch in list(self.watches.values()))
-        if changed or self.shared.clock() - self._last_save >= _SAVE_SECONDS:
-            with self.shared.lock:
-                self._save()
+                    self._save()
         return _TICK_SECONDS
-
-    def _load(self) -> dict[str, Any]:
-        """Return the jobs of an earlier process; the actor continues from its own state."""
-        state = load_state(self._actor_state)
-        if self.shared.actor is not None and state:
-            try:
-                self.shared.actor.load(state)
-            except (PlanishError, KeyError, TypeError, ValueError, AttributeError) as error:
-                logger.warning("state_of_actor_lost reason=%r", str(error)[:200])
-        return dict(load_state(self._state).get("jobs", {}))
 
     def _save(self) -> None:
         """Write the state; what fails is tried again with the next save."""
         self._last_save = self.shared.clock()
         if self._earlier is None:
             return
-        if self.shared.actor is not None:
-            save_state(self._actor_state, self.shared.actor.to_json())
         watches = dict(self.watches)
         # A job that has not been found again yet keeps what is known of it.
         jobs = {**self._earlier, **{key: watch.to_json() for key, watch in watches.items()}}
-        if self._state is not None:
-            jobs = fit_jobs(jobs, self._state.max_bytes)
-        if save_state(self._state, {"jobs": jobs}):
+        if save_jobs(self._state, jobs):
             for watch in watches.values():
                 watch.is_changed = False

@@ -13,14 +13,13 @@ from planish.base.errors import ClusterError
 from planish.minder.act.actor import Actor
 from planish.minder.act.alerts import Alert
 from planish.minder.act.config import ActConfig, KubernetesConfig
-from planish.minder.act.drain import Evictions, change_node, evict_round, release_change
+from planish.minder.act.drain import Evictions, change_node, evict_round, release
 from planish.minder.act.kube import names
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.objects import NodeInfo, PodInfo, job_selector
 from planish.minder.detect.result import Result
 
 POD = PodInfo("p", "team", "u", "n1", "job", "Running")
-CONFIG = ActConfig()
 
 
 class FakeServer:
@@ -39,6 +38,7 @@ class FakeServer:
                 status = fake.statuses.pop(0) if len(fake.statuses) > 1 else fake.statuses[0]
                 body = b"{" if status == 299 else json.dumps({"metadata": {"name": "n1"}}).encode()
                 self.send_response(200 if status == 299 else status)
+                self.send_header("Content-Type", "application/json")
                 for name, value in fake.headers.items():
                     self.send_header(name, value)
                 self.send_header("Content-Length", str(len(body)))
@@ -64,8 +64,8 @@ class FakeServer:
         }
         path = folder / "kubeconfig"
         path.write_text(json.dumps(config))
-        settings = KubernetesConfig(kubeconfig=str(path), request_timeout_seconds=60.0)
-        self.cluster = Cluster.connect(settings)
+        self.cluster = Cluster.connect(KubernetesConfig(kubeconfig=str(path)))
+        self.cluster.kube.request_seconds = 60.0
 
     def stop(self):
         self.server.shutdown()
@@ -80,8 +80,8 @@ def fake(tmp_path):
     server.stop()
 
 
-def round_at(fake, state, now, **options):
-    return evict_round(fake.cluster, [POD], state, now=now, config=CONFIG, **options)
+def round_at(fake, state, now):
+    return evict_round(fake.cluster, [POD], state, now)
 
 
 def test_a_budget_is_asked_again_after_5_10_20_40_and_60_seconds_until_15_minutes(fake):
@@ -97,7 +97,7 @@ def test_a_budget_is_asked_again_after_5_10_20_40_and_60_seconds_until_15_minute
         assert done.num_waiting == 1
     assert asked == [0, 5, 15, 35, *range(75, 916, 60)]
     assert second == 915
-    assert (state.given_up, state.attempts) == (["u"], {})
+    assert (state.given_up, state.attempts) == ({"u"}, {})
     # Given up for good.
     assert round_at(fake, state, 5000.0).num_waiting == 0
     assert len(fake.requests) == len(asked)
@@ -143,27 +143,23 @@ def test_a_patch_is_tried_three_times_against_others(fake, statuses, tries):
         return change_node(fake.cluster, node, lambda _: {"spec": {}})
 
     if statuses[-1] == 200 and len(statuses) <= 3:
-        assert ask().name == "n1"
+        assert ask()
     else:
         with pytest.raises(ClusterError):
             ask()
     assert sum(method == "PATCH" for method, _, _ in fake.requests) == tries
 
 
-def test_a_server_that_fails_opens_the_breaker_and_one_that_refuses_does_not(fake):
-    actor = Actor(fake.cluster, ActConfig(mode="evict", dry_run=False), clock=lambda: 1000.0)
-    alert = Alert("a", "team/job", "n1", "dissimilar", "cpu_usage", "firing", 500.0, 900.0)
+def test_a_server_that_fails_is_told_once_and_nothing_is_done(fake):
+    actor = Actor(fake.cluster, ActConfig(mode="evict", dry_run=False))
+    alert = Alert("a", "team/job", "n1", "dissimilar", "cpu_usage", 500.0, 900.0)
     result = Result("team/job", "fault", 0, 1000, 4, "default", 1.35, "euclidean")
-    fake.statuses = [404]
-    for _ in range(10):
-        with pytest.raises(ClusterError):
-            fake.cluster.node("n1")
-    assert not actor.breaker.is_open
     fake.statuses = [503]
-    outcomes = [actor.handle(alert, result, 1000 + second) for second in range(12)]
-    assert {outcome.result for outcome in outcomes} == {"failed"}
-    assert [outcome.has_changed for outcome in outcomes] == [True] + [False] * 11
-    assert "requests to the API server failed in 300 s" in actor.breaker.reason
+    outcomes = [actor.handle(alert, result, 1000 + second) for second in range(3)]
+    assert [(one.result, one.has_changed) for one in outcomes] == [
+        *(("failed", True), ("failed", False), ("failed", False)),
+    ]
+    assert {method for method, _, _ in fake.requests} == {"GET"}
 
 
 def test_only_pods_that_belong_to_a_job_and_live_are_asked_for(fake):
@@ -180,29 +176,18 @@ def test_only_pods_that_belong_to_a_job_and_live_are_asked_for(fake):
     assert {tuple(query.get("fieldSelector", ())) for query in queries} == {(live,)}
 
 
-def test_no_pods_are_asked_for_while_a_machine_is_only_a_candidate(fake):
-    actor = Actor(fake.cluster, ActConfig(mode="evict"), clock=lambda: 1000.0)
-    alert = Alert("a", "team/job", "n1", "dissimilar", "cpu_usage", "candidate", 900.0, 950.0)
-    result = Result("team/job", "ok", 0, 1000, 4, "default", 1.35, "euclidean")
-    assert actor.handle(alert, result, 1000).result == "none"
-    asked = [path for method, path, _ in fake.requests if method == "GET"]
-    assert asked == ["/api/v1/nodes/n1"]
-
-
-def test_an_answer_that_is_no_json_and_a_server_that_is_gone_are_failures(fake):
-    heard = []
-    fake.cluster.listener = heard.append
+def test_an_answer_that_is_no_json_is_a_failure(fake):
     fake.statuses = [299]
-    with pytest.raises(ClusterError, match=r"must answer read_node within 60 s, got JSONDecode"):
+    with pytest.raises(ClusterError, match=r"must answer `read node` within 60 s, got JSONDecode"):
         fake.cluster.node("n1")
-    fake.server.server_close()
-    assert heard == [False]
 
 
-def test_a_human_who_uncordons_keeps_the_taints_of_others():
+def test_a_human_who_uncordons_keeps_the_taints_of_others(fake):
     taints = ({"key": names.FAULTY_TAINT}, {"key": "other"})
-    node = NodeInfo("n", "u", "1", False, annotations={names.ALERT_ID: "a"}, taints=taints)
-    change = release_change(node)
+    ours = {names.CORDONED_BY: "minder", names.ALERT_ID: "a"}
+    release(fake.cluster, NodeInfo("n", "u", "1", annotations=ours, taints=taints))
+    change = json.loads(fake.requests[0][2])
     assert change["spec"] == {"taints": [{"key": "other"}]}
     cleared = dict.fromkeys(names.OWNED, None)
     assert change["metadata"]["annotations"] == {**cleared, names.MANUAL_UNCORDON: "a"}
+    assert change["metadata"]["resourceVersion"] == "1"

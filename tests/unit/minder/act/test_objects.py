@@ -11,12 +11,10 @@ from planish.base.errors import ConfigError
 from planish.minder.act.config import ActConfig, KubernetesConfig
 from planish.minder.act.kube import names
 from planish.minder.act.kube.objects import (
-    amounts,
     group_jobs,
     parse_node,
     parse_pod,
     pods_on,
-    requests_of,
     unix_seconds,
 )
 
@@ -285,30 +283,15 @@ def test_daemons_and_mirrors_are_never_evicted():
     assert parse_pod(raw_pod(), CONFIG).is_evictable
 
 
-def test_requests_are_summed_and_limits_stand_in_for_them():
-    spec = {
-        "containers": [
-            {"resources": {"requests": {"cpu": "500m", "memory": "1Gi"}}},
-            {"resources": {"limits": {"cpu": "1", "nvidia.com/gpu": 8}}},
-        ],
-        "initContainers": [{"resources": {"requests": {"cpu": "4", "memory": "1Mi"}}}],
-    }
-    assert requests_of(spec) == {"pods": 1.0, "cpu": 4.0, "memory": 2.0**30, "nvidia.com/gpu": 8.0}
-    assert amounts({"cpu": "abc", "memory": "1500Ki"}) == {"memory": 1_536_000.0}
-
-
-def test_a_node_tells_room_readiness_and_marks():
+def test_a_node_tells_room_and_marks():
     raw = {
         "metadata": {"name": "n", "resourceVersion": "9", "annotations": {"a": "b"}},
         "spec": {"unschedulable": True, "taints": [{"key": "k", "effect": "NoSchedule"}]},
-        "status": {
-            "allocatable": {"cpu": "2"},
-            "conditions": [{"type": "Ready", "status": "Unknown"}],
-        },
+        "status": {"allocatable": {"cpu": "2"}},
     }
     node = parse_node(raw)
-    assert (node.version, node.is_unschedulable, node.is_ready) == ("9", True, False)
-    assert (node.allocatable, node.annotations) == ({"cpu": 2.0}, {"a": "b"})
+    assert (node.version, node.is_unschedulable) == ("9", True)
+    assert (node.allocatable, node.annotations) == ({"cpu": "2"}, {"a": "b"})
 
 
 def test_the_pods_of_a_machine_are_those_of_all_roles_that_have_not_ended():
@@ -331,4 +314,4 @@ def test_settings_refuse_what_can_not_be():
     with pytest.raises(ConfigError, match="mode"):
         parse_section(ActConfig, {"mode": "destroy"}, section="act")
     quiet = ActConfig()
-    assert (quiet.mode, quiet.dry_run, quiet.recheck) == ("observe", True, True)
+    assert (quiet.mode, quiet.dry_run) == ("observe", True)

@@ -12,7 +12,7 @@ from planish.minder.service.alertmanager import Alertmanager, AlertmanagerConfig
 from planish.minder.service.http import Deadline
 from tests.servers.scripted_http import Reply, ScriptedServer
 
-ALERT = Alert("0f", "team/job", "node-3", "dissimilar", "cpu_usage", "firing", 1000.0, 1300.0)
+ALERT = Alert("0f", "team/job", "node-3", "dissimilar", "cpu_usage", 1000.0, 1300.0)
 MINE = {"alertname": "MinderFaultyMachine", "job_name": "team/job", "node": "node-3"}
 
 

@@ -21,7 +21,7 @@ NAMES = {
     "minder_metric_usable", "minder_metric_skipped_total", "minder_missing_ratio",
     "minder_silent_machines", "minder_sample_interval_seconds", "minder_clipped_ratio",
     "minder_model_info", "minder_model_mse", "minder_model_recent_mse",
-    "minder_actions_total", "minder_breaker_open",
+    "minder_actions_total",
     "minder_evictions_blocked_total", "minder_prometheus_errors_total",
     "minder_duplicate_series_total", "minder_build_info",
 }  # fmt: skip
@@ -47,7 +47,7 @@ def filled(count=8, job="job"):
     candidates = tuple(Candidate(m, "cpu_usage", 0, 120, 2.0) for m in machines[:5])
     scores = {name: {m: float(i) for i, m in enumerate(machines)} for name in PUBLISHED_ORDER}
     metrics.called(result(job, machines, candidates), 900.0, scores)
-    faulty = Alert("1", job, machines[0], "dissimilar", "cpu_usage", "firing", 0.0, 1.0)
+    faulty = Alert("1", job, machines[0], "dissimilar", "cpu_usage", 0.0, 1.0)
     metrics.alerts(job, "team", machines, [faulty])
     for stage in ("pull", "preprocess", "denoise", "detect", "total"):
         metrics.took(stage, 0.3)
@@ -87,9 +87,6 @@ def test_values_are_what_a_call_found():
     assert value(metrics, "minder_duplicate_series_total") == 3
     score = 'minder_machine_score{{job_name="job",metric="cpu_usage",node="node-000{}"}}'
     assert [value(metrics, score.format(i)) for i in (7, 6, 5, 4)] == [7.0, 6.0, 5.0, None]
-    assert value(metrics, "minder_breaker_open") == 0
-    metrics.set("breaker_open", 1.0)
-    assert value(metrics, "minder_breaker_open") == 1
 
 
 def test_series_of_a_job_go_with_it_and_those_of_others_stay():

@@ -158,13 +158,6 @@ def test_a_server_that_is_not_there_is_told_as_such():
     assert failure(asked(gone)).code == "connection"
 
 
-def test_too_large_an_answer_is_not_held_in_memory(scripted):
-    scripted.answer = lambda request: Reply(body=b" " * (1 << 20))
-    prometheus = asked(scripted)
-    prometheus._http._max_body_bytes = 1000
-    assert failure(prometheus).code == "too_large"
-
-
 def test_a_stopped_program_asks_nothing_more(scripted):
     stop = threading.Event()
     stop.set()

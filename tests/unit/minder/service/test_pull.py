@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from planish.base.errors import BackendUnavailable
 from planish.minder.detect.metrics_table import METRICS, Metric
 from planish.minder.service.http import Deadline
 from planish.minder.service.prometheus import PrometheusConfig, Series
-from planish.minder.service.pull import Puller, run_all
+from planish.minder.service.pull import Puller
 
 NAMES = ("a", "b", "c", "d")
 T0 = 1_000_000
@@ -236,11 +235,3 @@ def test_a_failure_of_one_query_keeps_what_was_known():
     recorded.query_range = ask
     assert pulled(one).num_seconds == 900
     assert one.seconds_pulled == 90
-
-
-def test_tasks_run_in_threads_and_the_first_failure_is_raised():
-    seen = Counter()
-    run_all([lambda i=i: seen.update([i]) for i in range(20)], 4)
-    assert seen == Counter(range(20))
-    with pytest.raises(ZeroDivisionError):
-        run_all([lambda: 1 / 0, lambda: None], 2)

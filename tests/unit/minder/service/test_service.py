@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import replace
 
 import pytest
-from kubernetes.client import ApiClient
 
-from planish.base.errors import BackendUnavailable, ClusterError
-from planish.minder.act.actor import ActionOutcome, Actor
-from planish.minder.act.config import ActConfig, KubernetesConfig
-from planish.minder.act.kube.cluster import Cluster
+from planish.base.errors import BackendUnavailable, ClusterError, ConfigError
+from planish.minder.act.actor import ActionOutcome
 from planish.minder.act.kube.objects import JobInfo, PodInfo
 from planish.minder.service.config import service_settings
 from planish.minder.service.job import JobWatch, Shared
 from planish.minder.service.service import Service, TaskSchedule
-from planish.minder.service.state import ConfigMapState, FileState
+from planish.minder.service.state import FileState, load_jobs, save_jobs
 from tests import pages
 from tests.benchmarks import minder_soak as day_of
 
@@ -30,10 +26,11 @@ class Recorder:
 
     def __init__(self, outcome=None):
         self.outcome = outcome
-        self.seen = []
+        self.seen, self.ages = [], []
 
     def handle(self, alert, result, now):
         self.seen.append((alert.machine, alert.state))
+        self.ages.append(now - result.end)
         if self.outcome is None or alert.state != "firing":
             return ActionOutcome("none", "none", "", False)
         return self.outcome
@@ -76,16 +73,21 @@ def metric(shared, line):
     return pages.samples(shared.metrics.text().decode()).get(line)
 
 
-def test_a_fault_is_told_once_acted_upon_and_resolved():
+def test_a_fault_is_told_once_acted_upon_and_resolved(caplog):
     clock = day_of.FastClock()
     heard = day_of.Heard(clock, ActionOutcome("cordon", "done", "x"))
     watch, clock, shared = watched(actor=heard)
     heard.clock = clock
+    pod = PodInfo("p", "ns", "u", "a-0", "a", "Running", run_id="r7", stage="train", iteration=3)
+    watch.info = replace(watch.info, pods=(pod,))
     run(watch, clock, FAULT + 480)
-    (alert,) = [a for a in watch.book.alerts() if a.is_active]
-    assert (alert.machine, alert.state, alert.action) == ("a-0", "acted", "cordon")
+    (alert,) = watch.book.alerts()
+    assert (alert.machine, alert.kind, alert.metric) == ("a-0", "dissimilar", "cpu_usage")
     assert abs(alert.since - FAULT) < 10
-    assert 247 <= alert.fired - alert.since <= 310
+    assert 247 <= heard.told[0][0] - alert.since <= 310
+    (line,) = [line for line in caplog.messages if line.startswith("alert state=firing")]
+    told = f"job=a machine=a-0 kind=dissimilar metric=cpu_usage since={alert.since:.0f}"
+    assert f"{told} id={alert.id} run=r7 stage=train iteration=3" in line
     faulty = 'minder_machine_faulty{job_name="a",kind="dissimilar",namespace="",node="a-0"}'
     assert metric(shared, faulty) == 1
     assert metric(shared, 'minder_actions_total{action="cordon",dry_run="true",result="done"}') == 1
@@ -93,14 +95,6 @@ def test_a_fault_is_told_once_acted_upon_and_resolved():
     assert [state for _, state, _ in heard.told] == ["firing", "resolved"]
     assert metric(shared, faulty) == 0
     assert {alert.machine for _, _, alert in heard.told} == {"a-0"}
-
-
-def test_what_suppresses_an_action_is_noted_with_its_reason():
-    actor = Recorder(ActionOutcome("cordon", "dry_run", "would cordon a-0"))
-    watch, clock, _ = watched(actor=actor)
-    run(watch, clock, FAULT + 400)
-    (alert,) = [a for a in watch.book.alerts() if a.is_active]
-    assert (alert.state, alert.reason) == ("suppressed", "would cordon a-0")
 
 
 def test_failures_are_tried_again_after_1_2_4_to_60_seconds_and_keep_alerts():
@@ -111,10 +105,7 @@ def test_failures_are_tried_again_after_1_2_4_to_60_seconds_and_keep_alerts():
     watch._source = Failing("down", "503")
     assert [watch.call() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert metric(shared, 'minder_calls_total{job_name="a",outcome="error"}') == 9
-    assert [a.machine for a in watch.book.alerts() if a.is_active] == ["a-0"]
-    clock.seconds += 86_400
-    watch.call()
-    assert [a for a in watch.book.alerts() if a.is_active] == []
+    assert [a.machine for a in watch.book.alerts()] == ["a-0"]
     watch._source = source
     assert watch.call() == 60
     assert watch._failures == 0
@@ -156,7 +147,7 @@ def test_nothing_is_asked_about_a_job_with_too_few_machines_to_compare():
     assert metric(shared, 'minder_calls_total{job_name="a",outcome="skipped"}') == 1
     assert watch.last.status == "too_few_machines"
     # The faulty machine has left the job.
-    assert [a for a in watch.book.alerts() if a.is_active] == []
+    assert watch.book.alerts() == []
 
 
 @pytest.mark.parametrize("code", ["401", "403"])
@@ -181,7 +172,7 @@ def test_a_call_that_takes_too_long_leaves_no_trace():
 
     watch._source.pull = slow
     assert watch.call() == 1.0
-    assert [a for a in watch.book.alerts() if a.is_active] == []
+    assert watch.book.alerts() == []
     assert metric(shared, 'minder_calls_total{job_name="a",outcome="error"}') == 1
 
 
@@ -193,18 +184,8 @@ def test_a_stopped_program_takes_nothing_in_and_does_not_act():
     clock.seconds = FAULT + 400
     shared.stop.set()
     watch.call()
-    assert [a for a in watch.book.alerts() if a.is_active] == []
+    assert watch.book.alerts() == []
     assert len(actor.seen) == seen
-
-
-def test_an_alert_carries_the_run_of_its_machine():
-    watch, clock, _ = watched()
-    pod = PodInfo("p", "ns", "u", "a-0", "a", "Running", run_id="r7", stage="train", iteration=3)
-    info = watch.info
-    watch.info = JobInfo(info.name, info.namespace, info.machines, pods=(pod,))
-    run(watch, clock, FAULT + 400)
-    (alert,) = [a for a in watch.book.alerts() if a.is_active]
-    assert alert.run == {"run_id": "r7", "stage": "train", "iteration": "3"}
 
 
 def test_a_restart_goes_on_where_it_was_and_damaged_state_is_not_used():
@@ -214,7 +195,7 @@ def test_a_restart_goes_on_where_it_was_and_damaged_state_is_not_used():
     assert again.book.alerts() == watch.book.alerts()
     clock.seconds += 1
     again.call()
-    assert [a.state for a in again.book.alerts() if a.is_active] == ["firing"]
+    assert [a.state for a in again.book.alerts()] == ["firing"]
     fresh = JobWatch(watch.info, watch._source, shared, {"monitor": 5, "alerts": {"open": [1]}})
     assert fresh.book.alerts() == []
 
@@ -282,10 +263,7 @@ def test_jobs_do_not_all_start_at_the_same_second():
     service = service_of(lambda: [JobInfo(f"j{i}", "", names) for i in range(20)], clock)
     service.prepare()
     play(service, clock, T0 + 0.001)
-    due = []
-    while service.calls.next_due() < float("inf"):
-        due.append(service.calls.next_due() - T0)
-        service.calls.remove(service.calls._next()[0])
+    due = [task.due - T0 for task in service.calls._tasks.values()]
     assert len(due) == 20
     assert 0 <= min(due) < 15
     assert 45 < max(due) <= 60
@@ -300,7 +278,7 @@ def test_a_new_process_reads_the_state_of_the_old_one_and_raises_nothing_twice(t
     first.prepare()
     play(first, clock, FAULT + 460)
     first.stop()
-    assert state.load()["jobs"]["a"]["alerts"]["open"][0]["machine"] == "a-0"
+    assert load_jobs(state)["a"]["alerts"]["open"][0]["machine"] == "a-0"
     second = service_of(day.jobs, clock, state, actor=heard)
     second.prepare()
     play(second, clock, FAULT + 2000)
@@ -320,7 +298,7 @@ def test_open_alerts_outlive_a_restart_where_the_baselines_do_not_fit(tmp_path):
     play(first, clock, FAULT + 460)
     first.stop()
     assert state.path.stat().st_size < 2500
-    saved = state.load()["jobs"]
+    saved = load_jobs(state)
     assert saved["a"]["alerts"]["open"][0]["machine"] == "a-0"
     assert "monitor" not in saved["a"]
     second = service_of(day.jobs, clock, state, actor=heard)
@@ -329,52 +307,6 @@ def test_open_alerts_outlive_a_restart_where_the_baselines_do_not_fit(tmp_path):
     assert [(state, a.machine) for _, state, a in heard.told] == [
         ("firing", "a-0"), ("resolved", "a-0"),
     ]  # fmt: skip
-
-
-def new_actor():
-    return Actor(Cluster(ApiClient(), KubernetesConfig()), ActConfig())
-
-
-def test_the_breaker_outlives_a_restart_where_the_state_of_the_jobs_can_not_be_saved(tmp_path):
-    clock = day_of.FastClock()
-    day = day_of.Day(clock, 3)
-    jobs, kept = FileState(tmp_path / "jobs"), FileState(tmp_path / "actor")
-    jobs.path.mkdir()
-    first, second = new_actor(), new_actor()
-    before = service_of(day.jobs, clock, jobs, actor=first, actor_state=kept)
-    before.prepare()
-    play(before, clock, T0 + 100)
-    first.breaker.open("too many machines", T0 + 100.0)
-    before.stop()
-    after = service_of(day.jobs, clock, jobs, actor=second, actor_state=kept)
-    after.prepare()
-    play(after, clock, T0 + 200)
-    assert (second.breaker.reason, second.breaker.opened) == ("too many machines", T0 + 100.0)
-
-
-def test_the_state_of_the_actor_is_bounded_and_keeps_the_breaker_and_the_newest(tmp_path):
-    number = 5000
-    detail = "it is not known whether a silence matches the alert: " + "x" * 200
-    outcome = {"action": "evict", "result": "refused", "detail": detail, "has_changed": True}
-    evictions = {"attempts": {}, "given_up": [f"{n:036d}" for n in range(8)], "num_evicted": 8}
-    memory = {"first_end": T0, "state": "firing", "last": outcome, "is_finished": True,
-              "has_opened": False, "evictions": evictions}  # fmt: skip
-    series = {"name": "n" * 200, "namespace": "default", "count": 3, "pending": 0}
-    one = new_actor()
-    one.load(
-        {
-            "breaker": {"reason": "too many machines", "opened": T0},
-            "taken": [{"time": T0, "job": "team/job", "node": "n1"}],
-            "alerts": {f"{n:016x}": {**memory, "handled": T0 + n} for n in range(number)},
-            "events": {f"Node//node-{n}/u/R": {**series, "written": T0 + n} for n in range(number)},
-        }
-    )
-    saved = one.to_json()
-    assert len(json.dumps(saved)) < ConfigMapState(one.cluster, "minder-actor").max_bytes
-    assert saved["breaker"]["reason"] == "too many machines"
-    assert saved["taken"] == [{"time": T0, "job": "team/job", "node": "n1"}]
-    assert f"{number - 1:016x}" in saved["alerts"]
-    assert f"Node//node-{number - 1}/u/R" in saved["events"]
 
 
 class Election:
@@ -428,15 +360,55 @@ def test_a_clock_of_this_machine_that_jumps_changes_nothing(monkeypatch):
 
 def test_state_that_is_damaged_or_of_another_kind_is_none(tmp_path):
     state = FileState(tmp_path / "deep" / "state.json")
-    assert state.load() == {}
-    state.save({"jobs": {"a": 1}})
-    assert state.load() == {"jobs": {"a": 1}}
+    assert load_jobs(state) == {}
+    assert save_jobs(state, {"a": {"monitor": 1}})
+    assert load_jobs(state) == {"a": {"monitor": 1}}
     assert [path.name for path in state.path.parent.iterdir()] == ["state.json"]
     for text in (b"{", b"[]", b'{"jobs": 3}', b"\xff"):
         state.path.write_bytes(text)
-        assert state.load() == {}
-    state.request_reset(12.0)
-    assert (state.take_reset(), state.take_reset()) == (12.0, 0.0)
+        assert load_jobs(state) == {}
+
+
+def test_probes_tell_health_and_readiness_and_metrics_are_text():
+    clock = day_of.FastClock()
+    service = service_of(list, clock)
+    service.settings = settings(host="127.0.0.1", port=0)
+    server = service.serve_pages()
+
+    def get(path):
+        return pages.get(f"http://127.0.0.1:{server.port}{path}")
+
+    try:
+        assert get("/healthz") == (200, "ok\n")
+        assert get("/readyz") == (503, "not ok: no query has been answered yet\n")
+        service.shared.has_succeeded.set()
+        clock.seconds += 3600
+        assert get("/healthz")[0] == 503
+        assert get("/readyz?verbose=1") == (200, "ok\n")
+        assert "minder_build_info{" in get("/metrics")[1]
+        assert get("/other")[0] == 404
+        service.settings = settings(host="127.0.0.1", port=server.port)
+        with pytest.raises(ConfigError, match=r"server.port"):
+            service.serve_pages()
+    finally:
+        server.close()
+
+
+def test_an_actor_is_told_how_old_a_result_has_become_while_it_was_worked_out():
+    actor = Recorder()
+    watch, clock, _ = watched(actor=actor)
+    run(watch, clock, FAULT + 400)
+    look = watch.monitor.call
+
+    def slow(*arguments, **options):
+        result = look(*arguments, **options)
+        clock.seconds += 200
+        return result
+
+    watch.monitor.call = slow
+    actor.ages.clear()
+    watch.call()
+    assert actor.ages == [200]
 
 
 def test_a_task_is_never_done_twice_at_the_same_time_and_a_failure_ends_no_other():

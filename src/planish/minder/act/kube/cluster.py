@@ -1,18 +1,11 @@
-"""The Kubernetes API server, as far as the monitor needs it.
-
-Every request goes through `Cluster.call`, which counts it for the breaker and turns the errors of
-the client library into `ClusterError`. Nothing here decides anything.
-"""
+"""What the monitor reads from Kubernetes and changes there. Nothing here decides anything."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
-from planish.base.errors import ClusterError, ConfigError
 from planish.minder.act.config import KubernetesConfig, Mode
 from planish.minder.act.kube import names
 from planish.minder.act.kube.objects import (
@@ -25,27 +18,21 @@ from planish.minder.act.kube.objects import (
     job_selector,
     parse_node,
     parse_pod,
-    requests_of,
 )
+from planish.run.kube import Kube, own_namespace
 
-NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 LIVE = ",".join(f"status.phase!={phase}" for phase in ENDED)
 """Field selector: workflows leave many pods that have ended."""
+_REQUEST_SECONDS = 10.0
 
 
 class Cluster:
-    """One API server under one account."""
+    """One API server under one account. A failed request is not repeated: the next call is."""
 
-    def __init__(self, client: Any, config: KubernetesConfig) -> None:
-        """Use a client of `kubernetes` that is already configured."""
-        from kubernetes.client import CoordinationV1Api, CoreV1Api, CustomObjectsApi
-
-        self.config = config
-        self.core = CoreV1Api(client)
-        self.coordination = CoordinationV1Api(client)
-        self._custom = CustomObjectsApi(client)
-        self.listener: Callable[[bool], None] = lambda succeeded: None
-        """Called after every request with whether the API server did its part."""
+    def __init__(self, kube: Kube, config: KubernetesConfig) -> None:
+        """Use a client whose namespace is that of lease and state."""
+        self.kube, self.config = kube, config
+        self.core, self.call = kube.core, kube.call
 
     @classmethod
     def connect(cls, config: KubernetesConfig) -> Cluster:
@@ -54,93 +41,13 @@ class Cluster:
         Raises:
             ConfigError: no such kubeconfig, or no service account.
         """
-        from kubernetes import client
-        from kubernetes.config import ConfigException, load_incluster_config, load_kube_config
-
-        class MergingClient(client.ApiClient):  # type: ignore[misc]
-            """Sends merge patches. The library would send lists of steps, which it names first."""
-
-            def select_header_content_type(self, content_types: list[str]) -> Any:
-                if "application/merge-patch+json" in content_types:
-                    return "application/merge-patch+json"
-                return super().select_header_content_type(content_types)
-
-        settings = client.Configuration()
-        settings.retries = 1
-        try:
-            if config.kubeconfig:
-                load_kube_config(config.kubeconfig, client_configuration=settings)
-            else:
-                load_incluster_config(client_configuration=settings)
-        except (ConfigException, OSError) as error:
-            raise ConfigError(
-                "the API server must be named by `kubernetes.kubeconfig` or by the service account "
-                f"of this pod, got {config.kubeconfig!r} ({error})"
-            ) from None
-        return cls(MergingClient(settings), config)
-
-    @property
-    def own_namespace(self) -> str:
-        """Namespace of lease and state."""
-        if self.config.own_namespace:
-            return self.config.own_namespace
-        return NAMESPACE_FILE.read_text("utf-8").strip() if NAMESPACE_FILE.exists() else "default"
-
-    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Send one request and return the JSON of the answer.
-
-        Raises:
-            ClusterError: refused or unanswered; `.status` is 0 without an answer.
-        """
-        from kubernetes.client import ApiException
-        from urllib3.exceptions import HTTPError
-
-        timeout = self.config.request_timeout_seconds
-        try:
-            answer = function(
-                *arguments, **options, _preload_content=False, _request_timeout=timeout
-            )
-            content = json.loads(answer.data)
-        except ApiException as error:
-            # A refusal is an answer; only failures of the server itself count for the breaker.
-            self.listener(0 < (error.status or 0) < 500)
-            reason = error.reason or "no answer"
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                reason = json.loads(error.body)["message"]
-            pause = str((error.headers or {}).get("Retry-After", ""))
-            raise ClusterError(
-                f"the API server refused {function.__name__}: {error.status} {reason}",
-                status=int(error.status or 0),
-                retry_after=float(pause) if pause.isdecimal() else 0.0,
-            ) from None
-        except (HTTPError, OSError, ValueError) as error:
-            self.listener(False)
-            raise ClusterError(
-                f"the API server must answer {function.__name__} within {timeout:g} s, got "
-                f"{type(error).__name__}: {error}"
-            ) from None
-        self.listener(True)
-        return content
-
-    def _pages(
-        self, function: Callable[..., Any], *arguments: Any, **options: Any
-    ) -> Iterator[Raw]:
-        """Yield the items of a list, page by page."""
-        options["limit"] = self.config.page_size
-        while True:
-            page = self.call(function, *arguments, **options)
-            yield from page.get("items") or ()
-            options["_continue"] = page.get("metadata", {}).get("continue")
-            if not options["_continue"]:
-                return
-
-    def _live_pods(self, namespaces: Sequence[str] = (), label: str = "") -> Iterator[Raw]:
-        """Yield the pods that have not ended, in some namespaces (none: in all), with a label."""
-        options = {"field_selector": LIVE, **({"label_selector": label} if label else {})}
-        if not namespaces:
-            yield from self._pages(self.core.list_pod_for_all_namespaces, **options)
-        for namespace in namespaces:
-            yield from self._pages(self.core.list_namespaced_pod, namespace, **options)
+        kube = Kube.connect(
+            config.kubeconfig,
+            namespace=config.own_namespace or own_namespace() or "default",
+            patience_seconds=0.0,
+            request_seconds=_REQUEST_SECONDS,
+        )
+        return cls(kube, config)
 
     def pods(self, namespace: str = "") -> list[PodInfo]:
         """Return the pods of jobs that have not ended, of one namespace or of all that count.
@@ -150,10 +57,17 @@ class Cluster:
         allowed = self.config.namespaces
         if namespace and allowed and namespace not in allowed:
             return []
-        namespaces = (namespace,) if namespace else allowed
+        wanted = (namespace,) if namespace else allowed
         pods: dict[str, PodInfo] = {}
         for label in self.config.job_labels:
-            for raw in self._live_pods(namespaces, job_selector(label)):
+            options = {"field_selector": LIVE, "label_selector": job_selector(label)}
+            if wanted:
+                pages = [
+                    self.kube.items(self.core.list_namespaced_pod, n, **options) for n in wanted
+                ]
+            else:
+                pages = [self.kube.items(self.core.list_pod_for_all_namespaces, **options)]
+            for raw in itertools.chain(*pages):
                 pod = parse_pod(raw, self.config)
                 if pod is not None:
                     pods[pod.uid] = pod
@@ -163,21 +77,9 @@ class Cluster:
         """Return all jobs that run now, one for each role, by key."""
         return group_jobs(self.pods())
 
-    def used(self) -> dict[str, dict[str, float]]:
-        """Return what the pods of each node request together: node to resource to amount."""
-        total: dict[str, dict[str, float]] = {}
-        for raw in self._live_pods():
-            node = raw.get("spec", {}).get("nodeName")
-            if not node:
-                continue
-            of_node = total.setdefault(node, {})
-            for name, amount in requests_of(raw["spec"]).items():
-                of_node[name] = of_node.get(name, 0.0) + amount
-        return total
-
     def nodes(self) -> list[NodeInfo]:
         """Return all nodes, by name."""
-        nodes = [parse_node(raw) for raw in self._pages(self.core.list_node)]
+        nodes = [parse_node(raw) for raw in self.kube.items(self.core.list_node)]
         return sorted(nodes, key=lambda node: node.name)
 
     def node(self, name: str) -> NodeInfo:
@@ -188,21 +90,20 @@ class Cluster:
         """
         return parse_node(self.call(self.core.read_node, name))
 
-    def patch_node(self, node: NodeInfo, change: Raw) -> NodeInfo:
+    def patch_node(self, node: NodeInfo, change: Raw) -> None:
         """Merge a change into a node, if it is still the version that was read.
 
         Raises:
             ClusterError: 409 when somebody else changed it first; 403 without the right.
         """
         metadata = {**change.get("metadata", {}), "resourceVersion": node.version}
-        body = {**change, "metadata": metadata}
-        return parse_node(self.call(self.core.patch_node, node.name, body))
+        self.call(self.core.patch_node, node.name, {**change, "metadata": metadata})
 
     def opted_in(self, namespace: str) -> Mode:
         """Return the strongest action that a namespace allows; `observe` without a valid label."""
         content = self.call(self.core.read_namespace, namespace)
-        value = (content["metadata"].get("labels") or {}).get(names.OPT_IN_LABEL, "observe")
-        allowed: dict[str, Mode] = {"cordon": "cordon", "evict": "evict"}
+        value = (content["metadata"].get("labels") or {}).get(names.OPT_IN_LABEL)
+        allowed: dict[str | None, Mode] = {"cordon": "cordon", "evict": "evict"}
         return allowed.get(value, "observe")
 
     def evict(self, pod: PodInfo) -> None:
@@ -223,29 +124,5 @@ class Cluster:
     def annotate_workflow(self, namespace: str, name: str, annotations: Mapping[str, str]) -> None:
         """Set annotations of a workflow of Argo, which is what a Kubeflow run is."""
         body = {"metadata": {"annotations": dict(annotations)}}
-        patch = self._custom.patch_namespaced_custom_object
+        patch = self.kube.custom.patch_namespaced_custom_object
         self.call(patch, "argoproj.io", "v1alpha1", namespace, "workflows", name, body)
-
-    def read_config_map(self, name: str) -> dict[str, str]:
-        """Return the data of a ConfigMap in the monitor's own namespace.
-
-        Raises:
-            ClusterError: 404 when it does not exist.
-        """
-        namespace = self.own_namespace
-        try:
-            content = self.call(self.core.read_namespaced_config_map, name, namespace)
-        except ClusterError as error:
-            if error.status != 404:
-                raise
-            raise ClusterError(
-                f"the ConfigMap {namespace}/{name} must exist, but does not; apply "
-                "manifests/base/minder",
-                status=404,
-            ) from None
-        return content.get("data") or {}
-
-    def patch_config_map(self, name: str, data: Mapping[str, str | None]) -> None:
-        """Change keys of a ConfigMap in the monitor's own namespace; None removes a key."""
-        patch = self.core.patch_namespaced_config_map
-        self.call(patch, name, self.own_namespace, {"data": dict(data)})

@@ -59,11 +59,6 @@ class PodInfo:
     """It has been asked to end already."""
     is_observed_only: bool = False
     """Its label forbids any action on its machine."""
-    requests: dict[str, float] = field(default_factory=dict)
-    """Resource to amount."""
-    selector: dict[str, str] = field(default_factory=dict)
-    """Labels that its node must have."""
-    tolerations: tuple[dict[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,11 +70,21 @@ class NodeInfo:
     version: str
     """resourceVersion; a patch succeeds only while the node still has it."""
     is_unschedulable: bool = False
-    is_ready: bool = True
     labels: dict[str, str] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
     taints: tuple[dict[str, str], ...] = ()
-    allocatable: dict[str, float] = field(default_factory=dict)
+    allocatable: dict[str, str] = field(default_factory=dict)
+    """Resource to a quantity of Kubernetes."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether its annotation says that the monitor cordoned it."""
+        return self.annotations.get(names.CORDONED_BY) == names.OWNER
+
+    @property
+    def was_uncordoned(self) -> bool:
+        """Whether a human has made it schedulable again after the monitor cordoned it."""
+        return self.is_ours and not self.is_unschedulable
 
 
 @dataclass(frozen=True)
@@ -200,8 +205,8 @@ def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
         job=str(labels[job_label]),
         phase=str(status.get("phase") or "Pending"),
         started=max(starts),
-        role=str(labels.get(config.role_label, role)),
-        pipeline_stage=str(labels.get(config.pipeline_stage_label, "")),
+        role=str(labels.get(names.ROLE_LABEL, role)),
+        pipeline_stage=str(labels.get(names.PIPELINE_STAGE_LABEL, "")),
         run_id=str(labels.get(names.RUN_ID_LABEL, "")),
         stage=str(labels.get(names.STAGE_LABEL, "")),
         iteration=_integer(labels.get(names.ITERATION_LABEL, graph and graph[1]), 0),
@@ -213,9 +218,6 @@ def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
         is_exempt=is_set(labels, names.EXEMPT),
         is_terminating=bool(metadata.get("deletionTimestamp")),
         is_observed_only=labels.get(names.OPT_IN_LABEL, default) == "observe",
-        requests=requests_of(spec),
-        selector=_texts(spec, "nodeSelector"),
-        tolerations=tuple(spec.get("tolerations") or ()),
     )
 
 
@@ -267,52 +269,16 @@ def _root_arguments(spec: Raw) -> Iterator[object]:
 def parse_node(raw: Raw) -> NodeInfo:
     """Return a node."""
     metadata, spec, status = _part(raw, "metadata"), _part(raw, "spec"), _part(raw, "status")
-    ready = [c.get("status") for c in status.get("conditions") or () if c.get("type") == "Ready"]
     return NodeInfo(
         name=str(metadata["name"]),
         uid=str(metadata.get("uid", "")),
         version=str(metadata.get("resourceVersion", "")),
         is_unschedulable=bool(spec.get("unschedulable")),
-        is_ready=ready == ["True"],
         labels=_texts(metadata, "labels"),
         annotations=_texts(metadata, "annotations"),
         taints=tuple(spec.get("taints") or ()),
-        allocatable=amounts(_part(status, "allocatable")),
+        allocatable=_texts(status, "allocatable"),
     )
-
-
-def requests_of(spec: Raw) -> dict[str, float]:
-    """Return what a pod requests, by resource; one place for a pod counts as a resource too."""
-    total: dict[str, float] = {"pods": 1.0}
-    for container in spec.get("containers") or ():
-        resources = _part(container, "resources")
-        # Kubernetes requests what has only a limit to the same amount.
-        wanted = {**_part(resources, "limits"), **_part(resources, "requests")}
-        for name, amount in amounts(wanted).items():
-            total[name] = total.get(name, 0.0) + amount
-    for container in spec.get("initContainers") or ():
-        requested = amounts(_part(_part(container, "resources"), "requests"))
-        for name, amount in requested.items():
-            total[name] = max(total.get(name, 0.0), amount)
-    return total
-
-
-def amounts(quantities: Raw) -> dict[str, float]:
-    """Return quantities as numbers, without those that are no quantities.
-
-    Example:
-        >>> amounts({"cpu": "500m", "memory": "1Ki", "x": "?"})
-        {'cpu': 0.5, 'memory': 1024.0}
-    """
-    from kubernetes.utils import parse_quantity
-
-    numbers = {}
-    for name, text in quantities.items():
-        try:
-            numbers[str(name)] = float(parse_quantity(text))
-        except (ValueError, TypeError):
-            continue
-    return numbers
 
 
 def is_set(labels: Raw, key: str) -> bool:
