@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OPERATORS = ("+", "-", "*")
-"""What column arithmetic can do."""
-
 
 @dataclass(frozen=True)
 class ColumnExpression:
-    """Two operands and an operator, solved column by column from the right.
+    """Two operands, 0 or more, and one of `+ - *`, solved column by column from the right.
 
     Example:
         >>> ColumnExpression(48, "+", 24).trace()
@@ -25,15 +22,12 @@ class ColumnExpression:
     """
 
     left: int
-    """First operand, 0 or more."""
     operator: str
-    """One of `OPERATORS`."""
     right: int
-    """Second operand, 0 or more."""
 
     @property
     def prompt(self) -> str:
-        """What the policy sees."""
+        """Text that the policy sees."""
         return f"{self.left}{self.operator}{self.right}="
 
     @property
@@ -62,9 +56,8 @@ class ColumnExpression:
     def trace(self) -> str:
         """Return the columns from the right, `digit, digit, carry in = value`, and the result."""
         if self.operator == "*":
-            one_digit = self.right <= 9
-            number, digit = (self.left, self.right) if one_digit else (self.right, self.left)
-            columns = _product_columns(number, digit)
+            number, digit = self.left, self.right
+            columns = _product_columns(*((number, digit) if digit <= 9 else (digit, number)))
         else:
             columns = _sum_columns(self.left, self.right, minus=self.operator == "-")
         return ";".join(columns) + f"={self.result}"

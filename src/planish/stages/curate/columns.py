@@ -6,7 +6,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from planish.base.config import nearest
 from planish.base.errors import ConfigError
@@ -25,12 +28,23 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "trace": ("trace", "response"),
     "source": ("source", "data_source"),
 }
-"""What a row may hold, and the usual names of its column, in order of preference. A conversation
+"""Parts of a row and the usual names of their columns, in order of preference. A conversation
 that ends with its answer comes last, and a row without an answer has that in the box of `solution`.
 """
 
 WRONG_TYPE = ("prompt_is_no_text", "system_is_no_text", "answer_is_no_text", "unknown_verifier")
 """Faults that make a row bad; one that lacks a prompt or an answer is left out and counted."""
+
+
+@with_config(ConfigDict(strict=True))
+class Message(TypedDict):
+    """One turn of a conversation; further keys are left out."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+_CONVERSATION = TypeAdapter(list[Message])
 
 
 def read_problems(
@@ -42,30 +56,22 @@ def read_problems(
         ConfigError: `dataset_map` names a column that no row has, or a row holds something of
             another type than text; the first such rows are named unless `skip_bad` is set.
     """
-    columns = parse_map(config.dataset_map)
-    for name, column in columns.items():
+    for name, column in parse_map(config.dataset_map).items():
         if rows and all(field_of(row.fields, column) is None for row in rows):
             seen = column_names(rows)
             raise ConfigError(
                 f"`curate.dataset_map` must name columns of the data set, got {name}={column!r}"
                 f"{nearest(column, seen)}; its columns are {', '.join(seen)}"
             )
-    kept: list[Problem] = []
-    drops: list[Drop] = []
-    for row in rows:
-        problem = judge_row(config, columns, row)
-        if isinstance(problem, Problem):
-            kept.append(problem)
-        else:
-            drops.append(problem)
+    judged = [judge_row(config, row) for row in rows]
+    drops = [each for each in judged if isinstance(each, Drop)]
     check_types(config, drops, len(rows))
-    return kept, drops
+    return [each for each in judged if isinstance(each, Problem)], drops
 
 
-def judge_row(config: CurateConfig, columns: Mapping[str, str], row: DataRow) -> Problem | Drop:
-    """Return the problem of a row, or what is wrong with it; arguments as of `read_problem`."""
-    fields = problem_row(row.fields) or row.fields
-    problem = read_problem(config, columns, fields, row.origin)
+def judge_row(config: CurateConfig, row: DataRow) -> Problem | Drop:
+    """Return the problem of a row, or what is wrong with it."""
+    problem = read_problem(config, problem_row(row.fields) or row.fields, row.origin)
     if isinstance(problem, Problem):
         return replace(problem, extra=reward_columns(config, problem, row.fields))
     return Drop(problem, f"{row.origin}: {json.dumps(row.fields, default=str):.200}")
@@ -104,11 +110,8 @@ def check_types(config: CurateConfig, drops: Sequence[Drop], num_rows: int) -> N
     """
     wrong = [drop for drop in drops if drop.reason in WRONG_TYPE]
     if wrong and not config.skip_bad:
-        shown = [drop.example.partition(": ") for drop in wrong[:3]]
-        first = [
-            f"{origin} ({drop.reason}): {fields:.120}"
-            for drop, (origin, _, fields) in zip(wrong, shown, strict=False)
-        ]
+        shown = [(drop.reason, *drop.example.split(": ", 1)) for drop in wrong[:3]]
+        first = [f"{origin} ({reason}): {fields:.120}" for reason, origin, fields in shown]
         raise ConfigError(
             "each row of the data set must hold text, or messages, as its prompt and text or a "
             f"number as its answer, got {len(wrong)} of {num_rows} rows with another type: "
@@ -122,17 +125,15 @@ def column_names(rows: Iterable[DataRow]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row.fields))
 
 
-def read_problem(
-    config: CurateConfig, columns: Mapping[str, str], fields: dict[str, Any], origin: str
-) -> Problem | str:
+def read_problem(config: CurateConfig, fields: dict[str, Any], origin: str) -> Problem | str:
     """Return the problem of one row, or the code of what is wrong with it.
 
     Args:
-        config: prefix, suffix and verifier of plain problems.
-        columns: what to a dotted name, in place of the usual ones.
+        config: names of columns, and prefix, suffix and verifier of plain problems.
         fields: the row.
         origin: `line 12`.
     """
+    columns = parse_map(config.dataset_map)
 
     def look(name: str) -> Any:
         usual = (columns[name],) if name in columns else COLUMNS[name]
@@ -202,33 +203,26 @@ def is_answered(value: Any) -> bool:
 
 def in_asked_form(verifier: str, messages: Messages, data_source: Any) -> str:
     """Return a verifier with the form that it looks for first: what the prompt asks for."""
-    form = form_of(messages, data_source if isinstance(data_source, str) else "")
+    form = form_of(messages, data_source)
     is_usual = verifier not in READS_FORMS or form in (None, "line")
     return verifier if is_usual else f"{verifier}/{form}"
 
 
-def form_of(messages: Messages, data_source: str = "") -> str | None:
+def form_of(messages: Messages, data_source: Any = "") -> str | None:
     """Return the form in which a prompt asks for its answer, as `asked_form` does."""
-    return asked_form("\n".join(message["content"] for message in messages), data_source)
+    text = "\n".join(message["content"] for message in messages)
+    return asked_form(text, data_source if isinstance(data_source, str) else "")
 
 
 def read_messages(value: Any) -> Messages | None:
     """Return a list of {role, content} from untrusted data, without a last answer, or None."""
-    if is_answered(value):
-        value = value[:-1]
-    if not isinstance(value, list) or not value:
+    try:
+        read = _CONVERSATION.validate_python(value[:-1] if is_answered(value) else value)
+    except ValidationError:
         return None
-    messages: Messages = []
-    for place, item in enumerate(value):
-        role, content = (
-            (item.get("role"), item.get("content")) if isinstance(item, dict) else (0, 0)
-        )
-        if role not in ("system", "user", "assistant") or not isinstance(content, str):
-            return None
-        if role == "system" and place:
-            return None
-        messages.append({"role": role, "content": content})
-    return messages if messages[-1]["role"] == "user" else None
+    messages: Messages = [{"role": each["role"], "content": each["content"]} for each in read]
+    is_led = any(each["role"] == "system" for each in messages[1:])
+    return messages if messages and messages[-1]["role"] == "user" and not is_led else None
 
 
 def compose(config: CurateConfig, question: str, verifier: str) -> Messages:

@@ -30,13 +30,13 @@ SCHEME = "affine32"
 """Family of hash functions; named, so that another default of the library changes nothing."""
 CANDIDATES = 0.6
 """The index asks for this part of the threshold: at the threshold itself it misses every second
-pair, and what it finds too much is sorted out exactly."""
+pair, and surplus pairs are sorted out exactly."""
 FRAME_WORDS = 5
 """Words in a row by which instructions are known."""
 FRAME_FRACTION = 0.2
-"""Word sequences in more of the problems than this are instructions: no likeness, no leak."""
+"""Word sequences in more than this share of the problems are instructions and are ignored."""
 FRAME_MIN = 5
-"""And in more than so many."""
+"""They must stand in more problems than this as well."""
 
 
 def remove_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[Drop]]:
@@ -59,17 +59,15 @@ def remove_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[
     return sift(problems, judge)
 
 
-def shingles(text: Sequence[str]) -> frozenset[str]:
-    """Return all runs of three words."""
-    return frozenset(
-        " ".join(text[i : i + SHINGLE_WORDS]) for i in range(len(text) - SHINGLE_WORDS + 1)
-    )
+def ngrams(text: Sequence[str], size: int) -> frozenset[str]:
+    """Return all runs of `size` words."""
+    return frozenset(" ".join(text[i : i + size]) for i in range(len(text) - size + 1))
 
 
-def sketch_of(shingle_set: frozenset[str]) -> Any:
+def sketch_of(shingles: frozenset[str]) -> Any:
     """Return the MinHash of a set of shingles."""
     sketch = _empty_sketch().copy()
-    sketch.update_batch([shingle.encode("utf-8") for shingle in sorted(shingle_set)])
+    sketch.update_batch([shingle.encode("utf-8") for shingle in sorted(shingles)])
     return sketch
 
 
@@ -81,8 +79,7 @@ def _empty_sketch() -> Any:
     return MinHash(num_perm=NUM_PERMUTATIONS, seed=SEED, scheme=SCHEME)
 
 
-def sketches(sets: Sequence[frozenset[str]], workers: int) -> list[Any]:
-    """Return MinHashes in order, computed by `workers` processes."""
+def _sketches(sets: Sequence[frozenset[str]], workers: int) -> list[Any]:
     if workers == 1 or len(sets) < 2 * workers:
         return [sketch_of(item) for item in sets]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
@@ -104,17 +101,17 @@ def remove_near_duplicates(
         Kept problems in the same order, and the dropped ones.
     """
     tokens = without_frames([words(problem.question) for problem in problems])
-    long_enough = [i for i, text in enumerate(tokens) if len(text) >= min_words]
-    if threshold >= 1.0 or not long_enough:
+    long = {i: ngrams(t, SHINGLE_WORDS) for i, t in enumerate(tokens) if len(t) >= min_words}
+    if threshold >= 1.0 or not long:
         return list(problems), []
     from datasketch import MinHashLSH
 
-    shingle_sets = without_boilerplate([shingles(tokens[i]) for i in long_enough])
-    sets = {i: own for i, own in zip(long_enough, shingle_sets, strict=True) if own}
-    hashed = sketches(list(sets.values()), workers)
+    # Problems made from one pattern share a part that says nothing.
+    boilerplate = _frequent(long.values(), len(long))
+    sets = {i: rest for i, own in long.items() if (rest := own - boilerplate)}
     index = MinHashLSH(threshold=CANDIDATES * threshold, num_perm=NUM_PERMUTATIONS)
     twins: dict[int, int] = {}
-    for i, sketch in zip(sets, hashed, strict=True):
+    for i, sketch in zip(sets, _sketches(list(sets.values()), workers), strict=True):
         similar = [j for j in sorted(index.query(sketch)) if jaccard(sets[i], sets[j]) >= threshold]
         if similar:
             twins[i] = similar[0]
@@ -127,12 +124,6 @@ def remove_near_duplicates(
         for i, j in twins.items()
     ]  # fmt: skip
     return kept, drops
-
-
-def without_boilerplate(sets: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-    """Take out what a good part of all sets share: problems made from one pattern."""
-    shared = _frequent(sets, len(sets))
-    return [own - shared for own in sets]
 
 
 def without_frames(texts: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -164,7 +155,6 @@ def without_frames(texts: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def _runs(text: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield what `FRAME_WORDS` words in a row are, from each word on."""
     return zip(*(text[i:] for i in range(FRAME_WORDS)), strict=False)
 
 
@@ -190,13 +180,13 @@ def remove_contaminated(
     which 12 are instructions are no leak.
     """
     held_out = {problem.key for problem in evaluation}
-    rests: list[list[str]] = [[] for _ in train]
     leaks: set[str] = set()
+    own: dict[int, list[str]] = {}
     if ngram:
-        rests = without_frames([words(problem.question) for problem in (*train, *evaluation)])
-        for text in rests[len(train) :]:
-            leaks |= ngrams(text, ngram)
-    own = {id(problem): text for problem, text in zip(train, rests, strict=False)}
+        problems = [*train, *evaluation]
+        rests = without_frames([words(problem.question) for problem in problems])
+        leaks = set().union(*(ngrams(text, ngram) for text in rests[len(train) :]))
+        own = {id(problem): text for problem, text in zip(train, rests, strict=False)}
 
     def judge(problem: Problem) -> Drop | None:
         if problem.key in held_out:
@@ -206,8 +196,3 @@ def remove_contaminated(
         return None
 
     return sift(train, judge)
-
-
-def ngrams(text: Sequence[str], size: int) -> set[str]:
-    """Return all runs of `size` words."""
-    return {" ".join(text[i : i + size]) for i in range(len(text) - size + 1)}

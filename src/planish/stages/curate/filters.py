@@ -10,6 +10,9 @@ from planish.stages.curate.dedup import without_frames
 from planish.stages.curate.problem import Drop, Problem, drop, fraction_of, sift, words
 from planish.verifiers import answer_fault, verify
 
+# Some verifiers start a process for each, and `prepare` asks twice.
+_answer_fault = lru_cache(maxsize=1 << 12)(answer_fault)
+
 
 def remove_unverifiable(
     problems: Sequence[Problem], most: int | None = None
@@ -22,12 +25,6 @@ def remove_unverifiable(
 
     kept, drops = sift(problems[:most], judge)
     return [*kept, *(problems[most:] if most is not None else ())], drops
-
-
-@lru_cache(maxsize=1 << 12)
-def _answer_fault(verifier: str, answer: str) -> str | None:
-    """Some verifiers start a process for each, and `prepare` asks twice."""
-    return answer_fault(verifier, answer)
 
 
 def has_good_trace(problem: Problem) -> bool:
@@ -84,20 +81,24 @@ def split(
         most: held-out problems at most but for that family; further ones are trained on.
     """
     rests = without_frames([words(problem.question) for problem in problems])
-    families = [
-        p.family or " ".join(rest) or p.key for p, rest in zip(problems, rests, strict=True)
+    places = [
+        fraction_of(problem.family or " ".join(rest) or problem.key)
+        for problem, rest in zip(problems, rests, strict=True)
     ]
-    places = [fraction_of(family) for family in families]
     ranked = sorted(places)
     limit = min([fraction, *ranked[most : most + 1]])
     if ranked:
         limit = max(limit, math.nextafter(ranked[0], 1.0))
-    held = [place < limit for place in places]
-    train = [problem for problem, out in zip(problems, held, strict=True) if not out]
-    return train, [problem for problem, out in zip(problems, held, strict=True) if out]
+    sides: tuple[list[Problem], list[Problem]] = ([], [])
+    for problem, place in zip(problems, places, strict=True):
+        sides[place < limit].append(problem)
+    return sides
 
 
-def choose(problems: Sequence[Problem], count: int) -> list[Problem]:
-    """Return `count` problems chosen by hash, in their own order."""
+def choose(
+    problems: Sequence[Problem], count: int, reason: str
+) -> tuple[list[Problem], list[Drop]]:
+    """Keep `count` problems chosen by hash, in their own order; drop the others for `reason`."""
     ranked = sorted(range(len(problems)), key=lambda i: (fraction_of(problems[i].key), i))
-    return [problems[i] for i in sorted(ranked[:count])]
+    surplus = {id(problems[i]) for i in ranked[count:]}
+    return sift(problems, lambda p: drop(p, reason) if id(p) in surplus else None)

@@ -12,12 +12,10 @@ import re
 from collections.abc import Sequence
 
 from planish.stages.curate.arithmetic import ColumnExpression
-from planish.stages.curate.problem import CurationLedger, Drop, Problem
+from planish.stages.curate.problem import CurationLedger, Drop, Problem, keep_first
 from planish.stages.curate.records import DataRow
 from planish.stages.curate.tasks import column_problem
 from planish.verifiers.expressions import ExpressionError, evaluate
-
-SOURCE = "gsm8k"
 
 _STEP = re.compile(r"<<([^<>]*)>>")
 _FINAL = re.compile(r"####\s*(\S[^\n]*?)\s*$")
@@ -36,9 +34,7 @@ def parse_row(fields: dict[str, object]) -> tuple[str, str, str] | None:
     if not isinstance(question, str) or not isinstance(answer, str):
         return None
     final = _FINAL.search(answer)
-    if final is None:
-        return None
-    return question, answer[: final.start()].rstrip(), final[1]
+    return final and (question, answer[: final.start()].rstrip(), final[1])
 
 
 def problem_row(fields: dict[str, object]) -> dict[str, object] | None:
@@ -48,13 +44,8 @@ def problem_row(fields: dict[str, object]) -> dict[str, object] | None:
         return None
     question, solution, final = parsed
     number = final.replace(",", "").replace("$", "")
-    worked = _STEP.sub("", solution)
-    return {
-        "prompt": question,
-        "answer": number,
-        "trace": f"{worked}\nAnswer: {number}",
-        "source": SOURCE,
-    }
+    trace = f"{_STEP.sub('', solution)}\nAnswer: {number}"
+    return {"prompt": question, "answer": number, "trace": trace, "source": "gsm8k"}
 
 
 def step_problems(
@@ -70,35 +61,31 @@ def step_problems(
     Returns:
         Different expressions in the order in which they first appear.
     """
+    good: list[DataRow] = []
     bad: list[Drop] = []
-    steps: list[tuple[str, str]] = []
+    kept: list[Problem] = []
+    drops: list[Drop] = []
     for row in rows:
         parsed = parse_row(row.fields)
         if parsed is None:
             bad.append(Drop("not_in_gsm8k_form", f"{row.origin}: {row.fields!r:.200}"))
             continue
         texts = _STEP.findall(parsed[1])
-        if not texts:
-            bad.append(Drop("no_steps", f"{row.origin}: {parsed[1]}"))
-        steps += [(f"{row.origin} step {n}", text) for n, text in enumerate(texts, 1)]
-    ledger.record("problems with steps", "problems", len(rows), len(rows) - len(bad), bad)
-    kept, drops = [], []
-    for origin, text in steps:
-        column = read_step(text, max_digits)
-        if isinstance(column, str):
-            drops.append(Drop(column, f"{origin}: {text}"))
+        if texts:
+            good.append(row)
         else:
-            kept.append(column_problem(column, source="gsm8k-steps", origin=origin))
-    ledger.record("column arithmetic", "steps", len(steps), len(kept), drops)
-    different = {problem.question: problem for problem in reversed(kept)}
-    unique = [problem for problem in kept if different[problem.question] is problem]
-    repeats = [
-        Drop("duplicate", f"{problem.origin}: {problem.question}{problem.answer}")
-        for problem in kept
-        if different[problem.question] is not problem
-    ]
-    ledger.record("different expressions", "steps", len(kept), len(unique), repeats)
-    return unique
+            bad.append(Drop("no_steps", f"{row.origin}: {parsed[1]}"))
+        for number, text in enumerate(texts, 1):
+            origin = f"{row.origin} step {number}"
+            column = read_step(text, max_digits)
+            if isinstance(column, str):
+                drops.append(Drop(column, f"{origin}: {text}"))
+            else:
+                kept.append(column_problem(column, source="gsm8k-steps", origin=origin))
+    ledger.record("problems with steps", "problems", good, bad)
+    ledger.record("column arithmetic", "steps", kept, drops)
+    different = keep_first(kept, lambda problem: problem.question)
+    return ledger.record("different expressions", "steps", *different)
 
 
 def read_step(text: str, max_digits: int) -> ColumnExpression | str:
@@ -114,8 +101,7 @@ def read_step(text: str, max_digits: int) -> ColumnExpression | str:
     if max(len(match[1]), len(match[3])) > max(max_digits, 18):
         return f"operand_over_{max_digits}_digits"
     column = ColumnExpression(int(match[1]), match[2], int(match[3]))
-    fault = column.fault(max_digits)
-    if fault is not None:
+    if fault := column.fault(max_digits):
         return fault
     return column if str(column.result) == result else "result_is_wrong"
 

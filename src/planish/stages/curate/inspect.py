@@ -6,7 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
@@ -22,7 +22,7 @@ from planish.stages.curate.columns import (
     read_problems,
     with_function_columns,
 )
-from planish.stages.curate.config import SET_KEY, CurateConfig, parse_map
+from planish.stages.curate.config import SET_KEY, CurateConfig
 from planish.stages.curate.filters import remove_unverifiable
 from planish.stages.curate.gsm8k import is_gsm8k, step_problems
 from planish.stages.curate.problem import CurationLedger, Drop, Problem, add_drop
@@ -40,11 +40,11 @@ from planish.verifiers import (
 )
 
 INSPECTED_ROWS = 5000
-"""Rows that are kept, and all that is looked at of a data set of the hub."""
+"""Rows that are kept; no others are looked at in a data set of the hub."""
 READING_SECONDS = 60.0
 """Time to read the further rows of a file, one by one: pods of this stage live for minutes."""
 VERIFIED_ROWS = 500
-"""Of them, rows whose answers are judged."""
+"""Rows whose answers are judged."""
 TRIED_ROWS = 4
 """Rows on which each verifier of the user is called; one that hangs costs a single time limit."""
 SAMPLED_PROMPTS = 256
@@ -61,6 +61,7 @@ _KINDS = {
     bool: "true or false",
     **dict.fromkeys((int, float, Decimal), "number"),
     list: "list",
+    type(None): "nothing",
 }
 
 
@@ -102,25 +103,73 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
             if column not in ("prompt", *columns)
         ]
         alike = [problem for source in sets for problem in source.problems]
-        is_part = any(source.is_part for source in opened)
-        try_curation(settings, [s.table for s in opened], alike, found, is_part=is_part)
+        try_curation(settings, opened, alike, found)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Opened:
     """A data set that was looked at."""
 
-    table: DataTable
+    config: CurateConfig
+    """Names it as `dataset`."""
+    label: str
+    """`data`, `held-out data` or the name of an evaluation set."""
+    table: DataTable = field(default_factory=lambda: DataTable([], ""))
     """Its first rows."""
-    problems: list[Problem]
+    problems: list[Problem] = field(default_factory=list)
     """Those with prompt and answer."""
-    is_part: bool
-    """There may be further rows."""
+    drops: list[Drop] = field(default_factory=list)
+    """Rows without prompt or answer, or with one of another type."""
+    num_later: int = 0
+    """Rows of a file that were read beyond those of the table."""
+    unread_after: str = ""
+    """The last row that was read where the time was too short for all."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether there may be rows beyond those of the table."""
+        return self.num_later > 0 or len(self.table.rows) in (0, INSPECTED_ROWS)
+
+    def read(self, ledger: CurationLedger, key: str) -> None:
+        """Read the rows; those beyond the first ones are judged by their form alone."""
+        shown: dict[str, list[Drop]] = {}
+        later: list[Drop] = []
+        end = 0.0
+
+        def judge(row: DataRow) -> bool:
+            nonlocal end
+            now = time.monotonic()
+            end = end or now + READING_SECONDS
+            self.num_later += 1
+            problem = judge_row(self.config, row)
+            if isinstance(problem, Drop):
+                add_drop(later, problem, shown)
+            if now > end:
+                self.unread_after = row.origin
+            return now <= end
+
+        # Bad rows are gathered here, so that several are told at once.
+        self.table = read_data(
+            self.config,
+            ledger,
+            skip_bad=True,
+            key=key,
+            streaming=True,
+            max_rows=INSPECTED_ROWS,
+            beyond=judge,
+        )
+        rows = self.table.rows
+        self.problems, self.drops = read_problems(self.config, rows)
+        self.drops += later
+        check_types(self.config, self.drops, len(rows) + self.num_later)
+        if is_gsm8k(rows) and self.config.gsm8k_as == "steps":
+            digits = self.config.max_operand_digits
+            self.problems = step_problems(rows, digits, CurationLedger())
 
 
 def inspect_source(
     label: str,
-    settings: CurateConfig,
+    config: CurateConfig,
     options: VerifierOptions,
     found: Inspection,
     key: str = "curate.dataset",
@@ -129,7 +178,7 @@ def inspect_source(
 
     Args:
         label: what it is called.
-        settings: name it as `dataset`.
+        config: names it as `dataset`.
         options: of the verifiers of the user.
         found: gets rows, faults and warnings.
         key: setting that names it, for messages.
@@ -137,72 +186,52 @@ def inspect_source(
     Returns:
         Without rows where there is a fault.
     """
-    dataset, ledger, later = settings.dataset, CurationLedger(), LaterRows(settings)
+    opened, ledger = Opened(config, label), CurationLedger()
     try:
-        # Bad rows are gathered here, so that several are told at once.
-        table = read_data(
-            settings,
-            skip_bad=True,
-            ledger=ledger,
-            key=key,
-            streaming=True,
-            max_rows=INSPECTED_ROWS,
-            beyond=later.judge,
-        )
-        problems, drops = read_problems(settings, table.rows)
-        drops += later.drops
-        check_types(settings, drops, len(table.rows) + later.num_rows)
-        if is_gsm8k(table.rows) and settings.gsm8k_as == "steps":
-            problems = step_problems(table.rows, settings.max_operand_digits, CurationLedger())
+        opened.read(ledger, key)
     except ConfigError as error:
         found.faults.append(str(error))
-        return Opened(DataTable([], ""), [], is_part=True)
-    bad = [example for kind in ledger.filters[0].examples.values() for example in kind]
-    num_bad = ledger.filters[0].num_in - ledger.filters[0].num_out
-    num_rows = len(table.rows) + later.num_rows + num_bad
-    if num_bad:
-        line = f"{num_bad} of {num_rows} rows can not be read: {'; '.join(bad)}"
-        if settings.skip_bad:
+        return Opened(config, label)
+    (reading,) = ledger.filters
+    num_rows = reading.num_in + opened.num_later
+    if reading.num_dropped:
+        bad = [example for kind in reading.examples.values() for example in kind]
+        line = f"{reading.num_dropped} of {num_rows} rows can not be read: {'; '.join(bad)}"
+        if config.skip_bad:
             found.warnings.append(f"{line}; `curate.skip_bad` leaves them out")
         else:
             found.faults.append(
-                f"each row of {dataset!r} must be readable, but {line}; mend them, or leave "
+                f"each row of {config.dataset!r} must be readable, but {line}; mend them, or leave "
                 "such rows out with `curate.skip_bad = true`"
             )
-    if later.unread_after:
+    if opened.unread_after:
         found.warnings.append(
-            f"the {label} was read up to {later.unread_after}, as far as one comes in "
+            f"the {label} was read up to {opened.unread_after}, as far as one comes in "
             f"{READING_SECONDS:g} s; `curate` reads the rest"
         )
-    found.rows += data_rows(label, dataset, table, problems, drops, num_rows)
-    faults, warnings = answer_faults(label, dataset, table, problems, drops)
-    found.faults += faults + verifier_faults(problems[:VERIFIED_ROWS], options)
-    found.warnings += warnings + form_warnings(label, problems)
-    found.prompts += [p.messages for p in problems[:SAMPLED_PROMPTS]]
-    is_part = later.num_rows > 0 or len(table.rows) == INSPECTED_ROWS
-    return Opened(table, problems, is_part)
+    found.rows += data_rows(opened, num_rows)
+    judge_answers(opened, found)
+    found.faults += verifier_faults(opened.problems[:VERIFIED_ROWS], options)
+    found.warnings += form_warnings(label, opened.problems)
+    found.prompts += [p.messages for p in opened.problems[:SAMPLED_PROMPTS]]
+    return opened
 
 
 def try_curation(
-    config: CurateConfig,
-    tables: Sequence[DataTable],
-    sets: Sequence[Problem],
-    found: Inspection,
-    *,
-    is_part: bool,
+    config: CurateConfig, opened: Sequence[Opened], sets: Sequence[Problem], found: Inspection
 ) -> None:
     """Select problems as the stage will, without pass rates, and add what people must know.
 
     Args:
         config: what the stage will do.
-        tables: as of `select`.
-        sets: as of `select`.
+        opened: data and held-out data; nothing is sure where they have further rows.
+        sets: problems of all evaluation sets.
         found: gets faults and warnings.
-        is_part: there are rows beyond those of the tables; then nothing is sure.
     """
+    is_part = any(source.is_part for source in opened)
     # A rewriter of the user may take a model and minutes.
     trial = config.model_copy(update={"to_integers": config.to_integers and not config.rewriter})
-    ledger = CurationLedger()
+    ledger, tables = CurationLedger(), [source.table for source in opened]
     try:
         select(trial, 0, tables, ledger, sets=sets, most_judged=VERIFIED_ROWS)
     except ConfigError as error:
@@ -211,58 +240,25 @@ def try_curation(
     found.warnings += [of_first + line for line in drop_warnings(ledger)]
 
 
-class LaterRows:
-    """The rows of a file beyond those that are kept, each judged by its form alone."""
-
-    def __init__(self, config: CurateConfig) -> None:
-        self._config = config
-        self._columns = parse_map(config.dataset_map)
-        self._shown: dict[str, list[Drop]] = {}
-        self._end = 0.0
-        self.num_rows = 0
-        self.drops: list[Drop] = []
-        """Rows without prompt or answer, or with one of another type."""
-        self.unread_after = ""
-        """The last row that was read where the time was too short for all."""
-
-    def judge(self, row: DataRow) -> bool:
-        """Look at one row; return whether there is time for another."""
-        now = time.monotonic()
-        self._end = self._end or now + READING_SECONDS
-        self.num_rows += 1
-        problem = judge_row(self._config, self._columns, row)
-        if isinstance(problem, Drop):
-            add_drop(self.drops, problem, self._shown)
-        if now > self._end:
-            self.unread_after = row.origin
-        return now <= self._end
-
-
-def answer_faults(
-    label: str,
-    dataset: str,
-    table: DataTable,
-    problems: Sequence[Problem],
-    drops: Sequence[Drop],
-) -> tuple[list[str], list[str]]:
-    """Return faults and warnings of the first ground truths; arguments as of `data_rows`."""
-    judged, unjudged = remove_unverifiable(problems[:VERIFIED_ROWS])
-    warnings = []
+def judge_answers(opened: Opened, found: Inspection) -> None:
+    """Add a warning of ground truths that can not be judged, and a fault where none can."""
+    judged, unjudged = remove_unverifiable(opened.problems[:VERIFIED_ROWS])
     if unjudged:
-        warnings.append(
-            f"{len(unjudged)} of {len(judged) + len(unjudged)} answers of the {label} can not "
-            f"be judged and are left out: {'; '.join(_short(drop) for drop in unjudged[:3])}"
+        shown = [f"{drop.reason} in {code_span(drop.example[:80])}" for drop in unjudged[:3]]
+        found.warnings.append(
+            f"{len(unjudged)} of {len(judged) + len(unjudged)} answers of the {opened.label} can "
+            f"not be judged and are left out: {'; '.join(shown)}"
         )
-    if judged:
-        return [], warnings
-    counts = Counter(drop.reason for drop in (*drops, *unjudged))
-    reasons = ", ".join(f"{reason} {count}" for reason, count in counts.items())
-    return [
-        f"{dataset!r} must hold a prompt with an answer that a verifier can judge, got "
-        f"none in {len(table.rows)} rows ({reasons}); "
-        f"its columns are {', '.join(column_names(table.rows))}: name them by "
-        "`curate.dataset_map` = 'prompt=...,answer=...'"
-    ], warnings
+    if not judged:
+        counts = Counter(drop.reason for drop in (*opened.drops, *unjudged))
+        reasons = ", ".join(f"{reason} {count}" for reason, count in counts.items())
+        rows = opened.table.rows
+        found.faults.append(
+            f"{opened.config.dataset!r} must hold a prompt with an answer that a verifier can "
+            f"judge, got none in {len(rows)} rows ({reasons}); its columns are "
+            f"{', '.join(column_names(rows))}: name them by `curate.dataset_map` = "
+            "'prompt=...,answer=...'"
+        )
 
 
 def verifier_faults(
@@ -295,12 +291,7 @@ def verifier_faults(
 
 
 def form_warnings(label: str, problems: Sequence[Problem]) -> list[str]:
-    """Return where prompts ask for an answer in another form than their verifier looks for first.
-
-    Args:
-        label: as of `data_rows`.
-        problems: those of the data set.
-    """
+    """Return where prompts of the data set `label` ask for another form than is looked for."""
     found: Counter[tuple[str, str]] = Counter()
     for problem in problems:
         name, form = split_name(problem.verifier)
@@ -316,47 +307,32 @@ def form_warnings(label: str, problems: Sequence[Problem]) -> list[str]:
     ]
 
 
-def _short(drop: Drop) -> str:
-    return f"{drop.reason} in {code_span(drop.example[:80])}"
-
-
-def data_rows(
-    label: str,
-    dataset: str,
-    table: DataTable,
-    problems: Sequence[Problem],
-    drops: Sequence[Drop],
-    num_rows: int,
-) -> list[tuple[str, str]]:
-    """Return what a data set holds, for people.
-
-    Args:
-        label: `data`, `held-out data` or the name of an evaluation set.
-        dataset: its address.
-        table: rows that could be read.
-        problems: those of them with prompt and answer.
-        drops: those without.
-        num_rows: all that were looked at.
-    """
+def data_rows(opened: Opened, num_rows: int) -> list[tuple[str, str]]:
+    """Return what a data set holds, for people; `num_rows` were looked at."""
+    problems, drops = opened.problems, opened.drops
     # Of the hub exactly so many are asked for.
     first = "the first " if num_rows == INSPECTED_ROWS else ""
     more = f"; what follows is of the first {INSPECTED_ROWS}" if num_rows > INSPECTED_ROWS else ""
-    rows = [(label, f"{code_span(dataset)}, {first}{num_rows} rows{more}")]
-    rows.append(("- columns", ", ".join(column_kinds(table.rows))))
-    for reason in dict.fromkeys(drop.reason for drop in drops):
+    rows = [(opened.label, f"{code_span(opened.config.dataset)}, {first}{num_rows} rows{more}")]
+    rows.append(("- columns", ", ".join(column_kinds(opened.table.rows))))
+    for reason, count in Counter(drop.reason for drop in drops).items():
         those = [drop.example.partition(":")[0] for drop in drops if drop.reason == reason]
-        more = ", ..." if len(those) > 3 else ""
-        rows.append((f"- {reason}", f"{len(those)} rows ({', '.join(those[:3])}{more})"))
-    judges = Counter(problem.verifier for problem in problems)
-    rows.append(("- verifiers", ", ".join(f"{code_span(k)} {v}" for k, v in judges.most_common())))
+        more = ", ..." if count > 3 else ""
+        rows.append((f"- {reason}", f"{count} rows ({', '.join(those[:3])}{more})"))
+    judges = Counter(code_span(problem.verifier) for problem in problems)
+    rows.append(("- verifiers", _counts(judges)))
     asked = Counter(FORMS[form] if (form := form_of(p.messages)) else "not said" for p in problems)
-    rows.append(("- answers asked for as", ", ".join(f"{k} {v}" for k, v in asked.most_common())))
+    rows.append(("- answers asked for as", _counts(asked)))
     led = sum(problem.messages[0]["role"] == "system" for problem in problems)
     if led:
         rows.append(("- system message", f"in {led} of {len(problems)} prompts"))
     traced = sum(problem.trace is not None for problem in problems)
     rows.append(("- worked traces", f"in {traced} of {len(problems)} rows"))
     return rows
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counter.most_common())
 
 
 def column_kinds(rows: Sequence[DataRow]) -> list[str]:
@@ -368,11 +344,6 @@ def column_kinds(rows: Sequence[DataRow]) -> list[str]:
     """
     lines = []
     for name in column_names(rows):
-        kinds = Counter(
-            "nothing" if row.fields.get(name) is None
-            else _KINDS.get(type(row.fields[name]), "table")
-            for row in rows
-        )  # fmt: skip
-        told = [f"{kind} {count}" for kind, count in kinds.most_common()]
-        lines.append(f"{code_span(name)} {', '.join(told) if len(told) > 1 else next(iter(kinds))}")
+        kinds = Counter(_KINDS.get(type(row.fields.get(name)), "table") for row in rows)
+        lines.append(f"{code_span(name)} {_counts(kinds) if len(kinds) > 1 else next(iter(kinds))}")
     return lines

@@ -3,7 +3,7 @@
 Integers stay; p/q in lowest terms becomes a question for p + q; a + b*sqrt(c) with whole a and b
 and square-free c > 1 becomes a question for a + b + c. Whatever is not determined uniquely after
 such a rewrite (decimals, intervals, sets, symbols) is rejected with a reason code. The text is read
-by a small parser of its own; nothing of it is ever evaluated as code.
+by a small parser and computed by sympy; nothing of it is ever evaluated as code.
 
 Source: DAPO, arXiv 2503.14476, section 3.5 and appendix A (data set transformation); the rules
 stand in for its language model, and the forms they accept are ours.
@@ -14,13 +14,13 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from math import isqrt
-from typing import Protocol
+from dataclasses import replace
+from typing import Any
+
+import sympy
 
 from planish.base.errors import ConfigError
-from planish.stages.curate.problem import Drop, Problem, drop
+from planish.stages.curate.problem import Drop, Messages, Problem, drop
 from planish.verifiers import READS_FORMS, answer_fault, split_name
 
 MAX_CHARS = 200
@@ -28,13 +28,24 @@ MAX_CHARS = 200
 MAX_DEPTH = 16
 """Deepest nesting."""
 MAX_RADICAND = 10**9
-"""Largest number under a root."""
+"""Largest number under a root: sympy finds every square factor of a smaller one."""
 MAX_DIGITS = 18
 """Most digits of one number."""
+MAX_TERMS = 16
+"""Most different roots of one sum."""
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[0-9]+)|(?P<frac>\\[dt]?frac)|(?P<root>\\sqrt|sqrt|\u221a)"
     r"|(?P<times>\\cdot|\\times|\*)|(?P<mark>[-+/(){}]))"
+)
+_OTHER_FORMS = (
+    (r"^\s*$", "answer_empty"),
+    (r"[0-9]\s*\.\s*[0-9]|^\.[0-9]|\\overline", "decimal"),
+    (r"%|\\circ|\\text|\\mathrm|\u00b0", "unit"),
+    (r"\\cup|\\cap|\\infty|[\[\]]", "interval"),
+    (r"\\\{|\\\}", "set"),
+    (r"[,;]|\\pm|\bor\b|\band\b", "several_values"),
+    (r"[0-9]\s*\\[dt]?frac|[0-9]\s+[0-9]", "mixed_number"),
 )
 _FRACTION_QUESTION = (
     "The answer to this problem is a fraction. Write it as p/q in lowest terms with q > 0 "
@@ -46,121 +57,72 @@ _SURD_QUESTION = (
     "as the final answer."
 )
 
+Rewriter = Callable[[str, str], tuple[str, str] | None]
+"""Turns (question, answer) that the rules reject into (new question, integer answer), or None."""
+
 
 class Unreadable(ValueError):
     """The answer has none of the forms; the message is the reason code."""
 
 
-@dataclass(frozen=True)
-class Rewrite:
-    r"""What became of one problem.
+def rewrite(question: str, answer: str) -> tuple[str, str]:
+    r"""Return a question whose answer is an integer, and its answer; an integer keeps its question.
 
     Example:
-        >>> rewrite("What is x?", r"11-2\sqrt{6}").integer_answer
+        >>> rewrite("What is x?", r"11-2\sqrt{6}")[1]
         '15'
+
+    Raises:
+        Unreadable: with a reason code.
     """
-
-    original_answer: str
-    """As it was."""
-    form: str
-    """`n`, `p/q`, `a+b*sqrt(c)`, `rewriter` or empty when rejected."""
-    new_question: str
-    """The question with its new last paragraph; empty when rejected."""
-    integer_answer: str
-    """Digits; empty when rejected."""
-    method: str
-    """`unchanged`, `rule`, `rewriter` or `rejected`."""
-    reason: str = ""
-    """Reason code of a rejection."""
-
-
-class Rewriter(Protocol):
-    """Rewrites what the rules reject, for example with a language model."""
-
-    def __call__(self, question: str, answer: str) -> tuple[str, str] | None:
-        """Return (new question, integer answer), or None to reject."""
-        ...
-
-
-Surd = dict[int, Fraction]
-"""Square-free radicand to its coefficient; radicand 1 is the rational part."""
-
-
-def rewrite(question: str, answer: str) -> Rewrite:
-    """Rewrite one problem by rule."""
-    try:
-        value = read_surd(answer)
-        form, integer = _integer_form(value)
-    except Unreadable as error:
-        return Rewrite(answer, "", "", "", "rejected", str(error))
-    if form == "n":
-        return Rewrite(answer, form, question, str(integer), "unchanged")
-    extra = _FRACTION_QUESTION if form == "p/q" else _SURD_QUESTION
-    return Rewrite(answer, form, f"{question}\n\n{extra}", str(integer), "rule")
-
-
-def _integer_form(value: Surd) -> tuple[str, int]:
-    rational = value.get(1, Fraction(0))
-    roots = [(c, b) for c, b in value.items() if c != 1]
-    if not roots:
-        if rational.denominator == 1:
-            return "n", rational.numerator
-        return "p/q", rational.numerator + rational.denominator
-    if len(roots) > 1:
+    rational, surd = read_number(answer).as_coeff_Add()
+    if surd == 0:
+        if rational.q == 1:
+            return question, str(rational)
+        return f"{question}\n\n{_FRACTION_QUESTION}", str(rational.p + rational.q)
+    if surd.is_Add:
         raise Unreadable("several_roots")
-    c, b = roots[0]
-    if rational.denominator != 1 or b.denominator != 1:
+    factor, root = surd.as_coeff_Mul()
+    if rational.q != 1 or factor.q != 1:
         raise Unreadable("fraction_of_root")
-    return "a+b*sqrt(c)", int(rational + b) + c
+    return f"{question}\n\n{_SURD_QUESTION}", str(rational + factor + root**2)
 
 
-def read_surd(answer: str) -> Surd:
-    """Read an exact number: whole numbers, fractions, roots, `+ - * /`.
+def read_number(answer: str) -> Any:
+    """Read an exact number of whole numbers, fractions, roots and `+ - * /` as a sympy one.
 
     Raises:
         Unreadable: with a reason code.
     """
     text = answer.strip().strip("$").strip().rstrip(".")
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
-    for pattern, reason in (
-        (r"^\s*$", "answer_empty"),
-        (r"[0-9]\s*\.\s*[0-9]|^\.[0-9]|\\overline", "decimal"),
-        (r"%|\\circ|\\text|\\mathrm|\u00b0", "unit"),
-        (r"\\cup|\\cap|\\infty|[\[\]]", "interval"),
-        (r"\\\{|\\\}", "set"),
-        (r"[,;]|\\pm|\bor\b|\band\b", "several_values"),
-        (r"[0-9]\s*\\[dt]?frac|[0-9]\s+[0-9]", "mixed_number"),
-    ):
+    for pattern, reason in _OTHER_FORMS:
         if re.search(pattern, text[:MAX_CHARS]):
             raise Unreadable(reason)
     if len(text) > MAX_CHARS:
         raise Unreadable("answer_too_long")
-    return _Reader(_tokens(text.replace("\\left", "").replace("\\right", ""))).read()
-
-
-def _tokens(text: str) -> list[tuple[str, str]]:
-    tokens: list[tuple[str, str]] = []
-    position, end = 0, len(text.rstrip())
-    while position < end:
-        match = _TOKEN.match(text, position)
-        if match is None:
-            raise Unreadable("symbol")
-        kind = str(match.lastgroup)
-        if kind == "number" and len(match[kind]) > MAX_DIGITS:
-            raise Unreadable("too_many_digits")
-        tokens.append((match[kind] if kind == "mark" else kind, match[kind]))
-        position = match.end()
-    return tokens
+    return _Reader(text.replace("\\left", "").replace("\\right", "")).read()
 
 
 class _Reader:
     """Recursive descent over the tokens of one answer."""
 
-    def __init__(self, tokens: list[tuple[str, str]]) -> None:
-        self._tokens = [*tokens, ("end", "")]
+    def __init__(self, text: str) -> None:
+        self._tokens: list[tuple[str, str]] = []
         self._position = 0
+        position, end = 0, len(text.rstrip())
+        while position < end:
+            match = _TOKEN.match(text, position)
+            if match is None:
+                raise Unreadable("symbol")
+            kind = str(match.lastgroup)
+            if kind == "number" and len(match[kind]) > MAX_DIGITS:
+                raise Unreadable("too_many_digits")
+            self._tokens.append((match[kind] if kind == "mark" else kind, match[kind]))
+            position = match.end()
+        self._tokens.append(("end", ""))
 
-    def read(self) -> Surd:
+    def read(self) -> Any:
         value = self._sum(0)
         if self._peek() != "end":
             raise Unreadable("not_a_number")
@@ -173,129 +135,85 @@ class _Reader:
         self._position += 1
         return self._tokens[self._position - 1]
 
-    def _sum(self, depth: int) -> Surd:
-        sign = -1 if self._peek() == "-" else 1
-        if self._peek() in ("+", "-"):
-            self._next()
-        value = _scale(self._product(depth), Fraction(sign))
-        while self._peek() in ("+", "-"):
-            sign = 1 if self._next()[0] == "+" else -1
-            value = _add(value, _scale(self._product(depth), Fraction(sign)))
+    def _sum(self, depth: int) -> Any:
+        sign = self._next()[0] if self._peek() in ("+", "-") else "+"
+        value = sympy.Integer(0)
+        while True:
+            term = self._product(depth)
+            value = _bounded(value + term if sign == "+" else value - term)
+            if self._peek() not in ("+", "-"):
+                return value
+            sign = self._next()[0]
+
+    def _product(self, depth: int) -> Any:
+        value = self._factor(depth)
+        while (kind := self._peek()) in ("/", "times", "root", "("):
+            if kind in ("/", "times"):
+                self._next()
+            factor = self._factor(depth)
+            value = _divided(value, factor) if kind == "/" else _product(value, factor)
         return value
 
-    def _product(self, depth: int) -> Surd:
-        value = self._factor(depth)
-        while True:
-            if self._peek() == "/":
-                self._next()
-                value = _divide(value, self._factor(depth))
-            elif self._peek() == "times":
-                self._next()
-                value = _multiply(value, self._factor(depth))
-            elif self._peek() in ("root", "("):
-                value = _multiply(value, self._factor(depth))
-            else:
-                return value
-
-    def _factor(self, depth: int) -> Surd:
+    def _factor(self, depth: int) -> Any:
         if depth >= MAX_DEPTH:
             raise Unreadable("nested_too_deep")
         kind, text = self._next()
         if kind == "number":
-            return _clean({1: Fraction(int(text))})
-        if kind == "frac":
-            self._part_digits()
-            top = self._group(depth)
-            self._part_digits()
-            return _divide(top, self._group(depth))
+            return sympy.Integer(text)
         if kind == "root":
             return _root(self._group(depth))
-        if kind in ("(", "{"):
-            return self._closed(")" if kind == "(" else "}", depth)
-        raise Unreadable("not_a_number")
+        if kind == "frac":
+            top, bottom = (self._group(depth, is_split=True) for _ in range(2))
+            return _divided(top, bottom)
+        self._position -= 1
+        return self._group(depth)
 
-    def _group(self, depth: int) -> Surd:
-        """Read what follows a root or a fraction: a bracket or one number."""
+    def _group(self, depth: int, *, is_split: bool = False) -> Any:
+        """Read what follows a root or a fraction: a bracket or a digit.
+
+        Of several digits a fraction takes one: LaTeX reads 1 and 2 from the digits 12.
+        """
         kind, text = self._next()
         if kind in ("(", "{"):
-            return self._closed(")" if kind == "(" else "}", depth)
-        if kind == "number" and len(text) == 1:
-            return _clean({1: Fraction(int(text))})
+            value = self._sum(depth + 1)
+            if self._next()[0] == {"(": ")", "{": "}"}[kind]:
+                return value
+        elif kind == "number" and (len(text) == 1 or is_split):
+            if len(text) > 1:
+                self._position -= 1
+                self._tokens[self._position] = (kind, text[1:])
+            return sympy.Integer(text[0])
         raise Unreadable("not_a_number")
 
-    def _part_digits(self) -> None:
-        """Split a number after its first digit: LaTeX reads 1 and 2 from the digits 12."""
-        kind, text = self._tokens[self._position]
-        if kind == "number" and len(text) > 1:
-            self._tokens[self._position : self._position + 1] = [(kind, text[0]), (kind, text[1:])]
 
-    def _closed(self, mark: str, depth: int) -> Surd:
-        value = self._sum(depth + 1)
-        if self._next()[0] != mark:
-            raise Unreadable("not_a_number")
-        return value
-
-
-def _clean(value: Surd) -> Surd:
-    if len(value) > 16 or any(abs(b.numerator * b.denominator) > 10**60 for b in value.values()):
+def _bounded(value: Any) -> Any:
+    """Return a sum of multiples of roots; refuse one that grows."""
+    terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(value)]
+    if len(terms) > MAX_TERMS or any(
+        abs(factor.p * factor.q) > 10**60 or root**2 > MAX_RADICAND for factor, root in terms
+    ):
         raise Unreadable("too_many_digits")
-    return {c: b for c, b in value.items() if b}
+    return value
 
 
-def _scale(value: Surd, by: Fraction) -> Surd:
-    return _clean({c: b * by for c, b in value.items()})
+def _product(left: Any, right: Any) -> Any:
+    return _bounded(sympy.expand_mul(left * right))
 
 
-def _add(left: Surd, right: Surd) -> Surd:
-    total = dict(left)
-    for c, b in right.items():
-        total[c] = total.get(c, Fraction(0)) + b
-    return _clean(total)
-
-
-def _multiply(left: Surd, right: Surd) -> Surd:
-    total: Surd = {}
-    for c, b in left.items():
-        for d, e in right.items():
-            outside, inside = _square_free(c * d)
-            total[inside] = total.get(inside, Fraction(0)) + b * e * outside
-    return _clean(total)
-
-
-def _divide(left: Surd, right: Surd) -> Surd:
-    if not right:
+def _divided(left: Any, right: Any) -> Any:
+    if right == 0:
         raise Unreadable("division_by_zero")
-    if len(right) > 1:
+    if right.is_Add:
         raise Unreadable("division_by_a_sum")
-    # 1 / (b * sqrt(c)) = sqrt(c) / (b * c)
-    ((c, b),) = right.items()
-    return _multiply(left, {c: 1 / (b * c)})
+    return _product(left, 1 / right)
 
 
-def _root(value: Surd) -> Surd:
-    radicand = value.get(1, Fraction(0))
-    if set(value) - {1} or radicand < 0:
+def _root(value: Any) -> Any:
+    if not value.is_Rational or value < 0:
         raise Unreadable("root_of_no_positive_number")
-    if radicand == 0:
-        return {}
-    # sqrt(p/q) = sqrt(p*q) / q
-    outside, inside = _square_free(radicand.numerator * radicand.denominator)
-    return {inside: Fraction(outside, radicand.denominator)}
-
-
-def _square_free(number: int) -> tuple[int, int]:
-    """Return (s, c) with number = s*s*c and c square-free."""
-    if number > MAX_RADICAND:
+    if value.p * value.q > MAX_RADICAND:
         raise Unreadable("too_many_digits")
-    outside, inside, prime = 1, number, 2
-    while prime * prime <= inside:
-        while inside % (prime * prime) == 0:
-            inside //= prime * prime
-            outside *= prime
-        prime += 1 if prime == 2 else 2
-    # What is left has no square factor below its root; it may itself be a square.
-    whole = isqrt(inside)
-    return (outside * whole, 1) if whole * whole == inside else (outside, inside)
+    return sympy.sqrt(value)
 
 
 def load_rewriter(reference: str) -> Rewriter | None:
@@ -308,7 +226,7 @@ def load_rewriter(reference: str) -> Rewriter | None:
         return None
     module, _, name = reference.partition(":")
     try:
-        loaded: object = getattr(importlib.import_module(module), name)
+        loaded: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"`curate.rewriter` must name a callable that can be imported, got {reference!r} "
@@ -322,7 +240,7 @@ def load_rewriter(reference: str) -> Rewriter | None:
 
 def rewrite_problems(
     problems: list[Problem],
-    compose: Callable[[str, str], list[dict[str, str]]],
+    compose: Callable[[str, str], Messages],
     rewriter: Rewriter | None,
 ) -> tuple[list[Problem], list[Drop]]:
     """Rewrite every problem that is verified as `math` or `integer`; others pass.
@@ -342,31 +260,29 @@ def rewrite_problems(
         if name not in READS_FORMS:
             kept.append(problem)
             continue
-        done = rewrite(problem.question, problem.answer)
-        if done.method == "rejected" and rewriter is not None:
-            result = rewriter(problem.question, problem.answer)
-            if result is not None:
-                question, answer = result
-                is_good = question.strip() and answer_fault("integer", answer) is None
-                done = replace(done, reason="rewriter_gave_no_integer")
-                if is_good:
-                    done = Rewrite(problem.answer, "rewriter", question, answer, "rewriter")
-        if done.method == "rejected":
-            drops.append(drop(problem, done.reason))
-        elif done.method == "unchanged":
-            kept.append(
-                replace(problem, answer=done.integer_answer, verifier=f"integer/{form}".rstrip("/"))
-            )
+        try:
+            question, answer = rewrite(problem.question, problem.answer)
+        except Unreadable as error:
+            given = rewriter(problem.question, problem.answer) if rewriter else None
+            question, answer = given or ("", "")
+            if not question.strip() or answer_fault("integer", answer):
+                reason = str(error) if given is None else "rewriter_gave_no_integer"
+                drops.append(drop(problem, reason))
+                continue
         else:
-            kept.append(
-                replace(
-                    problem,
-                    question=done.new_question,
-                    messages=compose(done.new_question, "integer"),
-                    answer=done.integer_answer,
-                    verifier="integer",
-                    trace=None,
-                    family=problem.split_key,
-                )
+            if question == problem.question:
+                verifier = f"integer/{form}".rstrip("/")
+                kept.append(replace(problem, answer=answer, verifier=verifier))
+                continue
+        kept.append(
+            replace(
+                problem,
+                question=question,
+                messages=compose(question, "integer"),
+                answer=answer,
+                verifier="integer",
+                trace=None,
+                family=problem.split_key,
             )
+        )
     return kept, drops

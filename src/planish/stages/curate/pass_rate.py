@@ -35,7 +35,7 @@ def measure_pass_rates(
     """Return the problems with `pass_rate` set: the mean accuracy of sampled responses.
 
     Temperature 1 and no cut of the distribution, as in training. A request that the engine refuses
-    counts as wrong; what a lost rank took with it is asked again.
+    counts as wrong; requests that a lost rank took with it are asked again.
 
     Raises:
         EngineError: the reference policy cannot be loaded or sampled.
@@ -49,11 +49,12 @@ def measure_pass_rates(
     count = config.pass_rate_samples
     uri, digest = parse_pin(config.pass_rate_policy)
     tokenizer = load_tokenizer(fetch_files(uri, sha256=digest, schema="policy/1"))
-    options = {
-        "max_rows": config.pass_rate_max_rows,
-        "device": str(pick_device(config.pass_rate_device)),
-    }
-    with open_engine(engine_config, ModelRef(pin=config.pass_rate_policy), **options) as engine:
+    with open_engine(
+        engine_config,
+        ModelRef(pin=config.pass_rate_policy),
+        max_rows=config.pass_rate_max_rows,
+        device=str(pick_device(config.pass_rate_device)),
+    ) as engine:
         rollouts = generate_rollouts(
             engine,
             tokenizer,
@@ -63,6 +64,5 @@ def measure_pass_rates(
             run_seed=seed,
         )
     verdicts = judge(rollouts, VerifierOptions(), max_error_rate=1.0)
-    right = np.array([verdict.accuracy for verdict in verdicts]).reshape(-1, count)
-    rates = right.sum(axis=1) / count
+    rates = np.array([verdict.accuracy for verdict in verdicts]).reshape(-1, count).mean(axis=1)
     return [replace(p, pass_rate=float(rate)) for p, rate in zip(problems, rates, strict=True)]

@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 Messages = list[dict[str, str]]
 
 MAX_EXAMPLES = 3
 """Examples kept for each reason."""
-
 MUCH = 0.2
-"""People are told of a filter that drops more than this part of its rows."""
+"""A filter that drops a larger part of its rows than this is shown to people."""
 
 _WORD = re.compile(r"[0-9]+(?:\.[0-9]+)?|[^\W\d_]+|[-+*/=%<>^()]")
 
@@ -30,21 +33,19 @@ class Problem:
     """
 
     question: str
-    """The problem alone, without instructions: what duplicates are judged by."""
+    """The problem without instructions; duplicates are judged by it."""
     messages: Messages
-    """What the policy will see."""
+    """The prompt as the policy sees it."""
     answer: str
-    """Ground truth."""
     verifier: str
-    """Key in the verifier table."""
     source: str
-    """Data set."""
+    """Name of the data set."""
     trace: str | None = None
     """Worked solution that ends in the answer."""
     family: str = ""
     """Problems of one family go to the same side of the split; empty: the normalised question."""
     origin: str = ""
-    """Where it came from, for the report: `line 12`."""
+    """Place for the report: `line 12`."""
     pass_rate: float = float("nan")
     """Measured on a reference policy."""
     extra: str = ""
@@ -57,7 +58,7 @@ class Problem:
 
     @property
     def split_key(self) -> str:
-        """What the split hashes."""
+        """Text that the split hashes."""
         return self.family or self.key
 
 
@@ -66,7 +67,7 @@ class Drop:
     """A row that a filter took out."""
 
     reason: str
-    """Code, in the form of an identifier."""
+    """Code in the form of an identifier."""
     example: str
     """The row in short, with its origin."""
 
@@ -76,7 +77,7 @@ def add_drop(drops: list[Drop], new: Drop, shown: dict[str, list[Drop]]) -> None
 
     Args:
         drops: gets one more.
-        new: of which only the reason counts where its examples are there already.
+        new: only its reason counts where its examples are there already.
         shown: examples by reason; kept by the caller for this function.
 
     Example:
@@ -97,19 +98,16 @@ class Filter:
     """Counts of one filter."""
 
     name: str
-    """What it does."""
     unit: str
-    """What it counts: lines, problems, steps, prompts."""
+    """Lines, problems, steps or prompts."""
     num_in: int
-    """Rows that came in."""
     num_out: int
-    """Rows that went on."""
     reasons: dict[str, int]
     """Rows dropped by reason code; with `num_out` they add up to `num_in`."""
     examples: dict[str, list[str]]
     """A few dropped rows by reason code."""
     is_choice: bool = False
-    """What is left out is not wanted here, such as held-out problems: nothing is wrong with it."""
+    """Nothing is wrong with dropped rows: they are held out, for example."""
 
     @property
     def num_dropped(self) -> int:
@@ -128,34 +126,33 @@ class CurationLedger:
 
     Example:
         >>> ledger = CurationLedger()
-        >>> ledger.record("length", "prompts", 3, 2, [Drop("too_long", "line 2")])
+        >>> ledger.record("length", "prompts", ["a", "b"], [Drop("too_long", "line 2")])
+        ['a', 'b']
         >>> ledger.filters[0].reasons
         {'too_long': 1}
     """
 
     filters: list[Filter] = field(default_factory=list)
-    """In the order in which they ran."""
 
     def record(
         self,
         name: str,
         unit: str,
-        num_in: int,
-        num_out: int,
+        kept: list[_T],
         drops: Sequence[Drop],
         *,
         is_choice: bool = False,
-    ) -> None:
-        """Add the counts of one filter; every row must be accounted for."""
-        assert num_in == num_out + len(drops), (name, num_in, num_out, len(drops))
-        reasons: dict[str, int] = {}
-        examples: dict[str, list[str]] = {}
+    ) -> list[_T]:
+        """Add the counts of one filter, and return what it kept."""
+        reasons = Counter(drop.reason for drop in drops)
+        examples: dict[str, list[str]] = {reason: [] for reason in reasons}
         for drop in drops:
-            reasons[drop.reason] = reasons.get(drop.reason, 0) + 1
-            if len(seen := examples.setdefault(drop.reason, [])) < MAX_EXAMPLES:
+            if len(seen := examples[drop.reason]) < MAX_EXAMPLES:
                 seen.append(drop.example)
         ordered = dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0])))
-        self.filters.append(Filter(name, unit, num_in, num_out, ordered, examples, is_choice))
+        num_in = len(kept) + len(drops)
+        self.filters.append(Filter(name, unit, num_in, len(kept), ordered, examples, is_choice))
+        return kept
 
     def counts(self) -> str:
         """Return one line: the counts of every filter."""
@@ -166,14 +163,9 @@ class CurationLedger:
         )
 
 
-def words(text: str) -> list[str]:
-    """Return the words, numbers and operators of `text`, lower case, in one Unicode form."""
-    return list(_words(text))
-
-
 @lru_cache(maxsize=1 << 15)
-def _words(text: str) -> tuple[str, ...]:
-    """Every filter asks again: keep the newest."""
+def words(text: str) -> tuple[str, ...]:
+    """Return the words, numbers and operators of `text`, lower case, in one Unicode form."""
     return tuple(_WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
 
 
@@ -187,15 +179,18 @@ def sift(
     problems: Sequence[Problem], judge: Callable[[Problem], Drop | None]
 ) -> tuple[list[Problem], list[Drop]]:
     """Return the problems that `judge` keeps, in order, and why it took out each other."""
-    kept: list[Problem] = []
-    drops: list[Drop] = []
-    for problem in problems:
-        taken_out = judge(problem)
-        if taken_out is None:
-            kept.append(problem)
-        else:
-            drops.append(taken_out)
-    return kept, drops
+    judged = [(problem, judge(problem)) for problem in problems]
+    return [p for p, taken_out in judged if taken_out is None], [d for _, d in judged if d]
+
+
+def keep_first(
+    problems: Sequence[Problem], key: Callable[[Problem], str]
+) -> tuple[list[Problem], list[Drop]]:
+    """Return the first problem of each key, and the others as duplicates."""
+    first: dict[str, Problem] = {}
+    return sift(
+        problems, lambda p: None if first.setdefault(key(p), p) is p else drop(p, "duplicate")
+    )
 
 
 def drop(problem: Problem, reason: str) -> Drop:

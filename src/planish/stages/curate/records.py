@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,12 +40,11 @@ MAX_LINE_BYTES = 16 << 20
 MAX_PACKED_RATIO = 100
 """A gzip file unpacks to at most so many times its size; text gives 3 to 20."""
 MIN_UNPACKED_BYTES = 64 << 20
-"""So much any gzip file may unpack to."""
+"""Any gzip file may unpack to this size."""
 KINDS = (
     "a data set is JSONL (one object a line, gzip may pack it), Parquet, or a data set of the hub; "
     "no JSON array and no CSV"
 )
-"""What people may give."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +59,9 @@ class DataRow:
 
 @dataclass(frozen=True)
 class DataTable:
-    """All rows of a data set."""
+    """All rows of a data set, in its order."""
 
     rows: list[DataRow]
-    """In the order of the file."""
     sha256: str
     """Digest of the file, or of the canonical rows of a hub data set."""
 
@@ -77,27 +74,27 @@ class BadRow(ValueError):
         self.reason = reason
 
 
-def read_table(
-    dataset: str,
+def read_data(
+    config: CurateConfig,
+    ledger: CurationLedger,
     *,
     skip_bad: bool,
-    ledger: CurationLedger,
-    hub: Callable[[Source], Iterable[Any]],
     key: str = "curate.dataset",
     label: str = "",
+    streaming: bool = False,
     max_rows: int | None = None,
     beyond: Callable[[DataRow], bool] | None = None,
 ) -> DataTable:
-    """Read a data set, fetching it from where it lies.
+    """Read the data set of a configuration, fetching it from where it lies.
 
     Args:
-        dataset: an address that `planish.store.sources` reads; a file holds JSONL, or Parquet
-            where its name or its first bytes say so, and JSONL may be packed by gzip.
-        skip_bad: leave out unreadable rows and count them in the ledger.
+        config: names it as `dataset`. A file holds JSONL, or Parquet where its name or its first
+            bytes say so, and JSONL may be packed by gzip.
         ledger: gets one filter.
-        hub: returns the rows of a data set of the hub.
+        skip_bad: leave out unreadable rows and count them in the ledger.
         key: setting that holds the address, for messages.
         label: put before the name of that filter.
+        streaming: as in `read_hub`.
         max_rows: only the first ones are kept; None for all.
         beyond: gets each further row of a file, and returns whether to read on; None reads none.
 
@@ -105,60 +102,69 @@ def read_table(
         ConfigError: no such data set, no rows, or a bad row; names the line.
         StoreUnavailable: the store does not answer.
     """
-    source = parse_source(dataset, key=key)
+    source = parse_source(config.dataset, key=key)
+    path: Path | None = None
     if source.kind == "hub" and not source.file:
-        hub_rows = itertools.islice(hub(source), max_rows)
-        rows, bad = _parse(hub_rows, "row", source.place, skip_bad, max_rows, None)
-        canonical = "\n".join(json.dumps(row.fields, sort_keys=True, default=str) for row in rows)
-        digest = hashlib.sha256(canonical.encode("ascii")).hexdigest()
+        unit, name = "row", source.place
+        options = {"config": config.hub_config, "split": config.hub_split, "key": key}
+        rows_of_hub = read_hub(source, revision=config.hub_revision, streaming=streaming, **options)
+        items: Iterable[Any] = itertools.islice(rows_of_hub, max_rows)
     else:
         path = fetch_file(source, key=key)
-        with path.open("rb") as file:
-            is_parquet = path.suffix == ".parquet" or file.read(4) == b"PAR1"
-        if is_parquet:
-            items = _parquet_rows(path)
-            rows, bad = _parse(items, "row", path.name, skip_bad, max_rows, beyond)
-        else:
-            with path.open("rb") as file:
-                lines = bounded_lines(file, path.name)
-                rows, bad = _parse(lines, "line", path.name, skip_bad, max_rows, beyond)
-        digest = hash_file(path)[1]
-    ledger.record(f"{label}rows of the data set", "rows", len(rows) + len(bad), len(rows), bad)
-    return DataTable(rows, digest)
+        name = path.name
+        unit, items = ("row", _parquet_rows(path)) if _is_parquet(path) else ("line", _lines(path))
+    rows: list[DataRow] = []
+    bad: list[Drop] = []
+    shown: dict[str, list[Drop]] = {}
+    for number, item in enumerate(items, 1):
+        if isinstance(item, bytes) and not item.strip():
+            continue
+        is_kept = max_rows is None or number <= max_rows
+        if not is_kept and beyond is None:
+            break
+        try:
+            row = DataRow(_fields(item), f"{unit} {number}")
+        except BadRow as error:
+            if not skip_bad:
+                raise ConfigError(
+                    f"{unit} {number} of `{name}` must be readable, got: {error}; "
+                    f"{'' if rows else f'{KINDS}; '}mend it, or "
+                    "leave such rows out with `curate.skip_bad = true`"
+                ) from None
+            add_drop(bad, Drop(error.reason, f"{unit} {number}: {error}"), shown)
+            continue
+        if is_kept:
+            rows.append(row)
+        elif beyond is not None and not beyond(row):
+            break
+    if not rows:
+        raise ConfigError(
+            f"`{name}` must hold at least one readable row, got {len(bad)} bad rows and no other"
+            + (f", the first at {bad[0].example}; {KINDS}" if bad else "; it is empty")
+            + ": check `curate.dataset`"
+        )
+    ledger.record(f"{label}rows of the data set", "rows", rows, bad)
+    if path is not None:
+        return DataTable(rows, hash_file(path)[1])
+    canonical = "\n".join(json.dumps(row.fields, sort_keys=True, default=str) for row in rows)
+    return DataTable(rows, hashlib.sha256(canonical.encode("ascii")).hexdigest())
 
 
-def read_data(
-    config: CurateConfig, *, ledger: CurationLedger, streaming: bool = False, **options: Any
-) -> DataTable:
-    """Read the data set of a configuration, by its settings of the hub.
+def _is_parquet(path: Path) -> bool:
+    with path.open("rb") as file:
+        return path.suffix == ".parquet" or file.read(4) == b"PAR1"
 
-    Args:
-        config: names it as `dataset`.
-        ledger: gets one filter.
-        streaming: as of `read_hub`.
-        **options: of `read_table`.
 
-    Raises:
-        ConfigError: as `read_table`.
-    """
-    key = options.setdefault("key", "curate.dataset")
-    hub = partial(
-        read_hub,
-        config=config.hub_config,
-        split=config.hub_split,
-        revision=config.hub_revision,
-        key=key,
-        streaming=streaming,
-    )
-    return read_table(config.dataset, ledger=ledger, hub=hub, **options)
+def _lines(path: Path) -> Iterator[bytes | BadRow]:
+    with path.open("rb") as file:
+        yield from bounded_lines(file, path.name)
 
 
 def bounded_lines(file: BinaryIO, name: str) -> Iterator[bytes | BadRow]:
     """Yield the lines of a file, unpacked where gzip has packed it; a longer one is a bad row.
 
-    A byte order mark at the begin is left out.
-
-    No more than `MAX_LINE_BYTES` of a line are ever held.
+    A byte order mark at the begin is left out. No more than `MAX_LINE_BYTES` of a line are ever
+    held.
 
     Raises:
         ConfigError: it unpacks to far more than data would, or is damaged.
@@ -193,78 +199,27 @@ def bounded_lines(file: BinaryIO, name: str) -> Iterator[bytes | BadRow]:
         ) from None
 
 
-def _parse(
-    items: Iterable[Any],
-    unit: str,
-    name: str,
-    skip_bad: bool,
-    max_rows: int | None,
-    beyond: Callable[[DataRow], bool] | None,
-) -> tuple[list[DataRow], list[Drop]]:
-    rows: list[DataRow] = []
-    drops: list[Drop] = []
-    shown: dict[str, list[Drop]] = {}
-    for number, item in enumerate(items, 1):
-        if isinstance(item, bytes) and not item.strip():
-            continue
-        is_kept = max_rows is None or number <= max_rows
-        if not is_kept and beyond is None:
-            break
-        origin = f"{unit} {number}"
-        try:
-            if isinstance(item, BadRow):
-                raise item
-            fields = _json_line(item) if isinstance(item, bytes) else _plain(item)
-            row = DataRow(fields, origin)
-            if is_kept:
-                rows.append(row)
-            elif beyond is not None and not beyond(row):
-                break
-        except BadRow as error:
-            if not skip_bad:
-                kinds = "" if rows else f"{KINDS}; "
-                raise ConfigError(
-                    f"{origin} of `{name}` must be readable, got: {error}; {kinds}mend it, or "
-                    "leave such rows out with `curate.skip_bad = true`"
-                ) from None
-            add_drop(drops, Drop(error.reason, f"{origin}: {error}"), shown)
-    if not rows:
-        raise ConfigError(
-            f"`{name}` must hold at least one readable row, got {len(drops)} bad rows and no other"
-            + (f", the first at {drops[0].example}; {KINDS}" if drops else "; it is empty")
-            + ": check `curate.dataset`"
-        )
-    return rows, drops
-
-
-def _json_line(line: bytes) -> dict[str, Any]:
+def _fields(item: Any) -> dict[str, Any]:
+    """Return the columns of a row, whose text can be written as UTF-8."""
+    if isinstance(item, BadRow):
+        raise item
     try:
-        text = line.decode("utf-8")
+        row = json.loads(item.decode("utf-8")) if isinstance(item, bytes) else item
     except UnicodeDecodeError as error:
-        raise BadRow(
-            "not_utf8", f"not UTF-8 at byte {error.start} (0x{line[error.start]:02x})"
-        ) from None
-    try:
-        return _plain(json.loads(text))
-    except BadRow:
-        raise
+        byte = item[error.start]
+        raise BadRow("not_utf8", f"not UTF-8 at byte {error.start} (0x{byte:02x})") from None
     except (ValueError, RecursionError) as error:
         raise BadRow("not_json", f"not JSON: {error}") from None
-
-
-def _plain(value: Any) -> dict[str, Any]:
-    """Check that a row is an object whose text can be written as UTF-8."""
-    if not isinstance(value, Mapping):
-        raise BadRow("not_an_object", f"a row must be an object, got {value!r:.80}")
-    fields = {str(key): item for key, item in value.items()}
+    if not isinstance(row, Mapping):
+        raise BadRow("not_an_object", f"a row must be an object, got {row!r:.80}")
     try:
-        json.dumps(fields, ensure_ascii=False, default=str).encode("utf-8")
-    except (UnicodeEncodeError, ValueError, RecursionError) as error:
+        json.dumps(row, ensure_ascii=False, default=str).encode("utf-8")
+    except (ValueError, RecursionError) as error:
         raise BadRow("not_utf8", f"text that is no valid Unicode: {error}") from None
-    return fields
+    return dict(row)
 
 
-def _parquet_rows(path: Path) -> Iterable[Any]:
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
 
     from planish.records.parquet import read_batches

@@ -24,8 +24,7 @@ from planish.stages.curate.filters import (
     split,
 )
 from planish.stages.curate.gsm8k import is_gsm8k, step_problems
-from planish.stages.curate.integers import load_rewriter, rewrite_problems
-from planish.stages.curate.problem import CurationLedger, Drop, Problem, drop
+from planish.stages.curate.problem import CurationLedger, Drop, Problem, drop, keep_first, sift
 from planish.stages.curate.records import DataTable
 from planish.stages.curate.tasks import task_stream, with_mistake
 
@@ -41,13 +40,11 @@ class Curated:
     """Everything that curation hands on."""
 
     train: list[Problem]
-    """Training problems."""
     evaluation: list[Problem]
     """Held-out problems."""
     traced: list[Problem]
     """Training problems whose worked traces teach the cold start."""
     ledger: CurationLedger
-    """Counts of every filter."""
     sets: dict[str, list[Problem]] = field(default_factory=dict)
     """Problems of each evaluation set."""
 
@@ -92,19 +89,13 @@ def set_problems(
     found: dict[str, list[Problem]] = {}
     for chosen in config.evaluation_sets:
         name, rows = chosen.name, tables[chosen.name].rows
-        read, drops = read_problems(config.of_set(chosen), rows)
-        ledger.record(f"{name}, readable problems", "rows", len(rows), len(read), drops)
-        judged, drops = remove_unverifiable(read)
-        ledger.record(f"{name}, verifiable answer", "prompts", len(read), len(judged), drops)
+        read = read_problems(config.of_set(chosen), rows)
+        problems = ledger.record(f"{name}, readable problems", "rows", *read)
+        judged = remove_unverifiable(problems)
+        problems = ledger.record(f"{name}, verifiable answer", "prompts", *judged)
         # Prompts are told apart by their ids.
-        first: dict[str, Problem] = {}
-        drops = [
-            drop(problem, "duplicate")
-            for problem in judged
-            if first.setdefault(prompt_id(problem.messages, problem.answer), problem) is not problem
-        ]
-        found[name] = list(first.values())
-        ledger.record(f"{name}, equal prompts", "prompts", len(judged), len(first), drops)
+        different = keep_first(problems, lambda p: prompt_id(p.messages, p.answer))
+        found[name] = ledger.record(f"{name}, equal prompts", "prompts", *different)
         if not found[name]:
             raise ConfigError(
                 f"the evaluation set {name!r} must hold a prompt with an answer that a verifier "
@@ -140,56 +131,42 @@ def select(
     if not tables:
         train, evaluation = _generate(config, seed, ledger)
     else:
-        pool = _prepare(config, tables[0], ledger, "", most_judged)
+        train = _prepare(config, tables[0], ledger, "", most_judged)
         if len(tables) > 1:
-            train = pool
             evaluation = _prepare(config, tables[1], ledger, "held-out ", most_judged)
         else:
-            train, evaluation = split(pool, config.evaluation_fraction, config.evaluation_size)
+            train, evaluation = split(train, config.evaluation_fraction, config.evaluation_size)
             drops = [drop(problem, "held_out") for problem in evaluation]
-            ledger.record(
-                "split, training part", "prompts", len(pool), len(train), drops, is_choice=True
-            )
+            ledger.record("split, training part", "prompts", train, drops, is_choice=True)
     # Generated problems are made of few words: only equal ones leak.
     ngram = config.contamination_ngram if tables else 0
-    train, drops = remove_contaminated(train, [*evaluation, *sets], ngram=ngram)
-    ledger.record("contamination", "prompts", len(train) + len(drops), len(train), drops)
-    chosen = choose(evaluation, config.evaluation_size)
-    names = {id(problem) for problem in chosen}
-    drops = [drop(p, "over_evaluation_size") for p in evaluation if id(p) not in names]
-    ledger.record("evaluation size", "prompts", len(evaluation), len(chosen), drops, is_choice=True)
+    clean = remove_contaminated(train, [*evaluation, *sets], ngram=ngram)
+    train = ledger.record("contamination", "prompts", *clean)
+    chosen = choose(evaluation, config.evaluation_size, "over_evaluation_size")
+    evaluation = ledger.record("evaluation size", "prompts", *chosen, is_choice=True)
     if pass_rates is not None:
-        train, drops = remove_outside_band(
-            pass_rates(train), config.pass_rate_min, config.pass_rate_max
-        )
-        ledger.record("pass rate", "prompts", len(train) + len(drops), len(train), drops)
-    for name, problems in (("training", train), ("evaluation", chosen)):
+        band = remove_outside_band(pass_rates(train), config.pass_rate_min, config.pass_rate_max)
+        train = ledger.record("pass rate", "prompts", *band)
+    for name, problems in (("training", train), ("evaluation", evaluation)):
         if not problems:
             raise ConfigError(
                 f"curation must leave at least one {name} prompt, got none: {ledger.counts()}; "
                 "change the filters in [curate] or its `dataset`"
             )
-    return train, chosen
+    return train, evaluation
 
 
 def _traced(config: CurateConfig, train: list[Problem], ledger: CurationLedger) -> list[Problem]:
-    good = [problem for problem in train if has_good_trace(problem)]
+    def judge(problem: Problem) -> Drop | None:
+        if has_good_trace(problem):
+            return None
+        return drop(problem, "no_trace" if problem.trace is None else "wrong_trace")
+
+    good, bad = sift(train, judge)
     count = len(good) if config.num_traces is None else config.num_traces
-    chosen = choose(good, count)
-    names = {id(problem) for problem in chosen}
-    usable = {id(problem) for problem in good}
-    drops = []
-    for problem in train:
-        if id(problem) in names:
-            continue
-        if id(problem) in usable:
-            drops.append(drop(problem, "over_num_traces"))
-        else:
-            drops.append(drop(problem, "no_trace" if problem.trace is None else "wrong_trace"))
-    ledger.record(
-        "traces for the cold start", "prompts", len(train), len(chosen), drops, is_choice=True
-    )
-    return chosen
+    chosen, surplus = choose(good, count, "over_num_traces")
+    drops = [*bad, *surplus]
+    return ledger.record("traces for the cold start", "prompts", chosen, drops, is_choice=True)
 
 
 def _generate(
@@ -200,12 +177,10 @@ def _generate(
     wanted = (config.num_prompts, config.evaluation_size)
     seen: set[str] = set()
     drops: list[Drop] = []
-    draws = 0
     patience = MAX_DRAWS_FACTOR * sum(wanted)
-    for problem in task_stream(config, seed):
+    for draws, problem in enumerate(task_stream(config, seed)):
         if draws >= patience or all(len(s) >= w for s, w in zip(sides, wanted, strict=True)):
             break
-        draws += 1
         side = int(is_held_out(problem, config.evaluation_fraction))
         if problem.key in seen:
             drops.append(drop(problem, "duplicate"))
@@ -214,7 +189,8 @@ def _generate(
         else:
             seen.add(problem.key)
             sides[side].append(problem)
-    ledger.record(f"generated {config.task}", "draws", draws, len(seen), drops, is_choice=True)
+    both = [*sides[0], *sides[1]]
+    ledger.record(f"generated {config.task}", "draws", both, drops, is_choice=True)
     return sides
 
 
@@ -231,34 +207,29 @@ def _prepare(
     most_judged: int | None,
 ) -> list[Problem]:
     """Turn rows into problems and apply the filters that look at one set."""
-    rows = table.rows
     if _is_steps(config, table):
-        problems = step_problems(rows, config.max_operand_digits, ledger)
+        problems = step_problems(table.rows, config.max_operand_digits, ledger)
     else:
-        problems, drops = read_problems(config, rows)
-        ledger.record(f"{label}readable problems", "rows", len(rows), len(problems), drops)
+        read = read_problems(config, table.rows)
+        problems = ledger.record(f"{label}readable problems", "rows", *read)
 
-    def apply(name: str, result: tuple[list[Problem], list[Drop]], unit: str = "prompts") -> None:
-        nonlocal problems
-        problems, drops = result
-        ledger.record(label + name, unit, len(problems) + len(drops), len(problems), drops)
+    def record(name: str, result: tuple[list[Problem], list[Drop]]) -> list[Problem]:
+        return ledger.record(label + name, "prompts", *result)
 
     if config.to_integers:
+        # Only here, since sympy takes a while to import.
+        from planish.stages.curate.integers import load_rewriter, rewrite_problems
+
         rewriter = load_rewriter(config.rewriter)
-        apply(
-            "answers as integers",
-            rewrite_problems(problems, lambda q, v: compose(config, q, v), rewriter),
-        )
-    apply("verifiable answer", remove_unverifiable(problems, most_judged))
-    apply("prompt length", remove_long(problems, config.max_prompt_chars))
-    apply("duplicates", remove_duplicates(problems))
-    apply(
-        "near duplicates",
-        remove_near_duplicates(
-            problems,
-            threshold=config.near_duplicate_threshold,
-            min_words=config.near_duplicate_min_words,
-            workers=config.workers,
-        ),
+        rewritten = rewrite_problems(problems, lambda q, v: compose(config, q, v), rewriter)
+        problems = record("answers as integers", rewritten)
+    problems = record("verifiable answer", remove_unverifiable(problems, most_judged))
+    problems = record("prompt length", remove_long(problems, config.max_prompt_chars))
+    problems = record("duplicates", remove_duplicates(problems))
+    near = remove_near_duplicates(
+        problems,
+        threshold=config.near_duplicate_threshold,
+        min_words=config.near_duplicate_min_words,
+        workers=config.workers,
     )
-    return problems
+    return record("near duplicates", near)

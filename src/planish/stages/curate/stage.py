@@ -20,7 +20,7 @@ from planish.stages.curate.pass_rate import measure_pass_rates, prompt_set
 from planish.stages.curate.problem import CurationLedger, Problem
 from planish.stages.curate.records import DataTable, read_data
 from planish.stages.curate.report import curation_metrics, curation_report
-from planish.stages.curate.select import curate, set_problems
+from planish.stages.curate.select import Curated, curate, set_problems
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def make_prompts(context: Context) -> Outcome:
             documents={"report": store.read(report_uri).decode("utf-8")},
             already_done=True,
         )
-    measure = partial(
+    pass_rates = partial(
         measure_pass_rates,
         config=config,
         engine_config=context.section(EngineConfig, "engine"),
@@ -74,53 +74,51 @@ def make_prompts(context: Context) -> Outcome:
         context.seed,
         tables,
         ledger,
-        measure if config.pass_rate_policy else None,
+        pass_rates if config.pass_rate_policy else None,
         sets=set_problems(config, set_tables, ledger),
     )
     text = curation_report(curated, tables[0].sha256 if tables else "")
     store.write(report_uri, text.encode("utf-8"))
-    attributes: dict[str, Any] = {
-        "config_sha256": context.config_sha256,
-        "seed": context.seed,
-        **({"source_sha256": parents["source"]} if "source" in parents else {}),
-    }
-    # The training prompts come last: they mark the stage as done.
     for name, problems in curated.sets.items():
         write_prompts(context, name, problems, set_tables[name].sha256)
+    ref = _write_sets(context, curated, parents)
+    metrics = curation_metrics(curated)
+    return Outcome(refs={"prompts": ref}, metrics=metrics, documents={"report": text})
+
+
+def _write_sets(context: Context, curated: Curated, parents: dict[str, str]) -> Ref:
+    attributes: dict[str, Any] = {"config_sha256": context.config_sha256, "seed": context.seed}
+    if "source" in parents:
+        attributes["source_sha256"] = parents["source"]
     evaluation = write_set(
         layout.evaluation_prompts(context.root),
         prompt_set(curated.evaluation),
         parents=parents,
         attributes=attributes,
     )
-    traced = curated.traced
-    traces = write_set(
-        layout.traces(context.root),
-        TraceSet(
-            prompt_id=[prompt_id(p.messages, p.answer) for p in traced],
-            messages=[p.messages for p in traced],
-            response=[p.trace or "" for p in traced],
-            source=[p.source for p in traced],
-        ),
-        parents=parents,
-        attributes=attributes,
+    traced = TraceSet(
+        prompt_id=[prompt_id(p.messages, p.answer) for p in curated.traced],
+        messages=[p.messages for p in curated.traced],
+        response=[p.trace or "" for p in curated.traced],
+        source=[p.source for p in curated.traced],
     )
+    traces = write_set(layout.traces(context.root), traced, parents=parents, attributes=attributes)
     attributes |= {
         "evaluation_rows": len(curated.evaluation),
         "evaluation_sha256": evaluation.manifest_sha256,
-        "trace_rows": len(traced),
+        "trace_rows": len(curated.traced),
         "traces_sha256": traces.manifest_sha256,
         "metrics": curation_metrics(curated),
     }
-    ref = write_set(target, prompt_set(curated.train), parents=parents, attributes=attributes)
     logger.info(
         "curated train=%d evaluation=%d traces=%d",
         len(curated.train),
         len(curated.evaluation),
-        len(traced),
+        len(curated.traced),
     )
-    metrics = dict(attributes["metrics"])
-    return Outcome(refs={"prompts": ref}, metrics=metrics, documents={"report": text})
+    # The training prompts come last: they mark the stage as done.
+    train = prompt_set(curated.train)
+    return write_set(layout.prompts(context.root), train, parents=parents, attributes=attributes)
 
 
 def read_tables(config: CurateConfig, ledger: CurationLedger) -> list[DataTable]:
@@ -131,19 +129,19 @@ def read_tables(config: CurateConfig, ledger: CurationLedger) -> list[DataTable]
     """
     named = [("", config), ("held-out ", config.of_held_out())]
     return [
-        read_data(settings, skip_bad=config.skip_bad, ledger=ledger, label=label)
+        read_data(settings, ledger, skip_bad=config.skip_bad, label=label)
         for label, settings in named
         if settings.dataset
     ]
 
 
 def read_set_tables(config: CurateConfig, ledger: CurationLedger) -> dict[str, DataTable]:
-    """Read the evaluation sets, by name; errors as of `read_tables`."""
+    """Read the evaluation sets, by name; errors are those of `read_tables`."""
     return {
         chosen.name: read_data(
             config.of_set(chosen),
+            ledger,
             skip_bad=config.skip_bad,
-            ledger=ledger,
             key=SET_KEY,
             label=f"{chosen.name}, ",
         )
@@ -162,14 +160,7 @@ def make_sets(context: Context) -> list[Ref]:
 
 
 def write_prompts(context: Context, name: str, problems: Sequence[Problem], source: str) -> Ref:
-    """Write the prompts of one evaluation set.
-
-    Args:
-        context: of the task.
-        name: of the set.
-        problems: all of it.
-        source: sha256 of its data set.
-    """
+    """Write the prompts of the evaluation set `name`; `source` is the sha256 of its data set."""
     return write_set(
         layout.evaluation_prompts(context.root, name),
         prompt_set(problems),

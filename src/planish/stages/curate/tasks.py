@@ -31,19 +31,27 @@ MODULUS = 10
 """Modulus of modular chains."""
 
 
-def _user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
+def _problem(
+    question: str,
+    answer: str,
+    source: str,
+    trace: str,
+    *,
+    verifier: str = "trace",
+    family: str = "",
+    origin: str = "generated",
+) -> Problem:
+    messages = [{"role": "user", "content": question}]
+    return Problem(question, messages, answer, verifier, source, trace, family, origin)
 
 
 def column_problem(expression: ColumnExpression, *, source: str, origin: str) -> Problem:
     """Return the prompt of one column expression."""
-    return Problem(
-        question=expression.prompt,
-        messages=_user(expression.prompt),
-        answer=str(expression.result),
-        verifier="trace",
-        source=source,
-        trace=expression.trace(),
+    return _problem(
+        expression.prompt,
+        str(expression.result),
+        source,
+        expression.trace(),
         family=expression.family,
         origin=origin,
     )
@@ -75,15 +83,8 @@ def modular_chain(rng: random.Random, config: CurateConfig) -> Iterator[Problem]
         count = min(max(drawn, 2), config.chain_max_operands)
         operands = [rng.randrange(MODULUS) for _ in range(count)]
         question = f"({'+'.join(map(str, operands))})%{MODULUS}="
-        yield Problem(
-            question=question,
-            messages=_user(question),
-            answer=str(sum(operands) % MODULUS),
-            verifier="trace",
-            source="modular-chain",
-            trace=chain_trace(operands, MODULUS),
-            origin="generated",
-        )
+        answer = str(sum(operands) % MODULUS)
+        yield _problem(question, answer, "modular-chain", chain_trace(operands, MODULUS))
 
 
 def scratchpad_multiplication(rng: random.Random, config: CurateConfig) -> Iterator[Problem]:
@@ -92,17 +93,12 @@ def scratchpad_multiplication(rng: random.Random, config: CurateConfig) -> Itera
     weights = [0.5**count for count in digits]
     while True:
         left, right = (_number(rng, rng.choices(digits, weights)[0]) for _ in range(2))
-        question = f"{left}*{right}="
-        low, high = sorted((left, right))
-        yield Problem(
-            question=question,
-            messages=_user(question),
-            answer=str(left * right),
-            verifier="trace",
-            source="scratchpad-multiplication",
-            trace=multiplication_trace(left, right),
-            family=f"{low}*{high}",
-            origin="generated",
+        yield _problem(
+            f"{left}*{right}=",
+            str(left * right),
+            "scratchpad-multiplication",
+            multiplication_trace(left, right),
+            family=f"{min(left, right)}*{max(left, right)}",
         )
 
 
@@ -111,19 +107,11 @@ def countdown(rng: random.Random, config: CurateConfig) -> Iterator[Problem]:
     while True:
         numbers = [rng.randrange(1, 26) for _ in range(config.countdown_numbers)]
         expression, value = _combine(rng, numbers)
-        if not 1 <= value <= 999:
-            continue
-        given = sorted(numbers)
-        question = f"use {','.join(map(str, given))} to make {value}"
-        yield Problem(
-            question=question,
-            messages=_user(question),
-            answer=countdown_answer(given, value),
-            verifier="countdown",
-            source="countdown",
-            trace=f"{expression}={value}",
-            origin="generated",
-        )
+        if 1 <= value <= 999:
+            given = sorted(numbers)
+            question = f"use {','.join(map(str, given))} to make {value}"
+            answer, trace = countdown_answer(given, value), f"{expression}={value}"
+            yield _problem(question, answer, "countdown", trace, verifier="countdown")
 
 
 def _combine(rng: random.Random, numbers: list[int]) -> tuple[str, int]:
@@ -157,12 +145,9 @@ def task_stream(config: CurateConfig, seed: int) -> Iterator[Problem]:
 
 
 def with_mistake(problem: Problem, share: float, seed: int) -> Problem:
-    """Return the problem with a digit of its trace changed, or, but for a share of them, as it is.
+    """Change one digit of the traces of a share of all problems, 0 to 1; keep the others.
 
-    Args:
-        problem: with a trace.
-        share: part of all problems that get a mistake, 0 to 1.
-        seed: equal seeds change the same digits, in whatever order the problems come.
+    Equal seeds change the same digits, in whatever order the problems come.
     """
     rng = random.Random(f"planish/mistakes/{seed}/{problem.question}")
     trace = problem.trace or ""

@@ -47,9 +47,6 @@ ROW = {
 )
 def test_each_rejected_step_has_its_reason(step, reason):
     assert read_step(step, 4) == reason
-
-
-def test_a_step_that_fits_becomes_an_expression():
     assert read_step("48 + 24 = 72", 4).prompt == "48+24="
 
 
@@ -60,17 +57,11 @@ def test_a_row_is_taken_apart():
     plain = problem_row(ROW)
     assert plain["answer"] == "1072"
     assert plain["trace"].endswith("Then 48+24 = 72.\nAnswer: 1072")
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"question": "q"}, {"question": "q", "answer": "5"}, {"question": 1, "answer": 2}],
-)
-def test_rows_of_another_form_are_recognised(fields):
-    assert parse_row(fields) is None
-    assert problem_row(fields) is None
-    assert not is_gsm8k([DataRow(fields, "line 1")])
     assert is_gsm8k([DataRow(ROW, "line 1")])
+    for other in ({}, {"question": "q"}, {"question": "q", "answer": "5"}, {"question": 1}):
+        assert parse_row(other) is None
+        assert problem_row(other) is None
+        assert not is_gsm8k([DataRow(other, "line 1")])
 
 
 def run(**options):
@@ -102,11 +93,6 @@ def test_all_problems_and_steps_of_the_real_file_are_accounted_for():
     assert steps.num_out + sum(steps.reasons.values()) == 23716
     assert (different.num_out, different.reasons) == (4763, {"duplicate": 9073})
     assert (len(curated.train), len(curated.evaluation)) == (4151, 612)
-
-
-@needs_file
-def test_trace_lengths_of_the_real_steps_are_the_expected_ones():
-    curated, _ = run(gsm8k_as="steps", evaluation_size=10_000)
     lengths = [len(p.trace) + 1 for p in [*curated.train, *curated.evaluation]]
     assert np.percentile(lengths, [10, 50, 90, 100]).tolist() == [19, 22, 37, 41]
 

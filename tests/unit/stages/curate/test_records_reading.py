@@ -1,3 +1,5 @@
+"""Data sets as files and on the hub: rows in, rows out, and what is no data set."""
+
 from __future__ import annotations
 
 import gzip
@@ -11,21 +13,24 @@ import pytest
 
 from planish.base.errors import ConfigError
 from planish.stages.curate import records
+from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.problem import CurationLedger
-from planish.stages.curate.records import as_answer, field_of, read_table
+from planish.stages.curate.records import as_answer, field_of, read_data
 from tests.unit.records.bombs import bomb, peak_megabytes
 
 GOOD = b'{"prompt": "1+1", "answer": "2"}'
 
 
-def no_hub(_):
-    raise AssertionError("the hub must not be asked")
-
-
-def read(path, *, skip_bad=False, hub=no_hub):
+def read(path, *, skip_bad=False):
     ledger = CurationLedger()
-    table = read_table(str(path), skip_bad=skip_bad, ledger=ledger, hub=hub)
+    table = read_data(CurateConfig(dataset=str(path)), ledger, skip_bad=skip_bad)
     return table, ledger.filters[0]
+
+
+def refused(path, **options):
+    with pytest.raises(ConfigError) as caught:
+        read(path, **options)
+    return str(caught.value)
 
 
 def jsonl(tmp_path, *lines):
@@ -35,7 +40,8 @@ def jsonl(tmp_path, *lines):
 
 
 def test_rows_of_a_jsonl_file_know_their_lines_and_the_file_its_digest(tmp_path):
-    path = jsonl(tmp_path, GOOD, b'{"prompt": "2+2", "answer": 4}')
+    path = jsonl(tmp_path, GOOD + b"\r", b'{"prompt": "2+2", "answer": 4}')
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
     table, counts = read(path)
     assert [row.origin for row in table.rows] == ["line 1", "line 2"]
     assert table.rows[1].fields == {"prompt": "2+2", "answer": 4}
@@ -57,45 +63,36 @@ def test_rows_of_a_jsonl_file_know_their_lines_and_the_file_its_digest(tmp_path)
 )
 def test_a_bad_line_stops_with_its_number_and_is_left_out_on_demand(tmp_path, line, reason, words):
     path = jsonl(tmp_path, GOOD, line, GOOD.replace(b"1+1", b"3+3"))
-    with pytest.raises(ConfigError, match=f"line [23] of `data.jsonl`.*{'.*'}") as caught:
-        read(path)
-    assert words in str(caught.value)
-    assert "skip_bad" in str(caught.value)
+    told = refused(path)
+    assert "line 2 of `data.jsonl`" in told
+    assert words in told
+    assert "skip_bad" in told
     table, counts = read(path, skip_bad=True)
-    assert table.rows[-1].fields["prompt"] == "3+3"
+    assert [row.fields["prompt"] for row in table.rows] == ["1+1", "3+3"]
     assert counts.reasons == {reason: 1}
 
 
-def test_an_empty_file_is_refused(tmp_path):
-    path = tmp_path / "empty.jsonl"
-    path.write_bytes(b"")
-    for skip_bad in (False, True):
-        with pytest.raises(ConfigError, match=r"`empty.jsonl` must hold at least one"):
-            read(path, skip_bad=skip_bad)
-
-
-def test_a_file_of_bad_lines_only_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="got 2 bad rows"):
-        read(jsonl(tmp_path, b"x", b"y"), skip_bad=True)
+KINDS = "JSONL (one object a line, gzip may pack it), Parquet"
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    ("content", "words"),
     [
-        (b"[" + GOOD + b", " + GOOD + b"]", "line 1: a row must be an object, got \\[{'prompt'"),
-        (json.dumps([json.loads(GOOD)] * 2, indent=1).encode(), "line 1: not JSON"),
-        (b"prompt,answer\n1+1,2\n2+2,4\n", "line 1: not JSON"),
-        (GOOD.decode().encode("utf-16"), "line 1: not UTF-8 at byte 0"),
+        (b"", ["`data.jsonl` must hold at least one readable row, got 0 bad rows", "it is empty"]),
+        (b"x\ny\n", ["line 1", KINDS]),
+        (b"[" + GOOD + b"]", ["line 1", "a row must be an object, got [{'prompt'", KINDS]),
+        (json.dumps([{"a": 1}], indent=1).encode(), ["line 1", "not JSON", KINDS]),
+        (b"prompt,answer\n1+1,2\n2+2,4\n", ["line 1", "not JSON", KINDS]),
+        (GOOD.decode().encode("utf-16"), ["line 1", "not UTF-8 at byte 0", KINDS]),
+        (b"PAR1 and nothing else", ["`data.jsonl` must be a Parquet file"]),
     ],
 )
-def test_a_file_of_another_kind_is_told_why_and_which_kinds_there_are(tmp_path, content, reason):
+def test_a_file_of_another_kind_is_told_why_and_which_kinds_there_are(tmp_path, content, words):
     path = tmp_path / "data.jsonl"
     path.write_bytes(content)
     for skip_bad in (False, True):
-        words = reason if skip_bad else reason.replace(":", ".*:", 1)
-        with pytest.raises(ConfigError, match=words) as caught:
-            read(path, skip_bad=skip_bad)
-        assert "JSONL (one object a line, gzip may pack it), Parquet" in str(caught.value)
+        told = refused(path, skip_bad=skip_bad)
+        assert [word for word in words if word not in told] == []
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -110,51 +107,36 @@ def test_a_byte_order_mark_blank_lines_and_ids_that_repeat_are_no_fault(tmp_path
     assert (counts.num_in, counts.num_out) == (3, 3)
 
 
-def test_parquet_is_known_by_its_content(tmp_path):
+def test_parquet_is_known_by_its_content_and_read_in_order(tmp_path):
     path = tmp_path / "data.jsonl"
-    pq.write_table(pa.table({"prompt": ["a"], "answer": [Decimal("7.00")]}), path)
-    fields = read(path)[0].rows[0].fields
-    assert (fields["prompt"], as_answer(fields["answer"])) == ("a", "7")
+    pq.write_table(pa.table({"prompt": ["a", "b"], "answer": [Decimal("7.00"), None]}), path)
+    rows = read(path)[0].rows
+    assert [row.fields["prompt"] for row in rows] == ["a", "b"]
+    assert rows[1].origin == "row 2"
+    assert as_answer(rows[0].fields["answer"]) == "7"
 
 
-def test_a_file_without_a_line_feed_at_its_end_and_with_carriage_returns_is_read(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(GOOD + b"\r\n" + GOOD.replace(b"1+1", b"1+2"))
-    assert len(read(path)[0].rows) == 2
-
-
-def test_parquet_rows_are_read_in_order(tmp_path):
+@pytest.mark.parametrize("kind", ["text", "nested", "broken"])
+def test_a_parquet_file_that_decodes_to_much_or_to_nothing_is_refused(tmp_path, kind):
     path = tmp_path / "data.parquet"
-    pq.write_table(pa.table({"prompt": ["a", "b"], "answer": [1, 2]}), path)
-    table, _ = read(path)
-    assert [row.fields for row in table.rows] == [
-        {"prompt": "a", "answer": 1},
-        {"prompt": "b", "answer": 2},
-    ]
-    assert table.rows[1].origin == "row 2"
+    if kind == "broken":
+        broken = pa.array([b"\xff\xfe"], pa.binary()).view(pa.string())
+        pq.write_table(pa.table({"prompt": broken}), path)
+        assert "must be a Parquet file" in refused(path)
+    else:
+        path.write_bytes(bomb(kind))
+        assert "must decode to at most 536870912" in refused(path)
 
 
-def test_a_damaged_parquet_file_is_refused(tmp_path):
-    path = tmp_path / "data.parquet"
-    path.write_bytes(b"PAR1 and nothing else")
-    with pytest.raises(ConfigError, match="must be a Parquet file"):
-        read(path)
-
-
-@pytest.mark.parametrize("name", ["missing.jsonl", "/nowhere/data", "a/b/c", "owner/na me", ""])
+@pytest.mark.parametrize("name", ["missing.jsonl", "/nowhere/data", "a/b/c", "owner/na me", "/tmp"])
 def test_what_is_neither_a_file_nor_a_hub_id_is_refused(name):
-    with pytest.raises(ConfigError, match=r"curate\.dataset"):
-        read(name)
+    assert "curate.dataset" in refused(name)
 
 
-def test_a_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="which is no file"):
-        read(tmp_path)
-
-
-def test_rows_of_a_hub_data_set_have_a_digest_of_their_content():
+def test_rows_of_a_hub_data_set_have_a_digest_of_their_content(monkeypatch):
     rows = [{"prompt": "a", "answer": "1"}, {"answer": "2", "prompt": "b"}]
-    table, _ = read("owner/name", hub=lambda name: iter(rows))
+    monkeypatch.setattr(records, "read_hub", lambda *_, **options: iter(rows))
+    table, _ = read("owner/name")
     canonical = "\n".join(json.dumps(row, sort_keys=True) for row in rows)
     assert table.sha256 == hashlib.sha256(canonical.encode()).hexdigest()
     assert len(table.rows) == 2
@@ -168,8 +150,7 @@ def test_a_long_line_is_bad_by_its_size_and_never_held(tmp_path, monkeypatch):
     table, counts = read(path, skip_bad=True)
     assert [row.origin for row in table.rows] == ["line 1", "line 2", "line 6"]
     assert counts.reasons == {"line_too_long": 2, "not_json": 1}
-    with pytest.raises(ConfigError, match=r"line 3 of `data\.jsonl`.*more than 1000 bytes"):
-        read(path)
+    assert "line 3 of `data.jsonl` must be readable, got: more than 1000 bytes" in refused(path)
 
 
 @pytest.mark.slow
@@ -194,22 +175,19 @@ def test_packed_lines_are_read_and_a_bomb_is_refused(tmp_path):
     path.write_bytes(gzip.compress(GOOD + b"\n" + GOOD.replace(b"1+1", b"2+2")))
     assert [row.origin for row in read(path)[0].rows] == ["line 1", "line 2"]
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ConfigError, match="must be a whole gzip file"):
-        read(path)
+    assert "must be a whole gzip file" in refused(path)
     # many lines, and one long one
     for block in (b'{"prompt": "%s"}\n' % (b"x" * (1 << 20)), b"x" * (1 << 20)):
         with gzip.open(path, "wb", compresslevel=1) as file:
             for _ in range(80):
                 file.write(block)
-        with pytest.raises(ConfigError, match="must unpack to at most 67108864 bytes, 100 times"):
-            read(path, skip_bad=True)
+        assert "must unpack to at most 67108864 bytes, 100 times" in refused(path, skip_bad=True)
 
 
 def test_nested_fields_are_found_by_dotted_names():
     fields = {"reward_model": {"ground_truth": "7"}, "a": 1}
-    assert field_of(fields, "reward_model.ground_truth") == "7"
-    assert field_of(fields, "a.b") is None
-    assert field_of(fields, "c") is None
+    found = [field_of(fields, name) for name in ("reward_model.ground_truth", "a.b", "c")]
+    assert found == ["7", None, None]
 
 
 @pytest.mark.parametrize(
@@ -221,18 +199,3 @@ def test_nested_fields_are_found_by_dotted_names():
 )  # fmt: skip
 def test_answers_become_text_without_loss_or_not_at_all(value, text):
     assert as_answer(value) == text
-
-
-@pytest.mark.parametrize("kind", ["text", "nested"])
-def test_a_small_parquet_file_that_decodes_to_much_is_refused(tmp_path, kind):
-    path = tmp_path / "data.parquet"
-    path.write_bytes(bomb(kind))
-    with pytest.raises(ConfigError, match="must decode to at most 536870912"):
-        read(path)
-
-
-def test_a_parquet_file_that_can_not_be_decoded_is_refused(tmp_path):
-    broken = pa.array([b"\xff\xfe"], pa.binary()).view(pa.string())
-    pq.write_table(pa.table({"prompt": broken}), tmp_path / "data.parquet")
-    with pytest.raises(ConfigError, match="must be a Parquet file"):
-        read(tmp_path / "data.parquet")

@@ -21,7 +21,7 @@ from planish.stages.curate.filters import (
     split,
 )
 from planish.stages.curate.pass_rate import prompt_set
-from planish.stages.curate.problem import CurationLedger, Drop, Problem, fraction_of, words
+from planish.stages.curate.problem import CurationLedger, Problem, words
 from planish.stages.curate.records import DataRow, DataTable
 from planish.stages.curate.report import curation_metrics, curation_report, drop_warnings
 from planish.stages.curate.select import curate
@@ -44,13 +44,8 @@ def select(config, *fields, pass_rates=None, held=()):
 
 
 def test_words_are_lower_case_in_one_unicode_form_with_operators():
-    assert words("How MANY? \uff13\u00d72 = 6.5") == ["how", "many", "3", "2", "=", "6.5"]
-    assert words("4-2=") == ["4", "-", "2", "="]
-
-
-def test_the_ledger_refuses_to_lose_a_row():
-    with pytest.raises(AssertionError):
-        CurationLedger().record("x", "rows", 3, 1, [Drop("a", "b")])
+    assert words("How MANY? \uff13\u00d72 = 6.5") == ("how", "many", "3", "2", "=", "6.5")
+    assert words("4-2=") == ("4", "-", "2", "=")
 
 
 def test_the_split_depends_on_the_problem_alone():
@@ -61,10 +56,6 @@ def test_the_split_depends_on_the_problem_alone():
     assert split(problems[::-1][:100], 0.125, 99)[1] == [
         p for p in problems[::-1][:100] if p in held
     ]
-    assert fraction_of("a") == fraction_of("a") != fraction_of("b")
-
-
-def test_members_of_a_family_are_on_one_side():
     left, right = problem("5*24=", family="5*24"), problem("24*5=", family="5*24")
     for fraction in np.linspace(0.01, 0.99, 30):
         assert is_held_out(left, fraction) == is_held_out(right, fraction)
@@ -81,40 +72,33 @@ def test_a_small_set_holds_out_one_problem_and_a_large_one_no_more_than_are_want
     assert {p.question for p in held} < {p.question for p in most}
 
 
-def test_choosing_is_by_hash_and_keeps_the_order():
+def reasons_of(result):
+    kept, drops = result
+    return [p.question for p in kept], [d.reason for d in drops]
+
+
+def test_each_filter_names_its_reasons():
+    assert reasons_of(remove_long([problem("abc"), problem("abcd"), problem("  ")], 3)) == (
+        ["abc"], ["prompt_too_long", "prompt_empty"],
+    )  # fmt: skip
+    answers = {"a": "7", "b": "9" * 100, "c": "seven", "d": ""}
+    judged = remove_unverifiable([problem(*item) for item in answers.items()])
+    assert reasons_of(judged) == (
+        ["a"], ["answer_too_long", "answer_not_an_integer", "answer_empty"],
+    )  # fmt: skip
+    # The band includes its ends and lets unmeasured problems pass.
+    rates = (0.0, 0.125, 0.5, 0.875, 1.0, float("nan"))
+    band = remove_outside_band([problem(str(r), pass_rate=r) for r in rates], 0.125, 0.875)
+    assert reasons_of(band) == (["0.125", "0.5", "0.875", "nan"], ["too_hard", "too_easy"])
     problems = [problem(f"{n}+1=") for n in range(50)]
-    chosen = choose(problems, 10)
-    assert [p for p in problems if p in chosen] == chosen
-    assert len(chosen) == 10
-    assert {p.question for p in choose(problems[::-1], 10)} == {p.question for p in chosen}
-    assert choose(problems, 999) == problems
-
-
-def test_long_and_empty_prompts_are_dropped():
-    kept, drops = remove_long([problem("abc"), problem("abcd"), problem("  ")], 3)
-    assert [p.question for p in kept] == ["abc"]
-    assert [d.reason for d in drops] == ["prompt_too_long", "prompt_empty"]
-
-
-def test_answers_that_cannot_be_verified_are_dropped_with_their_reason():
-    problems = [problem("a", "7"), problem("b", "9" * 100), problem("c", "seven"), problem("d", "")]
-    kept, drops = remove_unverifiable(problems)
-    assert kept == problems[:1]
-    assert [d.reason for d in drops] == ["answer_too_long", "answer_not_an_integer", "answer_empty"]
-
-
-def test_the_pass_rate_band_includes_its_ends_and_lets_unmeasured_problems_pass():
-    problems = [problem("a", pass_rate=r) for r in (0.0, 0.125, 0.5, 0.875, 1.0, float("nan"))]
-    kept, drops = remove_outside_band(problems, 0.125, 0.875)
-    assert [p.pass_rate for p in kept[:3]] == [0.125, 0.5, 0.875]
-    assert len(kept) == 4
-    assert [d.reason for d in drops] == ["too_hard", "too_easy"]
-
-
-def test_a_trace_must_end_in_the_answer():
-    assert has_good_trace(problem("1+1=", "2", "trace", trace="1+1+0=2=2"))
-    assert not has_good_trace(problem("1+1=", "2", "trace", trace="1+1+0=2=3"))
-    assert not has_good_trace(problem("1+1=", "2", "trace"))
+    chosen, surplus = reasons_of(choose(problems, 10, "many"))
+    assert (len(chosen), surplus) == (10, ["many"] * 40)
+    assert chosen == [p.question for p in problems if p.question in chosen]
+    assert reasons_of(choose(problems[::-1], 10, "many"))[0] == chosen[::-1]
+    traces = ("1+1+0=2=2", "1+1+0=2=3", None)
+    assert [has_good_trace(problem("1+1=", "2", "trace", trace=t)) for t in traces] == [
+        True, False, False,
+    ]  # fmt: skip
 
 
 def read(*fields, **options):
@@ -145,22 +129,23 @@ def test_rows_keep_the_columns_that_reward_functions_take_and_no_other(tmp_path,
     assert "reward_columns" not in CurateConfig().model_dump()
 
 
-def test_usual_fields_are_found_and_instructions_added():
-    kept, reasons = read({"question": " How many? ", "answer": 7})
+def test_text_gets_instructions_and_messages_are_read_as_they_are():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1/2+1/3?"}]
+    kept, reasons = read(
+        {"question": " How many? ", "answer": 7},
+        {"prompt": messages, "reward_model": {"ground_truth": "5/6"}, "data_source": "math"},
+        {"prompt": [{**messages[1], "name": "x"}], "answer": "2", "system": "Be kind."},
+        {"messages": messages, "answer": "2", "system": "Be kind."},
+    )
     assert reasons == []
     assert (kept[0].question, kept[0].answer, kept[0].verifier) == ("How many?", "7", "integer")
     assert "Answer: <answer>" in kept[0].messages[0]["content"]
     assert "How many?" in kept[0].messages[0]["content"]
-
-
-def test_messages_and_nested_answers_of_public_data_sets_are_read_as_they_are():
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1/2+1/3?"}]
-    kept, _ = read(
-        {"prompt": messages, "reward_model": {"ground_truth": "5/6"}, "data_source": "math"}
-    )
-    assert kept[0].messages == messages
-    assert kept[0].question == "1/2+1/3?"
-    assert (kept[0].answer, kept[0].verifier, kept[0].source) == ("5/6", "math", "math")
+    assert (kept[1].messages, kept[1].question) == (messages, "1/2+1/3?")
+    assert (kept[1].answer, kept[1].verifier, kept[1].source) == ("5/6", "math", "math")
+    # A system column goes before a prompt that has no such message of its own.
+    assert kept[2].messages == [{"role": "system", "content": "Be kind."}, messages[1]]
+    assert kept[3].messages == messages
 
 
 def test_a_conversation_that_ends_with_its_answer_is_no_prompt_beside_a_problem():
@@ -200,9 +185,7 @@ def test_configured_fields_and_verifiers_win():
     assert (kept[0].verifier, kept[0].trace) == ("trace", "=2")
     kept, _ = read({"prompt": "x", "answer": "y", "verifier": "exact"}, verifier="trace")
     assert kept[0].verifier == "exact"
-
-
-def test_a_pattern_is_made_of_plain_answers_for_the_verifier_regex_alone():
+    # A pattern is made of plain answers for the verifier `regex` alone.
     row, pattern = {"prompt": "x", "answer": "1.5"}, "^= {answer}$"
     kept, _ = read(row, verifier="regex", answer_pattern=pattern)
     assert kept[0].answer == r"^= 1\.5$"
@@ -226,6 +209,8 @@ def test_a_pattern_is_made_of_plain_answers_for_the_verifier_regex_alone():
         ({"prompt": [{"role": "tool", "content": "x"}], "answer": "2"}, "prompt_is_no_text"),
         ({"prompt": [{"role": "user", "content": 5}], "answer": "2"}, "prompt_is_no_text"),
         ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "2"}, "prompt_is_no_text"),
+        ({"prompt": {"role": "user", "content": "x"}, "answer": "2"}, "prompt_is_no_text"),
+        ({"prompt": "x", "answer": "2", "system": 7}, "system_is_no_text"),
     ],
 )
 def test_rows_without_a_problem_or_an_answer_are_dropped_with_a_reason(fields, reason):
@@ -253,17 +238,6 @@ def test_an_unknown_column_is_refused_with_those_that_are_there():
 def test_a_map_of_another_form_is_refused(text):
     with pytest.raises(ConfigError, match=r"`dataset_map` must read name=column"):
         parse_section(CurateConfig, {"dataset_map": text}, section="curate")
-
-
-def test_a_system_column_goes_before_a_plain_prompt_and_not_before_its_own():
-    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "1+1="}]
-    kept, _ = read(
-        {"prompt": "1+1=", "answer": "2", "system": "Be brief."},
-        {"messages": own, "answer": "2", "system": "Be brief."},
-    )
-    assert kept[0].messages[0] == {"role": "system", "content": "Be brief."}
-    assert kept[0].messages[1]["role"] == "user"
-    assert kept[1].messages == own
 
 
 def sums(count, start=0):
