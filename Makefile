@@ -1,7 +1,7 @@
 # Every target sets up what it needs; run any of them in a fresh checkout.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-engines engines-beside all-tests quick-tests fast-tests durations static engines coverage check servers quick-servers bench studies golden compile images images-test tools clean
+.PHONY: help demo test test-all test-engines engines-beside all-tests quick-tests fast-tests durations static engines coverage check servers quick-servers bench golden compile images images-test tools clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -134,9 +134,6 @@ bench: $(VENV)/.installed  ## measure; results go to tests/benchmarks/results
 	$(BIN)/python -m tests.benchmarks.bench_rollout $(ARGS)
 	$(BIN)/python -m tests.benchmarks.bench_train $(ARGS)
 	$(BIN)/python -m tests.benchmarks.bench_overhead
-
-studies: $(VENV)/.installed  ## experiments of many runs (tens of minutes)
-	$(BIN)/python -m tests.benchmarks.studies $(ARGS)
 
 golden: $(VENV)/.installed  ## rewrite the golden files; the diff is part of the review
 	$(BIN)/python -m tests.golden.write

@@ -27,8 +27,7 @@ import numpy as np
 from planish.minder.detect.metrics_table import METRICS, PUBLISHED_ORDER
 from planish.minder.lab.cases import facts_of, facts_path
 from planish.minder.lab.files import write_frame
-from tests.benchmarks.facts import RESULTS, write_result
-from tests.benchmarks.studies.pictures import COLOURS
+from tests.benchmarks.facts import COLOURS, RESULTS, write_result
 from tests.minder_lab.evaluate import SEEDS, Wanted, case_of, cases
 
 NAME = "minder_evaluation"

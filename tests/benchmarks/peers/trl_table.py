@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.benchmarks.studies.reading import Interval, interval, ratio_interval
+from tests.benchmarks.intervals import Interval, interval, ratio_interval
 
 FAIR = "ours"
 """The arm that makes the same passes over the same number of rollouts as TRL."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.facts import COLOURS
 from tests.benchmarks.rollout_plan.tables import PAPER
-from tests.benchmarks.studies.pictures import COLOURS
 
 LABELS = {"mixtral-8x22b": "Mixtral 8x22B", "dbrx": "DBRX", "scaled-moe": "Scaled-MoE"}
 

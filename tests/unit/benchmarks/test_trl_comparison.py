@@ -6,9 +6,9 @@ import pytest
 
 from planish.algorithms import build_algorithm
 from planish.base.config import load_preset, merge, resolve_config
+from tests.benchmarks.intervals import ratio_interval
 from tests.benchmarks.peers.bench_trl import OVERRIDES, SEEDS
 from tests.benchmarks.peers.trl_table import ARMS, SYSTEMS, iterations_to, result_rows, summary
-from tests.benchmarks.studies.reading import ratio_interval
 
 
 def a_seed(trl_seconds: float, trl_accuracy: list[float], accuracy: list[float]) -> dict:
