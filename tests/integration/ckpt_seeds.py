@@ -128,7 +128,7 @@ def started(folder, rank, processes):
     tune(processes)
     engine = default_engine()
     if processes:
-        engine.warmup(1 << 20)
+        engine.uploader.start()
     get_ready(folder, rank, uploader=engine.uploader.pid)
     return engine
 
@@ -202,11 +202,18 @@ def save_dying(rank, size, folder, uri, seed, *, victim, stage):
             die_together(Path(folder), rank, size)
         elif dies and here == stage:
             os.kill(os.getpid(), signal.SIGKILL)
-        return True
 
     def roles():
         die("plan")
         return state_of(rank, size, seed)
+
+    copy_tensors = save_engine.copy_tensors
+
+    def copy(*arguments):
+        die("stage")
+        copy_tensors(*arguments)
+
+    save_engine.copy_tensors = copy
 
     def committed(storage, path):
         write_json(Path(folder) / "committed", [])
@@ -221,12 +228,8 @@ def save_dying(rank, size, folder, uri, seed, *, victim, stage):
     get_ready(folder, rank)
     if rank == 1 and stage == "committed":
         threading.Thread(target=wait_to_die, daemon=True).start()
-    options = SaveOptions(uri, step=seed, timeout_s=90.0, snapshot="lazy")
-    return how(
-        lambda: engine.save(
-            roles, options, after_commit=committed, is_written_in_step=lambda _: die("stage")
-        ).result(120).attempt
-    )  # fmt: skip
+    options = SaveOptions(uri, step=seed, timeout_s=90.0)
+    return how(lambda: engine.save(roles, options, after_commit=committed).result(120).attempt)
 
 
 def die_together(folder, rank, size):

@@ -12,7 +12,6 @@ import torch
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
 from planish.checkpoint.save.agree import SaveOptions
-from planish.checkpoint.save.engine import close_engines
 from tests.integration.ckpt_seeds import how, saved, started, state_of, values
 
 TYPES = {"F32": np.float32, "I64": np.int64}
@@ -102,7 +101,7 @@ def many(rank, size, folder, uri, count, processes):
         saved(engine, uri, number, columns=100, options={"overwrite": number > 1})
         if number in (count // 4, count):
             held.append(holdings())
-    close_engines()
+    engine.close()
     return [*held, holdings()]
 
 

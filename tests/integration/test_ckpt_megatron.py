@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planish.checkpoint.save.engine import close_engines
 from tests.integration import ckpt_engine as engine
 from tests.integration import ckpt_memory as memory
 from tests.integration.ckpt_forks import run_ranks
@@ -82,7 +81,6 @@ def scenario_matrix(rank, size, folder):
         engine.save(f"file://{folder}/{source}", states[source], "megatron")
         for target in range(len(layouts)):
             compared += load(f"file://{folder}/{source}", target)
-    close_engines()
     return compared
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planish.checkpoint.save.engine import close_engines
 from tests.integration import ckpt_engine as engine
 from tests.integration import ckpt_layouts as layouts
 from tests.integration.ckpt_forks import run_ranks
@@ -49,7 +48,6 @@ def scenario_matrix(rank, size, folder):
             wanted = snapshots[target]
             assert [n for n in wanted if found[n] != wanted[n]] == [], (source, target)
             compared += len(wanted)
-    close_engines()
     return {"compared": compared, "pairs": len(names) ** 2}
 
 

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint import api
 from planish.checkpoint.adapters.base import RandomStreams
-from planish.checkpoint.save.engine import close_engines
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_layouts import Zoo, bits, fill_moments, named
 from tests.integration.megatron_model import Layout, build
@@ -80,7 +79,6 @@ def scenario_roles(rank, size, folder):
     assert [g["ordinal"] for g in target["actor"]["dataloader"].slots] == [rank]
     assert (info.facts["rng"], info.facts["loader"]) == ("exact", "exact")
     assert float(torch.rand(())) == expected
-    close_engines()
     return sorted(info.roles)
 
 
@@ -132,7 +130,6 @@ def scenario_wrapped(rank, size, folder):
     except LayoutMismatch as error:
         errors.append(type(error).__name__)
     dist.barrier()
-    close_engines()
     return errors
 
 

@@ -1,4 +1,4 @@
-"""Saves by real ranks: what is written, plan cache, snapshots, refusals on every rank alike."""
+"""Saves by real ranks: what is written, plan cache, refusals on every rank alike."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import torch
 import torch.distributed as dist
 
 from planish.base.errors import CheckpointExists, LayoutMismatch, PlanMismatch, SaveFailed
-from planish.checkpoint.format.geometry import whole
 from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
 from planish.checkpoint.save.agree import SaveOptions
-from planish.checkpoint.save.engine import close_engines, default_engine
+from planish.checkpoint.save.engine import default_engine
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_states import (
     assert_holds,
     attempts,
-    expected_tensors,
     read_back,
     replicated,
     sharded,
@@ -49,7 +47,7 @@ def save_all(rank, size, folder, root, kinds):
         assert {r.stage for r in info.timings.records} >= {"plan", "upload", "barrier"}
         ranks = {record.rank for record in info.timings.records}
         assert ranks == (set(range(size)) if rank == 0 else {rank})
-    close_engines()
+    default_engine().close()
     return pins
 
 
@@ -60,7 +58,6 @@ def test_every_way_of_saving_writes_the_same_state(store_root, tmp_path, size):
         ("small-waiting", {}, {"is_async": False}),
         ("big", BIG, {}),
         ("big-waiting", BIG, {"is_async": False}),
-        ("big-lazy", BIG, {"snapshot": "lazy"}),
     ]
     pins = run_ranks(
         f"{HERE}:save_all", size, tmp_path / "ranks", root=store_root, kinds=kinds, timeout=300
@@ -81,70 +78,22 @@ def test_every_way_of_saving_writes_the_same_state(store_root, tmp_path, size):
 def mutate(rank, size, folder, root):
     engine = default_engine()
     state = state_of(rank, size, seed=1, **BIG)
-    for number, options in enumerate(({}, {}, {})):
+    for number in range(3):
         for item in state["main"].items:
             assert item.data is not None
-        handle = engine.save(state, SaveOptions(f"{root}/step-{number}", step=number, **options))
+        handle = engine.save(state, SaveOptions(f"{root}/step-{number}", step=number))
         assert handle.staged()
         for item in state["main"].items:
             item.data.fill_(-1.0)
         state["main"].shared["extra"]["step"] = -1
         state = state_of(rank, size, seed=1, **BIG)
-    close_engines()
+    default_engine().close()
 
 
 def test_what_changes_after_the_call_is_not_saved(file_root, tmp_path):
     run_ranks(f"{HERE}:mutate", 2, tmp_path / "ranks", root=file_root)
     for number in range(3):
         assert_holds(f"{file_root}/step-{number}", seed=1, **BIG)
-
-
-def lazy(rank, size, folder, root):
-    """Lazy copies: the optimizer step waits, a write outside of it is found out."""
-    weight = torch.nn.Parameter(torch.ones(3_000_000))
-    buffer = torch.zeros(10)
-    items = [
-        LocalItem(TensorSpec("main", "model", n, "F32", tuple(t.shape)), (whole(t.shape),), t)
-        for n, t in (("weight", weight), ("buffer", buffer))
-    ]
-    engine, optimizer = default_engine(), torch.optim.SGD([weight], lr=1.0)
-    for number in range(5):
-        weight.grad = torch.ones_like(weight)
-        state = {"main": Collected(items)}
-        options = SaveOptions(f"{root}/step-{number}", step=number, snapshot="lazy")
-        handle = engine.save(state, options)
-        buffer += 1
-        optimizer.step()
-        assert handle.staged()
-        handle.result(60)
-    weights = [
-        [float(found["main", "model", name][0]) for name in ("weight", "buffer")]
-        for _, _, found, _ in (read_back(f"{root}/step-{n}") for n in range(5))
-    ]
-    # Hold the copy up, so that the write surely comes first.
-    event, begin = torch.multiprocessing.Event(), engine._lazy.begin
-    engine._lazy.begin = lambda late, copy, done: begin(
-        late, lambda: (event.wait(20), copy()), done
-    )
-    handle = engine.save(
-        {"main": Collected(items)}, SaveOptions(f"{root}/wrong", step=9, snapshot="lazy")
-    )
-    assert not handle.staged()
-    with torch.no_grad():
-        weight += 1
-    event.set()
-    with pytest.raises(SaveFailed) as caught:
-        handle.result(60)
-    close_engines()
-    return weights, told(caught.value)
-
-
-def test_a_lazy_snapshot_is_of_one_moment(file_root, tmp_path):
-    for weights, error in run_ranks(f"{HERE}:lazy", 2, tmp_path / "ranks", root=file_root):
-        assert weights == [[1.0 - n, float(n)] for n in range(5)]
-        assert error[0] == "SaveFailed"
-        assert "outside of `optimizer.step()`" in error[1]
-    assert attempts(f"{file_root}/wrong") == ([], False)
 
 
 def cached(rank, size, folder, root):
@@ -174,46 +123,13 @@ def cached(rank, size, folder, root):
     save(base)
     plain = SaveOptions(f"{root}/uncached", step=99, plan_cache=False)
     engine.save({"main": Collected(base)}, plain).result(60)
-    close_engines()
+    default_engine().close()
     return hits, seconds
 
 
 def test_a_plan_is_used_again_only_if_nothing_has_changed_on_any_rank(file_root, tmp_path):
     found = run_ranks(f"{HERE}:cached", 3, tmp_path / "ranks", root=file_root)
     assert [hits for hits, _ in found] == [[0, 1, 1, 0, 0, 0, 0, 0, 1, 1]] * 3
-
-
-def early(rank, size, folder, root):
-    """Save with rank 0 late, and what rank 1 holds new to it; when was rank 1 done copying?"""
-    engine, waited = default_engine(), []
-    for step, late in enumerate((0.0, 0.6, 0.6)):
-        state = state_of(rank, size, seed=step, rows=16)
-        dist.barrier()
-        if rank == 0:
-            time.sleep(late)
-            if step == 2:
-                state["main"].items.append(replicated(tensors=1, seed=7, kind="model")[0])
-        began = time.time()
-        info = engine.save(state, SaveOptions(f"{root}/{step}", step=step)).result(60)
-        stages = [r for r in info.timings.records if r.rank == rank and r.stage == "stage"]
-        waited.append(min(record.end for record in stages) - began)
-    free = engine.pool.num_buffers
-    close_engines()
-    return waited, free
-
-
-def test_a_rank_copies_while_the_verdict_travels_and_again_if_it_was_another(file_root, tmp_path):
-    found = run_ranks(f"{HERE}:early", 2, tmp_path / "ranks", root=file_root)
-    (_, _), ((_, known, other), _) = found
-    assert known < 0.5
-    assert other < 0.5
-    assert all(free <= 2 for _, free in found)
-    assert_holds(f"{file_root}/1", seed=1, rows=16)
-    _, _, tensors, _ = read_back(f"{file_root}/2")
-    expected = expected_tensors(seed=2, rows=16)
-    for key in expected:
-        np.testing.assert_array_equal(tensors[key], expected[key])
-    assert len(tensors) == len(expected) + 1
 
 
 def refused(rank, size, folder, root):
@@ -249,7 +165,7 @@ def refused(rank, size, folder, root):
     attempt("fine", good)
     attempt("again", good, place="fine")
     attempt("over", good, place="fine", overwrite=True)
-    close_engines()
+    default_engine().close()
     return raised
 
 
@@ -305,7 +221,7 @@ def crowded(rank, size, folder, root, inflight):
     gate.set()
     for handle in handles:
         handle.result(60)
-    close_engines()
+    default_engine().close()
     return raised, returned, skipped, let_go
 
 
@@ -338,7 +254,7 @@ def cancelled(rank, size, folder, root):
     except SaveFailed as raised:
         error = told(raised)
     engine.save(state, SaveOptions(f"{root}/2")).result(60)
-    close_engines()
+    default_engine().close()
     return error
 
 
@@ -368,7 +284,7 @@ def mixed(rank, size, folder, root):
         error = None
     except LayoutMismatch as raised:
         error = told(raised)
-    close_engines()
+    default_engine().close()
     return error
 
 
@@ -399,7 +315,7 @@ def quiet(rank, size, folder, root):
     for name in names:
         setattr(dist, name, lambda *_, name=name, **__: calls.append(name))
     engine.save(state, SaveOptions(f"{root}/1")).result(60)
-    close_engines()
+    default_engine().close()
     return calls
 
 

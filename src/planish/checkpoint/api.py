@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.convert.diff import diff
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from planish.checkpoint.format.items import Collected
-    from planish.checkpoint.load.agree import LoadKeywords
-    from planish.checkpoint.save.agree import SaveKeywords
     from planish.checkpoint.save.finish import SaveHandle
     from planish.checkpoint.watch.monitor import CheckpointInfo
     from planish.records.refs import Ref
@@ -49,6 +47,8 @@ __all__ = [
 ]
 
 State = Mapping[str, Any]
+Framework = str | Mapping[str, str]
+"""plain, ddp, fsdp, fsdp2, flat or megatron; or one of them for each role."""
 _FACTS = (
     "missing",
     "unexpected",
@@ -59,8 +59,6 @@ _FACTS = (
     "replication",
 )
 """Fields of `Loaded` that a load reports in its `facts`."""
-Framework = str | Mapping[str, str]
-"""plain, ddp, fsdp, fsdp2, flat or megatron; or one of them for each role."""
 
 
 def save(
@@ -73,7 +71,7 @@ def save(
     role: str | None = None,
     process_group: ProcessGroup | None = None,
     storage: Store | None = None,
-    **options: Unpack[SaveKeywords],
+    **options: Any,
 ) -> SaveHandle:
     """Save the state of all ranks; it becomes visible as a whole or not at all.
 
@@ -89,11 +87,11 @@ def save(
         **options: further fields of `SaveOptions`; equal on all ranks.
 
     Returns:
-        A handle: `staged()`, `done()`, `result()`, `cancel()`.
+        A handle: `done()`, `result()`, `cancel()`.
 
     Raises:
         TypeError: a value can not be stored; nothing has been written.
-        LayoutMismatch: the shares of the ranks make no whole, or replicas disagree.
+        LayoutMismatch: the shares of the ranks make no whole.
         PlanMismatch: the ranks do not save the same, or one did not come in time.
         SaveFailed: a rank failed (`async_=False`); `result()` raises it otherwise.
     """
@@ -116,7 +114,7 @@ def load(
     process_group: ProcessGroup | None = None,
     loader_policy: Literal["exact", "restart"] = "exact",
     storage: Store | None = None,
-    **options: Unpack[LoadKeywords],
+    **options: Any,
 ) -> CheckpointInfo:
     """Fill a state in place from a checkpoint, whatever ranks and framework saved it.
 
@@ -180,8 +178,7 @@ def load(
             loaded.loader.get(name),
             loader_policy=loader_policy,
         )
-    for fact in _FACTS:
-        facts[fact] = getattr(loaded, fact)
+    facts |= {fact: getattr(loaded, fact) for fact in _FACTS}
     return loaded.info
 
 
@@ -222,18 +219,15 @@ def retain(
     dry_run: bool = False,
 ) -> list[catalog.CatalogVerdict]:
     """Remove the checkpoints at and below `root` that no rule keeps; see `catalog.retain`."""
-    storage, key = open_store(root)
-    return catalog.retain(
-        storage, key, keep_last=keep_last, keep_every=keep_every, pins=pins, dry_run=dry_run
-    )
+    rules: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every, "pins": pins}
+    return catalog.retain(*open_store(root), **rules, dry_run=dry_run)
 
 
 def gc(
     root: str, *, grace_s: float = 86_400.0, dry_run: bool = False
 ) -> list[catalog.CatalogVerdict]:
     """Clear away what unfinished and replaced saves have left at and below `root`."""
-    storage, key = open_store(root)
-    return catalog.gc(storage, key, grace_s=grace_s, dry_run=dry_run)
+    return catalog.gc(*open_store(root), grace_s=grace_s, dry_run=dry_run)
 
 
 def export_hf(
@@ -248,14 +242,8 @@ def export_hf(
     """Write the model of a checkpoint as a Hugging Face folder; see `export_hf.export`."""
     from planish.checkpoint.convert.export_hf import export
 
-    return export(
-        path,
-        out,
-        folder=None if config_dir is None else Path(config_dir),
-        max_file_bytes=max_shard_bytes,
-        dtype=dtype,
-        role=role,
-    )
+    folder = None if config_dir is None else Path(config_dir)
+    return export(path, out, folder=folder, max_file_bytes=max_shard_bytes, dtype=dtype, role=role)
 
 
 def import_dcp(folder: str | Path, path: str, *, step: int | None = None) -> CheckpointInfo:

@@ -35,7 +35,6 @@ from planish.store import Store, open_store
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-
 logger = logging.getLogger(__name__)
 
 DAMAGED = (CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound)
@@ -52,7 +51,6 @@ class Resumed:
     """
 
     info: CheckpointInfo
-    """The checkpoint that was loaded."""
     skipped: tuple[tuple[str, str], ...] = ()
     """Place and reason of each newer checkpoint that could not be loaded."""
 
@@ -133,7 +131,7 @@ class CheckpointManager:
             engine: Use this instead of the group's own.
             hear_sigterm: On SIGTERM save at the next step and set `should_stop`; only from the
                 main thread.
-            options: Further fields of `SaveOptions` (`snapshot`, `inflight`, `timeout_s`, ...).
+            options: Further fields of `SaveOptions` (`inflight`, `timeout_s`, ...).
         """
         self.root, self.schedule, self.framework = root.rstrip("/"), schedule, framework
         self.group = process_group
@@ -165,36 +163,29 @@ class CheckpointManager:
 
         Args:
             step: Number of training steps done.
-            state: As for `save`.
-
-        Returns:
-            The handle of the save, None if there was none.
+            state: As for `api.save`.
 
         Raises:
             CheckpointError: more saves in a row have failed than the schedule tolerates, or the
                 last save after SIGTERM has failed.
         """
         self._look()
-        handle = None
         if self._must_stop(step):
             handle = self.save(step, state, timeout_s=max(0.1, self.schedule.grace_s), pace_s=0.0)
             self.should_stop = True
             handle.result(self.schedule.grace_s)
-        elif self.schedule.is_due(step):
-            handle = self.save(step, state)
-        return handle
+            return handle
+        return self.save(step, state) if self.schedule.is_due(step) else None
 
     def save(self, step: int, state: Mapping[str, Any], **options: Any) -> SaveHandle:
         """Save now; a collective. Retention follows once the checkpoint is visible.
 
         A save that is skipped (`inflight="skip"`) is no failure: nothing waits for it.
         """
-        chosen = SaveOptions(
-            self.place(step), step=step, context=str(self.framework), **{**self._options, **options}
-        )
+        options = {"step": step, "context": str(self.framework), **self._options, **options}
         handle = self.engine.save(
             lambda: collect_roles(state, self.framework),
-            chosen,
+            SaveOptions(self.place(step), **options),
             after_commit=self._retain,
         )
         if not handle.skipped:
@@ -225,8 +216,8 @@ class CheckpointManager:
         next older one is taken.
 
         Args:
-            state: As for `load`, filled in place.
-            options: Further arguments of `load`.
+            state: As for `api.load`, filled in place.
+            options: Further arguments of `api.load`.
 
         Returns:
             What was loaded, None if nothing has been committed.
@@ -302,13 +293,9 @@ class CheckpointManager:
                 self._failed_in_a_row = 0
 
     def _retain(self, storage: Store, path: str) -> None:
-        catalog.retain(
-            storage,
-            path.rpartition("/")[0],
-            keep_last=self.schedule.keep_last,
-            keep_every=self.schedule.keep_every,
-            pins=self.schedule.pins,
-        )
+        rules = self.schedule
+        keep: dict[str, Any] = {"keep_last": rules.keep_last, "keep_every": rules.keep_every}
+        catalog.retain(storage, path.rpartition("/")[0], **keep, pins=rules.pins)
 
     def _pins(self) -> list[str]:
         """Return pins of the committed checkpoints, newest first, as rank 0 lists them."""

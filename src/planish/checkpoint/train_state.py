@@ -109,9 +109,7 @@ def save(
     roles = by_role(state)
     roles.setdefault(POLICY, {})["extra"] = dict(state.get("extra", {}))
     step = int(attributes.get("step", 0))
-    handle = api.save(
-        uri, roles, framework, async_=False, step=step, overwrite=True, snapshot="copy"
-    )
+    handle = api.save(uri, roles, framework, async_=False, step=step, overwrite=True)
     digest = handle.result().sha256
     manifest, data = seal(STATE_SCHEMA, 0, (), parents, {**attributes, _DIGEST: digest})
     if ranks.is_first:
@@ -177,11 +175,7 @@ def load(
 
 
 def by_role(state: State) -> dict[str, dict[str, Any]]:
-    """Return the parts of a state by role, as `api.save` takes them.
-
-    Raises:
-        CheckpointError: a part that no state has.
-    """
+    """Return the parts of a state by role, as `api.save` takes them; unknown parts are refused."""
     unknown = sorted(set(state) - {*PARTS, "extra"})
     if unknown:
         raise CheckpointError(
@@ -198,10 +192,7 @@ def by_role(state: State) -> dict[str, dict[str, Any]]:
 def read_record(pin: str) -> tuple[str, Manifest]:
     """Return the folder and the manifest of a train state.
 
-    Raises:
-        CheckpointIncomplete: the save never finished.
-        CheckpointError: a set of another schema.
-        RecordError: another manifest than the pinned one.
+    It raises what `read_pinned` raises.
     """
     uri, manifest = read_pinned(
         pin, STATE_SCHEMA, remedy="resume from an earlier state, or save it again"
@@ -212,12 +203,7 @@ def read_record(pin: str) -> tuple[str, Manifest]:
 
 
 def checkpoint_pin(pin: str) -> str:
-    """Return the pin of the checkpoint behind the pin of a train state.
-
-    Raises:
-        CheckpointIncomplete: the save never finished.
-        CheckpointError: a set of another schema.
-    """
+    """Return the pin of the checkpoint behind that of a train state; errors as `read_record`."""
     uri, manifest = read_record(pin)
     return f"{uri}#sha256={manifest.attributes[_DIGEST]}"
 
@@ -241,12 +227,7 @@ def checkpoint_place(place: str) -> str:
 
 
 def open_checkpoint(pin: str) -> Opened:
-    """Open the checkpoint behind the pin of a train state, for reading by this process alone.
-
-    Raises:
-        CheckpointIncomplete: the save never finished.
-        CheckpointError: damaged.
-    """
+    """Open the checkpoint behind the pin of a train state, for reading by this process alone."""
     from planish.checkpoint.load.reader import open_state
 
     return open_state(checkpoint_pin(pin))
@@ -257,11 +238,9 @@ def latest(root: str) -> Ref | None:
     from planish.checkpoint.commit.commit import read_commit
 
     prefix = layout.state(root.rstrip("/"), 0).rpartition("/")[0]
-    steps: list[str] = []
-    for uri in store.list_uris(prefix):
-        if _STEP.search(uri) and uri.endswith(f"/{MANIFEST}"):
-            steps.append(uri[: -len(MANIFEST) - 1])
-    for found in sorted(steps, reverse=True):
+    uris = [uri for uri in store.list_uris(prefix) if _STEP.search(uri)]
+    ends = f"/{MANIFEST}"
+    for found in sorted((uri[: -len(ends)] for uri in uris if uri.endswith(ends)), reverse=True):
         manifest = read_manifest(found)
         if manifest.schema != STATE_SCHEMA:
             return manifest.ref(found)
@@ -298,11 +277,6 @@ def read_state_info(pin: str) -> dict[str, Any]:
 
 
 def parts(pin: str) -> set[str]:
-    """Return which parts of `PARTS` a state holds, without reading a tensor.
-
-    Raises:
-        CheckpointIncomplete: the save never finished.
-        CheckpointError: damaged.
-    """
+    """Return which parts of `PARTS` a state holds, without reading a tensor."""
     held = {key[:2] for key in open_checkpoint(pin).metadata.tensor_ids}
     return {part for part, (role, name) in PARTS.items() if (role, KINDS[name]) in held}

@@ -14,8 +14,6 @@ class Pending:
     def __init__(self) -> None:
         self.details: dict[str, Any] = {}
         self.error: Exception | None = None
-        self.wait_staged: Callable[[], Any] = lambda: None
-        """Called where an optimizer would step."""
         self._end: float | None = None
 
     def finish(self) -> None:
@@ -49,7 +47,7 @@ class System(Protocol):
     """A way to save and load the state of this rank."""
 
     def save(self, path: str) -> Pending:
-        """Save; returns when the state may be modified (`ours_lazy`: see `wait_staged`)."""
+        """Save; returns when the state may be modified."""
 
     def load(self, path: str) -> dict[str, Any]:
         """Load in place and return what there is to tell."""

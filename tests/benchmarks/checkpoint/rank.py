@@ -76,7 +76,6 @@ class Loop:
         time.sleep(PAUSE_SECONDS)
         if pending is None:
             pending = Pending()
-        pending.wait_staged()
         return all_durable(pending)
 
     def timed(self) -> float:

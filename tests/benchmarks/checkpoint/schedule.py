@@ -60,7 +60,7 @@ PHASES = (
     Phase("W2 load FSDP2 to TP", "load", "W2-tp", ON_STORE, source="W2 save", scale=0.5),
     Phase(
         "W1 save, others", "save", "W1",
-        ("ours", "ours_lazy", "dcp_file", "dcp_async_process", "dcp_s3fs", "bytecheckpoint",
+        ("ours", "dcp_file", "dcp_async_process", "dcp_s3fs", "bytecheckpoint",
          "torch_save"), is_extra=True,
     ),
     Phase(

@@ -1,7 +1,7 @@
 """The systems that take turns: this project, torch's own ways, and peers on the same store.
 
-Names: `ours`, `ours_lazy` (the copy runs beside forward and backward), `ours_paced` (the upload is
-spread over `PACE_SECONDS`), `ours_sync` (returns when the checkpoint is durable); B1 `dcp_file`,
+Names: `ours`, `ours_paced` (the upload is spread over `PACE_SECONDS`), `ours_sync` (returns when
+the checkpoint is durable); B1 `dcp_file`,
 B2 `dcp_async` (thread), B2' `dcp_async_reused` (one stager for all saves), B2''
 `dcp_async_process`; B3 `dcp_s3torch` (`dcp_s3torch_async`: the same behind training, one stager);
 B4 `dcp_s3fs`; B5 `bytecheckpoint`; B6 `torch_save` (rank 0 gathers, `torch.save`s and uploads by
@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,6 @@ class Ours:
     def __init__(
         self,
         state: State,
-        snapshot: Literal["copy", "lazy"] = "copy",
         *,
         is_async: bool = True,
         pace_s: float = 0.0,
@@ -50,7 +49,7 @@ class Ours:
         from planish.checkpoint.adapters.placement import FlatShard
 
         self.is_async, self.pace_s = is_async, pace_s
-        self.snapshot, self.framework, self.step = snapshot, state.framework, 0
+        self.framework, self.step = state.framework, 0
         self.state: dict[str, Any] = {"model": state.model}
         if state.optimizer is not None:
             self.state["optimizer"] = state.optimizer
@@ -73,13 +72,12 @@ class Ours:
         pending = Pending()
         handle = api.save(
             path, self.state, self.framework, self.is_async, step=self.step,
-            snapshot=self.snapshot, pace_s=self.pace_s,
+            pace_s=self.pace_s,
         )  # fmt: skip
 
         def wait() -> None:
             pending.details = stages(handle.result())
 
-        pending.wait_staged = handle.wait_staged
         return pending.watch(wait)
 
     def load(self, path: str) -> dict[str, Any]:
@@ -88,9 +86,9 @@ class Ours:
         return stages(api.load(path, self.state, self.framework))
 
     def close(self) -> None:
-        from planish.checkpoint.save.engine import close_engines
+        from planish.checkpoint.save.engine import default_engine
 
-        close_engines()
+        default_engine().close()
 
 
 def stages(info: Any) -> dict[str, Any]:
@@ -339,7 +337,6 @@ class ByteCheckpoint:
 
 SYSTEMS: dict[str, Callable[[State], System]] = {
     "ours": Ours,
-    "ours_lazy": lambda state: Ours(state, "lazy"),
     "ours_paced": lambda state: Ours(state, pace_s=PACE_SECONDS),
     "ours_sync": lambda state: Ours(state, is_async=False),
     "dcp_file": Dcp,

@@ -171,8 +171,6 @@ class Table:
         for other, target in (("dcp_async_reused", 1 / 1.1), ("dcp_async_process", 0),
                               ("bytecheckpoint", 0), ("torch_save", 0)):  # fmt: skip
             yield from self.ratio(phase, stall, "stall_seconds", other, target, limit=floor)
-        yield from self.ratio(phase, stall, "stall_seconds", "dcp_async_reused", 1.0,
-                              ours="ours_lazy", limit=floor)  # fmt: skip
         for other in ("dcp_gather", "dcp_gather_async"):
             yield from self.ratio(phase, "blocking of flat slices", "stall_seconds", other, 5,
                                   "19.8-30.5x", limit=floor)  # fmt: skip

@@ -8,7 +8,9 @@ import fnmatch
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,56 +39,42 @@ def ls(options: argparse.Namespace, _: Progress) -> Lines:
         yield _json([_facts(entry) for entry in entries])
         return
     columns = ("step", "checkpoint", "committed (UTC)", "bytes", "objects", "roles")
-    rows: list[list[Any]] = [
-        [
-            entry.step,
-            entry.uri,
-            _time(entry.commit.created_at),
-            bytes_text(entry.commit.total_bytes),
-            entry.commit.n_objects,
-            " ".join(entry.commit.roles),
-        ]
-        for entry in entries
-    ]
+    rows: list[list[Any]] = []
+    for entry in entries:
+        made = entry.commit
+        size, when = bytes_text(made.total_bytes), _time(made.created_at)
+        rows.append([made.step, entry.uri, when, size, made.n_objects, " ".join(made.roles)])
     yield Table(root, columns, rows) if rows else "no committed checkpoint"
 
 
 def latest(options: argparse.Namespace, _: Progress) -> Lines:
-    """Yield the pin of the newest checkpoint, for scripts.
-
-    Raises:
-        CheckpointNotFound: there is none.
-    """
+    """Yield the pin of the newest checkpoint, for scripts."""
     root = normal_pin(options.root)
     newest = checkpoint.latest(root)
     if newest is None:
         raise CheckpointNotFound(f"`{root}` must hold a committed checkpoint, but holds none")
-    yield f"{newest.uri}#sha256={newest.commit.meta_sha256}"
+    yield _pin(newest)
 
 
 def info(options: argparse.Namespace, _: Progress) -> Lines:
     """Yield what COMMIT and the metadata say."""
     opened = open_state(_checkpoint(options.path))
-    entry = Entry(opened.path, opened.uri, opened.commit)
+    facts = _facts(Entry(opened.path, opened.uri, opened.commit))
     header = opened.metadata.header
-    states = _states(opened.metadata)
+    states = {name: asdict(state) for name, state in _states(opened.metadata).items()}
     if options.json:
-        yield _json({**_facts(entry), "header": header, "states": states})
+        yield _json({**facts, "header": header, "states": states})
         return
-    facts = {
-        **_facts(entry),
-        "created_at": _time(entry.commit.created_at),
-        "total_bytes": bytes_text(entry.commit.total_bytes),
-    }
+    facts["created_at"] = _time(facts["created_at"])
+    facts["total_bytes"] = bytes_text(facts["total_bytes"])
     rows = [[name, value] for name, value in facts.items() if value not in ("", {}, [])]
     rows += [[name, value] for name, value in header.items() if name not in facts]
     yield Table(opened.uri, ("", ""), rows)
-    columns = ("tensors", "elements", "bytes", "parts", "files", "types")
     rows = []
     for name, state in states.items():
-        cells = {**state, "bytes": bytes_text(state["bytes"]), "types": " ".join(state["types"])}
-        rows.append([name, *(cells[column] for column in columns)])
-    yield Table("states", ("state", *columns), rows)
+        state |= {"bytes": bytes_text(state["bytes"]), "types": " ".join(state["types"])}
+        rows.append([name, *state.values()])
+    yield Table("states", ("state", *(f.name for f in fields(_State))), rows)
 
 
 def inspect(options: argparse.Namespace, _: Progress) -> Lines:
@@ -94,20 +82,18 @@ def inspect(options: argparse.Namespace, _: Progress) -> Lines:
     opened = open_state(_checkpoint(options.path))
     metadata = opened.metadata
     tensors, shards = metadata.tensors, metadata.shards
-    names = enumerate(tensors.fqns)
-    rows = [row for row, fqn in names if fnmatch.fnmatchcase(fqn, options.name)]
+    rows = [n for n, fqn in enumerate(tensors.fqns) if fnmatch.fnmatchcase(fqn, options.name)]
     described: list[list[Any]] = []
     parts: list[list[Any]] = []
     for row in rows[:_MAX_ROWS]:
         spec = tensors.spec(row)
         mine = metadata.shards_of(row)
-        size = int(shards.nbytes[mine].sum())
+        size = bytes_text(int(shards.nbytes[mine].sum()))
         shape = " x ".join(map(str, spec.shape)) or "scalar"
         state = f"{spec.role}.{spec.kind}"
-        described.append([state, spec.fqn, spec.dtype, shape, bytes_text(size), len(mine)])
-        wanted = mine.tolist() if options.shards and len(parts) < _MAX_ROWS else ()
-        for part in wanted:
-            dims = len(spec.shape)
+        described.append([state, spec.fqn, spec.dtype, shape, size, len(mine)])
+        dims = len(spec.shape)
+        for part in mine.tolist() if options.shards and len(parts) < _MAX_ROWS else ():
             begin = shards.offsets[part, :dims].tolist()
             lengths = shards.lengths[part, :dims].tolist()
             box = " ".join(f"{o}:{o + n}" for o, n in zip(begin, lengths, strict=True)) or "all"
@@ -154,16 +140,10 @@ def gc(options: argparse.Namespace, _: Progress) -> Lines:
 
 def verify(options: argparse.Namespace, progress: Progress) -> Lines:
     """Check a checkpoint; yield every fault, and exit with 1 if there is one."""
-    result = checkpoint.verify(
-        _checkpoint(options.path),
-        options.level,
-        progress=lambda done, total: progress("verify", done, total),
-    )
+    place, report = _checkpoint(options.path), partial(progress, "verify")
+    result = checkpoint.verify(place, options.level, progress=report)
     if not result.is_intact:
-        rows = [
-            [fault.file, fault.block if fault.block >= 0 else "", fault.text]
-            for fault in result.faults
-        ]
+        rows = [[f.file, f.block if f.block >= 0 else "", f.text] for f in result.faults]
         yield Table(f"{result.uri}: {len(rows)} faults", ("object", "block", "what"), rows)
         raise Ended(EXIT_FAILED)
     how = {"meta": "metadata read", "size": "all there", "crc": "every block intact"}
@@ -175,11 +155,8 @@ def verify(options: argparse.Namespace, progress: Progress) -> Lines:
 
 def diff(options: argparse.Namespace, progress: Progress) -> Lines:
     """Compare two checkpoints bit by bit; yield how they differ, and exit with 1 if they do."""
-    result = checkpoint.diff(
-        _checkpoint(options.a),
-        _checkpoint(options.b),
-        progress=lambda done, total: progress("diff", done, total),
-    )
+    places = _checkpoint(options.a), _checkpoint(options.b)
+    result = checkpoint.diff(*places, progress=partial(progress, "diff"))
     if result.is_equal:
         yield f"equal: {result.num_equal} tensors, {bytes_text(result.num_bytes)}"
         return
@@ -236,7 +213,7 @@ def reshard(options: argparse.Namespace, progress: Progress) -> Lines:
         parts=options.parts,
         roles=[options.role] if options.role else [],
         overwrite=options.overwrite,
-        progress=lambda done, total: progress(f"reshard to {layout}", done, total),
+        progress=partial(progress, f"reshard to {layout}"),
     )
     if made.already_done:
         yield "already there"
@@ -262,30 +239,24 @@ def report(options: argparse.Namespace, _: Progress) -> Lines:
 
 def import_dcp(options: argparse.Namespace, progress: Progress) -> Lines:
     """Turn a folder of torch.distributed.checkpoint into a checkpoint; yield its pin."""
-    with _dcp_errors():
-        from planish.checkpoint.convert.dcp_bridge import import_dcp as convert
+    from planish.checkpoint.convert.dcp_bridge import import_dcp as convert
 
-        progress("import", 0, 0)
-        made = convert(
-            options.folder,
-            normal_pin(options.out),
-            step=options.step,
-            role=options.role,
-            overwrite=options.overwrite,
-        )
+    progress("import", 0, 0)
+    chosen = {name: getattr(options, name) for name in ("step", "role", "overwrite")}
+    with _dcp_errors():
+        made = convert(options.folder, normal_pin(options.out), **chosen)
     yield made.pin
 
 
 def export_dcp(options: argparse.Namespace, progress: Progress) -> Lines:
     """Turn a checkpoint into a folder that torch.distributed.checkpoint reads."""
+    from planish.checkpoint.convert.dcp_bridge import export_dcp as convert
     from planish.checkpoint.convert.export_hf import policy_role
 
+    progress("export", 0, 0)
+    opened = open_state(_checkpoint(options.path))
+    role = policy_role(sorted(set(opened.metadata.tensors.roles)), options.role)
     with _dcp_errors():
-        from planish.checkpoint.convert.dcp_bridge import export_dcp as convert
-
-        progress("export", 0, 0)
-        opened = open_state(_checkpoint(options.path))
-        role = policy_role(sorted(set(opened.metadata.tensors.roles)), options.role)
         convert(opened.pin, options.folder, role=role)
     yield f"written {options.folder}"
 
@@ -315,11 +286,15 @@ def _time(seconds: float) -> str:
         return str(seconds)
 
 
+def _pin(entry: Entry) -> str:
+    return f"{entry.uri}#sha256={entry.commit.meta_sha256}"
+
+
 def _facts(entry: Entry) -> dict[str, Any]:
     commit = entry.commit
     return {
         "uri": entry.uri,
-        "pin": f"{entry.uri}#sha256={commit.meta_sha256}",
+        "pin": _pin(entry),
         "step": commit.step,
         "attempt": commit.attempt,
         "created_at": commit.created_at,
@@ -331,31 +306,42 @@ def _facts(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _states(metadata: Metadata) -> dict[str, dict[str, Any]]:
+@dataclass
+class _State:
+    """Counts of one role and kind."""
+
+    tensors: int = 0
+    elements: int = 0
+    bytes: int = 0
+    parts: int = 0
+    files: int = 0
+    types: list[str] = field(default_factory=list)
+
+
+def _states(metadata: Metadata) -> dict[str, _State]:
     """Return counts by role and kind, small objects included."""
     tensors, shards, files = metadata.tensors, metadata.shards, metadata.files
-    states = [f"{role}.{kind}" for role, kind in zip(tensors.roles, tensors.kinds, strict=True)]
+    names = [f"{role}.{kind}" for role, kind in zip(tensors.roles, tensors.kinds, strict=True)]
     elements = volumes(tensors.shapes)
-    counts: dict[str, dict[str, Any]] = {}
-    for name in sorted(set(states)):
-        rows = [row for row, state in enumerate(states) if state == name]
+    states: dict[str, _State] = {}
+    for name in sorted(set(names)):
+        rows = [row for row, own in enumerate(names) if own == name]
         mine = np.isin(shards.tensor, rows)
-        counts[name] = {
-            "tensors": len(rows),
-            "elements": int(elements[rows].sum()),
-            "bytes": int(shards.nbytes[mine].sum()),
-            "parts": int(mine.sum()),
-            "files": len(set(shards.file[mine].tolist())),
-            "types": sorted({tensors.dtypes[row] for row in rows}),
-        }
+        states[name] = _State(
+            len(rows),
+            int(elements[rows].sum()),
+            int(shards.nbytes[mine].sum()),
+            int(mine.sum()),
+            len(set(shards.file[mine].tolist())),
+            sorted({tensors.dtypes[row] for row in rows}),
+        )
     for key, size in zip(files.keys, files.sizes, strict=True):
         if not key.endswith(".safetensors"):
             name = key.split("/")[1] if key.count("/") > 1 else key
-            empty = {"tensors": 0, "elements": 0, "bytes": 0, "parts": 0, "files": 0, "types": []}
-            state = counts.setdefault(name, empty)
-            state["bytes"] += size
-            state["files"] += 1
-    return counts
+            state = states.setdefault(name, _State())
+            state.bytes += size
+            state.files += 1
+    return states
 
 
 def _verdicts(verdicts: list[CatalogVerdict], noun: str, *, dry_run: bool) -> Table | str:

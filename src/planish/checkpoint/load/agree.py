@@ -11,7 +11,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -95,21 +95,6 @@ class LoadOptions:
                 f"`timeout_s` must be positive and `max_host_bytes` at least {MIN_HOST_BYTES}, got "
                 f"{self.timeout_s} and {self.max_host_bytes}"
             )
-
-
-class LoadKeywords(TypedDict, total=False):
-    """Types of the keywords of `checkpoint.api.load`, which are the fields of `LoadOptions`."""
-
-    strict: bool
-    parts: tuple[str, ...]
-    verify: Literal["crc", "none"]
-    map_fqn: Callable[[str], str] | None
-    dtype_policy: Literal["exact", "cast"]
-    redundancy: Literal["auto", "off"]
-    max_host_bytes: int
-    timeout_s: float
-    store_timings: bool
-    allow_pickle: bool
 
 
 @dataclass

@@ -10,21 +10,19 @@ ranks' signatures are compared at every save is ours.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import chain
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from planish.base import telemetry
 from planish.base.errors import LayoutMismatch, PlanMismatch, SaveFailed
 from planish.checkpoint.commit.journal import new_attempt
 from planish.checkpoint.format.items import Collected, Columns, LocalItem
-from planish.checkpoint.format.metafile import block_crcs
 from planish.checkpoint.format.small_objects import (
     Claim,
     SmallObject,
@@ -40,10 +38,8 @@ from planish.checkpoint.ranks.messages import (
     decode_errors,
     encode_errors,
     joined_error,
-    pack,
-    unpack,
 )
-from planish.checkpoint.save.staging import BufferLayout, Stager
+from planish.checkpoint.save.staging import place_files
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +59,8 @@ class SaveOptions:
     """How to save; equal on all ranks.
 
     Example:
-        >>> SaveOptions("/runs/step-1", step=1).snapshot
-        'copy'
+        >>> SaveOptions("/runs/step-1", step=1).inflight
+        'wait'
     """
 
     uri: str
@@ -75,9 +71,6 @@ class SaveOptions:
     """Replace a committed checkpoint at this place; else refuse."""
     plan_cache: bool = True
     """Use the plan of an earlier save of the same tensors."""
-    snapshot: Literal["copy", "lazy"] = "copy"
-    """`copy`: all is copied when the call returns. `lazy`: copied while forward and backward run;
-    the next `optimizer.step()` waits for it."""
     inflight: Literal["wait", "skip", "raise"] = "wait"
     """What to do while earlier saves use all staging memory."""
     timeout_s: float = 1800.0
@@ -97,8 +90,6 @@ class SaveOptions:
     """What else must be equal for a plan to be used again (adapters, group)."""
     allow_pickle: bool = False
     """Store arbitrary objects among the small values; else refuse them."""
-    check_replicas: bool = False
-    """Refuse a state of which ranks hold unequal copies; else that of one rank is kept."""
     scan: bool = False
     """Count and name tensors with values that are not finite; they are saved all the same."""
 
@@ -115,8 +106,6 @@ class SaveOptions:
             faults.append(f"`timeout_s` must be positive, got {self.timeout_s!r}")
         if not 0 <= self.pace_s < self.timeout_s:
             faults.append(f"`pace_s` must be at least 0 and below `timeout_s`, got {self.pace_s!r}")
-        if self.snapshot not in ("copy", "lazy"):
-            faults.append(f"`snapshot` must be `copy` or `lazy`, got {self.snapshot!r}")
         if self.inflight not in ("wait", "skip", "raise"):
             faults.append(f"`inflight` must be `wait`, `skip` or `raise`, got {self.inflight!r}")
         if faults:
@@ -124,28 +113,11 @@ class SaveOptions:
 
     def compared(self) -> dict[str, Any]:
         """Return what must be equal on all ranks."""
-        names = [f.name for f in dataclasses.fields(self) if f.name not in _MAY_DIFFER]
+        names = [f.name for f in fields(self) if f.name not in _MAY_DIFFER]
         return {
             **{name: getattr(self, name) for name in names},
             "tags": dict(sorted(self.tags.items())),
         }
-
-
-class SaveKeywords(TypedDict, total=False):
-    """Types of the keywords of `checkpoint.api.save` that become fields of `SaveOptions`."""
-
-    overwrite: bool
-    plan_cache: bool
-    snapshot: Literal["copy", "lazy"]
-    inflight: Literal["wait", "skip", "raise"]
-    timeout_s: float
-    pace_s: float
-    tags: Mapping[str, str]
-    run_id: str
-    header: Mapping[str, Any]
-    allow_pickle: bool
-    check_replicas: bool
-    scan: bool
 
 
 @dataclass
@@ -154,16 +126,16 @@ class Prepared:
 
     plan: RankPlan
     """What this rank writes."""
-    layout: BufferLayout
-    """Where the files lie in a staging buffer."""
+    starts: tuple[int, ...]
+    """Where the files begin in a staging buffer."""
+    size: int
+    """Bytes of the buffer that they take."""
     whole: GlobalPlan | None
     """On rank 0: the plan of all ranks."""
-    stagers: dict[int, Stager] = field(default_factory=dict)
-    """By number of the buffer."""
 
 
 @dataclass
-class Local:
+class _Local:
     """What one rank brings into a save."""
 
     items: Sequence[LocalItem]
@@ -182,25 +154,13 @@ class Agreed:
     attempt: str
     prepared: Prepared
     items: Sequence[LocalItem]
+    """This rank's, until they are staged."""
     small: list[SmallObject]
     """Those that this rank writes."""
     roles: tuple[str, ...]
     """Of all ranks."""
     facts: dict[str, Any]
     """This rank's, by role."""
-
-
-@dataclass
-class Offer:
-    """What one rank has sent, on its way to what all ranks settle."""
-
-    local: Local | None
-    """None after an error."""
-    error: Exception | None
-    verdict: bytes
-    """Of the coordinator; empty on other ranks, which have yet to receive it."""
-    likely: Prepared | None
-    """The plan that the verdict will name unless another rank has changed; None on rank 0."""
 
 
 class Skipped(Exception):
@@ -225,18 +185,69 @@ class Planner:
         self._last: tuple[list[Any], Columns, bytes] | None = None
         self._described: tuple[str, dict[str, object]] | None = None
         """Context and descriptions by role of `_last`, where those say all."""
-        self._latest: tuple[bytes, Prepared | None] = b"", None
-        """Signature and plan of the last save."""
         self._warned: set[str] = set()
         """Small objects of which ranks hold different values, as logged."""
 
-    def collect(self, rank: int, state: Callable[[], Roles] | Roles, options: SaveOptions) -> Local:
-        """Turn the state of this rank into columns and small objects, without talking.
+    def agree(
+        self, call: Control, roles: Callable[[], Roles], options: SaveOptions, *, busy: bool
+    ) -> Agreed:
+        """Settle what every rank writes where; a collective.
+
+        Args:
+            call: The operation.
+            roles: Collects this rank's state; an error in it is raised on all ranks.
+            options: Of the save, compared between the ranks.
+            busy: Whether this rank has no room for a further save, and does not wait for it.
 
         Raises:
-            TypeError: a value that can not be saved.
+            PlanMismatch: the ranks' arguments differ, or a rank stays away.
+            LayoutMismatch: the ranks' shares do not make a whole.
+            Skipped: a rank is busy and the policy is `skip`.
+            SaveFailed: a rank is busy and the policy is `raise`.
         """
-        roles = state() if callable(state) else state
+        local, error = None, None
+        try:
+            local = self._collect(call.rank, roles(), options)
+        except Exception as caught:
+            error = caught
+        except BaseException as interrupt:
+            # Or the other ranks would wait for this one until the time limit.
+            call.give_up(interrupt)
+            raise
+        facts = {
+            "errors": encode_errors({call.rank: error} if error is not None else {}).decode(),
+            "arguments": options.compared(),
+            "busy": busy,
+            "history": self._history.hex(),
+            "signature": local.signature.hex() if local else "",
+            "claims": [small.claim() for small in local.small] if local else [],
+            "roles": local.roles if local else (),
+        }
+        gathered = call.gather(json.dumps(facts).encode(), "facts")
+        reply = None
+        if gathered is not None:
+            verdict = self._decide([json.loads(part) for part in gathered], call, options)
+            reply = json.dumps(verdict).encode()
+        verdict = json.loads(call.broadcast(reply, "verdict"))
+        if verdict["errors"]:
+            call.see_off()
+            raise joined_error(decode_errors(verdict["errors"].encode()), call.size) from error
+        if verdict["skip"]:
+            raise Skipped(verdict["skip"])
+        assert local is not None
+        prepared = self._prepare(call, local, verdict, is_kept=options.plan_cache)
+        writers = verdict["writers"]
+        return Agreed(
+            verdict["attempt"],
+            prepared,
+            local.items,
+            [small for small in local.small if writers.get(small.key, call.rank) == call.rank],
+            tuple(verdict["roles"]),
+            local.facts,
+        )
+
+    def _collect(self, rank: int, roles: Roles, options: SaveOptions) -> _Local:
+        """Turn the state of this rank into columns and small objects, without talking."""
         several = [collected.items for collected in roles.values()]
         items = several[0] if len(several) == 1 else list(chain.from_iterable(several))
         small = encode_objects(rank, roles, allow_pickle=options.allow_pickle)
@@ -253,126 +264,20 @@ class Planner:
         assert self._last is not None
         _, columns, signature = self._last
         facts = {role: collected.facts for role, collected in roles.items() if collected.facts}
-        return Local(items, columns, signature, small, tuple(roles), facts)
-
-    def offer(
-        self,
-        call: Control,
-        bring: Callable[[], Local],
-        options: SaveOptions,
-        *,
-        busy: bool,
-    ) -> Offer:
-        """Tell the coordinator what this rank would save; followed by `settle`, a collective.
-
-        Args:
-            call: The operation.
-            bring: Makes this rank's share; `settle` raises an error in it on all ranks.
-            options: Of the save, compared between the ranks.
-            busy: Whether this rank has no room for a further save.
-        """
-        local, error = None, None
-        try:
-            local = bring()
-        except Exception as caught:
-            error = caught
-        except BaseException as interrupt:
-            # Or the other ranks would wait for this one until the time limit.
-            call.give_up(interrupt)
-            raise
-        facts = {
-            "arguments": options.compared(),
-            "busy": busy,
-            "history": self._history.hex(),
-            "signature": local.signature.hex() if local else "",
-            "claims": [small.claim() for small in local.small] if local else [],
-            "roles": local.roles if local else (),
-        }
-        errors = encode_errors({call.rank: error} if error is not None else {})
-        gathered = call.gather(pack({0: json.dumps(facts).encode(), 1: errors}), "facts")
-        verdict = b""
-        if gathered is not None:
-            verdict = json.dumps(self._decide(gathered, call, options)).encode()
-            call.broadcast(verdict, "verdict")
-        likely = None
-        if not verdict and local is not None and local.signature == self._latest[0]:
-            likely = self._latest[1]
-        return Offer(local, error, verdict, likely)
-
-    def settle(self, call: Control, offer: Offer, options: SaveOptions) -> Agreed:
-        """Return what all ranks write where; a collective after `offer`.
-
-        Raises:
-            PlanMismatch: the ranks' arguments differ, or a rank stays away.
-            LayoutMismatch: the ranks' shares do not make a whole, or replicas differ.
-            Skipped: a rank is busy and the policy is `skip`.
-            SaveFailed: a rank is busy and the policy is `raise`.
-        """
-        local = offer.local
-        verdict = json.loads(offer.verdict or call.broadcast(None, "verdict"))
-        if verdict["errors"]:
-            error = joined_error(decode_errors(verdict["errors"].encode()), call.size)
-            call.see_off()
-            raise error from offer.error
-        if verdict["skip"]:
-            raise Skipped(verdict["skip"])
-        assert local is not None
-        if options.check_replicas:
-            compare_replicas(call, local.items)
-        key = bytes.fromhex(verdict["key"])
-        if verdict["hit"]:
-            prepared = self._plans[key]  # those of all ranks are in step
-            self._plans.move_to_end(key)
-        else:
-            prepared = self._plan(call, local)
-            if options.plan_cache:
-                if verdict["reset"]:
-                    self._plans.clear()
-                    self._history = b""
-                self._history = hashlib.sha256(self._history + key).digest()[:8]
-                self._plans[key] = prepared
-                if len(self._plans) > MOST_PLANS:
-                    self._plans.popitem(last=False)
-        self._latest = local.signature, prepared if options.plan_cache else None
-        self.hits += verdict["hit"]
-        writers = verdict["writers"]
-        return Agreed(
-            verdict["attempt"],
-            prepared,
-            local.items,
-            [small for small in local.small if writers.get(small.key, call.rank) == call.rank],
-            tuple(verdict["roles"]),
-            local.facts,
-        )
-
-    def forget_buffer(self, number: int) -> None:
-        """Drop the views of a buffer that is given back."""
-        for prepared in self._plans.values():
-            prepared.stagers.pop(number, None)
+        return _Local(items, columns, signature, small, tuple(roles), facts)
 
     def _decide(
-        self, gathered: Sequence[bytes], call: Control, options: SaveOptions
+        self, facts: Sequence[dict[str, Any]], call: Control, options: SaveOptions
     ) -> dict[str, Any]:
         """Return the verdict of rank 0 on what every rank has brought."""
-        parts = [unpack(message) for message in gathered]
-        facts = [json.loads(part[0]) for part in parts]
-        errors = {rank: error for part in parts for rank, error in decode_errors(part[1]).items()}
-        claims = [[Claim(*claim) for claim in fact["claims"]] for fact in facts]
+        errors: dict[int, Exception] = {}
+        for fact in facts:
+            errors |= decode_errors(fact["errors"].encode())
         writers: dict[str, int] = {}
         if not errors:
             try:
-                wrong = []
-                for name in facts[0]["arguments"]:
-                    values: dict[str, list[int]] = {}
-                    for rank, fact in enumerate(facts):
-                        values.setdefault(repr(fact["arguments"].get(name)), []).append(rank)
-                    if len(values) > 1:
-                        texts = (f"{value} on ranks {ranks}" for value, ranks in values.items())
-                        wrong.append(f"`{name}`: {', '.join(texts)}")
-                if wrong:
-                    raise PlanMismatch(
-                        "every rank must save with the same arguments, got " + "; ".join(wrong)
-                    )
+                _compare_arguments([fact["arguments"] for fact in facts])
+                claims = [[Claim(*claim) for claim in fact["claims"]] for fact in facts]
                 writers = choose_writers(claims)
             except (PlanMismatch, LayoutMismatch) as error:
                 errors = {EVERYONE: error}
@@ -403,8 +308,15 @@ class Planner:
             "roles": sorted({role for fact in facts for role in fact["roles"]}),
         }
 
-    def _plan(self, call: Control, local: Local) -> Prepared:
-        """Plan anew, all ranks together."""
+    def _prepare(
+        self, call: Control, local: _Local, verdict: Mapping[str, Any], *, is_kept: bool
+    ) -> Prepared:
+        """Return this rank's share of the plan: that of an earlier save, or made by all ranks."""
+        key = bytes.fromhex(verdict["key"])
+        self.hits += verdict["hit"]
+        if verdict["hit"]:
+            self._plans.move_to_end(key)
+            return self._plans[key]
         gathered = call.gather(local.columns.encode(), "columns")
         whole, replies = None, None
         if gathered is not None:
@@ -420,7 +332,29 @@ class Planner:
             call.see_off()
             raise joined_error(decode_errors(reply[1:]), call.size)
         plan = RankPlan.decode(reply[1:], local.columns)
-        return Prepared(plan, BufferLayout.of([file.size for file in plan.files]), whole)
+        prepared = Prepared(plan, *place_files([file.size for file in plan.files]), whole)
+        if is_kept:
+            if verdict["reset"]:
+                self._plans.clear()
+                self._history = b""
+            self._history = hashlib.sha256(self._history + key).digest()[:8]
+            self._plans[key] = prepared
+            if len(self._plans) > MOST_PLANS:
+                self._plans.popitem(last=False)
+        return prepared
+
+
+def _compare_arguments(by_rank: Sequence[Mapping[str, Any]]) -> None:
+    wrong = []
+    for name in by_rank[0]:
+        values: dict[str, list[int]] = {}
+        for rank, arguments in enumerate(by_rank):
+            values.setdefault(repr(arguments.get(name)), []).append(rank)
+        if len(values) > 1:
+            texts = (f"{value} on ranks {ranks}" for value, ranks in values.items())
+            wrong.append(f"`{name}`: {', '.join(texts)}")
+    if wrong:
+        raise PlanMismatch("every rank must save with the same arguments, got " + "; ".join(wrong))
 
 
 def plan_key(
@@ -429,87 +363,17 @@ def plan_key(
     """Return 32 bytes that name a plan: equal for equal arguments of `plan_save`, else different.
 
     Args:
-        signatures: `Columns.signature()` of all ranks, rank r's at position r, 32 bytes each.
+        signatures: `Columns.signature()` of all ranks, 32 bytes each.
         split_bytes: As given to `plan_save`.
         hosts: As given to `plan_save`.
-
-    Raises:
-        ValueError: a signature has another length than 32 bytes.
     """
-    if any(len(signature) != 32 for signature in signatures):
-        raise ValueError("every signature must have 32 bytes; take them from Columns.signature()")
     where = "" if hosts is None else ",".join(map(str, hosts))
     facts = f"{len(signatures)};{split_bytes};{where};".encode()
     return hashlib.sha256(facts + b"".join(signatures)).digest()
 
 
-def compare_replicas(call: Control, items: Sequence[LocalItem]) -> None:
-    """Compare what ranks hold of the same part of a tensor; a collective, if the caller asks.
-
-    Replicas are kept once, so a rank whose copy differs would be lost without a word. The checksums
-    take a pass over the memory.
-
-    Args:
-        call: The operation.
-        items: Of this rank.
-
-    Raises:
-        LayoutMismatch: on every rank, with names and ranks, if replicas differ in a bit.
-    """
-    gathered = call.gather(json.dumps(checksums(items)).encode(), "replicas")
-    error = None
-    if gathered is not None:
-        wrong = unequal([json.loads(part) for part in gathered])
-        if wrong:
-            error = LayoutMismatch(
-                "replicas must be equal to the bit, got different values of "
-                + "; ".join(wrong[:_NAMED])
-                + (f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else "")
-                + "; has a rank missed an update, or was a buffer never synchronised?"
-            )
-    call.settle(error, "replicas.verdict", whose=EVERYONE)
-
-
-def checksums(items: Sequence[LocalItem]) -> dict[str, str]:
-    """Return one checksum for each item that holds values, by role, kind, name and place."""
-    import torch
-
-    by_part = {}
-    for item in items:
-        if item.data is None or not item.boxes:
-            continue
-        values = item.data.detach().resolve_conj().resolve_neg().contiguous().cpu()
-        crcs = block_crcs(values.reshape(-1).view(torch.uint8).numpy())
-        place = [item.tensor.role, item.tensor.kind, item.tensor.fqn]
-        boxes = [[*box.offsets, *box.lengths] for box in item.boxes]
-        by_part[json.dumps([*place, boxes])] = hashlib.sha256(crcs.tobytes()).hexdigest()[:16]
-    return by_part
-
-
-def unequal(by_rank: Sequence[dict[str, str]]) -> list[str]:
-    """Return which parts ranks disagree about, as text.
-
-    Example:
-        >>> part = '["main", "model", "w", [[0, 2]]]'
-        >>> unequal([{part: "a"}, {part: "b"}, {part: "a"}])
-        ['`w` (main.model): ranks [0, 2] against [1]']
-    """
-    wrong = []
-    for part in sorted({part for checksums in by_rank for part in checksums}):
-        ranks: dict[str, list[int]] = {}
-        for rank, own in enumerate(by_rank):
-            if part in own:
-                ranks.setdefault(own[part], []).append(rank)
-        if len(ranks) > 1:
-            role, kind, fqn, _ = json.loads(part)
-            wrong.append(
-                f"`{fqn}` ({role}.{kind}): ranks " + " against ".join(map(str, ranks.values()))
-            )
-    return wrong
-
-
-def count_nonfinite(items: Sequence[LocalItem]) -> list[str]:
-    """Return the names of this rank's tensors with NaN or infinity; counts and logs them."""
+def count_nonfinite(items: Sequence[LocalItem]) -> None:
+    """Count and log this rank's tensors with NaN or infinity."""
     import torch
 
     names = []
@@ -525,4 +389,3 @@ def count_nonfinite(items: Sequence[LocalItem]) -> list[str]:
         telemetry.count("planish_checkpoint_nonfinite_total", len(names))
         first = ",".join(names[:_NAMED])
         logger.warning(telemetry.event("nonfinite_tensors", count=len(names), first=first))
-    return names

@@ -1,8 +1,8 @@
-"""The part of a save after staging: every rank's result to rank 0, then commit or abort for all.
+"""The part of a save behind training: write, gather on rank 0, commit or abort for all.
 
-Runs on a background thread (or the caller's, if it waits anyway) and talks over connections of its
-own. Whatever goes wrong on one rank becomes `SaveFailed` on every rank, and nothing is visible.
-`SaveHandle` is what the caller holds meanwhile.
+It runs on a background thread and talks over connections of its own. Whatever goes wrong on one
+rank becomes `SaveFailed` on every rank, and nothing is visible. `SaveHandle` is what the caller
+holds meanwhile. The order of the steps is that of `engine.SaveEngine.save`.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 5.2 (integrity barrier off the training thread).
 """
@@ -15,7 +15,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,9 @@ from planish.checkpoint.format.small_objects import Claim, list_objects
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.ranks.messages import EVERYONE, decode_errors, encode_errors, joined_error
 from planish.checkpoint.save.agree import Agreed, SaveOptions
-from planish.checkpoint.save.staging import SharedBuffer
-from planish.checkpoint.save.upload import Cancelled, UploadResult
+from planish.checkpoint.save.staging import SharedBuffer, StagingPool
+from planish.checkpoint.save.upload import UploadJob
+from planish.checkpoint.save.uploader import Uploader
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.monitor import CheckpointInfo, Recorder, Timeline, Timing
 from planish.store import Store
@@ -61,9 +62,9 @@ class SaveHandle:
         """Why the save was left out (`inflight="skip"`), empty otherwise."""
         self.stall_seconds = 0.0
         """How long the call held up its caller."""
-        self._staged, self._done = threading.Event(), threading.Event()
+        self._is_cancelled = False
+        self._done = threading.Event()
         self._outcome: CheckpointInfo | BaseException | None = None
-        self._cancel: Callable[[], None] = lambda: None
         if skipped:
             self._end(
                 SaveFailed(
@@ -73,12 +74,8 @@ class SaveHandle:
             )
 
     def staged(self) -> bool:
-        """Return whether the state may be changed."""
-        return self._staged.is_set()
-
-    def wait_staged(self, timeout: float | None = None) -> bool:
-        """Wait until the state may be changed; returns whether it may."""
-        return self._staged.wait(timeout)
+        """Return whether the state may be changed: yes, the call that gave the handle copies it."""
+        return True
 
     def done(self) -> bool:
         """Return whether the save has been committed or has failed."""
@@ -108,26 +105,16 @@ class SaveHandle:
 
     def cancel(self) -> None:
         """Ask all ranks to give the save up; too late, it is committed all the same."""
-        self._cancel()
+        self._is_cancelled = True
 
     def _end(self, outcome: CheckpointInfo | BaseException) -> None:
         self._outcome = outcome
-        self._staged.set()
         self._done.set()
 
 
-@dataclass(frozen=True)
-class Early:
-    """A buffer that has been filled before all ranks have settled the plan."""
-
-    buffer: SharedBuffer
-    seconds: float
-    """What filling it has taken."""
-
-
 @dataclass
-class Pending:
-    """A save that is agreed on and on its way."""
+class Save:
+    """A save that is agreed on and on its way, on one rank."""
 
     options: SaveOptions
     call: Control
@@ -137,132 +124,57 @@ class Pending:
     path: str
     handle: SaveHandle
     recorder: Recorder
-    upload: Callable[[], UploadResult]
-    """Waits for this rank's objects to be written."""
-    give_up: Callable[[], None]
-    """Ends the upload, if it goes on, and returns when nothing more is written."""
-    release: Callable[[], None]
-    """Gives the staging memory back."""
-    after_commit: AfterCommit | None = None
+    after_commit: AfterCommit | None
+    buffer: SharedBuffer | None = None
+    """Until the save ends."""
+    thread_storage: Store | None = None
+    """Where a thread of this process writes; None where the uploading process does."""
+    job: UploadJob | None = None
+    """Set once the state is staged."""
+    failure: BaseException | None = None
+    """What happened to this rank before it could write."""
     journal: Journal | None = None
     """The coordinator's, once it is begun."""
     replaces: str = ""
     """Entity tag of what is committed at the path, empty for nothing."""
-    large_keys: tuple[str, ...] = ()
-    """What rank 0 writes in parts under the coordinator's journal."""
-    early: Early | None = None
-    """What this rank has staged already."""
-    failure: BaseException | None = None
-    """What happened to this rank outside of the upload."""
-
-    @property
-    def folder(self) -> str:
-        """Key of the attempt's folder."""
-        return attempt_folder(self.path, self.agreed.attempt)
+    others: list[Timing] = field(default_factory=list)
+    """On rank 0: the records of other ranks."""
 
     def check(self) -> None:
         """Raise if this save has been given up, here or elsewhere."""
         if self.failure is not None:
             raise self.failure
+        if self.handle._is_cancelled:
+            raise SaveFailed("the save was cancelled")
         self.call.check()
-
-    def let_go(self) -> None:
-        """Give staging memory back, and keep nothing of the state alive."""
-        self.release()
-        # These refer back to this object; tensors would live until the garbage collector comes.
-        self.upload, self.give_up, self.release = UploadResult, _nothing, _nothing
-        self.handle._cancel = _nothing
-        self.agreed.items, self.agreed.small, self.after_commit = [], [], None
-
-    def cancel(self) -> None:
-        """Give the save up on all ranks."""
-        self.failure = self.failure or SaveFailed("the save was cancelled")
+        if not self.call.remaining_s:
+            raise SaveFailed(
+                "the upload must end within `timeout_s`, but has not; is the store slow?"
+            )
 
 
-def _nothing() -> None:
-    return None
-
-
-def finish(save: Pending) -> None:
-    """Bring a save to its end, which its handle then gives."""
-    recorder = save.recorder
-    try:
-        info = _run(save)
-    except BaseException as error:
-        # A store that does not answer must not keep the error from the caller.
-        clearing = threading.Thread(target=_clear, args=(save,), name="clear", daemon=True)
-        clearing.start()
-        clearing.join(max(save.call.remaining_s, 2 * LEAVE_SECONDS))
-        monitor.publish_failure("save", error)
-        save.handle._end(error)
-        return
-    finally:
-        save.let_go()
-    with recorder.stage("barrier"):
-        save.call.leave_together("end", LEAVE_SECONDS)
-    own = recorder.timeline()
-    monitor.publish(own, recorder.rank)
-    # This rank's records in full, and what others have sent.
-    others = [record for record in info.timings.records if record.rank != recorder.rank]
-    save.handle._end(dataclasses.replace(info, timings=Timeline(own.records + others)))
-
-
-def _run(save: Pending) -> CheckpointInfo:
-    """Upload, let rank 0 commit, and return what all ranks are told of it."""
-    try:
-        result = _upload(save)
-        message = {
-            "files": [dataclasses.astuple(file) for file in result.files],
-            "claims": [small.claim() for small in save.agreed.small],
-            "timings": [dataclasses.astuple(row) for row in save.recorder.timeline().records],
-        }
-        gathered = save.call.gather(json.dumps(message).encode(), "results")
-        reply, timeline = None, Timeline()
-        if gathered is not None:
-            reply, timeline = _commit(save, gathered)
-        reply = save.call.broadcast(reply, "outcome")
-    except PeerLost as error:
-        # The coordinator is gone: the store itself knows how the save has ended.
-        commit = None
-        with contextlib.suppress(StoreError, CheckpointError):
-            commit = read_commit(save.storage, save.path)
-        if commit is not None and commit.attempt == save.agreed.attempt:
-            return CheckpointInfo(**_info(save, commit))
-        raise SaveFailed(
-            f"rank 0 must live until the save is committed, but: {error}", per_rank={0: str(error)}
-        ) from error
-    outcome = json.loads(reply)
-    if outcome["errors"]:
-        raise joined_error(decode_errors(outcome["errors"].encode()), save.call.size)
-    info = outcome["info"]
-    return CheckpointInfo(**{**info, "roles": tuple(info["roles"])}, timings=timeline)
-
-
-def _upload(save: Pending) -> UploadResult:
+def write(save: Save, uploader: Uploader) -> bytes:
     """Write this rank's objects; an error here ends the save on all ranks.
 
     Rank 0 first refuses a path that is taken, and announces the attempt.
+
+    Args:
+        save: Staged, or failed.
+        uploader: Of this rank.
+
+    Returns:
+        What rank 0 is told.
     """
     call = save.call
     try:
         if call.rank == 0:
-            save.replaces = standing(save.storage, save.path)
-            if save.replaces and not save.options.overwrite:
-                commit = read_commit(save.storage, save.path)
-                taken = f"step {commit.step}" if commit is not None else "a checkpoint"
-                raise CheckpointExists(
-                    f"`{save.options.uri}` must be free, but has {taken} committed; choose another "
-                    "path, or `overwrite=True`"
-                )
-            save.journal = Journal(save.storage, save.path, save.agreed.attempt)
-            save.journal.begin(save.large_keys)
-            save.journal.keep()
-        if save.failure is not None:
-            raise save.failure
+            _announce(save)
+        save.check()
+        assert save.job is not None
+        assert save.buffer is not None
         call.note(f"uploading for {save.options.uri}")
-        result = save.upload()
+        written = uploader.upload(save.job, save.buffer, save.thread_storage, save.check)
         call.note(f"uploaded for {save.options.uri}")
-        return result
     except BaseException as error:
         try:
             call.check()
@@ -272,37 +184,57 @@ def _upload(save: Pending) -> UploadResult:
             reason = joined_error({call.rank: _reason(call.rank, error)}, call.size)
             with contextlib.suppress(PeerLost):
                 call.abort(reason)
-        save.give_up()
+        uploader.give_up()
         raise reason from error
+    save.recorder.extend(Timing(*row) for row in written["timings"])
+    message = {
+        "files": written["files"],
+        "claims": [small.claim() for small in save.agreed.small],
+        "timings": [dataclasses.astuple(row) for row in save.recorder.timeline().records],
+    }
+    return json.dumps(message).encode()
+
+
+def _announce(save: Save) -> None:
+    save.replaces = standing(save.storage, save.path)
+    if save.replaces and not save.options.overwrite:
+        commit = read_commit(save.storage, save.path)
+        taken = f"step {commit.step}" if commit is not None else "a checkpoint"
+        raise CheckpointExists(
+            f"`{save.options.uri}` must be free, but has {taken} committed; choose another "
+            "path, or `overwrite=True`"
+        )
+    save.journal = Journal(save.storage, save.path, save.agreed.attempt)
+    save.journal.begin()
+    save.journal.keep()
 
 
 def _reason(rank: int, error: BaseException) -> Exception:
     if isinstance(error, CheckpointExists):
         return error
-    if isinstance(error, Cancelled):
-        error = SaveFailed("the save was cancelled")
     kind = "" if isinstance(error, SaveFailed) else f"{type(error).__name__}: "
     text = f"{kind}{error}".removesuffix(": ")
     return SaveFailed(f"rank {rank} could not do its part: {text}", per_rank={rank: text})
 
 
-def _commit(save: Pending, gathered: Sequence[bytes]) -> tuple[bytes, Timeline]:
-    """Make the checkpoint visible; returns what all ranks are told, and all records."""
+def commit(save: Save, gathered: Sequence[bytes]) -> bytes:
+    """Make the checkpoint visible, on rank 0; returns what all ranks are told."""
     results = [json.loads(part) for part in gathered]
-    timeline = Timeline([Timing(*row) for result in results for row in result["timings"]])
+    records = [Timing(*row) for result in results for row in result["timings"]]
+    # Rank 0's own grow after it has sent them to itself.
+    save.others = [record for record in records if record.rank != save.call.rank]
     options = save.options
     try:
         with save.recorder.stage("meta"):
-            meta = build_metadata(save, results)
+            meta = _metadata(save, results)
             data = metafile.encode(meta)
         with save.recorder.stage("commit", num_bytes=len(data)):
-            sizes = dict(zip(meta.files.keys, meta.files.sizes, strict=True))
-            commit = publish(
+            made = publish(
                 save.storage,
                 save.path,
                 save.agreed.attempt,
                 data,
-                sizes,
+                dict(zip(meta.files.keys, meta.files.sizes, strict=True)),
                 step=options.step,
                 roles=save.agreed.roles,
                 run_id=options.run_id,
@@ -313,30 +245,23 @@ def _commit(save: Pending, gathered: Sequence[bytes]) -> tuple[bytes, Timeline]:
             )
     except Exception as error:
         reason = error if isinstance(error, CheckpointError) else _reason(0, error)
-        text = encode_errors({EVERYONE: reason}).decode()
-        return json.dumps({"errors": text, "info": {}}).encode(), timeline
+        return json.dumps({"errors": encode_errors({EVERYONE: reason}).decode()}).encode()
     try:
         # The checkpoint exists, whatever becomes of this.
-        monitor.publish_commit(commit.step, commit.created_at)
-        # Rank 0's own have grown since it sent them to itself.
-        others = [record for record in timeline.records if record.rank != save.call.rank]
-        everything = Timeline(save.recorder.timeline().records + others)
+        monitor.publish_commit(made.step, made.created_at)
         if save.call.size > 1:
-            monitor.warn_of_stragglers(timeline)
-        monitor.store_timings(save.storage, save.path, commit.attempt, everything)
+            monitor.warn_of_stragglers(Timeline(records))
+        everything = Timeline(save.recorder.timeline().records + save.others)
+        monitor.store_timings(save.storage, save.path, made.attempt, everything)
         if save.after_commit is not None:
             save.after_commit(save.storage, save.path)
     except Exception:
-        logger.exception(telemetry.event("after_commit_failed", uri=save.options.uri))
-    return json.dumps({"errors": "", "info": _info(save, commit)}).encode(), timeline
+        logger.exception(telemetry.event("after_commit_failed", uri=options.uri))
+    return json.dumps({"errors": "", "info": _info(save, made)}).encode()
 
 
-def build_metadata(save: Pending, results: Sequence[Mapping[str, Any]]) -> Metadata:
-    """Return the global metadata: the plan's, with checksums and small objects.
-
-    Raises:
-        SaveFailed: a rank has not written what was planned.
-    """
+def _metadata(save: Save, results: Sequence[Mapping[str, Any]]) -> Metadata:
+    """Return the global metadata: the plan's, with checksums and small objects."""
     whole = save.agreed.prepared.whole
     assert whole is not None, "rank 0 keeps the plan of all ranks"
     options = save.options
@@ -345,8 +270,7 @@ def build_metadata(save: Pending, results: Sequence[Mapping[str, Any]]) -> Metad
         header["facts"] = save.agreed.facts
     meta = whole.metadata(header)
     rows = {key: row for row, key in enumerate(meta.files.keys)}
-    start = len(join(save.folder, ""))
-    missing = set(rows)
+    start = len(join(attempt_folder(save.path, save.agreed.attempt), ""))
     written: dict[int, list[Claim]] = {}
     for rank, result in enumerate(results):
         claims = {claim[0]: Claim(*claim) for claim in result["claims"]}
@@ -356,31 +280,78 @@ def build_metadata(save: Pending, results: Sequence[Mapping[str, Any]]) -> Metad
             if key in claims:
                 meta.files.add(key, size, algorithm=algorithm, crcs=crcs)
                 written.setdefault(rank, []).append(claims[key])
-                continue
-            row = rows[key]
-            missing.discard(key)
-            meta.files.sizes[row], meta.files.algorithms[row] = size, algorithm
-            meta.files.crcs[row] = crcs
-    if missing:
-        raise SaveFailed(f"every planned object must be written, but {sorted(missing)[:5]} are not")
+            else:
+                row = rows[key]
+                meta.files.sizes[row], meta.files.algorithms[row] = size, algorithm
+                meta.files.crcs[row] = crcs
     meta.objects.update(list_objects(written))
     return meta
 
 
-def _info(save: Pending, commit: Commit) -> dict[str, Any]:
+def _info(save: Save, made: Commit) -> dict[str, Any]:
     """Return the fields of `CheckpointInfo` that all ranks are told."""
     return {
         "uri": save.options.uri,
-        "step": commit.step,
-        "attempt": commit.attempt,
-        "sha256": commit.meta_sha256,
-        "num_bytes": commit.total_bytes,
+        "step": made.step,
+        "attempt": made.attempt,
+        "sha256": made.meta_sha256,
+        "num_bytes": made.total_bytes,
         "layout": str(save.options.header.get("layout", "")),
-        "roles": commit.roles,
+        "roles": made.roles,
     }
 
 
-def _clear(save: Pending) -> None:
+def hear(outcome: bytes, size: int) -> CheckpointInfo:
+    """Return, or raise, what rank 0 has told all ranks."""
+    told = json.loads(outcome)
+    if told["errors"]:
+        raise joined_error(decode_errors(told["errors"].encode()), size)
+    return CheckpointInfo(**{**told["info"], "roles": tuple(told["info"]["roles"])})
+
+
+def end(save: Save, act: Callable[[], CheckpointInfo], pool: StagingPool) -> None:
+    """Bring a save to its end, which its handle then gives: what `act` returns or raises."""
+    try:
+        try:
+            info = act()
+        except PeerLost as error:
+            info = _seen_in_store(save, error)
+    except BaseException as error:
+        # A store that does not answer must not keep the error from the caller.
+        clearing = threading.Thread(target=_clear, args=(save,), name="clear", daemon=True)
+        clearing.start()
+        clearing.join(max(save.call.remaining_s, 2 * LEAVE_SECONDS))
+        monitor.publish_failure("save", error)
+        _release(save, pool)
+        save.handle._end(error)
+        return
+    _release(save, pool)
+    with save.recorder.stage("barrier"):
+        save.call.leave_together("end", LEAVE_SECONDS)
+    own = save.recorder.timeline()
+    monitor.publish(own, save.call.rank)
+    save.handle._end(dataclasses.replace(info, timings=Timeline(own.records + save.others)))
+
+
+def _release(save: Save, pool: StagingPool) -> None:
+    if save.buffer is not None:
+        pool.release(save.buffer)
+        save.buffer = None
+
+
+def _seen_in_store(save: Save, error: PeerLost) -> CheckpointInfo:
+    """Return how a save has ended whose coordinator is gone: the store itself knows."""
+    found = None
+    with contextlib.suppress(StoreError, CheckpointError):
+        found = read_commit(save.storage, save.path)
+    if found is not None and found.attempt == save.agreed.attempt:
+        return CheckpointInfo(**_info(save, found))
+    raise SaveFailed(
+        f"rank 0 must live until the save is committed, but: {error}", per_rank={0: str(error)}
+    ) from error
+
+
+def _clear(save: Save) -> None:
     """Remove what a failed save has written, once all ranks have stopped writing."""
     save.call.leave_together("end", LEAVE_SECONDS)
     if save.journal is not None:

@@ -1,10 +1,9 @@
-"""Writes the objects of one rank: parts in flight from several threads, as soon as staged.
+"""Writes the objects of one rank: parts in flight from several threads.
 
-`upload_files` is the work, an `UploadJob` all that one rank writes in one save. Small jobs, and
-storages that only this process can reach, are done by `ThreadUploader`; the others by the process
-of `uploader`, which runs the same job. Deliberately without torch.
+`upload_files` is the work, an `UploadJob` all that one rank writes in one save. Deliberately
+without torch.
 
-Source: ByteCheckpoint, arXiv 2407.20143, section 4.2 (split upload, overlapped with staging).
+Source: ByteCheckpoint, arXiv 2407.20143, section 4.2 (split upload).
 """
 
 from __future__ import annotations
@@ -16,24 +15,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 
-from planish.base.errors import SaveFailed, StoreError
+from planish.base.errors import StoreError
 from planish.checkpoint.commit.journal import Journal
 from planish.checkpoint.format.metafile import BLOCK, DEFAULT_CHECKSUM, block_crcs, joined_crc
 from planish.checkpoint.watch.monitor import Recorder, Timing
-from planish.store import (
-    SINGLE_PUT_BYTES,
-    Multipart,
-    Store,
-    abort_lost_uploads,
-    open_store,
-)
+from planish.store import SINGLE_PUT_BYTES, Multipart, Store, abort_lost_uploads
 
-GIVE_UP_SECONDS = 15.0
-"""How long a request under way is waited for when a job is given up."""
+Source = Callable[[int, int, int], memoryview]
+"""Returns bytes [start, stop) of object number `file`; called from several threads. The memory may
+be used until the same thread calls again."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,7 @@ class FileUpload:
     """
 
     key: str
-    """Full key in the storage."""
+    """Full key in the store."""
     size: int
     """Bytes."""
     state: str
@@ -58,7 +51,7 @@ class FileResult:
     """One object that has been written."""
 
     key: str
-    """Full key in the storage."""
+    """Full key in the store."""
     size: int
     """Bytes."""
     algorithm: str
@@ -71,81 +64,15 @@ class Cancelled(Exception):
     """The save has been given up; nothing more is to be written."""
 
 
-class ByteSource(Protocol):
-    """Where the bytes of the objects come from; called from several threads."""
-
-    def read(self, file: int, start: int, stop: int) -> memoryview:
-        """Return bytes of object number `file`, waiting until they are there.
-
-        The memory may be used until the same thread reads again.
-        """
-
-
-class BytesInPlace:
-    """How many bytes of a buffer are in place; grows from 0.
-
-    Example:
-        >>> progress = BytesInPlace()
-        >>> progress.advance(10)
-        >>> progress.wait(10, threading.Event())
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._value = 0
-
-    def advance(self, value: int) -> None:
-        """Record that the first `value` bytes are in place."""
-        with self._changed:
-            self._value = max(self._value, value)
-            self._changed.notify_all()
-
-    def wait(self, value: int, stop: threading.Event) -> None:
-        """Return when `value` bytes are in place.
-
-        Raises:
-            Cancelled: `stop` was set first.
-        """
-        with self._changed:
-            while self._value < value:
-                if stop.is_set():
-                    raise Cancelled
-                self._changed.wait(0.2)
-
-
-class BufferSource:
-    """Objects that lie in one buffer, then objects given as bytes."""
-
-    def __init__(
-        self,
-        view: memoryview,
-        starts: Sequence[int],
-        blobs: Sequence[bytes],
-        progress: BytesInPlace,
-        stop: threading.Event,
-    ) -> None:
-        """Read file i from `view[starts[i]:]`, the files after those from `blobs`."""
-        self._view, self._starts, self._progress = view, starts, progress
-        self._blobs, self._stop = blobs, stop
-
-    def read(self, file: int, start: int, stop: int) -> memoryview:
-        """Return bytes of an object; see `ByteSource`."""
-        if file >= len(self._starts):
-            return memoryview(self._blobs[file - len(self._starts)])[start:stop]
-        base = self._starts[file]
-        self._progress.wait(base + stop, self._stop)
-        return self._view[base + start : base + stop]
-
-
 class ReusedMemory:
-    """One piece of memory per thread, for objects that have to be put together first."""
+    """A `Source` of objects that have to be put together first: one piece of memory per thread."""
 
     def __init__(self, fill: Callable[[int, int, int, memoryview], None]) -> None:
         """Take `fill(file, start, stop, memory)`, which writes the bytes asked for."""
         self._fill, self._own = fill, threading.local()
 
-    def read(self, file: int, start: int, stop: int) -> memoryview:
-        """Return bytes of an object; see `ByteSource`."""
+    def __call__(self, file: int, start: int, stop: int) -> memoryview:
+        """Return bytes of an object."""
         memory: bytearray | None = getattr(self._own, "memory", None)
         if memory is None or len(memory) < stop - start:
             self._own.memory = memory = bytearray(stop - start)
@@ -174,11 +101,11 @@ class _Run:
 
     storage: Store
     files: list[_File]
-    source: ByteSource
+    source: Source
     recorder: Recorder
     stop: threading.Event
     tasks: Iterator[tuple[int, int, int, int]]
-    pace: float = 0.0
+    pace: float
     """Seconds for each byte."""
     begun: float = field(default_factory=time.monotonic)
     handed_out: int = 0
@@ -190,7 +117,7 @@ class _Run:
 def upload_files(
     storage: Store,
     files: Sequence[FileUpload],
-    source: ByteSource,
+    source: Source,
     *,
     journal: Journal,
     recorder: Recorder,
@@ -203,7 +130,7 @@ def upload_files(
 
     Args:
         storage: Where.
-        files: What, in the order in which their bytes become available.
+        files: What.
         source: The bytes.
         journal: This process's, begun with the keys of large files; the uploads are added to it.
         recorder: Gets the stages `serialise` (checksums) and `upload` of each file.
@@ -234,13 +161,10 @@ def upload_files(
             threading.Thread(target=_work, args=(run,), name="upload", daemon=True)
             for _ in range(min(num_threads, sum(state.left for state in states)))
         ]
-        if len(threads) <= 1:
-            _work(run)
-        else:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         if run.error is not None:
             raise run.error
         if stop.is_set():
@@ -297,7 +221,7 @@ def _work(run: _Run) -> None:
 
 def _write_part(run: _Run, index: int, number: int, start: int, stop: int) -> None:
     file = run.files[index]
-    data = run.source.read(index, start, stop)
+    data = run.source(index, start, stop)
     began = time.perf_counter()
     crcs = block_crcs(data)
     spent = time.perf_counter() - began
@@ -321,38 +245,23 @@ def _write_part(run: _Run, index: int, number: int, start: int, stop: int) -> No
         file.parts = None
     upload, name = file.upload, file.upload.key.rpartition("/a-")[2].partition("/")[2]
     for stage, end in (("serialise", file.started + file.crc_seconds), ("upload", time.time())):
-        run.recorder.add(
-            Timing(
-                run.recorder.rank,
-                "save",
-                upload.state,
-                stage,
-                file.started,
-                end,
-                upload.size,
-                name,
-            )
-        )
+        times = file.started, end
+        run.recorder.add(Timing(0, "save", upload.state, stage, *times, upload.size, name))
 
 
 @dataclass(frozen=True)
 class UploadJob:
-    """All that one rank writes in one save."""
+    """All that one rank writes in one save; JSON on its way to the uploading process."""
 
-    number: int
-    """Counts the saves of this process."""
     rank: int
     uri: str
     """Of the checkpoint, as the caller named it."""
     path: str
-    """Its key in the storage."""
+    """Its key in the store."""
     attempt: str
-    files: tuple[FileUpload, ...]
-    """First those in the buffer, then the small ones."""
-    starts: tuple[int, ...]
-    """Where the files of the buffer begin in it."""
-    blobs: tuple[bytes, ...] = field(default=(), repr=False)
-    """Content of the small files."""
+    files: Sequence[FileUpload]
+    starts: Sequence[int]
+    """Where each file begins in the staging buffer."""
     num_threads: int = 4
     timeout_s: float = 1800.0
     """Limit on every store request."""
@@ -360,140 +269,35 @@ class UploadJob:
     """See `upload_files`."""
 
 
-@dataclass(frozen=True)
-class UploadResult:
-    """What a job has written."""
-
-    files: tuple[FileResult, ...] = ()
-    timings: tuple[Timing, ...] = ()
-
-
 def run_job(
-    job: UploadJob,
-    storage: Store,
-    source: ByteSource,
-    stop: threading.Event,
-    journal: Journal | None = None,
-) -> UploadResult:
-    """Do a job: journal, objects, timings.
-
-    Args:
-        job: What to write.
-        storage: Where.
-        source: The bytes, of all files of the job.
-        stop: Setting it ends the job with `Cancelled`.
-        journal: One that is begun already; None: one of this rank's own.
+    job: UploadJob, storage: Store, memory: memoryview, stop: threading.Event
+) -> tuple[list[FileResult], list[Timing]]:
+    """Write the files of a job under a journal of this rank; returns what was written, and when.
 
     Raises:
         SaveFailed: the attempt was cleared away meanwhile.
         StoreError: see `upload_files`.
+        Cancelled: `stop` was set.
     """
+
+    def source(file: int, start: int, end: int) -> memoryview:
+        return memory[job.starts[file] + start : job.starts[file] + end]
+
     recorder = Recorder(job.rank, "save")
-    own = Journal(storage, job.path, job.attempt, name=f"{job.rank:05d}")
+    journal = Journal(storage, job.path, job.attempt, name=f"{job.rank:05d}")
     try:
-        if journal is None:
-            own.begin([file.key for file in job.files if is_large(file.size)])
-            own.keep()
-        files = upload_files(
+        journal.begin([file.key for file in job.files if is_large(file.size)])
+        journal.keep()
+        written = upload_files(
             storage,
             job.files,
             source,
-            journal=journal or own,
+            journal=journal,
             recorder=recorder,
             stop=stop,
             num_threads=job.num_threads,
             pace_s=job.pace_s,
         )
     finally:
-        own.close()
-    return UploadResult(tuple(files), tuple(recorder.timeline().records))
-
-
-class RunningJob:
-    """A job that a thread of this process does."""
-
-    def __init__(
-        self,
-        job: UploadJob,
-        view: memoryview,
-        storage: Callable[[], Store],
-        on_end: Callable[[RunningJob], None] = lambda _: None,
-    ) -> None:
-        """Prepare the thread; its files lie in `view`, and `on_end` is its last call."""
-        self.job, self.progress, self.stop = job, BytesInPlace(), threading.Event()
-        self.result: UploadResult | None = None
-        self.error: BaseException | None = None
-        source = BufferSource(view, job.starts, job.blobs, self.progress, self.stop)
-        self.thread = threading.Thread(
-            target=self._run, args=(source, storage, on_end), name="upload-job", daemon=True
-        )
-
-    def _run(
-        self,
-        source: BufferSource,
-        storage: Callable[[], Store],
-        on_end: Callable[[RunningJob], None],
-    ) -> None:
-        try:
-            self.result = run_job(self.job, storage(), source, self.stop)
-        except BaseException as error:
-            self.error = error
-        on_end(self)
-
-
-class ThreadUploader:
-    """Does jobs in threads of this process; for small states and storages of this process.
-
-    Example:
-        >>> ThreadUploader(None).cancel(1)
-    """
-
-    def __init__(self, storage: Store | None) -> None:
-        """Write to `storage`; None opens that of each job's URI."""
-        self._storage = storage
-        self._jobs: dict[int, RunningJob] = {}
-
-    def submit(self, job: UploadJob, view: memoryview) -> None:
-        """Take a job whose buffer is `view`; `wait` begins it, so that staging is not slowed."""
-        self._jobs[job.number] = RunningJob(
-            job, view, lambda: self._storage or open_store(job.uri)[0]
-        )
-
-    def staged(self, number: int, value: int, after_s: float = 0.0) -> None:
-        """Tell a job how many bytes of its buffer are in place; small jobs begin at once."""
-        if number in self._jobs:
-            self._jobs[number].progress.advance(value)
-
-    def cancel(self, number: int) -> None:
-        """Ask a job to end; `wait` still has to be called."""
-        if number in self._jobs:
-            self._jobs[number].stop.set()
-
-    def give_up(self, number: int) -> None:
-        """Cancel a job and wait for its end."""
-        running = self._jobs.pop(number, None)
-        if running is not None:
-            running.stop.set()
-            if running.thread.is_alive():
-                running.thread.join(GIVE_UP_SECONDS)
-
-    def wait(self, number: int, deadline: float, check: Callable[[], None]) -> UploadResult:
-        """Do a job and return what it has written, calling `check` several times a second.
-
-        After an error the job goes on until `give_up`.
-
-        Raises:
-            SaveFailed: it took longer than until `deadline` (`time.monotonic`).
-        """
-        running = self._jobs[number]
-        running.thread.start()
-        while running.thread.is_alive():
-            running.thread.join(0.2)
-            check()
-            if time.monotonic() > deadline:
-                raise SaveFailed("the upload must end within `timeout_s`, but has not")
-        del self._jobs[number]
-        if running.error is not None:
-            raise running.error
-        assert running.result is not None
-        return running.result
+        journal.close()
+    return written, recorder.timeline().records

@@ -14,14 +14,15 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from planish.base import telemetry
 from planish.base.errors import CheckpointNotFound, ObjectMissing, RecordError
-from planish.base.telemetry import event
 from planish.store import Store, open_store
+
+logger = logging.getLogger(__name__)
 
 Operation = Literal["save", "load"]
 SAVE_STAGES = ("plan", "stage", "serialise", "upload", "meta", "commit", "barrier")
@@ -29,6 +30,19 @@ LOAD_STAGES = ("meta", "plan", "read", "verify", "copy", "exchange", "barrier")
 VERSION = 1
 RETRY = "retry "
 """Begins the `object` of a record that only counts repeated requests."""
+TIMINGS = "timings.jsonl"
+"""Name of the records of a save below the folder of its attempt."""
+LOAD_TIMINGS = "load-timings.jsonl"
+"""Name of those of the last load that was asked to keep them."""
+MAX_TIMINGS_BYTES = 256 << 20
+STRAGGLER_RATIO = 2.0
+"""A rank that takes more than this many times the median is a straggler ..."""
+STRAGGLER_SECONDS = 1.0
+"""... unless it takes no longer than this."""
+_TRANSFER = {"save": "upload", "load": "read"}
+_WAITS = {"save": ("barrier", "meta", "commit"), "load": ("barrier",)}
+"""Stages that are no work of the rank itself: it waits for others, or is the coordinator after all
+of them. If these counted, every rank would seem as slow as the slowest."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +55,7 @@ class Timing:
     """
 
     rank: int
-    """Global rank."""
     op: Operation
-    """Whether a save or a load."""
     state: str
     """Role and kind (`main.model`), empty for what concerns all of them."""
     stage: str
@@ -51,15 +63,12 @@ class Timing:
     start: float
     """Seconds since 1970."""
     end: float
-    """Seconds since 1970, not before `start`."""
     num_bytes: int = 0
-    """Bytes moved."""
     object: str = ""
     """Key of the object inside the checkpoint, or `retry <reason>`; empty for several."""
     retries: int = 0
     """Store requests that had to be repeated."""
     host: str = ""
-    """Name of the machine of the rank."""
 
     @property
     def seconds(self) -> float:
@@ -83,7 +92,7 @@ class Timeline:
     def encode(self) -> bytes:
         """Return JSON lines: a header, then one array per record."""
         header = {"version": VERSION, "columns": [f.name for f in fields(Timing)]}
-        rows = [[getattr(record, name) for name in header["columns"]] for record in self.records]  # type: ignore[attr-defined]
+        rows = [list(vars(record).values()) for record in self.records]
         return "\n".join(json.dumps(line) for line in (header, *rows)).encode() + b"\n"
 
     @classmethod
@@ -98,7 +107,7 @@ class Timeline:
             known = {f.name for f in fields(Timing)}
             places = [(i, name) for i, name in enumerate(header["columns"]) if name in known]
             records = [Timing(**{name: row[i] for i, name in places}) for row in rows]
-            if any(not isinstance(record.end - record.start, float) for record in records):
+            if any(not isinstance(record.seconds, float) for record in records):
                 raise TypeError("times must be numbers")
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"a timeline must be JSON lines of records, got {error}") from error
@@ -106,11 +115,7 @@ class Timeline:
 
     def seconds(self, stage: str, rank: int | None = None) -> float:
         """Return the summed duration of one stage, of one rank or of all."""
-        return sum(
-            record.seconds
-            for record in self.records
-            if record.stage == stage and rank in (None, record.rank)
-        )
+        return sum(r.seconds for r in self.records if r.stage == stage and rank in (None, r.rank))
 
     def end_to_end(self) -> dict[int, float]:
         """Return per rank the seconds from its first start to its last end."""
@@ -173,12 +178,10 @@ class Recorder:
         """
         now = time.time()
         for reason, count in sorted(after.items()):
-            repeated = count - before.get(reason, 0)
-            if repeated > 0:
+            again = count - before.get(reason, 0)
+            if again > 0:
                 note = f"{RETRY}{reason}"
-                self.add(
-                    Timing(self.rank, self.op, "", stage, now, now, object=note, retries=repeated)
-                )
+                self.add(Timing(0, self.op, "", stage, now, now, object=note, retries=again))
 
     def extend(self, records: Iterable[Timing]) -> None:
         """Add records that another process measured for this rank."""
@@ -201,9 +204,7 @@ class CheckpointInfo:
     """
 
     uri: str
-    """Place of the checkpoint."""
     step: int
-    """Training step that the saver named."""
     attempt: str
     """Id of the save that was committed."""
     sha256: str
@@ -225,24 +226,7 @@ class CheckpointInfo:
         return f"{self.uri}#sha256={self.sha256}"
 
 
-logger = logging.getLogger(__name__)
-
-TIMINGS = "timings.jsonl"
-"""Name of the records of a save below the folder of its attempt."""
-LOAD_TIMINGS = "load-timings.jsonl"
-"""Name of those of the last load that was asked to keep them."""
-MAX_TIMINGS_BYTES = 256 << 20
-"""Larger records are refused."""
-STRAGGLER_RATIO = 2.0
-"""A rank that takes more than this many times the median is a straggler ..."""
-STRAGGLER_SECONDS = 1.0
-"""... unless it takes no longer than this."""
-
-_TRANSFER = {"save": "upload", "load": "read"}
-
-
-@dataclass(frozen=True)
-class Straggler:
+class Straggler(NamedTuple):
     """A rank that holds up all others.
 
     Example:
@@ -251,13 +235,12 @@ class Straggler:
     """
 
     rank: int
-    """Global rank."""
     host: str
     """Name of its machine, empty where unknown."""
     stage: str
     """Stage in which it lost the most time against the median of all ranks."""
     seconds: float
-    """From its first start to its last end."""
+    """Of its own work, from the first start to the last end."""
     median_seconds: float
     """The same of the median rank."""
 
@@ -270,20 +253,14 @@ class Straggler:
         )
 
 
-def own_work(timeline: Timeline) -> Timeline:
-    """Return the records of what each rank does itself.
-
-    Waiting for others does not count, nor what the coordinator of a save does after all of them:
-    otherwise the coordinator, or every rank, would seem as slow as the slowest.
-    """
-    waits = {"save": {"barrier", "meta", "commit"}, "load": {"barrier"}}
-    return Timeline([r for r in timeline.records if r.stage not in waits[r.op]])
-
-
 def rank_seconds(timeline: Timeline) -> dict[int, float]:
     """Return per rank the seconds from the start to the end of its own work."""
-    spans = own_work(timeline).end_to_end()
+    spans = Timeline(_own_work(timeline)).end_to_end()
     return {rank: spans.get(rank, 0.0) for rank in timeline.end_to_end()}
+
+
+def _own_work(timeline: Timeline) -> list[Timing]:
+    return [r for r in timeline.records if r.stage not in _WAITS[r.op]]
 
 
 def stragglers(timeline: Timeline) -> list[Straggler]:
@@ -294,14 +271,12 @@ def stragglers(timeline: Timeline) -> list[Straggler]:
     median = float(np.median(list(spans.values())))
     limit = max(STRAGGLER_RATIO * median, STRAGGLER_SECONDS)
     slow = sorted((-seconds, rank) for rank, seconds in spans.items() if seconds > limit)
-    if not slow:
-        return []
     # Seconds of each stage by rank, from the first start to the last end: objects move in parallel,
     # and the sum of their durations would count the same second many times.
     stages: dict[str, list[Timing]] = {}
-    for record in own_work(timeline).records:
+    for record in _own_work(timeline):
         stages.setdefault(record.stage, []).append(record)
-    by_stage = {stage: Timeline(records).end_to_end() for stage, records in stages.items()}
+    by_stage = {stage: Timeline(stages[stage]).end_to_end() for stage in sorted(stages)}
     medians = {
         stage: float(np.median([seconds.get(rank, 0.0) for rank in spans]))
         for stage, seconds in by_stage.items()
@@ -309,7 +284,7 @@ def stragglers(timeline: Timeline) -> list[Straggler]:
     hosts = host_of(timeline.records)
     named = []
     for seconds, rank in slow:
-        lost = {s: by_stage[s].get(rank, 0.0) - medians[s] for s in sorted(by_stage)}
+        lost = {stage: by_stage[stage].get(rank, 0.0) - medians[stage] for stage in by_stage}
         worst = max(lost, key=lost.__getitem__)
         named.append(Straggler(rank, hosts.get(rank, ""), worst, -seconds, median))
     return named
@@ -320,27 +295,15 @@ def host_of(records: Sequence[Timing]) -> dict[int, str]:
     return {record.rank: record.host for record in records if record.host}
 
 
-def warn_of_stragglers(timeline: Timeline) -> list[Straggler]:
-    """Log and count every straggler of a finished save or load, and return them.
+def warn_of_stragglers(timeline: Timeline) -> None:
+    """Log and count every straggler of a finished save or load.
 
     Call it where the records of all ranks come together.
     """
-    found = stragglers(timeline)
-    op = timeline.records[0].op if timeline.records else "save"
-    for one in found:
+    for one in stragglers(timeline):
+        op = timeline.records[0].op
         telemetry.count("planish_checkpoint_stragglers_total", op=op, stage=one.stage)
-        logger.warning(
-            event(
-                "checkpoint_straggler",
-                op=op,
-                rank=one.rank,
-                host=one.host,
-                stage=one.stage,
-                seconds=one.seconds,
-                median_seconds=one.median_seconds,
-            )
-        )
-    return found
+        logger.warning(telemetry.event("checkpoint_straggler", op=op, **one._asdict()))
 
 
 def publish(timeline: Timeline, rank: int) -> None:
@@ -350,7 +313,8 @@ def publish(timeline: Timeline, rank: int) -> None:
             continue
         op, state = record.op, record.state or "all"
         if record.object.startswith(RETRY):
-            publish_retries({record.object.removeprefix(RETRY): record.retries})
+            code = record.object.removeprefix(RETRY)
+            telemetry.count("planish_checkpoint_retries_total", record.retries, code=code)
             continue
         telemetry.observe(
             "planish_checkpoint_stage_seconds",
@@ -372,12 +336,6 @@ def publish_commit(step: int, when: float) -> None:
 def publish_failure(op: str, error: BaseException) -> None:
     """Count a save or load that failed, by the kind of its error."""
     telemetry.count("planish_checkpoint_failures_total", op=op, reason=type(error).__name__)
-
-
-def publish_retries(retries: Mapping[str, int]) -> None:
-    """Count repeated store requests by their reason (an HTTP status or the name of an error)."""
-    for code, number in retries.items():
-        telemetry.count("planish_checkpoint_retries_total", number, code=code)
 
 
 def timings_key(folder: str, attempt: str, op: Operation = "save") -> str:
@@ -402,7 +360,7 @@ def store_timings(
     try:
         storage.put(key, timeline.encode())
     except OSError as error:
-        logger.warning(event("timings_not_written", uri=storage.uri(key), error=error))
+        logger.warning(telemetry.event("timings_not_written", uri=storage.uri(key), error=error))
 
 
 def read_timings(uri: str, op: Operation = "save") -> Timeline:

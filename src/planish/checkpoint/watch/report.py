@@ -6,7 +6,7 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 5 (heat map of ranks, timeline
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from planish.base.text import bytes_text, printable, rate_text, seconds_text
 from planish.checkpoint.watch.monitor import (
@@ -40,42 +40,46 @@ def text_report(timeline: Timeline, *, title: str, rank: int | None = None) -> s
         title: place of the checkpoint.
         rank: whose timeline to draw; None for the slowest.
     """
-    operation = timeline.records[0].op if timeline.records else "save"
-    heading = f"{operation} of {printable(title, limit=300)}"
-    if not timeline.records:
+    records = timeline.records
+    heading = f"{records[0].op if records else 'save'} of {printable(title, limit=300)}"
+    if not records:
         return f"{heading}: no records\n"
-    spans, slow = rank_seconds(timeline), stragglers(timeline)
+    spans, slow, hosts = rank_seconds(timeline), stragglers(timeline), host_of(records)
     slowest = max(sorted(spans), key=lambda one: spans[one])
-    lines = [
-        f"{heading}: {_summary(timeline, spans)}",
-        *(f"! straggler: {printable(str(one), limit=200)}" for one in slow[:20]),
-        "",
-        *_heat_map(timeline, spans, slow),
-        "",
-        *_stages(timeline),
-        "",
-        *_timeline_of(slowest if rank is None else rank, timeline),
-    ]
-    return "".join(f"{line.rstrip()}\n" for line in lines)
-
-
-def _summary(timeline: Timeline, spans: Mapping[int, float]) -> str:
-    moved = sum(r.num_bytes for r in timeline.records if r.stage in {"upload", "read"})
-    machines = len(set(host_of(timeline.records).values()))
+    machines = len(set(hosts.values()))
     where = f" on {machines} machine{'s' * (machines != 1)}" if machines else ""
-    facts = [
+    summary = _facts(
         f"{len(spans)} rank{'s' * (len(spans) != 1)}{where}",
         seconds_text(timeline.wall_seconds),
         f"slowest rank {seconds_text(max(spans.values()))}",
         f"median {seconds_text(statistics.median(spans.values()))}",
-        bytes_text(moved) if moved else "",
-        rate_text(moved, timeline.wall_seconds),
+        *_moved([r for r in records if r.stage in {"upload", "read"}], timeline.wall_seconds),
+    )
+    lines = [
+        f"{heading}: {', '.join(summary)}",
+        *(f"! straggler: {printable(str(one), limit=200)}" for one in slow[:20]),
+        "",
+        *_heat_map(hosts, spans, slow),
+        "",
+        *_stages(records, hosts),
+        "",
+        *_timeline_of(slowest if rank is None else rank, records),
     ]
-    return ", ".join(fact for fact in facts if fact)
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def _facts(*texts: str) -> list[str]:
+    return [text for text in texts if text]
+
+
+def _moved(records: Sequence[Timing], seconds: float) -> tuple[str, str]:
+    """Return bytes and bandwidth, empty where nothing has moved."""
+    moved = sum(record.num_bytes for record in records)
+    return bytes_text(moved) if moved else "", rate_text(moved, seconds)
 
 
 def _heat_map(
-    timeline: Timeline, spans: Mapping[int, float], slow: list[Straggler]
+    hosts: Mapping[int, str], spans: Mapping[int, float], slow: list[Straggler]
 ) -> Iterator[str]:
     """Yield one line for each machine, with a block for each of its ranks."""
     named = {one.rank for one in slow}
@@ -84,7 +88,6 @@ def _heat_map(
     # half the fastest time: noise must not look like a finding.
     low, high = min(others, default=0.0), max(others, default=0.0)
     high = max(high, low * 1.5, low + 1e-3)
-    hosts = host_of(timeline.records)
     rows: dict[str, list[int]] = {}
     for rank in spans:
         first = rank - rank % _RANKS_PER_ROW
@@ -116,23 +119,21 @@ def _heat_map(
             name = ""
 
 
-def _stages(timeline: Timeline) -> Iterator[str]:
+def _stages(records: Sequence[Timing], hosts: Mapping[int, str]) -> Iterator[str]:
     """Yield one line for each stage, over all ranks."""
     yield f"{'stage':<10}{'median':>9}{'slowest':>9}  {'of rank':<24}{'bytes':>10}  bandwidth"
-    hosts = host_of(timeline.records)
     groups: dict[str, list[Timing]] = {}
-    for record in timeline.records:
+    for record in records:
         groups.setdefault(record.stage, []).append(record)
     for stage in sorted(groups, key=_stage_number):
         spans = Timeline(groups[stage]).end_to_end()
         rank = max(spans, key=lambda one: spans[one])
-        moved = sum(record.num_bytes for record in groups[stage])
         who = f"{rank} on {printable(hosts[rank], limit=16)}" if rank in hosts else f"{rank}"
+        moved, rate = _moved(groups[stage], spans[rank])
         yield (
             f"{printable(stage, limit=10):<10}"
             f"{seconds_text(statistics.median(spans.values())):>9}"
-            f"{seconds_text(spans[rank]):>9}  {who:<24}"
-            f"{bytes_text(moved) if moved else '':>10}  {rate_text(moved, spans[rank])}"
+            f"{seconds_text(spans[rank]):>9}  {who:<24}{moved:>10}  {rate}"
         )
 
 
@@ -142,39 +143,36 @@ def _stage_number(stage: str) -> int:
     return order.index(stage) if stage in order else len(order)
 
 
-def _timeline_of(rank: int, timeline: Timeline) -> Iterator[str]:
+def _timeline_of(rank: int, records: Sequence[Timing]) -> Iterator[str]:
     """Yield one line for each state and stage of a rank, with a bar of when it went on."""
-    begin = min(record.start for record in timeline.records)
+    begin = min(record.start for record in records)
     lanes: dict[tuple[str, str], list[Timing]] = {}
-    for record in sorted(timeline.records, key=lambda r: (r.start, r.end)):
+    for record in sorted(records, key=lambda r: (r.start, r.end)):
         if record.rank == rank:
             lanes.setdefault((record.state or "all", record.stage), []).append(record)
     if not lanes:
         yield f"rank {rank} has no records"
         return
-    end = max(max(r.end for r in records) - begin for records in lanes.values()) or 1e-9
+    end = max(r.end for lane in lanes.values() for r in lane) - begin
+    end = end if end > 0 else 1e-9
     order = sorted(lanes, key=lambda key: (lanes[key][0].start, _stage_number(key[1]), key[0]))
     names = [printable(f"{state} {stage}", limit=32) for state, stage in order]
     width = max(map(len, names))
     yield f"timeline of rank {rank}, 0 to {seconds_text(end)}"
+
+    def cell(moment: float) -> int:
+        return min(_BAR_CHARACTERS - 1, int((moment - begin) / end * _BAR_CHARACTERS))
+
     for name, key in zip(names, order, strict=True):
-        cells, busy, reached = [" "] * _BAR_CHARACTERS, 0.0, begin
+        bar, busy, reached = [" "] * _BAR_CHARACTERS, 0.0, begin
         for record in lanes[key]:
             stop = max(record.start, record.end)
-            first, last = (
-                min(_BAR_CHARACTERS - 1, int((moment - begin) / end * _BAR_CHARACTERS))
-                for moment in (record.start, stop)
-            )
-            cells[first : last + 1] = "\u2588" * (last - first + 1)
+            first, last = cell(record.start), cell(stop)
+            bar[first : last + 1] = "\u2588" * (last - first + 1)
             # Objects move in parallel: the same second counts once.
             busy += max(0.0, stop - max(record.start, reached))
             reached = max(reached, stop)
-        moved = sum(record.num_bytes for record in lanes[key])
         retries = sum(record.retries for record in lanes[key])
-        facts = [
-            seconds_text(busy),
-            bytes_text(moved) if moved else "",
-            rate_text(moved, busy),
-            f"{retries} retries" if retries else "",
-        ]
-        yield f"  {name:<{width}} |{''.join(cells)}| {'  '.join(fact for fact in facts if fact)}"
+        repeated = f"{retries} retries" if retries else ""
+        facts = _facts(seconds_text(busy), *_moved(lanes[key], busy), repeated)
+        yield f"  {name:<{width}} |{''.join(bar)}| {'  '.join(facts)}"

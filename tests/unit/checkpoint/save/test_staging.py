@@ -13,10 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planish.base.errors import SaveFailed
 from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.items import LocalItem, TensorSpec
 from planish.checkpoint.plan.files import FilePlan, RankPlan
-from planish.checkpoint.save.staging import BufferLayout, SharedBuffer, Stager, StagingPool, part_of
+from planish.checkpoint.save.staging import (
+    SharedBuffer,
+    StagingPool,
+    copy_tensors,
+    part_of,
+    place_files,
+)
 from tests.processes import shared_memory_of
 
 
@@ -31,8 +38,8 @@ def items_of(*tensors):
     ]
 
 
-def plan_of(entries, header=b"head"):
-    """One file of (item, start, stop)."""
+def plan_of(entries, header=b"12345678"):
+    """One file of (item, start, stop); entries of a real plan are aligned too."""
     items, starts, stops = (np.array(column, np.int64) for column in zip(*entries, strict=True))
     offsets = len(header) + np.concatenate([[0], np.cumsum(stops - starts)[:-1]])
     size = len(header) + int((stops - starts).sum())
@@ -43,17 +50,15 @@ def bytes_of(tensor):
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def stage(plan, items):
-    layout = BufferLayout.of([file.size for file in plan.files])
-    buffer = SharedBuffer(layout.size)
-    seen = []
-    Stager(plan, buffer).copy(items, seen.append)
-    assert seen[-1] == layout.size
-    assert seen == sorted(seen)
-    return [
-        bytes(buffer.view[start : start + file.size])
-        for start, file in zip(layout.starts, plan.files, strict=True)
-    ]
+def staged(plan, *tensors, buffer=None):
+    """Return the bytes of a plan's one file behind its header."""
+    starts, size = place_files([file.size for file in plan.files])
+    buffer = buffer or SharedBuffer(size)
+    copy_tensors(plan, starts, items_of(*tensors), buffer)
+    (file,) = plan.files
+    data = bytes(buffer.view[: file.size])
+    assert data.startswith(file.header)
+    return data[len(file.header) :]
 
 
 DTYPES = [
@@ -66,10 +71,7 @@ DTYPES = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_type_is_staged_byte_for_byte(dtype):
     tensor = torch.arange(24).reshape(2, 3, 4).to(dtype)
-    width = tensor.element_size()
-    # Eight bytes of header: entries of a real plan are aligned too.
-    (data,) = stage(plan_of([(0, 0, 24 * width)], b"12345678"), items_of(tensor))
-    assert data == b"12345678" + bytes_of(tensor)
+    assert staged(plan_of([(0, 0, tensor.nbytes)]), tensor) == bytes_of(tensor)
 
 
 def test_strided_tensors_are_staged_in_logical_order():
@@ -84,19 +86,23 @@ def test_strided_tensors_are_staged_in_logical_order():
         torch.complex(base[0], base[1]).conj(),
     ]
     entries = [(i, 0, t.numel() * t.element_size()) for i, t in enumerate(tensors)]
-    (data,) = stage(plan_of(entries, b"12345678"), items_of(*tensors))
-    assert data[8:] == b"".join(bytes_of(t.resolve_conj()) for t in tensors)
+    expected = b"".join(bytes_of(t.resolve_conj()) for t in tensors)
+    assert staged(plan_of(entries), *tensors) == expected
 
 
-def test_a_part_of_a_tensor_whose_strides_have_changed_is_staged_by_the_same_views():
-    plan = plan_of([(0, 32, 96)], b"12345678")
-    buffer = SharedBuffer(BufferLayout.of([plan.files[0].size]).size)
-    stager = Stager(plan, buffer)
+def test_views_of_a_buffer_serve_later_saves_of_the_same_plan_whatever_the_strides():
+    plan, buffer = plan_of([(0, 32, 96)]), SharedBuffer(4096)
     base = torch.arange(24.0).reshape(3, 8)
     turned = base.t().contiguous().t()
     for tensor in (base, turned, torch.arange(24.0).reshape(8, 3).t(), base):
-        stager.copy(items_of(tensor), lambda _: None)
-        assert bytes(buffer.view[8:72]) == bytes_of(tensor)[32:96]
+        assert staged(plan, tensor, buffer=buffer) == bytes_of(tensor)[32:96]
+    first, second = torch.arange(6.0), torch.arange(10.0, 16.0)
+    other = plan_of([(1, 0, 24), (0, 8, 16)])
+    for _ in range(2):
+        found = staged(other, first, second, buffer=buffer)
+        assert found == bytes_of(second) + bytes_of(first)[8:16]
+        first += 100
+        second += 100
     buffer.free()
 
 
@@ -121,55 +127,23 @@ def test_whole_rows_of_a_strided_tensor_are_taken_without_a_copy():
     assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
-def test_entries_come_from_any_item_and_a_second_copy_sees_new_values():
-    first, second = torch.arange(6.0), torch.arange(10.0, 16.0)
-    plan = plan_of([(1, 0, 24), (0, 8, 16)])
-    buffer = SharedBuffer(100)
-    stager = Stager(plan, buffer)
-    for _ in range(2):
-        stager.copy(items_of(first, second), lambda _: None)
-        expected = b"head" + bytes_of(second) + bytes_of(first)[8:16]
-        assert bytes(buffer.view[:36]) == expected
-        first += 100
-        second += 100
-
-
-def test_files_begin_at_pages_and_progress_is_told_along_the_way():
-    tensors = [torch.ones(5 << 20, dtype=torch.float64) for _ in range(3)]
-    seen = []
-    plan = plan_of([(i, 0, 40 << 20) for i in range(3)], b"12345678")
-    buffer = SharedBuffer(sum(file.size for file in plan.files))
-    Stager(plan, buffer, patience_s=0.0).copy(items_of(*tensors), seen.append)
-    assert seen == [8 + (40 << 20) * n for n in (1, 2, 3)] + [8 + (120 << 20)]
-    seen.clear()
-    Stager(plan, buffer, patience_s=60.0).copy(items_of(*tensors), seen.append)
-    assert seen == [8 + (120 << 20)]
-    assert BufferLayout.of([1, 4096, 4097, 0]).starts == (0, 4096, 8192, 16384)
-
-
-def test_a_buffer_is_readable_through_its_descriptor_and_has_no_name():
-    before = shared_memory_of([os.getpid()])
-    buffer = SharedBuffer(1 << 20)
-    buffer.view[5] = 7
-    assert os.pread(buffer.fd, 1, 5) == b"\x07"
-    assert shared_memory_of([os.getpid()]) == before
-    descriptor = buffer.fd
-    buffer.free()
-    buffer.free()
-    with pytest.raises(OSError, match="Bad file"):
-        os.fstat(descriptor)
-
-
-def test_a_warm_buffer_is_in_memory_before_anybody_writes():
+def test_a_buffer_is_in_memory_before_anybody_writes_and_has_no_name():
     def resident():
         maps = psutil.Process().memory_maps(grouped=False)
         return sum(one.rss for one in maps if "memfd" in one.path)
 
-    before = resident()
+    before, named = resident(), shared_memory_of([os.getpid()])
     buffer = SharedBuffer(64 << 20)
     assert resident() - before == 64 << 20
+    buffer.view[5] = 7
+    assert os.pread(buffer.fd, 1, 5) == b"\x07"
+    assert shared_memory_of([os.getpid()]) == named
+    descriptor = buffer.fd
+    buffer.free()
     buffer.free()
     assert resident() == before
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(descriptor)
 
 
 def test_the_pool_hands_out_two_buffers_again_and_again():
@@ -177,60 +151,41 @@ def test_the_pool_hands_out_two_buffers_again_and_again():
     seen = set()
     for _ in range(20):
         first, second = pool.acquire(5000, 0.0), pool.acquire(5000, 0.0)
-        assert pool.acquire(5000, 0.01) is None
-        seen |= {first.number, second.number}
+        with pytest.raises(SaveFailed, match="within `timeout_s`"):
+            pool.acquire(5000, 0.01)
+        seen |= {id(first), id(second)}
         pool.release(second)
         pool.release(first)
-    assert len(seen) == 2
-    assert pool.num_buffers == 2
+    assert len(seen) == pool.num_buffers == 2
     pool.close()
     assert pool.num_buffers == 0
 
 
-def test_a_waiting_save_gets_the_buffer_that_is_released():
-    pool = StagingPool(most=1)
-    held = pool.acquire(10, 0.0)
-    threading.Timer(0.1, pool.release, [held]).start()
-    assert pool.acquire(10, 120.0) is held
-
-
-def test_another_size_replaces_the_buffers_and_tells_their_readers():
-    freed = []
-    pool = StagingPool(on_free=lambda buffer: freed.append(buffer.number))
+def test_another_size_replaces_the_buffers():
+    pool = StagingPool()
     old, spare = pool.acquire(10, 0.0), pool.acquire(10, 0.0)
     pool.release(spare)
     new = pool.acquire(1 << 20, 0.0)
     assert new.size == 1 << 20
-    assert freed == [spare.number]
+    assert [spare.fd, old.fd > 0] == [-1, True]
     pool.release(old)
-    assert freed == [spare.number, old.number]
+    assert old.fd == -1
     pool.release(new)
     assert pool.acquire(1 << 20, 0.0) is new
-    pool.close()
-    pool.release(new)
-    assert freed[-1] == new.number
-
-
-def test_short_memory_leaves_one_buffer_and_says_so_once(caplog):
-    pool = StagingPool(free_memory=lambda: 30_000)
-    with caplog.at_level(logging.WARNING):
-        first = pool.acquire(8192, 0.0)
-        assert pool.acquire(8192, 0.0) is None
-    assert pool.limit == 1
-    assert len([r for r in caplog.records if "one buffer" in r.message]) == 1
-    pool.release(first)
-    pool.close()
-
-
-def test_warming_allocates_both_buffers_ahead():
-    pool = StagingPool()
-    pool.warm(10_000)
-    assert pool.num_buffers == 2
+    pool.warm_one_more()
     pool.warm_one_more()
     assert pool.num_buffers == 2
     pool.close()
-    lazy = StagingPool()
-    lazy.acquire(10_000, 0.0)
-    lazy.warm_one_more()
-    assert lazy.num_buffers == 2
-    lazy.close()
+    pool.release(new)
+    assert new.fd == -1
+
+
+def test_short_memory_leaves_one_buffer_says_so_once_and_the_next_save_waits_for_it(caplog):
+    pool = StagingPool(free_memory=lambda: 30_000)
+    with caplog.at_level(logging.WARNING):
+        first = pool.acquire(8192, 0.0)
+        threading.Timer(0.1, pool.release, [first]).start()
+        assert pool.acquire(8192, 120.0) is first
+    assert pool.limit == 1
+    assert len([r for r in caplog.records if "one buffer" in r.message]) == 1
+    pool.close()
