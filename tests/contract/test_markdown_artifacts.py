@@ -114,5 +114,5 @@ def test_the_pages_of_a_reshard_are_clean(file_root, tmp_path):
     for step in (1, 2):
         write_checkpoint(f"{file_root}/a_b/{step}", tiny_model(layers=1), step=step)
     for folder in (f"{file_root}/a_b", ""):
-        outcome = apply_retention(None, state="SUCCEEDED", folder=folder, keep_last=1, keep_every=0)
+        outcome = apply_retention("SUCCEEDED", folder, 1, 0)
         assert faults(outcome.documents["summary"]) == []

@@ -32,6 +32,7 @@ _CACHE_KEEPS = 3
 """Fetched folders that stay whatever their age."""
 _CACHE_SECONDS = 3600.0
 """Older fetched folders go once they have not been asked for this long."""
+_BLOCK_BYTES = 16 << 20
 _TICK_NS = 50_000_000
 _digests: dict[tuple[int, ...], str] = {}
 """Device, inode, size and times of a file to its sha256: stages ask for a policy twice."""
@@ -81,6 +82,15 @@ def hash_file(path: Path) -> tuple[int, str]:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
+
+
+def hash_object(uri: str) -> tuple[int, str]:
+    """Return (bytes, sha256) of an object in a store; memory is a block of 16 MiB."""
+    digest, size = hashlib.sha256(), 0
+    while block := store.read(uri, size, _BLOCK_BYTES):
+        digest.update(block)
+        size += len(block)
+    return size, digest.hexdigest()
 
 
 def publish(uri: str, manifest: bytes, files: Mapping[str, Path | bytes]) -> None:

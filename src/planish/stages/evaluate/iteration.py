@@ -41,18 +41,11 @@ def run(root: str, config_sha256: str, number: int, offset: int, policy_pin: str
 
     def work(context: Context) -> Outcome:
         measured = measure(context, [policy_pin])
-        metrics = {
-            metric_name(name, score): float(value)
-            for name, (scored,) in measured.scores.items()
-            for score, value in scored.ref.attributes.items()
-        }
-        return Outcome(metrics=metrics | measured.of_best(), already_done=measured.already_done)
+        metrics = measured.of_best()
+        for name, (scored,) in measured.scores.items():
+            scores = scored.ref.attributes.items()
+            metrics |= {metric_name(name, score): float(value) for score, value in scores}
+        return Outcome(metrics=metrics, already_done=measured.already_done)
 
-    execute(
-        "evaluate",
-        work,
-        root=root,
-        config_sha256=config_sha256,
-        iteration=iteration,
-        outputs={},
-    )
+    digest = config_sha256
+    execute("evaluate", work, root=root, config_sha256=digest, iteration=iteration, outputs={})

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planish.base.errors import ConfigError
 from planish.records.reports import Scalars
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.evaluate.config import EvaluateConfig
@@ -37,7 +36,6 @@ class Judged:
     """
 
     rollouts: RolloutSet
-    """P * n rollouts."""
     verdicts: list[Verdict]
     """One per rollout."""
     num_samples: int
@@ -62,18 +60,10 @@ class Judged:
 def scalars(
     sampled: Judged, greedy: Judged | None, rows: Sequence[int], config: EvaluateConfig, seed: int
 ) -> Scalars:
-    """Compute every score over the prompts `rows`.
+    """Return every score over the prompts `rows`, of which there is at least one.
 
-    Args:
-        sampled: the n sampled responses per prompt.
-        greedy: one greedy response per prompt, or None.
-        rows: indices of prompts, at least one.
-        config: which k and how many resamples.
-        seed: of the bootstrap.
-
-    Returns:
-        `accuracy` (avg@n) with its errors, `pass@k`, `cons@n`, shares and lengths; `greedy` where
-        it was measured.
+    These are `accuracy` (avg@n) with its errors, `pass@k`, `cons@n`, shares and lengths, and
+    `greedy` where one greedy response per prompt is given; `seed` is that of the bootstrap.
     """
     n = sampled.num_samples
     accuracy = sampled.accuracy()[rows]
@@ -127,25 +117,8 @@ def rise_error(before: Sequence[str], after: Sequence[str]) -> float:
     return sampling_error(tables[1] - tables[0])
 
 
-def rows_by_source(sources: Sequence[str]) -> dict[str, list[int]]:
-    """Return the prompt indices of each source, sources sorted.
-
-    Example:
-        >>> rows_by_source(["b", "a", "b"])
-        {'a': [1], 'b': [0, 2]}
-    """
-    rows: dict[str, list[int]] = {}
-    for row, source in enumerate(sources):
-        rows.setdefault(source, []).append(row)
-    return dict(sorted(rows.items()))
-
-
 def average(accuracy: Accuracies) -> float:
-    """Return avg@n: the mean over prompts of the mean accuracy of their samples.
-
-    Args:
-        accuracy: [P, n] float64 of 0 and 1.
-    """
+    """Return avg@n of accuracies [P, n]: the mean over prompts of the mean over samples."""
     return float(accuracy.mean(axis=1).mean())
 
 
@@ -153,7 +126,7 @@ def sampling_error(accuracy: Accuracies) -> float:
     """Return the standard error of avg@n with the prompts held fixed.
 
     Args:
-        accuracy: [P, n] float64; or the differences of two policies whose samples share their
+        accuracy: [P, n] accuracies; or the differences of two policies whose samples share their
             seeds, for the error of the difference.
 
     Returns:
@@ -169,11 +142,11 @@ def sampling_error(accuracy: Accuracies) -> float:
 def bootstrap(
     accuracy: Accuracies, *, num_resamples: int, seed: int
 ) -> tuple[float, tuple[float, float]]:
-    """Draw prompts with replacement to see how avg@n depends on the choice of prompts.
+    """Draw P prompts with replacement to see how avg@n depends on the choice of prompts.
 
     Args:
-        accuracy: [P, n] float64.
-        num_resamples: number of draws of P prompts.
+        accuracy: [P, n] accuracies.
+        num_resamples: number of draws.
         seed: of the draws.
 
     Returns:
@@ -192,22 +165,12 @@ def bootstrap(
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Return the chance that k of the samples, drawn without replacement, hold a right one.
 
-    Returns:
-        1 - C(n - c, k) / C(n, k); 1 when fewer than k samples are wrong.
-
-    Raises:
-        ConfigError: k is not in 1..n.
+    That is 1 - C(n - c, k) / C(n, k), which is 1 when fewer than k samples are wrong; k is in 1..n.
 
     Example:
         >>> round(pass_at_k(16, 4, 8), 6)
         0.961538
     """
-    if not 1 <= k <= num_samples:
-        raise ConfigError(
-            f"k of pass@k must lie in 1..{num_samples}, got {k}; sample more responses"
-        )
-    if num_samples - num_correct < k:
-        return 1.0
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
@@ -219,36 +182,22 @@ def mean_pass_at_k(accuracy: Accuracies, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None]) -> int | None:
-    """Return the position of the first answer of the largest class.
+    """Return the position of the first answer of the largest class; None without a valid answer.
 
-    Args:
-        answers: extracted answers in sample order; None is an invalid one and forms no class.
-            Integers are compared as numbers, anything else as text.
-
-    Returns:
-        None without a valid answer; of equal classes the one that occurs first wins.
+    An invalid answer, None, forms no class. Integers are compared as numbers, anything else as
+    text; of equal classes the one that occurs first wins.
     """
-    counts: dict[str, int] = {}
-    first: dict[str, int] = {}
+    classes: dict[str, list[int]] = {}
     for position, answer in enumerate(answers):
-        if answer is None:
-            continue
-        key = str(int(answer)) if _INTEGER.fullmatch(answer) else answer
-        counts[key] = counts.get(key, 0) + 1
-        first.setdefault(key, position)
-    if not counts:
-        return None
+        if answer is not None:
+            key = str(int(answer)) if _INTEGER.fullmatch(answer) else answer
+            classes.setdefault(key, []).append(position)
     # Dictionaries keep the order of first occurrence, and max takes the first of equals.
-    return first[max(counts, key=lambda key: counts[key])]
+    return max(classes.values(), key=len)[0] if classes else None
 
 
 def consensus(accuracy: Accuracies, answers: Sequence[Sequence[str | None]]) -> float:
-    """Return cons@n: the share of prompts whose most frequent answer is right.
-
-    Args:
-        accuracy: [P, n] float64.
-        answers: [P] lists of n extracted answers; None is invalid.
-    """
+    """Return cons@n of accuracies [P, n]: the share of prompts whose largest class is right."""
     votes = [majority(row) for row in answers]
     right = [0.0 if v is None else float(accuracy[p, v] > 0.0) for p, v in enumerate(votes)]
     return float(np.mean(right))

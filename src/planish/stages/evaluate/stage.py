@@ -27,7 +27,7 @@ from planish.records.reports import (
 from planish.records.rollouts import RolloutSet
 from planish.run.stage import Artifact, Context, Outcome, execute
 from planish.stages.evaluate.config import EvaluateConfig
-from planish.stages.evaluate.score import Judged, rise_error, rows_by_source, scalars
+from planish.stages.evaluate.score import Judged, rise_error, scalars
 
 if TYPE_CHECKING:
     from planish.engines.base import BaseEngine
@@ -66,34 +66,19 @@ def run(
         evaluation: gets the Ref of the newest policy's report.
         metrics: gets the scores before and after.
     """
-    execute(
-        "evaluate",
-        lambda context: evaluate(context, baseline_pin, policy_pin),
-        root=root,
-        config_sha256=config_sha256,
-        outputs={"evaluation": evaluation, "metrics": metrics},
-    )
 
+    def work(context: Context) -> Outcome:
+        measured = measure(context, (baseline_pin, policy_pin))
+        scores = measured.of_best()
+        for name, own in measured.scores.items():
+            compared = compare(own[0].report, own[-1].report)
+            scores |= {metric_name(name, key): value for key, value in compared.items()}
+        newest = measured.scores[HELD_OUT][-1].ref
+        done = measured.already_done
+        return Outcome(refs={"evaluation": newest}, metrics=scores, already_done=done)
 
-@dataclass(frozen=True)
-class Measured:
-    """What an evaluation of several policies found."""
-
-    scores: dict[str, list[Scored]]
-    """Of each set of prompts by name, those held out first; in the order of the policies."""
-    best: BestPolicy | None
-    """Of all policies of the run so far; None where only one of another root was measured."""
-    already_done: bool
-    """Nothing had to be computed."""
-
-    def of_best(self) -> Scalars:
-        """Return the version and the accuracy of the best policy."""
-        if self.best is None:
-            return {}
-        return {
-            "best_accuracy": self.best.accuracy,
-            "best_policy_version": float(self.best.policy_version),
-        }
+    outputs = {"evaluation": evaluation, "metrics": metrics}
+    execute("evaluate", work, root=root, config_sha256=config_sha256, outputs=outputs)
 
 
 @dataclass(frozen=True)
@@ -101,39 +86,34 @@ class Scored:
     """One policy on one set of prompts."""
 
     name: str
-    """Of the set; empty for the held-out prompts."""
+    """Name of the set; empty for the held-out prompts."""
     ref: Ref
-    """Of the report."""
+    """Ref of the report."""
     report: EvalReport
-    """The report itself."""
     is_new: bool
     """It had to be computed."""
 
 
 @dataclass(frozen=True)
-class _Task:
-    context: Context
-    config: EvaluateConfig
-    name: str
-    version: int
-    folder: str
-    prompts: PromptSet
-    parents: dict[str, str]
-    opened: Callable[[], tuple[BaseEngine, Tokenizer]]
+class Measured:
+    """What an evaluation of several policies found."""
 
+    scores: dict[str, list[Scored]]
+    """Name of each set of prompts, those held out first, to its scores by policy."""
+    best: BestPolicy | None
+    """Best policy of this run so far; None if only a policy of another run was evaluated."""
 
-def evaluate(context: Context, baseline_pin: str, policy_pin: str) -> Outcome:
-    """Evaluate both policies unless an earlier attempt has."""
-    measured = measure(context, (baseline_pin, policy_pin))
-    scores: Scalars = {}
-    for name, own in measured.scores.items():
-        compared = compare(own[0].report, own[-1].report)
-        scores |= {metric_name(name, key): value for key, value in compared.items()}
-    return Outcome(
-        refs={"evaluation": measured.scores[HELD_OUT][-1].ref},
-        metrics=scores | measured.of_best(),
-        already_done=measured.already_done,
-    )
+    @property
+    def already_done(self) -> bool:
+        """Nothing had to be computed."""
+        return not any(scored.is_new for own in self.scores.values() for scored in own)
+
+    def of_best(self) -> Scalars:
+        """Return the version and the accuracy of the best policy."""
+        if self.best is None:
+            return {}
+        version = float(self.best.policy_version)
+        return {"best_accuracy": self.best.accuracy, "best_policy_version": version}
 
 
 def metric_name(name: str, score: str) -> str:
@@ -161,9 +141,7 @@ def measure(context: Context, pins: Iterable[str]) -> Measured:
     for pin in dict.fromkeys(pins):
         for scored in measure_policy(context, pin, names):
             scores[scored.name].append(scored)
-    best = pin_best(context.root, scores[HELD_OUT][-1].report)
-    is_new = any(scored.is_new for own in scores.values() for scored in own)
-    return Measured(scores, best, already_done=not is_new)
+    return Measured(scores, pin_best(context.root, scores[HELD_OUT][-1].report))
 
 
 def measure_policy(context: Context, pin: str, names: Iterable[str]) -> Iterator[Scored]:
@@ -190,7 +168,8 @@ def measure_policy(context: Context, pin: str, names: Iterable[str]) -> Iterator
             folder = layout.evaluation(context.root, version if is_own else 0, name)
             prompts = _prompts(place, digest, config.max_prompts)
             parents = {"policy": sha256, "prompts": digest}
-            yield _evaluate(_Task(context, config, name, version, folder, prompts, parents, opened))
+            task = _Task(context, config, name, version, folder, prompts, parents, opened)
+            yield task.evaluate()
 
 
 def _prompts(place: str, digest: str, most: int) -> PromptSet:
@@ -228,107 +207,112 @@ def compare(before: EvalReport, after: EvalReport) -> Scalars:
     return scores
 
 
-def _evaluate(task: _Task) -> Scored:
-    uri = f"{task.folder}/{layout.REPORT}"
-    attributes = {
-        "conditions": task.config.model_dump(include=CONDITIONS),
-        "config_sha256": task.context.config_sha256,
-        "parents": task.parents,
-        "policy_version": task.version,
-        "seed": task.context.seed,
-    }
-    try:
-        report = read_report(EvalReport, uri)
-        is_new = report.attributes != attributes | {MARKS: report.attributes.get(MARKS)}
-    except ObjectMissing:
-        is_new = True
-    if is_new:
-        report = _score(task, attributes)
-    # Writing equal bytes again is free of effect and gives the digest.
-    digest = write_report(uri, report)
-    facts: dict[str, Scalar] = {"policy_version": task.version}
-    facts |= {k: report.scalars[k] for k in ("accuracy", "greedy") if k in report.scalars}
-    ref = Ref(EvalReport.SCHEMA, uri, digest, facts)
-    logger.info(
-        "evaluated policy_version=%d set=%s accuracy=%.4f greedy=%.4f prompts=%d already_done=%s",
-        task.version,
-        task.name or "held-out",
-        report.scalars["accuracy"],
-        report.scalars.get("greedy", float("nan")),
-        report.scalars["num_prompts"],
-        not is_new,
-    )
-    return Scored(task.name, ref, report, is_new)
+@dataclass(frozen=True)
+class _Task:
+    """One policy and one set of prompts to score."""
 
+    context: Context
+    config: EvaluateConfig
+    name: str
+    version: int
+    folder: str
+    prompts: PromptSet
+    parents: dict[str, str]
+    opened: Callable[[], tuple[BaseEngine, Tokenizer]]
 
-def _score(task: _Task, attributes: dict[str, object]) -> EvalReport:
-    """Sample and verify responses to all prompts, and work out the scores."""
-    from planish.engines.measure import judge
-    from planish.verifiers import VerifierOptions
-
-    config, seed = task.config, task.context.seed
-    options = VerifierOptions(config.accept_integral_decimals, config.verifier_timeout_seconds)
-    counts = {SAMPLED: config.num_samples, **({GREEDY: 1} if config.greedy else {})}
-    sets = _rollouts(task, counts)
-    judged = {
-        name: Judged(
-            rollouts,
-            judge(rollouts, options, max_error_rate=config.max_verifier_error_rate),
-            counts[name],
+    def evaluate(self) -> Scored:
+        uri = f"{self.folder}/{layout.REPORT}"
+        attributes = {
+            "conditions": self.config.model_dump(include=CONDITIONS),
+            "config_sha256": self.context.config_sha256,
+            "parents": self.parents,
+            "policy_version": self.version,
+            "seed": self.context.seed,
+        }
+        try:
+            report = read_report(EvalReport, uri)
+            is_new = report.attributes != attributes | {MARKS: report.attributes.get(MARKS)}
+        except ObjectMissing:
+            is_new = True
+        if is_new:
+            report = self._score(attributes)
+        # Writing equal bytes again is free of effect and gives the digest.
+        digest = write_report(uri, report)
+        facts: dict[str, Scalar] = {"policy_version": self.version}
+        facts |= {k: report.scalars[k] for k in ("accuracy", "greedy") if k in report.scalars}
+        logger.info(
+            "evaluated policy_version=%d set=%s accuracy=%.4f greedy=%.4f prompts=%d "
+            "already_done=%s",
+            self.version,
+            self.name or "held-out",
+            report.scalars["accuracy"],
+            report.scalars.get("greedy", float("nan")),
+            report.scalars["num_prompts"],
+            not is_new,
         )
-        for name, rollouts in sets.items()
-    }
-    sampled, greedy = judged[SAMPLED], judged.get(GREEDY)
-    everything = range(task.prompts.num_rows)
-    sources = {
-        source: scalars(sampled, greedy, rows, config, seed)
-        for source, rows in rows_by_source(task.prompts.source).items()
-    }
-    scores = scalars(sampled, greedy, everything, config, seed)
-    return EvalReport(scores, sources, attributes | {MARKS: sampled.marks()})
+        return Scored(self.name, Ref(EvalReport.SCHEMA, uri, digest, facts), report, is_new)
 
+    def _score(self, attributes: dict[str, object]) -> EvalReport:
+        """Sample and verify responses to all prompts, and work out the scores."""
+        from planish.engines.measure import judge
+        from planish.verifiers import VerifierOptions
 
-def _rollouts(task: _Task, counts: dict[str, int]) -> dict[str, RolloutSet]:
-    """Read the rollout sets that an earlier attempt finished, and generate the others."""
-    digest = task.context.config_sha256
-    sets: dict[str, RolloutSet] = {}
-    for name in counts:
-        uri = f"{task.folder}/{name}"
-        done = finished(uri, RolloutSet.SCHEMA, parents=task.parents, config_sha256=digest)
-        if done is not None:
-            sets[name] = read_set(RolloutSet, uri, sha256=done.manifest_sha256)
-    missing = {name: n for name, n in counts.items() if name not in sets}
-    if not missing:
+        config, seed = self.config, self.context.seed
+        options = VerifierOptions(config.accept_integral_decimals, config.verifier_timeout_seconds)
+        limit = config.max_verifier_error_rate
+        counts = {SAMPLED: config.num_samples, **({GREEDY: 1} if config.greedy else {})}
+        judged = {
+            name: Judged(rollouts, judge(rollouts, options, max_error_rate=limit), counts[name])
+            for name, rollouts in self._rollouts(counts).items()
+        }
+        sampled, greedy = judged[SAMPLED], judged.get(GREEDY)
+        rows: dict[str, list[int]] = {}
+        for row, source in enumerate(self.prompts.source):
+            rows.setdefault(source, []).append(row)
+        sources = {s: scalars(sampled, greedy, rows[s], config, seed) for s in sorted(rows)}
+        everything = scalars(sampled, greedy, range(self.prompts.num_rows), config, seed)
+        return EvalReport(everything, sources, attributes | {MARKS: sampled.marks()})
+
+    def _rollouts(self, counts: dict[str, int]) -> dict[str, RolloutSet]:
+        """Read the rollout sets that an earlier attempt finished, and generate the others."""
+        digest = self.context.config_sha256
+        sets: dict[str, RolloutSet] = {}
+        for name, num_samples in counts.items():
+            uri = f"{self.folder}/{name}"
+            done = finished(uri, RolloutSet.SCHEMA, parents=self.parents, config_sha256=digest)
+            if done is not None:
+                sets[name] = read_set(RolloutSet, uri, sha256=done.manifest_sha256)
+            else:
+                sets[name] = self._generate(uri, num_samples, is_greedy=name == GREEDY)
         return sets
-    from planish.engines.measure import generate_rollouts
-    from planish.engines.requests import Sampling
 
-    config = task.config
-    engine, tokenizer = task.opened()
-    for name, num_samples in missing.items():
-        is_greedy = name == GREEDY
+    def _generate(self, uri: str, num_samples: int, *, is_greedy: bool) -> RolloutSet:
+        from planish.engines.measure import generate_rollouts
+        from planish.engines.requests import Sampling
+
+        engine, tokenizer = self.opened()
         sampling = Sampling(
-            max_new_tokens=config.max_response_tokens,
-            temperature=0.0 if is_greedy else config.temperature,
-            top_p=1.0 if is_greedy else config.top_p,
+            max_new_tokens=self.config.max_response_tokens,
+            temperature=0.0 if is_greedy else self.config.temperature,
+            top_p=1.0 if is_greedy else self.config.top_p,
         )
-        sets[name] = generate_rollouts(
+        rollouts = generate_rollouts(
             engine,
             tokenizer,
-            task.prompts,
+            self.prompts,
             num_samples=num_samples,
             sampling=sampling,
-            run_seed=task.context.seed,
+            run_seed=self.context.seed,
         )
         facts = {
-            "config_sha256": digest,
-            "policy_version": task.version,
-            "seed": task.context.seed,
+            "config_sha256": self.context.config_sha256,
+            "policy_version": self.version,
+            "seed": self.context.seed,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
         }
-        write_set(f"{task.folder}/{name}", sets[name], parents=task.parents, attributes=facts)
-    return sets
+        write_set(uri, rollouts, parents=self.parents, attributes=facts)
+        return rollouts
 
 
 @contextmanager

@@ -27,11 +27,7 @@ _HEAD_BYTES = 1 << 16
 
 
 def check_licence(licence: str) -> str:
-    """Return a licence in the words of the hub.
-
-    Raises:
-        ConfigError: not one word.
-    """
+    """Return a licence in the words of the hub, or raise ConfigError where it is not one word."""
     if not _LICENCE.fullmatch(licence.lower()):
         raise ConfigError(
             f"a licence must be an identifier such as apache-2.0 or other, got {licence!r:.80}"
@@ -77,12 +73,13 @@ def model_card(
     dataset, is_hub_dataset = _public_name(str(data.get("dataset", "")), "curate.dataset")
     algorithm = str(config.get("algorithm", {}).get("name", ""))
     version = int(manifest.attributes["policy_version"])
+    is_adapted = model.get("lora_rank")
     fields = ["library_name: transformers", "pipeline_tag: text-generation"]
     fields += [f"license: {licence}"] if licence else []
     fields += [f"base_model: {base}"] if is_hub_base else []
     fields += ["datasets:", f"- {dataset}"] if is_hub_dataset else []
     fields += ["tags:", "- planish", "- reinforcement-learning"]
-    fields += [f"- {algorithm}"] if re.fullmatch(r"[a-z0-9_-]{1,40}", algorithm) else []
+    fields += [f"- {algorithm}"] if algorithm else []
     facts = {
         "base model": base or "none: a small model made for the run",
         "licence": licence or "not known: ask whom the base model belongs to",
@@ -90,11 +87,7 @@ def model_card(
         "verifier": str(data.get("verifier", "")),
         "preset": str(run.get("preset", "")) or "none",
         "algorithm": algorithm,
-        **(
-            {"low-rank adapters": f"rank {rank}, merged"}
-            if (rank := model.get("lora_rank"))
-            else {}
-        ),
+        **({"low-rank adapters": f"rank {model['lora_rank']}, merged"} if is_adapted else {}),
         "seed": str(config.get("run", {}).get("seed", "")),
         "iterations before this policy": str(version),
         "policy": f"sha256 {manifest.sha256} of manifest.json",
@@ -122,12 +115,7 @@ def _public_name(address: str, key: str) -> tuple[str, bool]:
 
 
 def accuracy_table(root: str, exported: int) -> list[str]:
-    """Return the accuracies of all evaluated policies as lines of Markdown.
-
-    Args:
-        root: URI of the run.
-        exported: version of the policy whose row is marked.
-    """
+    """Return the accuracies of all evaluated policies as Markdown; that of `exported` is marked."""
     sets: dict[str, dict[int, EvalReport]] = {}
     for uri in store.list_uris(f"{root}/evals/"):
         if place := layout.parse_evaluation(root, uri):
@@ -145,14 +133,14 @@ def _set_table(name: str, reports: Mapping[int, EvalReport], exported: int) -> l
         "top-p": conditions.get("top_p"),
         "at most tokens": conditions.get("max_response_tokens"),
     }
-    samples = newest.scalars.get("num_samples", 1.0)
-    scores = [score for score in ("greedy",) if score in newest.scalars]
-    passes = [score for score in newest.scalars if re.fullmatch(r"pass@[1-9]\d*", score)]
+    samples = newest.scalars["num_samples"]
+    scores = ["greedy"] if "greedy" in newest.scalars else []
+    passes = [score for score in newest.scalars if score.startswith("pass@")]
     scores += sorted(passes, key=lambda score: int(score[5:]))[1:]
     lines = [
         f"## Accuracy on {name or 'held-out prompts'}",
         "",
-        f"{newest.scalars.get('num_prompts', 0):.0f} prompts, {samples:.0f} samples each"
+        f"{newest.scalars['num_prompts']:.0f} prompts, {samples:.0f} samples each"
         + "".join(f", {what} {value}" for what, value in told.items() if value is not None)
         + ". The error is one standard error of sampling, prompts held fixed.",
         "",

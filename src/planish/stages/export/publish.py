@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from planish import store
 from planish.base.errors import ConfigError, ObjectMissing
 from planish.checkpoint.convert.export_hf import POLICY_SCHEMA
 from planish.records import layout
-from planish.records.files import fetch_files, publish
+from planish.records.files import fetch_files, hash_object, publish
 from planish.records.manifest import MANIFEST, Manifest, manifest_uri, read_manifest
 from planish.records.refs import parse_pin
 from planish.records.reports import read_best
@@ -22,8 +21,6 @@ from planish.stages.export.card import CARD, base_licence, check_licence, model_
 from planish.store import file_uri, normal_uri
 from planish.store.hub import upload_model
 from planish.store.sources import parse_source
-
-_BLOCK_BYTES = 16 << 20
 
 
 def add_commands(commands: Any) -> None:
@@ -54,12 +51,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, _: Callable[[str, int, int], None]) -> Iterator[str]:
-    """Export, and yield one line about it; the arguments are those of every command."""
-    yield export(options)
-
-
-def export(options: argparse.Namespace) -> str:
-    """Export as the command line says; return one line about it.
+    """Export as the command line says; yield one line about it.
 
     Raises:
         ConfigError: no such run or policy, or the target is taken or can not be.
@@ -77,7 +69,7 @@ def export(options: argparse.Namespace) -> str:
         run = read_run(root)
     except ObjectMissing:
         raise ConfigError(f"`{root}` must be the root of a run, got no run.json there") from None
-    uri, digest = chosen_policy(root, options)
+    uri, digest = _chosen_policy(root, options)
     manifest = read_manifest(uri, sha256=digest)
     folder = fetch_files(uri, sha256=manifest.sha256, schema=POLICY_SCHEMA)
     title = target.rpartition("/")[2]
@@ -90,25 +82,21 @@ def export(options: argparse.Namespace) -> str:
         is_new = upload_model(
             target, {**files, MANIFEST: marker}, marker=MANIFEST, is_public=options.public
         )
-    elif holds_export(target, manifest):
+    elif _holds_export(target, manifest):
         is_new = store.read(f"{target}/{CARD}") != card
         if is_new:
             store.write(f"{target}/{CARD}", card)
     else:
-        write_export(target, marker, files)
+        _write_export(target, marker, files)
         is_new = True
     version = manifest.attributes["policy_version"]
     if not licence:
         version = f"{version}, without a licence (`--license`),"
-    return f"policy {version} {'exported' if is_new else 'lies there already'}: {options.to}"
+    yield f"policy {version} {'exported' if is_new else 'lies there already'}: {options.to}"
 
 
-def chosen_policy(root: str, options: argparse.Namespace) -> tuple[str, str | None]:
-    """Return the folder of the policy that the command line asks for, and its digest if pinned.
-
-    Raises:
-        ConfigError: no such policy, or none has been evaluated.
-    """
+def _chosen_policy(root: str, options: argparse.Namespace) -> tuple[str, str | None]:
+    """Return the folder of the policy that the command line asks for, and its digest if pinned."""
     if options.best:
         try:
             return parse_pin(read_best(root).pin)
@@ -129,11 +117,10 @@ def chosen_policy(root: str, options: argparse.Namespace) -> tuple[str, str | No
     return layout.policy(root, version), None
 
 
-def holds_export(target: str, manifest: Manifest) -> bool:
+def _holds_export(target: str, manifest: Manifest) -> bool:
     """Tell whether a folder or prefix holds the export of a policy already.
 
-    Raises:
-        ConfigError: it holds anything else than whole files of an export that was cut off.
+    Anything else there than whole files of an export that was cut off is refused.
     """
     names = {uri.removeprefix(f"{target}/") for uri in store.list_uris(f"{target}/")}
     path = store.local_path(target)
@@ -142,15 +129,12 @@ def holds_export(target: str, manifest: Manifest) -> bool:
     digests = {shard.name: shard.sha256 for shard in manifest.shards}
     if names >= {MANIFEST, CARD, *digests} and read_manifest(target).sha256 == manifest.sha256:
         return True
-    foreign = []
     # The card is written behind the other files, and may tell of more evaluations by now.
-    for name in sorted(names - {CARD} or names):
-        digest, start = hashlib.sha256(), 0
-        while name in digests and (block := store.read(f"{target}/{name}", start, _BLOCK_BYTES)):
-            digest.update(block)
-            start += len(block)
-        if digest.hexdigest() != digests.get(name):
-            foreign.append(name)
+    foreign = [
+        name
+        for name in sorted(names - {CARD} or names)
+        if name not in digests or hash_object(f"{target}/{name}")[1] != digests[name]
+    ]
     # A folder of this machine is never left half.
     if foreign or path is not None:
         what = foreign[:8] or sorted(names) or "a file"
@@ -161,17 +145,8 @@ def holds_export(target: str, manifest: Manifest) -> bool:
     return False
 
 
-def write_export(target: str, marker: bytes, files: Mapping[str, Path | bytes]) -> None:
-    """Write an export: a folder in one step, a prefix of a bucket with its manifest last.
-
-    Args:
-        target: URI of the folder or prefix, which is empty.
-        marker: bytes of the manifest.
-        files: name to content.
-
-    Raises:
-        ConfigError: something else was put there meanwhile.
-    """
+def _write_export(target: str, marker: bytes, files: Mapping[str, Path | bytes]) -> None:
+    """Write an export: a folder in one step, a prefix of a bucket with its manifest last."""
     path = store.local_path(target)
     if path is None:
         publish(target, marker, files)

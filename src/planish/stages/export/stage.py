@@ -49,13 +49,9 @@ def run(
             return _outcome(read_manifest(uri, sha256=digest).ref(uri), already_done=True)
         return export(context, policy_pin, read_ref(state))
 
+    digest, outputs = config_sha256, {"policy": policy}
     outcome = execute(
-        "checkpoint",
-        work,
-        root=root,
-        config_sha256=config_sha256,
-        iteration=iteration,
-        outputs={"policy": policy},
+        "checkpoint", work, root=root, config_sha256=digest, iteration=iteration, outputs=outputs
     )
     return CheckpointResult(policy_pin=str(outcome.values["policy_pin"]))
 

@@ -9,17 +9,28 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planish import store
 from planish.base.config import load_toml
+from planish.base.errors import BackendUnavailable, ClusterError, ConfigError
 from planish.minder.detect.result import Result
 from planish.records import layout
 from planish.run.avoid import AvoidedNode, avoid, is_node_name
 from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped
 
+if TYPE_CHECKING:
+    from planish.minder.act.kube.objects import JobInfo
+    from planish.minder.detect.job_monitor import JobMonitor
+    from planish.minder.service.config import ServiceSettings
+
 logger = logging.getLogger(__name__)
+
+STAGE = "monitor_check"
 
 
 class CheckResult(NamedTuple):
@@ -27,6 +38,17 @@ class CheckResult(NamedTuple):
 
     faulty_machine: str
     """Name of the node; empty for none."""
+
+
+@dataclass
+class Watched:
+    """The last result of a watched job, and the number of calls."""
+
+    result: Result
+    """The fault, if there is one; else that of the last call whose servers answered."""
+    num_calls: int = 0
+    num_failed: int = 0
+    """Calls in which a server did not answer."""
 
 
 def run(
@@ -60,37 +82,53 @@ def run(
 
     def work(_: Context) -> Outcome:
         if is_stopped(root, iteration):
-            return _outcome(_nothing(job), 0, 0)
-        raw = load_toml(store.read(settings), name=settings) if settings else {}
-        if trace:
-            outcome = _outcome(_look_back(raw, trace, job), 1, 0)
+            watched = Watched(_nothing(job))
         else:
-            outcome = _look_on(raw, job, root, iteration, float(watch_seconds))
-        machine = str(outcome.values["faulty_machine"])
+            raw = load_toml(store.read(settings), name=settings) if settings else {}
+            if trace:
+                watched = Watched(_look_back(raw, trace, job), 1)
+            else:
+                from planish.minder.service.config import service_settings
+
+                done = layout.update(root, iteration)
+                watched = watch(
+                    service_settings(raw),
+                    job,
+                    seconds=float(watch_seconds),
+                    is_over=lambda: store.exists(done),
+                )
+        machines = [finding.machine for finding in watched.result.findings if finding.machine]
+        machine = machines[0] if machines else ""
         if machine and is_node_name(machine):
             # Following runs keep away from it.
-            run_id = os.environ.get("RUN_ID", "")
-            avoid(root, AvoidedNode(machine, "monitor_check", run_id, iteration))
+            avoid(root, AvoidedNode(machine, STAGE, os.environ.get("RUN_ID", ""), iteration))
         elif machine:
             # A recording may name machines as it likes; what is no node can not be kept away from.
             logger.warning("not the name of a node machine=%s", machine)
-        return outcome
+        return Outcome(
+            documents={"result": watched.result.to_json()},
+            metrics={
+                "num_findings": float(len(watched.result.findings)),
+                "num_machines": float(watched.result.n_machines),
+                "num_calls": float(watched.num_calls),
+                "num_failed_calls": float(watched.num_failed),
+            },
+            values={"faulty_machine": machine},
+        )
 
+    digest, outputs = config_sha256, {"result": result, "metrics": metrics}
     outcome = execute(
-        "monitor_check",
-        work,
-        root=root,
-        config_sha256=config_sha256,
-        outputs={"result": result, "metrics": metrics},
-        iteration=iteration,
+        STAGE, work, root=root, config_sha256=digest, iteration=iteration, outputs=outputs
     )
     return CheckResult(str(outcome.values["faulty_machine"]))
 
 
+def _nothing(job: str) -> Result:
+    return Result(job, "skipped", 0, 0, 0, "default", 0.0, "euclidean")
+
+
 def _look_back(raw: dict[str, Any], trace: str, job: str) -> Result:
     """Return the first result with a fault of a recorded trace, else the last one."""
-    from dataclasses import replace
-
     from planish.minder.detect.config import MinderConfig, minder_config
     from planish.minder.detect.model_files import default_models, load_models
     from planish.minder.lab.files import read_frame
@@ -114,36 +152,88 @@ def _look_back(raw: dict[str, Any], trace: str, job: str) -> Result:
     return result
 
 
-def _look_on(
-    raw: dict[str, Any], job: str, root: str, iteration: int, watch_seconds: float
-) -> Outcome:
-    """Look at the job until a fault, the end of the update or the end of the time."""
-    from planish.minder.service.config import service_settings
-    from planish.stages.monitor_check.watch import watch
+def watch(
+    settings: ServiceSettings,
+    job: str,
+    *,
+    seconds: float,
+    is_over: Callable[[], bool],
+    sleep: Callable[[float], None] = time.sleep,
+) -> Watched:
+    """Look at a job in the interval of the configuration until a fault, the end or `seconds`.
 
-    done = layout.update(root, iteration)
-    watched = watch(
-        service_settings(raw),
-        job,
-        seconds=watch_seconds,
-        is_over=lambda: store.exists(done),
-    )
-    return _outcome(watched.result or _nothing(job), watched.num_calls, watched.num_failed)
+    A server that does not answer is no reason to fail: what is watched goes on without. Neither is
+    a job with too few machines to compare, which is logged once; others may still join it.
+
+    Args:
+        settings: of the service.
+        job: its name or key; empty for the job of this run.
+        seconds: how long at most; 0 to look once.
+        is_over: whether what is watched has ended.
+        sleep: waits so many seconds.
+
+    Raises:
+        ConfigError: no such job, or no models.
+    """
+    from planish.minder.detect.job_monitor import JobMonitor, too_few_machines
+    from planish.minder.service.build import models_of, pull_once
+
+    models = models_of(settings)
+    monitors: dict[str, JobMonitor] = {}
+    watched, begun = Watched(_nothing(job)), time.monotonic()
+    interval = settings.minder.service.interval_seconds
+    has_logged = False
+    while True:
+        watched.num_calls += 1
+        try:
+            info = find(settings, job)
+            few = too_few_machines(info.key, info.machines, settings.minder)
+            if few is None:
+                if info.key not in monitors:
+                    monitors[info.key] = JobMonitor(info.key, models, settings.minder)
+                frame, board = pull_once(settings, info)
+                watched.result = monitors[info.key].call(
+                    frame, started=info.started, stages=dict(info.stages), board=board
+                )
+            else:
+                watched.result = few
+                if not has_logged:
+                    has_logged = True
+                    least = settings.minder.detect.min_machines
+                    words = "nothing to compare job=%s machines=%d least=%d"
+                    logger.warning(words, info.key, len(info.machines), least)
+        except (BackendUnavailable, ClusterError) as error:
+            watched.num_failed += 1
+            logger.warning("call failed job=%s error=%s", job, error)
+        if watched.result.findings or is_over() or time.monotonic() - begun + interval > seconds:
+            return watched
+        sleep(interval)
 
 
-def _nothing(job: str) -> Result:
-    return Result(job, "skipped", 0, 0, 0, "default", 0.0, "euclidean")
+def find(settings: ServiceSettings, job: str) -> JobInfo:
+    """Return the job that is named, or that of this run with the most machines.
 
+    Raises:
+        ConfigError: there is none, or the settings list several.
+        ClusterError: the API server refused or does not answer.
+    """
+    from planish.minder.service.build import find_job, static_jobs
 
-def _outcome(result: Result, num_calls: int, num_failed: int) -> Outcome:
-    machines = [finding.machine for finding in result.findings if finding.machine]
-    return Outcome(
-        documents={"result": result.to_json()},
-        metrics={
-            "num_findings": float(len(result.findings)),
-            "num_machines": float(result.n_machines),
-            "num_calls": float(num_calls),
-            "num_failed_calls": float(num_failed),
-        },
-        values={"faulty_machine": machines[0] if machines else ""},
-    )
+    if job:
+        return find_job(settings, job)
+    if settings.kubernetes is None:
+        jobs = static_jobs(settings)
+        if len(jobs) != 1:
+            raise ConfigError(
+                "`job` must be named unless the settings list exactly one, got "
+                f"{[info.name for info in jobs]}"
+            )
+        return jobs[0]
+    from planish.minder.act.kube.cluster import Cluster
+
+    run_id = os.environ.get("RUN_ID", "")
+    jobs = Cluster.connect(settings.kubernetes).jobs()
+    ours = [info for info in jobs if info.run_id == run_id and info.stage != STAGE]
+    if not run_id or not ours:
+        raise ClusterError(f"no pod of the run {run_id!r} works yet")
+    return max(ours, key=lambda info: (len(info.machines), info.key))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from typing import Literal, cast
 
 from planish.base.errors import ConfigError
 from planish.checkpoint.convert.layouts import Layout
@@ -22,9 +22,8 @@ class ReshardJob:
 
     Example:
         >>> pin = f"file:///r/states/step-7#sha256={'0' * 64}"
-        >>> job = ReshardJob.of(pin, "file:///r/tp", "tp=2", root="file:///r/reshard")
-        >>> ReshardJob.from_config({"reshard": job.as_config()}) == job
-        True
+        >>> ReshardJob.of(pin, "", "tp=2", root="file:///r/reshard").target
+        'file:///r/reshard/tp-2'
     """
 
     source_pin: str
@@ -68,7 +67,7 @@ class ReshardJob:
         """
         parsed = Layout.parse(layout)
         name = str(parsed).replace("=", "-").replace(",", "-")
-        place = target.rstrip("/") or f"{root.rstrip('/')}/{name}"
+        place = target.rstrip("/") or f"{root}/{name}"
         faults = []
         if parts not in ("all", "model"):
             faults.append(f"`parts` must be `all` or `model`, got {parts!r}")
@@ -93,26 +92,8 @@ class ReshardJob:
         """The layout."""
         return Layout.parse(self.layout)
 
-    @property
-    def source_sha256(self) -> str:
-        """Digest of the state."""
-        return split_place(self.source_pin)[1]
 
-    def as_config(self) -> dict[str, Any]:
-        """Return it as a table of the configuration."""
-        return asdict(self)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Mapping[str, Any]]) -> ReshardJob:
-        """Read what `as_config` wrote.
-
-        Raises:
-            ConfigError: the configuration is of another pipeline.
-        """
-        try:
-            return cls(**config[SECTION])
-        except (KeyError, TypeError) as error:
-            raise ConfigError(
-                f"`run.json` must have the table `{SECTION}` of a reshard run, got "
-                f"{sorted(config)} ({error}); choose another root"
-            ) from None
+def facts_page(title: str, facts: Mapping[str, str]) -> str:
+    """Return a page in Markdown with a table of facts by name."""
+    lines = [f"| {name} | {value.replace('|', ' ')} |" for name, value in facts.items()]
+    return "\n".join([f"# {title}", "", "| | |", "| --- | --- |", *lines, ""])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import asdict
+from typing import NamedTuple
 
 import planish
 from planish import store
@@ -16,7 +17,7 @@ from planish.records import layout
 from planish.records.io import read_manifest
 from planish.records.refs import parse_pin
 from planish.run.stage import Artifact, Context, Outcome, execute, read_run
-from planish.stages.reshard.job import SECTION, ReshardJob
+from planish.stages.reshard.job import SECTION, ReshardJob, facts_page
 from planish.store import open_store
 from planish.store.documents import write_json
 
@@ -52,40 +53,47 @@ def run(
     """
 
     def work(context: Context) -> Outcome:
-        return prepare(
-            context.root,
-            source,
+        # The first touch of both stores: tells a missing bucket, refused keys and silence apart.
+        present = store.exists(layout.run_file(context.root))
+        open_store(target or context.root)
+        opened = _open_whole(source)
+        policy_pin = ""
+        if policy:
+            # Reading the manifest makes sure that the policy is there.
+            uri, sha256 = parse_pin(policy) if "#" in policy else (policy.rstrip("/"), None)
+            policy_pin = read_manifest(uri, sha256=sha256).ref(uri).pin()
+        job = ReshardJob.of(
+            opened.pin,
+            target,
             target_layout,
-            target=target,
+            root=context.root,
+            policy_pin=policy_pin,
             parts=parts,
             role=role,
-            policy=policy,
+        )
+        roles = sorted(set(opened.metadata.tensors.roles))
+        if job.parsed.is_merged:
+            policy_role(roles, role)
+        elif role and role not in roles:
+            raise ConfigError(f"`role` must be one of {roles} of the source, got {role!r}")
+        return Outcome(
+            values={"config_sha256": _record(context.root, job, present=present)},
+            documents={"summary": _summary(job, opened)},
+            metrics={
+                "source_bytes": float(opened.commit.total_bytes),
+                "source_tensors": float(len(opened.metadata.tensors)),
+                "source_step": float(opened.commit.step),
+                "target_ranks": float(job.parsed.num_ranks),
+            },
+            already_done=present,
         )
 
-    outcome = execute(
-        "reshard_prepare",
-        work,
-        root=root,
-        config_sha256=None,
-        outputs={"summary": summary},
-    )
+    outputs = {"summary": summary}
+    outcome = execute("reshard_prepare", work, root=root, config_sha256=None, outputs=outputs)
     return PreparedReshard(str(outcome.values["config_sha256"]))
 
 
-def prepare(
-    root: str,
-    source: str,
-    target_layout: str,
-    *,
-    target: str,
-    parts: str,
-    role: str,
-    policy: str,
-) -> Outcome:
-    """Do the work of `run`; see there."""
-    # The first touch of both stores: tells a missing bucket, refused keys and silence apart.
-    present = store.exists(layout.run_file(root))
-    open_store(target or root)
+def _open_whole(source: str) -> Opened:
     try:
         opened = open_state(checkpoint_place(source))
     except CheckpointNotFound as error:
@@ -96,42 +104,12 @@ def prepare(
             f"`{opened.uri}` must be whole before it is resharded: {'; '.join(faults[:8])}; "
             "choose an earlier checkpoint"
         )
-    policy_pin = ""
-    if policy:
-        # Reading the manifest makes sure that the policy is there.
-        uri, sha256 = parse_pin(policy) if "#" in policy else (policy.rstrip("/"), None)
-        policy_pin = read_manifest(uri, sha256=sha256).ref(uri).pin()
-    job = ReshardJob.of(
-        opened.pin,
-        target,
-        target_layout,
-        root=root,
-        policy_pin=policy_pin,
-        parts=parts,
-        role=role,
-    )
-    roles = sorted(set(opened.metadata.tensors.roles))
-    if job.parsed.is_merged:
-        policy_role(roles, job.role)
-    elif job.role and job.role not in roles:
-        raise ConfigError(f"`role` must be one of {roles} of the source, got {job.role!r}")
-    digest = _record(root, job, present=present)
-    return Outcome(
-        values={"config_sha256": digest},
-        documents={"summary": _summary(job, opened)},
-        metrics={
-            "source_bytes": float(opened.commit.total_bytes),
-            "source_tensors": float(len(opened.metadata.tensors)),
-            "source_step": float(opened.commit.step),
-            "target_ranks": float(job.parsed.num_ranks),
-        },
-        already_done=present,
-    )
+    return opened
 
 
 def _record(root: str, job: ReshardJob, *, present: bool) -> str:
     """Write `run.json`, or check that it says the same; return the configuration's digest."""
-    config = {SECTION: job.as_config()}
+    config = {SECTION: asdict(job)}
     digest = config_sha256(config)
     uri = layout.run_file(root)
     if present:
@@ -141,13 +119,9 @@ def _record(root: str, job: ReshardJob, *, present: bool) -> str:
                 f"`{uri}` must hold this same wish, got {seen[:12]} in place of {digest[:12]}; "
                 "choose a new root"
             )
-        return digest
-    document: dict[str, Any] = {
-        "config": config,
-        "config_sha256": digest,
-        "code_version": planish.__version__,
-    }
-    write_json(uri, document)
+    else:
+        code = planish.__version__
+        write_json(uri, {"config": config, "config_sha256": digest, "code_version": code})
     return digest
 
 
@@ -156,14 +130,13 @@ def _summary(job: ReshardJob, opened: Opened) -> str:
     ranks = job.parsed.num_ranks
     how = "one Hugging Face folder" if job.parsed.is_merged else f"{ranks} rank(s)"
     saved = str(opened.metadata.header.get("layout", "")) or "unknown"
-    rows = [
-        ("source", f"`{split_place(job.source_pin)[0]}`"),
-        ("step", str(opened.commit.step)),
-        ("size", f"{bytes_text(opened.commit.total_bytes)}, {opened.commit.n_objects} objects"),
-        ("saved as", f"`{saved[:60]}`"),
-        ("becomes", f"`{job.layout}`, {how}"),
-        ("parts", f"{job.parts}, {job.role or 'every role'}"),
-        ("target", f"`{job.target}`"),
-    ]
-    lines = [f"| {name} | {value.replace('|', ' ')} |" for name, value in rows]
-    return "\n".join(["# Reshard", "", "| | |", "| --- | --- |", *lines, ""])
+    facts = {
+        "source": f"`{split_place(job.source_pin)[0]}`",
+        "step": str(opened.commit.step),
+        "size": f"{bytes_text(opened.commit.total_bytes)}, {opened.commit.n_objects} objects",
+        "saved as": f"`{saved[:60]}`",
+        "becomes": f"`{job.layout}`, {how}",
+        "parts": f"{job.parts}, {job.role or 'every role'}",
+        "target": f"`{job.target}`",
+    }
+    return facts_page("Reshard", facts)

@@ -13,14 +13,14 @@ from planish.base.errors import CheckpointExists
 from planish.base.telemetry import event
 from planish.checkpoint.convert.export_hf import POLICY_SCHEMA, export, policy_role
 from planish.checkpoint.convert.rewrite import rewrite
-from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.load.reader import open_state, split_place
 from planish.checkpoint.watch.monitor import Timeline, Timing
 from planish.checkpoint.watch.report import text_report
 from planish.records.io import finished, read_manifest
 from planish.records.manifest import manifest_uri
-from planish.records.refs import Ref, parse_pin
+from planish.records.refs import Ref, Scalar, parse_pin
 from planish.run.stage import Artifact, Context, Outcome, execute
-from planish.stages.reshard.job import CHECKPOINT_SCHEMA, ReshardJob
+from planish.stages.reshard.job import CHECKPOINT_SCHEMA, SECTION, ReshardJob
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,13 @@ class Resharded(NamedTuple):
     """Pin of what was written."""
 
 
+class _Made(NamedTuple):
+    ref: Ref
+    timeline: Timeline
+    metrics: dict[str, float]
+    already_done: bool
+
+
 def run(root: str, config_sha256: str, result: Artifact, report: Artifact) -> Resharded:
     """Write the state of the run anew; a second call finds the first one's result.
 
@@ -48,20 +55,24 @@ def run(root: str, config_sha256: str, result: Artifact, report: Artifact) -> Re
     """
 
     def work(context: Context) -> Outcome:
-        job = ReshardJob.from_config(context.config)
-        if job.parsed.is_merged:
-            return _merge(job, context.config_sha256)
-        return _rewrite(job)
+        job = ReshardJob(**context.config[SECTION])
+        made = _merge(job, context.config_sha256) if job.parsed.is_merged else _rewrite(job)
+        metrics = {"ranks": float(job.parsed.num_ranks), **made.metrics}
+        if not made.already_done:
+            metrics["write_seconds"] = made.timeline.wall_seconds
+        text = html.escape(text_report(made.timeline, title=made.ref.uri))
+        head = '<!DOCTYPE html><meta charset="utf-8"><title>checkpoint save</title>'
+        return Outcome(
+            refs={"result": made.ref},
+            documents={"report": f"{head}<pre>{text}</pre>"},
+            metrics=metrics,
+            values={"source_pin": job.source_pin, "result_pin": made.ref.pin()},
+            already_done=made.already_done,
+        )
 
-    outcome = execute(
-        "reshard",
-        work,
-        root=root,
-        config_sha256=config_sha256,
-        outputs={"result": result, "report": report},
-    )
-    values = outcome.values
-    return Resharded(str(values["source_pin"]), str(values["result_pin"]))
+    outputs = {"result": result, "report": report}
+    outcome = execute("reshard", work, root=root, config_sha256=config_sha256, outputs=outputs)
+    return Resharded(str(outcome.values["source_pin"]), str(outcome.values["result_pin"]))
 
 
 def log_tenths(what: str) -> Callable[[int, int], None]:
@@ -78,8 +89,7 @@ def log_tenths(what: str) -> Callable[[int, int], None]:
     return progress
 
 
-def _rewrite(job: ReshardJob) -> Outcome:
-    """Write a checkpoint for another layout."""
+def _rewrite(job: ReshardJob) -> _Made:
     made = rewrite(
         job.source_pin,
         job.target,
@@ -88,82 +98,40 @@ def _rewrite(job: ReshardJob) -> Outcome:
         roles=[job.role] if job.role else [],
         progress=log_tenths("resharding"),
     )
-    ref = Ref(
-        CHECKPOINT_SCHEMA,
-        made.uri,
-        made.commit.meta_sha256,
-        {"step": made.commit.step, "layout": job.layout, "bytes": made.commit.total_bytes},
-    )
-    metrics = {
-        "result_bytes": float(made.commit.total_bytes),
-        "result_objects": float(made.commit.n_objects),
-        "ranks": float(job.parsed.num_ranks),
-    }
+    size = made.commit.total_bytes
+    facts: dict[str, Scalar] = {"step": made.commit.step, "layout": job.layout, "bytes": size}
+    ref = Ref(CHECKPOINT_SCHEMA, made.uri, made.commit.meta_sha256, facts)
+    metrics = {"result_bytes": float(size), "result_objects": float(made.commit.n_objects)}
     if not made.already_done:
         metrics["read_bytes"] = float(made.bytes_read)
-        metrics["write_seconds"] = made.timeline.wall_seconds
-    return Outcome(
-        refs={"result": ref},
-        documents={"report": _page(made.timeline, made.uri)},
-        metrics=metrics,
-        values={"source_pin": job.source_pin, "result_pin": ref.pin()},
-        already_done=made.already_done,
-    )
+    return _Made(ref, made.timeline, metrics, made.already_done)
 
 
-def _page(timeline: Timeline, uri: str) -> str:
-    """Return the times of all stages as HTML: text as it is."""
-    text = html.escape(text_report(timeline, title=uri))
-    return f'<!DOCTYPE html><meta charset="utf-8"><title>checkpoint save</title><pre>{text}</pre>'
-
-
-def _merge(job: ReshardJob, digest: str) -> Outcome:
+def _merge(job: ReshardJob, digest: str) -> _Made:
     """Write a policy, unless an earlier attempt has."""
-    parents = {"policy": parse_pin(job.policy_pin)[1], "state": job.source_sha256}
+    policy_uri, policy_sha256 = parse_pin(job.policy_pin)
+    parents = {"policy": policy_sha256, "state": split_place(job.source_pin)[1]}
     done = finished(job.target, POLICY_SCHEMA, parents=parents, config_sha256=digest)
-    timeline = Timeline()
-    ref = done or _export(job, digest, timeline)
-    shards = read_manifest(ref.uri, sha256=ref.manifest_sha256).shards
-    return Outcome(
-        refs={"result": ref},
-        documents={"report": _page(timeline, ref.uri)},
-        metrics={
-            "result_bytes": float(sum(shard.bytes for shard in shards)),
-            "result_objects": float(len(shards)),
-            "ranks": 1.0,
-            **({} if done else {"write_seconds": timeline.wall_seconds}),
-        },
-        values={"source_pin": job.source_pin, "result_pin": ref.pin()},
-        already_done=done is not None,
-    )
-
-
-def _export(job: ReshardJob, digest: str, timeline: Timeline) -> Ref:
-    if store.exists(manifest_uri(job.target)):
+    if done is None and store.exists(manifest_uri(job.target)):
         raise CheckpointExists(
             f"`{job.target}` must be free or hold the result of this same run, got another set; "
             "choose another target"
         )
-    uri, sha256 = parse_pin(job.policy_pin)
-    before = read_manifest(uri, sha256=sha256).attributes
-    opened = open_state(job.source_pin)
-    state = opened.metadata.header.get("attributes", {})
-    kept = {
-        name: attributes[name]
-        for attributes in (before, state)
-        for name in _KEPT
-        if name in attributes
-    }
     start = time.time()
-    role = policy_role(sorted(set(opened.metadata.tensors.roles)), job.role)
-    step = opened.commit.step
-    made = export(
-        job.source_pin,
-        job.target,
-        policy=job.policy_pin,
-        role=role,
-        attributes={**kept, "step": step, "config_sha256": digest, "role": role},
-    )
-    size = sum(shard.bytes for shard in read_manifest(made.uri).shards)
-    timeline.records.append(Timing(0, "save", "policy", "upload", start, time.time(), size))
-    return made
+    if done is None:
+        opened = open_state(job.source_pin)
+        before = read_manifest(policy_uri, sha256=policy_sha256).attributes
+        known = {**before, **opened.metadata.header.get("attributes", {})}
+        role = policy_role(sorted(set(opened.metadata.tensors.roles)), job.role)
+        facts = {"step": opened.commit.step, "config_sha256": digest, "role": role}
+        facts |= {name: known[name] for name in _KEPT if name in known}
+        ref = export(job.source_pin, job.target, policy=job.policy_pin, role=role, attributes=facts)
+    else:
+        ref = done
+    shards = read_manifest(ref.uri, sha256=ref.manifest_sha256).shards
+    size = sum(shard.bytes for shard in shards)
+    timeline = Timeline()
+    if done is None:
+        timeline.records.append(Timing(0, "save", "policy", "upload", start, time.time(), size))
+    metrics = {"result_bytes": float(size), "result_objects": float(len(shards))}
+    return _Made(ref, timeline, metrics, done is not None)

@@ -13,12 +13,7 @@ _MAX_LISTED = 200
 
 
 def run(
-    root: str,
-    state: str,
-    folder: str,
-    keep_last: int,
-    keep_every: int,
-    summary: Artifact,
+    root: str, state: str, folder: str, keep_last: int, keep_every: int, summary: Artifact
 ) -> None:
     """Remove the checkpoints below a folder that no rule keeps; after a failure remove none.
 
@@ -30,24 +25,15 @@ def run(
         keep_every: multiples of it stay as well; 0 for no such rule.
         summary: gets what was removed, and why, in Markdown.
     """
-    execute(
-        "checkpoint_retain",
-        lambda context: apply_retention(
-            context,
-            state=state,
-            folder=folder.rstrip("/"),
-            keep_last=keep_last,
-            keep_every=keep_every,
-        ),
-        root=root,
-        config_sha256=None,
-        outputs={"summary": summary},
-    )
+
+    def work(_: Context) -> Outcome:
+        return apply_retention(state, folder.rstrip("/"), keep_last, keep_every)
+
+    outputs = {"summary": summary}
+    execute("checkpoint_retain", work, root=root, config_sha256=None, outputs=outputs)
 
 
-def apply_retention(
-    _: Context, *, state: str, folder: str, keep_last: int, keep_every: int
-) -> Outcome:
+def apply_retention(state: str, folder: str, keep_last: int, keep_every: int) -> Outcome:
     """Do the work of `run`; see there."""
     reason = ""
     if not folder or keep_last == 0:

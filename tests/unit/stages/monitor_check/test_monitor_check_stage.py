@@ -16,8 +16,7 @@ from planish.minder.service.config import service_settings
 from planish.records import layout
 from planish.run.avoid import avoided
 from planish.run.stage import PathArtifact
-from planish.stages.monitor_check.stage import run
-from planish.stages.monitor_check.watch import find, watch
+from planish.stages.monitor_check.stage import find, run, watch
 from planish.store.documents import write_json
 from tests.unit.tiny_run import make_run
 
@@ -163,7 +162,7 @@ def test_looking_goes_on_until_the_update_is_written(file_root, closed_port):
         sleep=sleep,
     )
     assert pauses == [60, 60]
-    assert (watched.result, watched.num_calls, watched.num_failed) == (None, 3, 3)
+    assert (watched.result.status, watched.num_calls, watched.num_failed) == ("skipped", 3, 3)
 
 
 def test_a_job_of_one_machine_is_told_once_to_have_nothing_to_compare(closed_port, caplog):
