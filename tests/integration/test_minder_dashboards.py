@@ -16,7 +16,7 @@ import yaml
 
 from planish.base.telemetry import METRICS
 from planish.minder.detect.metrics_table import PUBLISHED_ORDER
-from planish.minder.service.own_metrics import BUCKETS, OwnMetrics
+from planish.minder.service.own_metrics import BUCKETS, COUNTERS, GAUGES
 from tests.golden.write_rules import MONITORING, RULES
 from tests.servers.run_prometheus import PrometheusServer, require_prometheus
 
@@ -52,10 +52,10 @@ def shapes():
     for metric in METRICS:
         labels = ("job", "instance", "namespace", "run_id", *metric.labels)
         yield metric.name.removesuffix("_total"), metric.kind, labels
-    own = OwnMetrics()
-    metrics = {**own._gauges, **own._counters, "call_duration_seconds": own._durations}
-    for name, metric in metrics.items():
-        yield f"minder_{name}", metric._type, ("job", *metric._labelnames)
+    for kind, table in (("gauge", GAUGES), ("counter", COUNTERS)):
+        for name, (_, labels) in table.items():
+            yield f"minder_{name}", kind, ("job", *labels)
+    yield "minder_call_duration_seconds", "histogram", ("job", "stage")
     for path in RULES.glob("*.yaml"):
         for group in yaml.safe_load(path.read_text("utf-8"))["groups"]:
             for rule in (rule for rule in group["rules"] if "record" in rule):

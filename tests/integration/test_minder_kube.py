@@ -35,6 +35,10 @@ def test_jobs_are_found_by_their_labels_page_by_page(fleet, monkeypatch):
         arguments = {"args": ["--root=s3://b/run-a"]}
         fleet.add_pod(f"wf-{number}", fleet.name(number), job="", labels=labels,
                       container=arguments)  # fmt: skip
+    for name, index in (("gang-0", "0"), ("gang-1", "1"), ("single", None)):
+        ranked = {names.RANK_LABEL: index} if index else {}
+        labels = {names.BATCH_LABEL: name[:4], **ranked}
+        fleet.add_pod(name, fleet.name(3), job="", labels=labels, gpus=0)
     driver = {names.KFP_ROLE: "driver"}
     fleet.add_pod("driver", fleet.name(3), job="", labels=workflow, annotations=driver)
     fleet.add_pod("plain", fleet.name(3), job="", gpus=0)
@@ -45,42 +49,15 @@ def test_jobs_are_found_by_their_labels_page_by_page(fleet, monkeypatch):
     everywhere = [
         job for job in fleet.cluster(namespaces=()).jobs() if job.namespace == fleet.namespace
     ]
-    op, run = fleet.cluster().jobs()
-    assert everywhere == [op, run]
+    gang, op, run = fleet.cluster().jobs()
+    assert everywhere == [gang, op, run]
+    assert [pod.name for pod in gang.pods] == ["gang-0", "gang-1"]
     assert (op.key, op.machines, op.started) == (f"{fleet.namespace}/op", machines, 1_767_225_600)
     assert (run.key, run.machines) == (f"{fleet.namespace}/run-a/train", machines)
     assert (run.run_id, run.stage, run.iteration) == ("77", "train", 5)
     assert run.run_root == "s3://b/run-a"
     assert [pod.rank for pod in run.pods] == [0, 1, 2]
-
-
-def test_jobs_of_other_controllers_are_found_and_single_jobs_are_not(control_plane):
-    fleet = Fleet(control_plane)
-    fleet.add_nodes(3)
-    batch, index = names.BATCH_LABEL, names.RANK_LABEL
-    jobset = {names.JOBSET_LABEL: "rl", batch: "rl-0"}
-    role = "jobset.sigs.k8s.io/replicatedjob-name"
-    labelled = {
-        "rl-t0": {**jobset, role: "trainer", index: "0"},
-        "rl-t1": {**jobset, role: "trainer", index: "1"},
-        "rl-r0": {**jobset, role: "rollout", index: "0"},
-        "gang-0": {batch: "gang", index: "0"},
-        "gang-1": {batch: "gang", index: "1"},
-        "single": {batch: "backup"},
-        "ray-0": {names.RAY_LABEL: "ray", "ray.io/group": "headgroup"},
-        "none": {"app": "web"},
-    }
-    for number, (name, labels) in enumerate(labelled.items()):
-        fleet.add_pod(name, fleet.name(number % 3), job="", labels=labels, gpus=0)
-    found = {job.key: [pod.name for pod in job.pods] for job in fleet.cluster().jobs()}
-    assert {key: sorted(pods) for key, pods in found.items()} == {
-        f"{fleet.namespace}/gang": ["gang-0", "gang-1"],
-        f"{fleet.namespace}/ray/headgroup": ["ray-0"],
-        f"{fleet.namespace}/rl/rollout": ["rl-r0"],
-        f"{fleet.namespace}/rl/trainer": ["rl-t0", "rl-t1"],
-    }
     assert fleet.cluster().pods("elsewhere") == []
-    fleet.remove()
 
 
 def test_a_namespace_says_what_it_allows(fleet):

@@ -22,7 +22,7 @@ from planish.minder.act.kube import names
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.events import EventBook
 from planish.minder.act.kube.objects import JobInfo, NodeInfo, PodInfo, group_jobs, pods_on
-from planish.minder.act.notify import Notifier, Report, RunTable
+from planish.minder.act.notify import MAX_HISTORY, Notifier, Report, RunTable
 from planish.minder.detect.result import Result
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,11 @@ class Actor:
                 outcome = self._failed(error)
             has_changed = outcome != memory.last
             if has_changed or alert.ended:
-                self._report(alert, memory, outcome, now)
+                action = f"{outcome.action} {outcome.result}: {outcome.detail}"
+                action = "" if outcome.action == "none" else action
+                memory.history = [*memory.history, Report(now, alert.state, action)][-MAX_HISTORY:]
+                planned = outcome.detail if outcome.result == "dry_run" else ""
+                self._notifier.report(alert, memory.job, memory.history, planned, now)
             memory.last = outcome
             if alert.ended:
                 del self._memory[alert.id]
@@ -271,7 +275,7 @@ class Actor:
             logger.info("evicted pod=%s machine=%s", pod.name, pod.machine)
             message = f"evicted from {pod.machine}: alert {alert.id}"
             self.events.note(pod, names.FAULTY_MACHINE, message, now)
-        for pod in done.blocked:
+        for pod in done.given_up:
             message = f"a disruption budget kept the pod on the faulty machine {pod.machine}"
             self.events.note(pod, names.EVICTION_BLOCKED, message, now)
         if done.num_waiting:
@@ -281,12 +285,6 @@ class Actor:
         if given_up:
             return ActionOutcome("evict", "blocked", f"{given_up} pods were given up")
         return ActionOutcome("evict", "done", plan)
-
-    def _report(self, alert: Alert, memory: Memory, outcome: ActionOutcome, now: int) -> None:
-        action = f"{outcome.action} {outcome.result}: {outcome.detail}"
-        memory.history.append(Report(now, alert.state, "" if outcome.action == "none" else action))
-        planned = outcome.detail if outcome.result == "dry_run" else ""
-        self._notifier.report(alert, memory.job, memory.history, planned, now)
 
     def _give_up(self, node: NodeInfo) -> ActionOutcome:
         """Take back what the cordon left on a node that a human made schedulable again."""

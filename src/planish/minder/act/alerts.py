@@ -8,7 +8,7 @@ that a replay and the service raise the same alerts.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -94,7 +94,7 @@ class AlertBook:
             result: of the call.
             members: machines that the job has now; alerts about others end.
         """
-        named = self._faults(result) | self._telemetry(result)
+        named = self._named(result)
         changed = [alert for key, alert in named.items() if key not in self._open]
         self._open |= named
         for key, alert in self._open.copy().items():
@@ -103,7 +103,7 @@ class AlertBook:
             elif key in named:
                 continue
             elif alert.kind in _TELEMETRY:
-                changed.append(self._end(key, "the samples are back"))
+                changed.append(self._end(key, "not seen any more"))
             elif result.is_judged and result.end - alert.seen >= self._window_seconds:
                 changed.append(self._end(key, f"nothing seen for {self._window_seconds} s"))
         return changed
@@ -131,60 +131,18 @@ class AlertBook:
                 alerts.append(Alert(**{**plain, "machines": tuple(plain["machines"])}))
         return cls(window_seconds, alerts)
 
-    def _faults(self, result: Result) -> dict[_Key, Alert]:
-        """Return an alert for each finding; one that is open already goes on."""
+    def _named(self, result: Result) -> dict[_Key, Alert]:
+        """Return what a result names as alerts; those that are open already go on."""
         named: dict[_Key, Alert] = {}
         event = self._open.get(_WHOLE_JOB)
-        for finding in result.findings:
-            key = _key(finding.kind, finding.machine)
-            seen = finding.run_start + finding.duration_s
-            if (
-                event is not None
-                and key not in self._open
-                and finding.machine in event.machines
-                and finding.run_start <= event.seen
-            ):
+        for alert in _alerts_of(result):
+            key = _key(alert.kind, alert.machine)
+            is_new_fault = key[0] == "machine" and key not in self._open
+            if event is not None and is_new_fault and alert.machine in event.machines:
                 # Runs of the event outlast it in the window; they blame no single machine.
-                key = _WHOLE_JOB
+                key = _WHOLE_JOB if alert.since <= event.seen else key
             old = named.get(key) or self._open.get(key)
-            if old is not None:
-                named[key] = replace(old, seen=max(old.seen, seen))
-                continue
-            named[key] = _alert(
-                result.job,
-                finding.kind,
-                finding.machine,
-                finding.metric,
-                since=finding.run_start,
-                seen=seen,
-                score=finding.score_mean,
-                machines=finding.machines,
-            )
-        return named
-
-    def _telemetry(self, result: Result) -> dict[_Key, Alert]:
-        """Return alerts about the measuring itself, which are no faults of a machine."""
-        faults: list[tuple[AlertKind, str, str, tuple[str, ...]]] = []
-        if result.status == "outage":
-            faults.append(("outage", "", "", result.silent))
-        for metric, machines in sorted(result.broken.items()):
-            faults += [("broken", machine, metric, ()) for machine in machines]
-        named = {}
-        for kind, machine, metric, machines in faults:
-            old = self._open.get(_key(kind, machine))
-            named[_key(kind, machine)] = (
-                replace(old, seen=float(result.end))
-                if old is not None
-                else _alert(
-                    result.job,
-                    kind,
-                    machine,
-                    metric,
-                    since=result.end,
-                    seen=result.end,
-                    machines=machines,
-                )
-            )
+            named[key] = alert if old is None else replace(old, seen=max(old.seen, alert.seen))
         return named
 
     def _end(self, key: _Key, reason: str) -> Alert:
@@ -196,10 +154,30 @@ def _key(kind: str, machine: str) -> _Key:
     return "machine" if kind in ("dissimilar", "silent") else kind, machine
 
 
+def _alerts_of(result: Result) -> Iterator[Alert]:
+    """Yield an alert for each finding, and for each fault of the measuring itself."""
+    end = float(result.end)
+    for f in result.findings:
+        start, seen = float(f.run_start), f.run_start + f.duration_s
+        yield _alert(result.job, f.kind, f.machine, f.metric, start, seen, f.score_mean, f.machines)
+    if result.status == "outage":
+        yield _alert(result.job, "outage", "", "", end, end, machines=result.silent)
+    for metric, machines in sorted(result.broken.items()):
+        for machine in machines:
+            yield _alert(result.job, "broken", machine, metric, end, end)
+
+
 def _alert(
-    job: str, kind: AlertKind, machine: str, metric: str, *, since: float, seen: float, **facts: Any
+    job: str,
+    kind: AlertKind,
+    machine: str,
+    metric: str,
+    since: float,
+    seen: float,
+    score: float = 0.0,
+    machines: tuple[str, ...] = (),
 ) -> Alert:
     """Return a new alert; its id is the same whenever the same run is found again."""
     identity = [job, _key(kind, machine)[0], machine, str(int(since))]
     digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()
-    return Alert(digest[:16], job, machine, kind, metric, float(since), float(seen), **facts)
+    return Alert(digest[:16], job, machine, kind, metric, since, seen, score, machines)

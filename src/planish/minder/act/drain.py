@@ -124,8 +124,7 @@ class Round:
     """What one round of evictions brought."""
 
     evicted: list[PodInfo] = field(default_factory=list)
-    blocked: list[PodInfo] = field(default_factory=list)
-    """Given up in this round."""
+    given_up: list[PodInfo] = field(default_factory=list)
     num_waiting: int = 0
 
 
@@ -155,7 +154,7 @@ def evict_round(cluster: Cluster, pods: Sequence[PodInfo], state: Evictions, now
                     done.num_waiting += 1
                     continue
                 state.given_up.add(pod.uid)
-                done.blocked.append(pod)
+                done.given_up.append(pod)
             elif error.status not in (GONE, CONFLICT):
                 raise
         state.attempts.pop(pod.uid, None)

@@ -27,7 +27,7 @@ from planish.records import layout
 
 logger = logging.getLogger(__name__)
 
-_MAX_HISTORY = 20
+MAX_HISTORY = 20
 """Newest reports of an alert that are kept with it."""
 _HISTORY_SECONDS = 86_400
 """How long ended pods stay in the table of machines and runs."""
@@ -66,16 +66,11 @@ class RunTable:
             and (pod.namespace, pod.job) == (job.namespace, job.name)
             and self._ended.get(uid, math.inf) > alert.since
         ]
+        same = ("machine", "namespace", "run_id", "stage", "iteration", "job", "rank")
         return [
             {
-                "machine": pod.machine,
+                **{name: getattr(pod, name) for name in same},
                 "pod": pod.name,
-                "namespace": pod.namespace,
-                "run_id": pod.run_id,
-                "stage": pod.stage,
-                "iteration": pod.iteration,
-                "job": pod.job,
-                "rank": pod.rank,
                 "start": pod.started,
                 "end": self._ended.get(pod.uid, 0),
             }
@@ -109,7 +104,7 @@ class Notifier:
         Args:
             alert: as it is now.
             job: its job, where it was seen.
-            history: all reports, the newest one last.
+            history: its reports, the newest one last.
             planned: what a dry run would have done; empty outside of one.
             now: unix seconds.
         """
@@ -126,7 +121,7 @@ class Notifier:
                 # The workflow may have been deleted; the alert itself goes on.
                 logger.warning("workflow not annotated name=%s error=%s", workflow, error)
         record["pods"] = self._table.of_alert(alert, job)
-        record["history"] = [asdict(each) for each in history[-_MAX_HISTORY:]]
+        record["history"] = [asdict(each) for each in history]
         self._write_under_root(record, alert, job.run_root)
 
     def _write_events(self, alert: Alert, job: JobInfo | None, planned: str, now: int) -> None:

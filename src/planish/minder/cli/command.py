@@ -22,8 +22,19 @@ from planish.base.errors import (
 from planish.base.telemetry import redact
 from planish.minder.cli import BACKEND_UNAVAILABLE, BAD_INPUT
 
-_SERVICE_VERBS = ("serve", "validate-config", "record")
+_SERVICE_VERBS = {
+    "serve": "watch all jobs until SIGTERM",
+    "validate-config": "check configuration, models and queries; exit code 3 names the key",
+    "record": "write what Prometheus has of a job to a file",
+}
 """Verbs that need the configuration of the service; the others work on recorded traces."""
+_TRACE_VERBS = {
+    "run-once": "look at a trace, or ask Prometheus; exit code 2 if a machine is faulty",
+    "replay": "look at a trace as the service would, minute by minute",
+    "train": "train the models on healthy traces",
+    "calibrate": "fit limits, thresholds and floors to the traces of a site",
+    "evaluate": "score the detector on labelled traces",
+}
 _UNAVAILABLE = (StoreUnavailable, PeerLost, ClusterError, BackendUnavailable)
 
 Progress = Callable[[str, int, int], None]
@@ -41,106 +52,52 @@ class _Parser(argparse.ArgumentParser):
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add every verb and its options to the parser of `planish minder`."""
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
-    _add_trace_verbs(verbs)
-    _add_service_verbs(verbs)
+    parsers = {
+        verb: verbs.add_parser(verb, help=text)
+        for verb, text in (_TRACE_VERBS | _SERVICE_VERBS).items()
+    }
 
+    def option(of: str, name: str, text: str, **facts: Any) -> None:
+        for verb in of.split():
+            parsers[verb].add_argument(name, help=text, **facts)
 
-def _add_trace_verbs(verbs: Any) -> None:
-    run_once = verbs.add_parser(
-        "run-once", help="look at a trace, or ask Prometheus; exit code 2 if a machine is faulty"
-    )
-    run_once.add_argument("--end", type=float, metavar="T", help="unix seconds; default: its end")
-    run_once.add_argument("--job", default="", help="name of the job; default: that of the file")
-    replay = verbs.add_parser(
-        "replay", help="look at a trace as the service would, minute by minute"
-    )
-    replay.add_argument(
-        "--every",
-        type=int,
-        default=0,
-        metavar="SECONDS",
-        help="between two calls; default: as configured, 60",
-    )
-    for verb in (run_once, replay):
-        verb.add_argument(
-            "--from-file",
-            type=Path,
-            required=verb is replay,
-            metavar="F",
-            help="npz, CSV or Parquet with ts, machine, metric, value",
-        )
-    train = verbs.add_parser("train", help="train the models on healthy traces")
-    train.add_argument("out", type=Path, help="folder that gets the models")
-    train.add_argument(
-        "--from-file",
-        type=Path,
-        nargs="+",
-        required=True,
-        metavar="F",
-        help="traces of healthy jobs, at least two",
-    )
-    train.add_argument(
-        "--seconds", type=float, default=150.0, help="of CPU time at most, for each metric"
-    )
-    calibrate = verbs.add_parser(
-        "calibrate", help="fit limits, thresholds and floors to the traces of a site"
-    )
-    calibrate.add_argument(
-        "--out",
-        type=Path,
-        metavar="TOML",
-        help="gets the tables; default: site.toml beside `--config`, where every verb reads them",
-    )
-    calibrate.add_argument(
-        "--min-precision", type=float, default=0.9, metavar="P", help="default 0.9"
-    )
-    evaluate = verbs.add_parser("evaluate", help="score the detector on labelled traces")
-    for verb in (calibrate, evaluate):
-        verb.add_argument(
-            "--traces",
-            type=Path,
-            nargs="+",
-            required=True,
-            metavar="PATH",
-            help="recorded traces or folders of them; what is known of `a.npz` stands in `a.json`",
-        )
-        verb.add_argument(
-            "--workers", type=int, default=1, metavar="N", help="processes (default 1)"
-        )
-        verb.add_argument("--json", type=Path, metavar="FILE", help="gets every figure")
-    for verb in (run_once, replay, calibrate, evaluate):
-        verb.add_argument(
-            "--models", type=Path, metavar="DIR", help="default: those of this package"
-        )
-    for verb in (run_once, replay, train, calibrate, evaluate):
-        verb.add_argument("--config", type=Path, metavar="TOML", help="settings; default: built in")
-        verb.add_argument("--profile", choices=("default", "paper"), help="wins over the settings")
-        verb.add_argument("--metrics", metavar="A,B", help="wins over the settings")
+    option("run-once", "--end", "unix seconds; default: its end", type=float, metavar="T")
+    option("run-once", "--job", "name of the job; default: that of the file", default="")
+    every = "between two calls; default: as configured, 60"
+    option("replay", "--every", every, type=int, default=0, metavar="SECONDS")
+    file: dict[str, Any] = {"type": Path, "metavar": "F"}
+    kinds = "npz, CSV or Parquet with ts, machine, metric, value"
+    option("run-once", "--from-file", kinds, **file)
+    option("replay", "--from-file", kinds, required=True, **file)
+    option("train", "out", "folder that gets the models", type=Path)
+    healthy = "traces of healthy jobs, at least two"
+    option("train", "--from-file", healthy, nargs="+", required=True, **file)
+    option("train", "--seconds", "of CPU time at most, for each metric", type=float, default=150.0)
+    tables = "gets the tables; default: site.toml beside `--config`, where every verb reads them"
+    option("calibrate", "--out", tables, type=Path, metavar="TOML")
+    option("calibrate", "--min-precision", "default 0.9", type=float, default=0.9, metavar="P")
+    scored = "calibrate evaluate"
+    traces = "recorded traces or folders of them; what is known of `a.npz` stands in `a.json`"
+    option(scored, "--traces", traces, type=Path, nargs="+", required=True, metavar="PATH")
+    option(scored, "--workers", "processes (default 1)", type=int, default=1, metavar="N")
+    option(scored, "--json", "gets every figure", type=Path, metavar="FILE")
+    judging = f"run-once replay {scored}"
+    option(judging, "--models", "default: those of this package", type=Path, metavar="DIR")
+    every_trace = " ".join(_TRACE_VERBS)
+    option(every_trace, "--config", "settings; default: built in", type=Path, metavar="TOML")
+    profiles = ("default", "paper")
+    option(every_trace, "--profile", "wins over the settings", choices=profiles)
+    option(every_trace, "--metrics", "wins over the settings", metavar="A,B")
 
-
-def _add_service_verbs(verbs: Any) -> None:
-    serve = verbs.add_parser("serve", help="watch all jobs until SIGTERM")
-    validate = verbs.add_parser(
-        "validate-config", help="check configuration, models and queries; exit code 3 names the key"
-    )
-    validate.add_argument(
-        "--offline", action="store_true", help="do not ask Prometheus to parse the queries"
-    )
-    record = verbs.add_parser("record", help="write what Prometheus has of a job to a file")
-    record.add_argument("--job", required=True, metavar="J", help="its name or key")
-    record.add_argument("--hours", type=float, default=1.0, metavar="H", help="default 1")
-    record.add_argument("--end", type=float, metavar="T", help="unix seconds; default: now")
-    record.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="ends in .npz, .csv or .parquet; a .json beside it has room for the label of a fault",
-    )
-    for verb in (serve, validate, record):
-        verb.add_argument(
-            "--config", required=True, type=Path, metavar="FILE", help="TOML of the service"
-        )
+    unchecked = "do not ask Prometheus to parse the queries"
+    option("validate-config", "--offline", unchecked, action="store_true")
+    option("record", "--job", "its name or key", required=True, metavar="J")
+    option("record", "--hours", "default 1", type=float, default=1.0, metavar="H")
+    option("record", "--end", "unix seconds; default: now", type=float, metavar="T")
+    out = "ends in .npz, .csv or .parquet; a .json beside it has room for the label of a fault"
+    option("record", "--out", out, type=Path, required=True, metavar="FILE")
+    needed: dict[str, Any] = {"required": True, "type": Path, "metavar": "FILE"}
+    option(" ".join(_SERVICE_VERBS), "--config", "TOML of the service", **needed)
 
 
 def run(options: argparse.Namespace, progress: Progress) -> int:

@@ -6,6 +6,7 @@ import argparse
 import functools
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,27 +31,23 @@ from planish.minder.lab.cases import Case, read_case, trace_files
 from planish.minder.lab.evaluate import in_processes, markdown, outcome_of, report
 from planish.minder.lab.files import read_frame
 from planish.minder.lab.prioritise import labelled, rank
-from planish.minder.lab.replay import notes_of, replay
+from planish.minder.lab.replay import Call, notes_of, replay
 
 
 def run(options: argparse.Namespace) -> int:
     """Do one verb and return the exit code."""
-    verb = {
+    verbs = {
         "run-once": _run_once,
         "replay": _replay,
         "train": _train,
         "calibrate": _calibrate,
         "evaluate": _evaluate,
     }
-    return verb[options.verb](options)
+    return verbs[options.verb](options)
 
 
 def _tables(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the tables of the configuration that options ask for.
-
-    Raises:
-        ConfigError: the file can not be read, or is not as it must be.
-    """
+    """Return the tables of the configuration that options ask for."""
     raw = read_settings(options.config) if options.config else {}
     # A service's file has sections that matter to it alone.
     raw = {name: table for name, table in raw.items() if name in MinderConfig.model_fields}
@@ -66,27 +63,27 @@ def _models(options: argparse.Namespace, config: MinderConfig) -> Models:
     return load_models(options.models or default_models(), config.denoise, config.detect.metrics)
 
 
-def _trace(options: argparse.Namespace) -> tuple[Case, Models, MinderConfig]:
-    config = minder_config(_tables(options))
-    return read_case(options.from_file), _models(options, config), config
+def _calls(options: argparse.Namespace, case: Case, every: int = 0) -> Iterator[Call]:
+    """Yield the calls of the service to a trace, and show how far it is."""
+    config, frame = minder_config(_tables(options)), case.frame
+    models = _models(options, config)
+    for call in replay(frame, models, config, every=every, stages=case.stages, board=case.board):
+        options.progress("calls", call.now - int(frame.ts[0]), frame.num_seconds)
+        yield call
 
 
 def _run_once(options: argparse.Namespace) -> int:
     """Look at the last window before the end; what was before it trains the baseline."""
     if options.from_file is None:
         return run_once_live(options)
-    case, models, config = _trace(options)
+    case = read_case(options.from_file)
     first = int(case.frame.ts[0])
     frame = replace(case.frame, job=options.job or case.frame.job)
     if options.end is not None:
         frame = frame.slice(first, int(options.end))
     if not frame.num_seconds:
-        sys.stderr.write(f"planish minder: `--end` must be after {first}, got {options.end}\n")
-        return BAD_INPUT
-    call = None
-    for call in replay(frame, models, config, stages=case.stages, board=case.board):
-        options.progress("calls", call.now - first, frame.num_seconds)
-    assert call is not None
+        raise ConfigError(f"`--end` must be after {first}, got {options.end}")
+    *_, call = _calls(options, replace(case, frame=frame))
     sys.stdout.write(call.result.to_json() + "\n")
     return _concluded([call.result], is_fault=bool(call.result.findings))
 
@@ -102,15 +99,10 @@ def _concluded(results: list[Result], *, is_fault: bool) -> int:
 
 def _replay(options: argparse.Namespace) -> int:
     """Print a line for each alarm, and one with what the calls took; 2 after an alarm."""
-    case, models, config = _trace(options)
-    frame = case.frame
     if options.every < 0:
         raise ConfigError(f"`--every` must be a number of seconds, got {options.every}")
     costs, results, is_fault = [], [], False
-    for call in replay(
-        frame, models, config, every=options.every, stages=case.stages, board=case.board
-    ):
-        options.progress("calls", call.now - int(frame.ts[0]), frame.num_seconds)
+    for call in _calls(options, read_case(options.from_file), options.every):
         costs.append(call.seconds)
         results.append(call.result)
         for alarm in call.alarms:
@@ -131,21 +123,16 @@ def _train(options: argparse.Namespace) -> int:
     from planish.minder.lab.train import train_models
     from planish.minder.lab.vae import Training
 
-    config = minder_config(_tables(options))
+    config, training = minder_config(_tables(options)), Training(max_seconds=options.seconds)
     frames = []
     for done, path in enumerate(options.from_file):
         options.progress("traces", done, len(options.from_file))
         frames.append(read_frame(path))
-    training = Training(max_seconds=options.seconds)
-    facts = train_models(
-        frames,
-        options.out,
-        config,
-        training,
-        progress=lambda name, epoch, _: options.progress(
-            f"train {name}", epoch, training.max_epochs
-        ),
-    )
+
+    def show(name: str, epoch: int, _: object) -> None:
+        options.progress(f"train {name}", epoch, training.max_epochs)
+
+    facts = train_models(frames, options.out, config, training, progress=show)
     for metric in facts.values():
         plain = {**asdict(metric), "quality": metric.quality}
         sys.stdout.write(json.dumps(plain, sort_keys=True) + "\n")

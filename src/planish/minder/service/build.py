@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def models_folder(settings: ServiceSettings) -> Path:
-    """Return the folder of the models."""
+    """Return the folder of the configured models, or of those that ship with the package."""
     return Path(settings.models.folder) if settings.models.folder else default_models()
 
 
@@ -68,14 +68,8 @@ def check_queries(settings: ServiceSettings, prometheus: Prometheus, deadline: D
 def static_jobs(settings: ServiceSettings) -> list[JobInfo]:
     """Return the jobs that the configuration names."""
     return [
-        JobInfo(
-            job.name,
-            job.namespace,
-            tuple(sorted(set(job.machines))),
-            stages=dict(job.stages),
-            started=job.started,
-        )
-        for job in settings.jobs
+        JobInfo(j.name, j.namespace, tuple(sorted(set(j.machines))), j.stages, j.started)
+        for j in settings.jobs
     ]
 
 

@@ -64,6 +64,22 @@ class Shared:
         self.metrics.count("actions", outcome.action, outcome.result, dry_run)
 
 
+class _Timed:
+    """A denoiser that adds up the seconds that it takes."""
+
+    def __init__(self, inner: Denoiser) -> None:
+        self.name, self.metric = inner.name, inner.metric
+        self.version, self.quality = inner.version, inner.quality
+        self._inner, self.seconds = inner, 0.0
+
+    def embed(self, windows: F32) -> F32:
+        begun = time.perf_counter()
+        try:
+            return self._inner.embed(windows)
+        finally:
+            self.seconds += time.perf_counter() - begun
+
+
 class WatchedDetector(Detector):
     """A detector that measures how long its stages take and how unlike each machine is now."""
 
@@ -71,8 +87,6 @@ class WatchedDetector(Detector):
         """Take models and configuration."""
         self._timed = {name: _Timed(inner) for name, inner in models.denoisers.items()}
         super().__init__(Models(dict(self._timed), models.limits), config)
-        self.scores: dict[str, dict[str, float]] = {}
-        """Metric to machine to its mean normal score in the newest windows."""
         self._begun = self._prepared = 0.0
 
     def call(self, frame: Frame, job: Job | None = None) -> Result:
@@ -80,31 +94,31 @@ class WatchedDetector(Detector):
         self._begun = self._prepared = time.perf_counter()
         for denoiser in self._timed.values():
             denoiser.seconds = 0.0
-        self.scores = {}
+        self.last = {}
         return super().call(frame, job)
 
     def traces(self, prepared: Prepared, job: Job) -> dict[str, Trace]:
         """Return what is known of each metric's windows."""
         self._prepared = time.perf_counter()
-        traces = super().traces(prepared, job)
-        for name, trace in traces.items():
-            if len(trace.scores):
-                newest = trace.scores[-_SCORE_WINDOWS:].mean(axis=0)
-                self.scores[name] = dict(
-                    zip(prepared.frame.machines, newest.astype(float).tolist(), strict=True)
-                )
-        return traces
+        return super().traces(prepared, job)
+
+    def scores(self) -> dict[str, dict[str, float]]:
+        """Return metric to machine to its mean normal score in the newest windows."""
+        newest = {
+            name: trace.scores[-_SCORE_WINDOWS:].mean(axis=0).tolist()
+            for name, trace in self.last.items()
+            if len(trace.scores)
+        }
+        return {name: dict(zip(self._machines, row, strict=True)) for name, row in newest.items()}
 
     def model_errors(self) -> dict[str, float]:
         """Return the mean squared error of each LSTM-VAE on windows of the last call."""
-        errors = {}
-        for name, trace in self.last.items():
-            denoiser = self.models.denoisers[name]
-            if denoiser.name == "vae":
-                error = restoration_error(denoiser, self._seen[name].values, trace.present)
-                if math.isfinite(error):
-                    errors[name] = error
-        return errors
+        errors = {
+            name: restoration_error(denoiser, self._seen[name].values, trace.present)
+            for name, trace in self.last.items()
+            if (denoiser := self.models.denoisers[name]).name == "vae"
+        }
+        return {name: error for name, error in errors.items() if math.isfinite(error)}
 
     def stage_seconds(self) -> dict[str, float]:
         """Return how long the stages of the last call took, which must just have ended."""
@@ -114,23 +128,6 @@ class WatchedDetector(Detector):
             "denoise": denoise,
             "detect": time.perf_counter() - self._prepared - denoise,
         }
-
-
-class _Timed:
-    """A denoiser that adds up the seconds that it takes."""
-
-    def __init__(self, inner: Denoiser) -> None:
-        self.name, self.metric = inner.name, inner.metric
-        self.version, self.quality = inner.version, inner.quality
-        self._inner = inner
-        self.seconds = 0.0
-
-    def embed(self, windows: F32) -> F32:
-        begun = time.perf_counter()
-        try:
-            return self._inner.embed(windows)
-        finally:
-            self.seconds += time.perf_counter() - begun
 
 
 class JobWatch:
@@ -204,7 +201,7 @@ class JobWatch:
         shared, info = self._shared, self.info
         few = too_few_machines(self.job, info.machines, shared.config)
         if few is not None:
-            self._detector.scores = {}
+            self._detector.last = {}
             with shared.lock:
                 if not self.is_over:
                     self._use(few)
@@ -244,7 +241,7 @@ class JobWatch:
         metrics.count("calls", self.job, result.status if result.is_judged else "skipped")
         changed = self.book.update(result, info.machines)
         self.last = result
-        metrics.called(result, result.end or self.now(), self._detector.scores)
+        metrics.called(result, result.end or self.now(), self._detector.scores())
         if result.status == "ok" and not result.candidates:
             metrics.restored(self.job, self._detector.model_errors())
         metrics.alerts(self.job, info.namespace, info.machines, self.book.alerts())

@@ -27,7 +27,7 @@ _MACHINE_KINDS = ("dissimilar", "silent")
 _Levels = dict[tuple[str, ...], float]
 """Label values to the value of a gauge."""
 
-_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "last_success_timestamp_seconds": ("Unix time of the last call that was done.", ("job_name",)),
     "machine_faulty": (
         "1 while an alert is open for the machine, or for the whole job (no node).",
@@ -54,7 +54,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "build_info": ("1, with the version of the monitor.", ("version", "python")),
 }
-_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "calls": ("Calls by what came of them.", ("job_name", "outcome")),
     "metric_skipped": ("Calls that could not use a metric.", ("metric", "reason")),
     "actions": ("Actions by what came of them.", ("action", "result", "dry_run")),
@@ -74,7 +74,7 @@ class OwnMetrics:
         self.registry: CollectorRegistry = CollectorRegistry()
         make: dict[str, Any] = {"registry": self.registry, "namespace": "minder"}
         self._counters: dict[str, Any] = {
-            name: Counter(name, text, labels, **make) for name, (text, labels) in _COUNTERS.items()
+            name: Counter(name, text, labels, **make) for name, (text, labels) in COUNTERS.items()
         }
         self._durations: Any = Histogram(
             "call_duration_seconds",
@@ -94,7 +94,7 @@ class OwnMetrics:
         from prometheus_client.core import GaugeMetricFamily
 
         with self._lock:
-            for name, (text, labels) in _GAUGES.items():
+            for name, (text, labels) in GAUGES.items():
                 family = GaugeMetricFamily(f"minder_{name}", text, labels=labels)
                 for gauges in self._gauges.values():
                     for values, level in gauges.get(name, {}).items():

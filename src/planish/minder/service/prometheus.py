@@ -177,9 +177,7 @@ class Prometheus:
     ) -> None:
         """Take the address; the first question connects.
 
-        Args:
-            config: of the server.
-            on_error: called with the HTTP status or the kind of failure of each failed question.
+        `on_error` is called with the HTTP status or the kind of failure of each failed question.
 
         Raises:
             ConfigError: the address is not valid.
@@ -215,14 +213,9 @@ class Prometheus:
     def query_range(
         self, query: str, start: int, end: int, deadline: Deadline, *, series: int = 1
     ) -> list[Series]:
-        """Return the value of a query at each second `start <= t < end`, each series once.
+        """Return the value of a query at each unix second `start <= t < end`, each series once.
 
-        Args:
-            query: PromQL.
-            start: unix seconds.
-            end: second after the last.
-            deadline: for all requests together.
-            series: expected number of series; it bounds the size of one answer.
+        The expected number of `series` bounds the size of one answer.
 
         Raises:
             BackendUnavailable: no valid answer in time.
@@ -230,12 +223,8 @@ class Prometheus:
         step = max(2, min(_MAX_POINTS, self.config.max_samples // max(1, series)))
         pieces: dict[tuple[tuple[str, str], ...], list[Series]] = {}
         for low in range(start, end, step):
-            fields = {
-                "query": query,
-                "start": str(low),
-                "end": str(min(end, low + step) - 1),
-                "step": "1s",
-            }
+            last = min(end, low + step) - 1
+            fields = {"query": query, "start": str(low), "end": str(last), "step": "1s"}
             for item in self._ask("/api/v1/query_range", fields, deadline, self._matrix):
                 pieces.setdefault(item.key, []).append(item)
         return [
@@ -288,12 +277,12 @@ class Prometheus:
         return answer.get("data")
 
     def _matrix(self, data: Any) -> list[Series]:
-        """Turn JSON into arrays; values are text there, as "NaN" or "+Inf"."""
         matrix = []
         try:
             if data["resultType"] != "matrix":
                 raise ValueError(f"resultType is {data['resultType']!r}")
             for item in data["result"]:
+                # Values are text, as "NaN" or "+Inf".
                 pairs: Sequence[tuple[float, str]] = item["values"]
                 ts = np.fromiter((pair[0] for pair in pairs), np.float64, len(pairs))
                 values = np.fromiter((float(pair[1]) for pair in pairs), np.float64, len(pairs))

@@ -50,12 +50,12 @@ class Puller:
         *,
         on_duplicate: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin with nothing known.
+        """Begin with nothing known of the job of this name.
 
         Args:
             prometheus: that is asked.
             sources: metric to where it is.
-            job: its name, for frames and log lines.
+            job: name for frames and log lines.
             on_duplicate: called for each series that lies over another one of the same machine.
         """
         self._prometheus, self._sources, self._job = prometheus, dict(sources), job
@@ -63,7 +63,7 @@ class Puller:
         self.intervals: dict[str, float] = {}
         """Metric to the median seconds between its samples."""
         self.seconds_pulled = 0
-        """Seconds that the last call asked for."""
+        """In the last call."""
         self._kept: Frame | None = None
         self._board: tuple[tuple[str, ...], str] = ((), "")
 
@@ -226,7 +226,8 @@ class Puller:
         self.intervals[name] = interval
         return interval
 
-    def _scale(self, source: Metric, column: F64) -> None:
+    @staticmethod
+    def _scale(source: Metric, column: F64) -> None:
         """Scale one series and remove values that are not possible, in place."""
         had = np.isfinite(column)
         column *= source.scale
@@ -278,17 +279,12 @@ class Puller:
                 np.abs(result - other)
                 <= _SAME_SHARE * np.maximum(np.abs(result), np.abs(other)) + 1e-12
             )
-            newer = _first(other) > _first(result)
+            # argmax gives the row in which a series starts.
+            newer = np.isfinite(other).argmax() > np.isfinite(result).argmax()
             merged = np.where(np.isfinite(result), result, other)
             merged = np.where(both & newer, other, merged)
             result = np.where(alike, (result + other) / 2, merged)
         return result
-
-
-def _first(column: F64) -> int:
-    """Return the row in which a series starts."""
-    rows = np.flatnonzero(np.isfinite(column))
-    return int(rows[0]) if len(rows) else -1
 
 
 def _on_grid(series: Series, span: tuple[int, int]) -> F64:

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,15 +112,14 @@ class TaskSchedule:
             self._threads.append(thread)
             thread.start()
 
-    def stop(self, seconds: float) -> bool:
-        """Begin no more tasks; return whether all tasks under way have ended in time."""
+    def stop(self, seconds: float) -> None:
+        """Begin no more tasks, and wait as long for those under way."""
         end = time.monotonic() + seconds
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
         while not self._is_stopped:
@@ -189,19 +188,20 @@ class Service:
     def stop(self) -> None:
         """End within `server.stop_seconds` and a moment; calls that are not done are dropped.
 
-        The state is saved. Nothing is left half done: a result takes effect and is acted upon
-        under one lock, and after this no result takes effect any more.
+        The state is saved. A result takes effect and is acted upon under one lock, and after this
+        none takes effect any more.
         """
-        end = time.monotonic() + self.settings.server.stop_seconds
+        seconds = self.settings.server.stop_seconds
+        end = time.monotonic() + seconds
         self.shared.stop.set()
-        has_lock = self.shared.lock.acquire(timeout=self.settings.server.stop_seconds)
+        has_lock = self.shared.lock.acquire(timeout=seconds)
         try:
             self._save()
         finally:
             if has_lock:
                 self.shared.lock.release()
-        self.calls.stop(max(0.0, end - time.monotonic()))
-        self.control.stop(max(0.0, end - time.monotonic()))
+        for schedule in (self.calls, self.control):
+            schedule.stop(max(0.0, end - time.monotonic()))
         if self._lease is not None:
             self._lease.release()
 
@@ -285,28 +285,30 @@ class Service:
         with self._lock:
             if self._earlier is None:
                 self._earlier = load_jobs(self._state)
-            earlier = self._earlier
             for key, info in jobs.items():
                 self._missed.pop(key, None)
                 if key in self.watches:
                     self.watches[key].info = info
-                    continue
-                logger.info("job_found job=%s machines=%d", key, len(info.machines))
-                watch = JobWatch(info, self._source_of(info), self.shared, earlier.pop(key, None))
-                self.watches[key] = watch
-                # Jobs do not all begin at the same second.
-                digest = hashlib.sha256(key.encode()).digest()
-                spread = min(60.0, float(self.settings.minder.service.interval_seconds))
-                after = spread * int.from_bytes(digest[:4], "big") / 2**32
-                self.calls.add(key, watch.call, after=after)
-            for key in [key for key in (*self.watches, *earlier) if key not in jobs]:
+                else:
+                    self._watch(info, self._earlier.pop(key, None))
+            for key in (self.watches.keys() | self._earlier.keys()) - jobs.keys():
                 self._missed[key] = self._missed.get(key, 0) + 1
                 if self._missed[key] >= _GONE_AFTER:
                     logger.info("job_ended job=%s", key)
-                    earlier.pop(key, None)
+                    self._earlier.pop(key, None)
                     if key in self.watches:
                         self._drop(key).end()
         return pause
+
+    def _watch(self, info: JobInfo, state: Mapping[str, Any] | None) -> None:
+        logger.info("job_found job=%s machines=%d", info.key, len(info.machines))
+        watch = JobWatch(info, self._source_of(info), self.shared, state)
+        self.watches[info.key] = watch
+        # Jobs do not all begin at the same second.
+        digest = hashlib.sha256(info.key.encode()).digest()
+        spread = min(60.0, float(self.settings.minder.service.interval_seconds))
+        after = spread * int.from_bytes(digest[:4], "big") / 2**32
+        self.calls.add(info.key, watch.call, after=after)
 
     def _drop(self, key: str) -> JobWatch:
         """Stop watching a job; the result of a call that is under way is not used."""
@@ -332,8 +334,8 @@ class Service:
         """Save what must not be lost."""
         self._last_tick = self.shared.clock()
         if self._leads():
-            changed = any(watch.is_changed for watch in list(self.watches.values()))
-            if changed or self.shared.clock() - self._last_save >= _SAVE_SECONDS:
+            is_changed = any(watch.is_changed for watch in list(self.watches.values()))
+            if is_changed or self.shared.clock() - self._last_save >= _SAVE_SECONDS:
                 with self.shared.lock:
                     self._save()
         return _TICK_SECONDS

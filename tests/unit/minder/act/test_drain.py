@@ -92,7 +92,7 @@ def test_a_budget_is_asked_again_after_5_10_20_40_and_60_seconds_until_15_minute
         done = round_at(fake, state, float(second))
         if len(fake.requests) > before:
             asked.append(second)
-        if done.blocked:
+        if done.given_up:
             break
         assert done.num_waiting == 1
     assert asked == [0, 5, 15, 35, *range(75, 916, 60)]
@@ -117,7 +117,7 @@ def test_the_server_may_ask_for_a_longer_pause_up_to_a_minute(fake):
 def test_a_pod_that_is_gone_or_another_one_is_done(fake, status):
     fake.statuses = [status]
     done = round_at(fake, Evictions(), 0.0)
-    assert (done.evicted, done.blocked, done.num_waiting) == ([], [], 0)
+    assert (done.evicted, done.given_up, done.num_waiting) == ([], [], 0)
 
 
 def test_an_eviction_goes_through_the_policy_api_and_names_the_very_pod(fake):

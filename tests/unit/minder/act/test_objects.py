@@ -6,16 +6,13 @@ import json
 
 import pytest
 
-from planish.base.config import parse_section
-from planish.base.errors import ConfigError
-from planish.minder.act.config import ActConfig, KubernetesConfig
+from planish.minder.act.config import KubernetesConfig
 from planish.minder.act.kube import names
 from planish.minder.act.kube.objects import (
     group_jobs,
     parse_node,
     parse_pod,
     pods_on,
-    unix_seconds,
 )
 
 CONFIG = KubernetesConfig()
@@ -39,14 +36,6 @@ def jobs_of(*pods):
     return group_jobs(pod for pod in (parse_pod(raw, CONFIG) for raw in pods) if pod)
 
 
-@pytest.mark.parametrize("label", names.JOB_LABELS[:3])
-def test_each_of_the_first_labels_names_a_job(label):
-    (job,) = jobs_of(
-        raw_pod("a", "n2", labels={label: "j"}), raw_pod("b", "n1", labels={label: "j"})
-    )
-    assert (job.key, job.machines, job.started) == ("team/j", ("n1", "n2"), 60)
-
-
 def test_the_first_label_counts_and_pods_without_any_do_not():
     both = {names.JOB_LABELS[2]: "workflow", names.JOB_LABELS[0]: "operator"}
     assert [job.name for job in jobs_of(raw_pod(labels=both), raw_pod(labels={"app": "x"}))] == [
@@ -56,44 +45,24 @@ def test_the_first_label_counts_and_pods_without_any_do_not():
     assert parse_pod(raw_pod(labels={"team/job": "x"}), mine).job == "x"
 
 
-@pytest.mark.parametrize("phase", ["Pending", "Succeeded", "Failed", "Unknown"])
-def test_only_running_pods_count(phase):
-    assert jobs_of(raw_pod(phase=phase)) == []
-
-
-def test_drivers_and_pods_without_a_node_are_left_out():
+def test_only_running_pods_on_a_node_count_and_no_drivers():
     driver = raw_pod("d", "n9", annotations={names.KFP_ROLE: "driver"})
     launcher = raw_pod("l", "n1", annotations={names.KFP_ROLE: "launcher"})
-    waiting = raw_pod("w", "")
-    (job,) = jobs_of(driver, launcher, waiting)
+    ended = [raw_pod(phase, phase, phase=phase) for phase in ("Pending", "Succeeded", "Unknown")]
+    (job,) = jobs_of(driver, launcher, raw_pod("w", ""), *ended)
     assert job.machines == ("n1",)
-
-
-def test_roles_are_groups_of_their_own():
-    label = names.JOB_LABELS[1]
-    pods = [
-        raw_pod(f"{role}{i}", f"n{role}{i}", labels={label: "rl", names.ROLE_LABEL: role})
-        for role in ("actor", "rollout")
-        for i in range(2)
-    ]
-    actor, rollout = jobs_of(*pods)
-    assert (actor.key, actor.machines) == ("team/rl/actor", ("nactor0", "nactor1"))
-    assert (actor.role, rollout.role) == ("actor", "rollout")
-    assert (rollout.key, rollout.full_name) == ("team/rl/rollout", "team/rl")
 
 
 def test_stages_of_a_workflow_are_roles_where_no_label_says_otherwise():
     def labels(stage):
         return {names.WORKFLOW_LABEL: "run", names.STAGE_LABEL: stage}
 
-    keys = [
-        job.key
-        for job in jobs_of(
-            raw_pod("a", labels=labels("rollout")),
-            raw_pod("b", labels={**labels("train"), names.ROLE_LABEL: "all"}),
-        )
-    ]
-    assert keys == ["team/run/all", "team/run/rollout"]
+    every, rollout = jobs_of(
+        raw_pod("a", labels=labels("rollout")),
+        raw_pod("b", labels={**labels("train"), names.ROLE_LABEL: "all"}),
+    )
+    assert (every.key, every.full_name, every.role) == ("team/run/all", "team/run", "all")
+    assert rollout.key == "team/run/rollout"
 
 
 TRAINING = "training.kubeflow.org"
@@ -270,6 +239,7 @@ def test_the_last_start_of_a_container_is_the_start_of_the_job():
     raw["status"]["containerStatuses"] = [
         {"state": {"running": {"startedAt": "1970-01-01T01:00:00Z"}}},
         {"state": {"waiting": {}}},
+        *({"state": {"running": {"startedAt": odd}}} for odd in ("", None, 5, "yesterday")),
     ]
     (job,) = jobs_of(raw, raw_pod("q", "n2"))
     assert (job.started, [pod.started for pod in job.pods]) == (3600, [3600, 60])
@@ -303,15 +273,3 @@ def test_the_pods_of_a_machine_are_those_of_all_roles_that_have_not_ended():
     pods += [of("c", "n1", "Failed", "x"), of("d", "n2", "Running", "x")]
     job = group_jobs(pods)[0]
     assert [pod.name for pod in pods_on(pods, job, "n1")] == ["a", "b"]
-
-
-@pytest.mark.parametrize("text", ["", None, 5, "yesterday"])
-def test_what_is_no_time_is_zero(text):
-    assert unix_seconds(text) == 0
-
-
-def test_settings_refuse_what_can_not_be():
-    with pytest.raises(ConfigError, match="mode"):
-        parse_section(ActConfig, {"mode": "destroy"}, section="act")
-    quiet = ActConfig()
-    assert (quiet.mode, quiet.dry_run) == ("observe", True)

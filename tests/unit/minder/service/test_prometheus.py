@@ -175,30 +175,18 @@ def test_the_time_is_that_of_the_server(scripted):
         asked(scripted).now(Deadline.after(60))
 
 
-def test_queries_choose_the_machines_and_aggregate_their_devices():
-    source = METRICS["gpu_duty_cycle"]
-    queries = queries_of(source, ["n1", "n2.x"], ("job", "instance"), 5)
-    by, selector = (
-        "by (node, job, instance)",
-        'DCGM_FI_DEV_GPU_UTIL{node=~"n1|n2\\\\.x"}',
-    )
-    assert queries.values == f"avg {by} (({selector}))"
-    assert queries.seen == f"max {by} (count_over_time({selector}[1s]))"
-    assert queries.resets == ""
-
-
-def test_counters_are_read_as_rates_and_their_resets_are_asked_for():
-    source = METRICS["pfc_tx_packet_rate"]
-    queries = queries_of(source, ["n1"], (), 20)
+def test_queries_choose_machines_aggregate_devices_and_read_counters_as_rates():
+    gauge = queries_of(METRICS["gpu_duty_cycle"], ["n1", "n2.x"], ("job", "instance"), 5)
+    by, selector = "by (node, job, instance)", 'DCGM_FI_DEV_GPU_UTIL{node=~"n1|n2\\\\.x"}'
+    assert gauge.values == f"avg {by} (({selector}))"
+    assert gauge.seen == f"max {by} (count_over_time({selector}[1s]))"
+    assert gauge.resets == ""
+    counter = queries_of(METRICS["pfc_tx_packet_rate"], ["n1"], (), 20)
     selector = 'node_ethtool_transmitted_prio3_pause{node=~"n1"}'
-    assert queries.values == f"sum by (node) (rate({selector}[20s]))"
-    assert queries.resets == f"sum by (node) (resets({selector}[20s])) > 0"
-    assert (source.scale, METRICS["cpu_usage"].offset) == (1.0, 100.0)
-
-
-def test_spread_is_the_largest_minus_the_smallest_device():
-    source = Metric("m", "1", None, "m{$job_selector}", agg="spread")
-    assert queries_of(source, ["a"], (), 5).values == (
+    assert counter.values == f"sum by (node) (rate({selector}[20s]))"
+    assert counter.resets == f"sum by (node) (resets({selector}[20s])) > 0"
+    spread = Metric("m", "1", None, "m{$job_selector}", agg="spread")
+    assert queries_of(spread, ["a"], (), 5).values == (
         'max by (node) ((m{node=~"a"})) - min by (node) ((m{node=~"a"}))'
     )
 

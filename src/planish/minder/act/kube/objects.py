@@ -113,7 +113,7 @@ class JobInfo:
     """URI under which the run lives; empty where no pod names it."""
     role: str = ""
     pods: tuple[PodInfo, ...] = ()
-    """Running pods."""
+    """Its Running pods."""
     is_observed_only: bool = False
     """A label of a pod forbids any action."""
 
@@ -293,21 +293,14 @@ def unix_seconds(text: object) -> int:
         >>> unix_seconds("1970-01-01T00:01:00Z"), unix_seconds(None)
         (60, 0)
     """
-    if not isinstance(text, str) or not text:
-        return 0
     try:
-        return int(datetime.fromisoformat(text).timestamp())
+        return int(datetime.fromisoformat(text).timestamp()) if isinstance(text, str) else 0
     except ValueError:
         return 0
 
 
 def timestamp(now: float) -> str:
-    """Return unix seconds as the API server reads them, whole seconds.
-
-    Example:
-        >>> timestamp(60.7)
-        '1970-01-01T00:01:00Z'
-    """
+    """Return unix seconds as the API server reads them, whole seconds."""
     return datetime.fromtimestamp(int(now), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
