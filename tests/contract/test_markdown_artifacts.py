@@ -84,6 +84,7 @@ def test_the_plan_of_a_run_is_clean():
     config = {
         "model": {"path": "OWNER/my_model"},
         "rollout": {"prompts_per_iteration": 8, "group_size": 8},
+        "train": {"num_passes": 1, "rollouts_per_minibatch": 32},
         "algorithm": {"name": "vc_ppo", "kl_coefficient": 0.1},
     }
     run = RunFile(config, "0", "s3://b/a_b", pins, pins)

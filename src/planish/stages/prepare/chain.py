@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from planish import store
-from planish.base.errors import ConfigError, ObjectMissing, RecordError
+from planish.base.errors import ConfigError, ObjectMissing
 from planish.records import layout
-from planish.records.io import read_manifest
 from planish.run.chain import FIRST_UNFINISHED
 from planish.store.documents import read_json, write_json
 
@@ -31,7 +29,6 @@ class Link:
     offset: int
     """Iterations before it; its first iteration is `offset + 1`."""
     num_iterations: int
-    """Iterations of this run."""
 
     @property
     def last(self) -> int:
@@ -40,31 +37,16 @@ class Link:
 
 
 def read_link(root: str, index: int) -> Link | None:
-    """Return what is known of the `index`-th run; None when there was none.
-
-    Raises:
-        RecordError: the object is not one of ours.
-    """
-    uri = layout.chain_file(root, index)
+    """Return what is known of the `index`-th run; None when there was none."""
     try:
-        raw: Any = read_json(uri)
+        return Link(index, **read_json(layout.chain_file(root, index)))
     except ObjectMissing:
         return None
-    try:
-        return Link(index, int(raw["offset"]), int(raw["num_iterations"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecordError(
-            f"`{uri}` must hold offset and num_iterations, got {raw!r:.200} ({error})"
-        ) from None
 
 
 def is_complete(root: str, link: Link) -> bool:
     """Tell whether the last iteration of a run is finished: its policy is exported."""
-    try:
-        read_manifest(layout.policy(root, link.last))
-    except ObjectMissing:
-        return False
-    return True
+    return store.exists(f"{layout.policy(root, link.last)}/manifest.json")
 
 
 def is_evaluated(root: str, version: int, names: Iterable[str]) -> bool:
@@ -129,13 +111,7 @@ def record_link(root: str, link: Link) -> None:
     """Write down which iterations the run does; an equal record is left alone."""
     if read_link(root, link.index) == link:
         return
-    write_json(
-        layout.chain_file(root, link.index),
-        {"offset": link.offset, "num_iterations": link.num_iterations},
-    )
-    logger.info(
-        "chain index=%d first_iteration=%d last_iteration=%d",
-        link.index,
-        link.offset + 1,
-        link.last,
-    )
+    table = {"offset": link.offset, "num_iterations": link.num_iterations}
+    write_json(layout.chain_file(root, link.index), table)
+    first, last = link.offset + 1, link.last
+    logger.info("chain index=%d first_iteration=%d last_iteration=%d", link.index, first, last)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import yaml
 
-from planish.base.errors import ClusterError, ConfigError
+from planish.base.errors import ClusterError
 from planish.base.parallel import MIN_DRIVER
 from planish.run.gang.cluster import PERMISSIONS as GANG_PERMISSIONS
 from planish.run.gang.cluster import TRAINER_PERMISSIONS
@@ -155,12 +154,10 @@ class KubernetesApi(Kube):
 
 @dataclass(frozen=True)
 class Findings:
-    """What the checks say."""
+    """Result of the checks: a fault ends the run, a warning goes into the plan."""
 
     faults: tuple[str, ...] = ()
-    """Each ends the run."""
     warnings: tuple[str, ...] = ()
-    """Each goes into the plan."""
     retries: str = ""
     """Whether the cluster tries tasks again, and what does where it does not."""
 
@@ -170,7 +167,6 @@ _SUFFIX = (
     | {letter: 1000.0 ** (power + 1) for power, letter in enumerate("kMGTP")}
     | {f"{letter}i": 1024.0 ** (power + 1) for power, letter in enumerate("KMGTP")}
 )
-_QUANTITY = re.compile(r"^(?P<number>[0-9.]+(?:[eE][+-]?[0-9]+)?)(?P<suffix>[A-Za-z]*)$")
 
 
 def amount(quantity: str) -> float:
@@ -181,17 +177,15 @@ def amount(quantity: str) -> float:
         (0.5, 4294967296.0)
 
     Raises:
-        ConfigError: not a quantity.
+        ValueError: not a quantity.
     """
-    match = _QUANTITY.match(quantity)
-    if match is None or match["suffix"] not in _SUFFIX:
-        raise ConfigError(f"a quantity must read like 500m, 2 or 4Gi, got {quantity!r}")
-    return float(match["number"]) * _SUFFIX[match["suffix"]]
+    number = quantity.rstrip("KMGTPikmnu")
+    return float(number) * _SUFFIX[quantity[len(number) :]]
 
 
 @dataclass(frozen=True)
 class Pod:
-    """What one pod of a stage gets."""
+    """One pod of a stage."""
 
     gpus: int
     """GPUs; 0 computes on the CPU."""
@@ -200,7 +194,7 @@ class Pod:
 
     @property
     def memory_bytes(self) -> int:
-        """Limit of the host memory."""
+        """Limit of the host memory in bytes."""
         return int(amount(self.memory))
 
     def __str__(self) -> str:
@@ -210,7 +204,7 @@ class Pod:
 
 @dataclass(frozen=True)
 class PodRequests:
-    """What the pipeline was compiled with."""
+    """Pods that the pipeline was compiled with."""
 
     pod: Mapping[str, str]
     """Largest request of one pod by resource."""
@@ -223,12 +217,10 @@ class PodRequests:
     num_nodes: int = 1
     """Pods that train together, each as large as `rank`; 0 outside a cluster."""
     has_gang_pods: bool = False
-    """Whether the pod of `train` only waits for pods with GPUs; those of other profiles have them
-    themselves."""
+    """The pod of `train` only waits for pods with GPUs, where other profiles give it its own."""
     rank: Mapping[str, str] = field(default_factory=dict)
-    """What one of them requests by resource."""
+    """Request of one of them by resource."""
     launcher: str = "job"
-    """What they are submitted as: `train.launcher`."""
 
     @property
     def have_gpus(self) -> bool:
@@ -237,34 +229,18 @@ class PodRequests:
 
     @classmethod
     def parse(cls, text: str) -> PodRequests:
-        """Parse the JSON that the pipeline passes; empty for none.
-
-        Raises:
-            ConfigError: not of that form.
-        """
-        try:
-            raw: Any = json.loads(text or '{"pod": {}, "total": {}}')
-            stages = {name: Pod(**pod) for name, pod in raw.get("stages", {}).items()}
-            gpu_bytes = int(raw.get("gpu_bytes", cls.gpu_bytes))
-            parsed = cls(
-                dict(raw["pod"]),
-                dict(raw["total"]),
-                stages,
-                gpu_bytes,
-                num_nodes=int(raw.get("num_nodes", 1)),
-                has_gang_pods=int(raw.get("num_nodes", 1)) > 1,
-                rank=dict(raw.get("rank", {})),
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"`requests` must be JSON with pod and total, got {text!r} ({error}); the "
-                "compiled pipeline sets it"
-            ) from None
-        memory = (pod.memory for pod in stages.values())
-        amounts = (*parsed.pod.values(), *parsed.total.values(), *parsed.rank.values())
-        for value in (*amounts, *memory):
-            amount(value)
-        return parsed
+        """Parse the JSON that the compiled pipeline passes; empty for none."""
+        raw: dict[str, Any] = json.loads(text or "{}")
+        num_nodes = int(raw.get("num_nodes", 1))
+        return cls(
+            raw.get("pod", {}),
+            raw.get("total", {}),
+            {name: Pod(**pod) for name, pod in raw.get("stages", {}).items()},
+            int(raw.get("gpu_bytes", cls.gpu_bytes)),
+            num_nodes=num_nodes,
+            has_gang_pods=num_nodes > 1,
+            rank=raw.get("rank", {}),
+        )
 
     def of_training(self, train: Mapping[str, Any]) -> PodRequests:
         """Return the same for a training with these settings of `[train]`."""
@@ -291,15 +267,15 @@ def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling:
         assume_autoscaling: missing room is only a warning.
     """
     faults: list[str] = []
-    missing = [p for p in PERMISSIONS if not api.allowed(p, namespaced=True)]
-    everywhere = list(CLUSTER_PERMISSIONS)
+    by_trainer = requests.num_nodes > 1 and requests.launcher == "trainjob"
+    wanted, everywhere = list(PERMISSIONS), list(CLUSTER_PERMISSIONS)
     if requests.num_nodes > 1:
-        by_trainer = requests.launcher == "trainjob"
         of_gangs = TRAINER_PERMISSIONS if by_trainer else GANG_PERMISSIONS
-        missing += [p for e in of_gangs if not api.allowed(p := Permission(*e), namespaced=True)]
-        everywhere += [RUNTIME_PERMISSION] if by_trainer else []
+        wanted += [Permission(*each) for each in of_gangs]
+        everywhere += [RUNTIME_PERMISSION] * by_trainer
+    missing = [p for p in wanted if not api.allowed(p, namespaced=True)]
     missing += [p for p in everywhere if not api.allowed(p, namespaced=False)]
-    if RUNTIME_PERMISSION in {*everywhere} - {*missing} and not api.has_runtime(RUNTIME):
+    if by_trainer and RUNTIME_PERMISSION not in missing and not api.has_runtime(RUNTIME):
         faults.append(
             f"Kubeflow Trainer 2.1 must be installed with the ClusterTrainingRuntime `{RUNTIME}` "
             "for `train.launcher=trainjob`, but is not; apply manifests/trainer, or set "
@@ -321,7 +297,7 @@ def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling:
     retries = retries_under(api.controller())
     if assume_autoscaling:
         return Findings(tuple(faults), tuple(room), retries)
-    return Findings((*faults, *room), (), retries)
+    return Findings((*faults, *room), retries=retries)
 
 
 def retries_under(settings: Mapping[str, str] | None) -> str:
@@ -353,11 +329,9 @@ def retries_under(settings: Mapping[str, str] | None) -> str:
 
 def _driver_faults(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[str]:
     """Return which drivers of nodes with GPUs are older than the wheels of our images need."""
-    if not requests.have_gpus:
-        return []
-    versions = {node[DRIVER_LABEL] for node in nodes if DRIVER_LABEL in node}
+    versions = {node.get(DRIVER_LABEL, "") for node in nodes}
     old = sorted(each for each in versions if each.isdecimal() and int(each) < MIN_DRIVER)
-    if not old:
+    if not (old and requests.have_gpus):
         return []
     return [
         f"nodes with GPUs must have the NVIDIA driver {MIN_DRIVER} or newer for CUDA 13, got "
@@ -369,7 +343,6 @@ def _driver_faults(nodes: Sequence[Mapping[str, str]], requests: PodRequests) ->
 def _quota_faults(
     quotas: Sequence[Mapping[str, Mapping[str, str]]], requests: PodRequests
 ) -> list[str]:
-    """Return where the quotas of the namespace leave less than the largest stage asks for."""
     faults = []
     for quota in quotas:
         for key, limit in sorted(quota.get("hard", {}).items()):
@@ -388,7 +361,6 @@ def _quota_faults(
 
 
 def _node_faults(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[str]:
-    """Return what the largest pod asks for and no node has."""
     faults = []
     for resource, wanted in sorted(requests.pod.items()):
         largest = max((amount(node.get(resource, "0")) for node in nodes), default=0.0)

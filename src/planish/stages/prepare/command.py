@@ -60,11 +60,7 @@ def run(options: argparse.Namespace, _: Progress) -> Lines:
 
 
 def resolved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the configuration that a command line names.
-
-    Raises:
-        ConfigError: every fault of every section in one message.
-    """
+    """Return the configuration that a command line names."""
     from planish.base.config import preset_names
     from planish.base.errors import ConfigError
     from planish.stages.prepare.settings import build_config
@@ -102,32 +98,20 @@ def toml_text(config: Mapping[str, Mapping[str, Any]]) -> str:
     """
     from planish.stages.prepare.settings import toml_value
 
-    parts = []
-    for section, table in config.items():
-        lines = [f"[{section}]"]
-        for key, value in table.items():
-            lines.append(f"{key} = {toml_value(value)}")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        "\n".join([f"[{section}]", *(f"{key} = {toml_value(table[key])}" for key in table)])
+        for section, table in config.items()
+    )
 
 
 def show_config(options: argparse.Namespace) -> Lines:
-    """Yield every setting of a run, defaults and overrides included.
-
-    Raises:
-        ConfigError: as `resolved`.
-    """
+    """Yield every setting of a run, defaults and overrides included."""
     config = resolved(options)
     yield json.dumps(config, indent=2) if options.json else toml_text(config)
 
 
 def show_plan(options: argparse.Namespace) -> Lines:
-    """Yield what each device of train, rollout and evaluation must hold.
-
-    Raises:
-        ConfigError: something does not fit, after all of it has been told.
-        StoreUnavailable: the model lies in a store that does not answer.
-    """
+    """Yield what each device of train, rollout and evaluation must hold; then raise the faults."""
     from planish.base.errors import ConfigError
     from planish.base.text import bytes_text
     from planish.stages.prepare import devices

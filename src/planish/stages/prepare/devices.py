@@ -20,24 +20,24 @@ from planish.models.experts import sharing_fault
 from planish.models.shapes import MEGATRON_FAMILIES, ModelShape, built_shape, known_shape, shape_of
 from planish.stages.prepare.cluster import Pod, PodRequests
 from planish.stages.prepare.memory import (
+    Config,
     MemoryPart,
     Sharing,
     cold_start_parts,
+    critic_parameters,
     engine_parts,
     expert_rank_part,
-    host_bytes,
+    memory_share,
     opening_bytes,
     settings_of_engine,
     train_parts,
 )
 from planish.store.sources import open_folder, parse_source
 
-Config = Mapping[str, Mapping[str, Any]]
-
 USABLE = 0.92
-"""Of a GPU's memory; CUDA, NCCL, kernels and holes between tensors take the rest."""
+"""Part of a GPU's memory; CUDA, NCCL, kernels and holes between tensors take the rest."""
 PROGRAM_BYTES = 1 << 29
-"""Of host memory that a process with torch takes before it holds a model."""
+"""Host memory that a process with torch takes before it holds a model."""
 
 HOST = "the host memory"
 
@@ -56,16 +56,15 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Demand:
-    """What one device of a stage must hold."""
+    """Memory that one device of a stage must hold."""
 
     stage: str
     """`sft`, `train`, `rollout` or `evaluate`."""
     device: str
-    """What holds it, in words: `each of 8 GPUs`."""
+    """The device in words: `each of 8 GPUs`."""
     parts: tuple[MemoryPart, ...]
-    """What adds up."""
     room_bytes: int
-    """What may be used of the device."""
+    """Usable memory of the device."""
     remedy: str
     """What to change where it does not fit."""
 
@@ -156,8 +155,9 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
     Outside a cluster, where all stages run on this machine, also for a trainer that it lacks; the
     image of the train stage is another than that of `prepare`, and is looked at there.
     """
-    fault = "" if requests.num_nodes else trainer_fault(config["train"]["trainer"])
-    faults = [fault] if fault else []
+    faults = []
+    if not requests.num_nodes and (fault := trainer_fault(config["train"]["trainer"])):
+        faults.append(fault)
     if requests.have_gpus and not config["model"]["path"]:
         faults.append(
             "`model.path` must name a model in pods with GPUs, got none; what is built from "
@@ -168,38 +168,14 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
         pod = requests.stages.get(stage)
         section, _, key = path.partition(".")
         seen = config.get(section, {}).get(key, "auto")
-        if pod is None or seen == "auto" or (seen == "cuda") == bool(pod.gpus):
-            continue
-        faults.append(
-            f"`{path}` must be 'auto' or {'cuda' if pod.gpus else 'cpu'!r} in {pod}, got "
-            f"{seen!r}; change it, or take another profile"
-        )
-    pod = requests.stages.get("train")
-    processes = config["train"]["num_processes"]
-    if pod and pod.gpus and processes not in (0, pod.gpus):
-        faults.append(
-            f"`train.num_processes` must be 0 or {pod.gpus} in {pod}, got {processes}; 0 is one "
-            "for each GPU"
-        )
-    num_nodes = config["train"]["num_nodes"]
-    if num_nodes > 1 and not requests.num_nodes:
-        faults.append(
-            f"`train.num_nodes` must be 0 or 1 outside a cluster, got {num_nodes}; submit the run "
-            "to a cluster, or take `train.num_processes`"
-        )
-    if pod and pod.gpus and num_nodes > 1 and not requests.has_gang_pods:
-        faults.append(
-            f"`train.num_nodes` must be 0 or 1 in a profile whose train stage is {pod}, got "
-            f"{num_nodes}: it would wait in that pod for others like it; take the profile gpu-4x8 "
-            f"or gpu-16x8 with `train.num_nodes={num_nodes}`"
-        )
-    if pod:
-        num_ranks = (processes or max(1, pod.gpus)) * (num_nodes or requests.num_nodes or 1)
-        fault = grid_fault(num_ranks, **grid_of(config))
-        faults += [fault] if fault else []
-    engine = config["engine"]
-    ranks, setting = engine.get("tensor_parallel", 1), "`engine.tensor_parallel`"
-    if engine.get("name") in APART:
+        if pod and seen not in ("auto", "cuda" if pod.gpus else "cpu"):
+            faults.append(
+                f"`{path}` must be 'auto' or {'cuda' if pod.gpus else 'cpu'!r} in {pod}, got "
+                f"{seen!r}; change it, or take another profile"
+            )
+    faults += _rank_faults(config, requests)
+    ranks, setting = config["engine"].get("tensor_parallel", 1), "`engine.tensor_parallel`"
+    if config["engine"].get("name") in APART:
         ranks = sum(ranks_apart(config))
         setting = "`engine.attention_ranks` + `engine.expert_ranks`"
     for stage in ("rollout", "evaluate"):
@@ -209,6 +185,35 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
                 f"{setting} must be at most the GPUs of a pod of `{stage}` "
                 f"({pod.gpus}), got {ranks}; lower it, or take a profile with more"
             )
+    return faults
+
+
+def _rank_faults(config: Config, requests: PodRequests) -> list[str]:
+    """Return where the ranks of the trainer are others than the pods can have."""
+    faults = []
+    pod = requests.stages.get("train")
+    gpus = pod.gpus if pod else 0
+    processes, num_nodes = config["train"]["num_processes"], config["train"]["num_nodes"]
+    if gpus and processes not in (0, gpus):
+        faults.append(
+            f"`train.num_processes` must be 0 or {gpus} in {pod}, got {processes}; 0 is one "
+            "for each GPU"
+        )
+    if num_nodes > 1 and not requests.num_nodes:
+        faults.append(
+            f"`train.num_nodes` must be 0 or 1 outside a cluster, got {num_nodes}; submit the run "
+            "to a cluster, or take `train.num_processes`"
+        )
+    if gpus and num_nodes > 1 and not requests.has_gang_pods:
+        faults.append(
+            f"`train.num_nodes` must be 0 or 1 in a profile whose train stage is {pod}, got "
+            f"{num_nodes}: it would wait in that pod for others like it; take the profile gpu-4x8 "
+            f"or gpu-16x8 with `train.num_nodes={num_nodes}`"
+        )
+    if pod:
+        num_ranks = (processes or max(1, gpus)) * (num_nodes or requests.num_nodes or 1)
+        if fault := grid_fault(num_ranks, **grid_of(config)):
+            faults.append(fault)
     return faults
 
 
@@ -225,13 +230,8 @@ def grid_of(config: Config) -> dict[str, int]:
 
 
 def trainer_faults(config: Config, shape: ModelShape) -> list[str]:
-    """Return why the configured trainer can not share the model over its ranks.
-
-    Args:
-        config: resolved tables.
-        shape: of the model.
-    """
-    train, faults = config["train"], []
+    """Return why the configured trainer can not share a model over its ranks."""
+    train = config["train"]
     if train["trainer"] != "megatron":
         return []
     grid = grid_of(config)
@@ -239,21 +239,21 @@ def trainer_faults(config: Config, shape: ModelShape) -> list[str]:
     counts = {"heads": shape.num_heads, "heads of keys and values": shape.num_kv_heads}
     if not shape.num_experts:
         counts["features between the projections of a layer"] = shape.intermediate_size
-    for name, count in counts.items():
-        if count % parts:
-            faults.append(
-                f"`train.tensor_parallel` must divide the {count} {name} of the model, got {parts}"
-            )
+    faults = [
+        f"`train.tensor_parallel` must divide the {count} {name} of the model, got {parts}"
+        for name, count in counts.items()
+        if count % parts
+    ]
     if shape.layers % grid["pp"]:
         faults.append(
             f"`train.pipeline_parallel` must divide the {shape.layers} layers of the model, got "
             f"{grid['pp']}"
         )
     shares_tokens = train.get("sequence_parallel", False)
-    fault = sharing_fault(
+    if fault := sharing_fault(
         shape.num_experts, grid["ep"], tensor_parallel=parts, shares_tokens=shares_tokens
-    )
-    faults += [fault] if fault else []
+    ):
+        faults.append(fault)
     if shape.family not in MEGATRON_FAMILIES:
         faults.append(
             f"`train.trainer` must be 'fsdp2' for a model of {shape.family!r}, got 'megatron', "
@@ -270,26 +270,19 @@ def trainer_faults(config: Config, shape: ModelShape) -> list[str]:
 def device_warnings(config: Config, requests: PodRequests) -> list[str]:
     """Return settings that work but waste the GPUs of the pods."""
     pod = requests.stages.get("train")
-    if (
-        pod
-        and pod.gpus
-        and config["model"]["path"]
-        and config["train"]["compute_dtype"] == "float32"
-    ):
-        return [
-            "`train.compute_dtype` is float32: GPUs multiply several times as fast in bfloat16, "
-            "and the master weights stay float32"
-        ]
-    return []
+    is_wide = config["train"]["compute_dtype"] == "float32"
+    if not (pod and pod.gpus and config["model"]["path"] and is_wide):
+        return []
+    return [
+        "`train.compute_dtype` is float32: GPUs multiply several times as fast in bfloat16, "
+        "and the master weights stay float32"
+    ]
 
 
 def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[Demand]:
     """Return what the cold start, each stage of an iteration and the evaluation need of a device.
 
-    Args:
-        config: resolved tables.
-        shape: of the model.
-        requests: the pods; a stage without one is left out, and so are ranks at `engine.peers`.
+    A stage without a pod is left out, and so are ranks at `engine.peers`.
     """
     found = []
     if pod := requests.stages.get("train"):
@@ -298,7 +291,7 @@ def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[De
     if (pod := requests.stages.get("sft")) and (
         config["sft"]["force"] or not config["model"]["path"]
     ):
-        room = int(USABLE * requests.gpu_bytes) if pod.gpus else pod.memory_bytes - PROGRAM_BYTES
+        room = _room(pod, 1, requests.gpu_bytes)
         start = cold_start_parts(config, shape, requests.gpu_bytes, on_cpu=not pod.gpus)
         remedy = "lower `sft.traces_per_minibatch` or `sft.max_rows`"
         if config["model"]["path"]:
@@ -310,20 +303,17 @@ def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[De
     return found
 
 
+def _room(pod: Pod, processes: int, gpu_bytes: int) -> int:
+    """Return the usable memory of a GPU, or of the host where there is none."""
+    return int(USABLE * gpu_bytes) if pod.gpus else pod.memory_bytes - processes * PROGRAM_BYTES
+
+
 def engine_demands(
     config: Config, shape: ModelShape, stage: str, pod: Pod, gpu_bytes: int
 ) -> list[Demand]:
-    """Return what the engine needs of each kind of device in a pod.
-
-    Args:
-        config: resolved tables.
-        shape: of the policy.
-        stage: `rollout` or `evaluate`.
-        pod: one of the stage.
-        gpu_bytes: memory of one GPU.
-    """
-    engine = config["engine"]
-    is_apart = engine.get("name") in APART
+    """Return what the engine of `rollout` or `evaluate` needs of each kind of device in a pod."""
+    name = config["engine"].get("name", "")
+    is_apart = name in APART
     attention, experts = ranks_apart(config) if is_apart else (1, 0)
     if not attention:
         return []
@@ -331,24 +321,24 @@ def engine_demands(
     more = f"lower `{stage}.max_rows` or `{stage}.max_response_tokens`, {remedy}"
     parts = engine_parts(config, shape, stage, gpu_bytes, on_cpu=not pod.gpus)
     others = [expert_rank_part(config, shape)] if experts else []
+    room = room_of_experts = _room(pod, 1 + is_apart * (attention + experts), gpu_bytes)
     if not pod.gpus:
-        room = pod.memory_bytes - (1 + is_apart * (attention + experts)) * PROGRAM_BYTES
-        total = [*_times(parts, attention), *_times(others, experts)]
-        return [Demand(stage, HOST, tuple(total), room, more)]
-    room = int(USABLE * gpu_bytes)
-    if engine.get("name", "").startswith("vllm"):
-        room = int(engine.get("memory_share", 0.85) * gpu_bytes)
+        total = (*_times(parts, attention), *_times(others, experts))
+        return [Demand(stage, HOST, total, room, more)]
+    if name.startswith("vllm"):
+        room = int(memory_share(config) * gpu_bytes)
         more = f"raise `engine.memory_share`, lower `{stage}.max_response_tokens`, {remedy}"
-    device = f"each of {pod.gpus} GPUs" if pod.gpus > 1 else "a GPU"
     if not experts:
+        device = f"each of {pod.gpus} GPUs" if pod.gpus > 1 else "a GPU"
         return [Demand(stage, device, tuple(parts), room, more)]
+    device, of_experts = (
+        f"each of {attention} GPUs of attention",
+        f"each of {experts} GPUs of experts",
+    )
     for_experts = f"raise `engine.expert_ranks`, {remedy}"
-    room_of_experts = int(USABLE * gpu_bytes)
     return [
-        Demand(stage, f"each of {attention} GPUs of attention", tuple(parts), room, more),
-        Demand(
-            stage, f"each of {experts} GPUs of experts", tuple(others), room_of_experts, for_experts
-        ),
+        Demand(stage, device, tuple(parts), room, more),
+        Demand(stage, of_experts, tuple(others), room_of_experts, for_experts),
     ]
 
 
@@ -364,10 +354,7 @@ def memory_rows(
 ) -> list[tuple[str, str]]:
     """Return what each stage needs of a device: (what, value in Markdown).
 
-    Args:
-        config: resolved tables.
-        model_config: content of the model's config.json; empty where it was not opened.
-        requests: the pods.
+    `model_config` is the model's config.json; empty where it was not opened.
 
     Raises:
         ConfigError: a stage does not fit, or the trainer can not share the model.
@@ -398,15 +385,7 @@ def memory_rows(
 def train_demands(
     config: Config, shape: ModelShape, pod: Pod, gpu_bytes: int, num_nodes: int = 1
 ) -> list[Demand]:
-    """Return what a step needs of a device, and what opening the models needs.
-
-    Args:
-        config: resolved tables.
-        shape: of the model.
-        pod: one that trains.
-        gpu_bytes: memory of one GPU.
-        num_nodes: pods that share the model.
-    """
+    """Return what a step needs of a device of `num_nodes` pods, and what opening models needs."""
     train = config["train"]
     ranks = train["num_processes"] or max(1, pod.gpus)
     smaller = "lower `train.tokens_per_microbatch` and `rollout.max_response_tokens`"
@@ -418,19 +397,11 @@ def train_demands(
     if train["trainer"] == "megatron":
         grid = grid_of(config)
         sharing = Sharing(grid["tp"] * grid["pp"], grid["ep"] * grid["pp"], gathers=False)
-    parts = train_parts(config, shape, sharing)
+    parts, room = train_parts(config, shape, sharing), _room(pod, ranks, gpu_bytes)
     if not pod.gpus:
-        room = pod.memory_bytes - ranks * PROGRAM_BYTES
         return [Demand("train", HOST, tuple(_times(parts, ranks)), room, remedy)]
-    room = int(USABLE * gpu_bytes)
     device = f"each of {num_nodes * pod.gpus} GPUs"
     whole = "take a smaller model: one that a GPU can not hold in float32 is not opened"
-    host = MemoryPart(
-        "models in float32 on their way to the GPUs",
-        host_bytes(config, shape, ranks),
-        f"{ranks} processes x 4 B x parameters",
-    )
-    room_on_host = pod.memory_bytes - ranks * PROGRAM_BYTES
     found = [Demand("train", device, tuple(parts), room, remedy)]
     if train["trainer"] != "megatron":  # which takes its part of a model to the GPU
         opened = MemoryPart(
@@ -439,4 +410,10 @@ def train_demands(
             "while models are opened, one after the other",
         )
         found.append(Demand("train", device, (opened,), room, whole))
+    host = MemoryPart(
+        "models in float32 on their way to the GPUs",
+        4 * (shape.parameters + critic_parameters(config, shape)) * ranks,
+        f"{ranks} processes x 4 B x parameters",
+    )
+    room_on_host = pod.memory_bytes - ranks * PROGRAM_BYTES
     return [*found, Demand("train", HOST, (host,), room_on_host, whole)]

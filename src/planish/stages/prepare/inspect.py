@@ -15,8 +15,8 @@ from planish.models.experts import FAMILIES, num_experts
 from planish.models.inspect import inspect_model, open_tokenizer
 from planish.store.sources import open_folder, parse_source
 
-DATA_INSPECTOR = "planish.stages.curate.inspect:inspect_data"
-"""`module:function` that opens the data; named as sections are: stages do not import each other."""
+DATA_INSPECTOR = "planish.stages.curate.inspect"
+"""Module that opens the data; named, since stages do not import each other."""
 
 
 def vocabulary_faults(found: Inspection, policy: str) -> list[str]:
@@ -45,16 +45,12 @@ def inspect_sources(
             setting has changed, since the run would go on without it. Empty for a run that begins.
         changed: settings that differ from those of the run, as `differences` writes them.
 
-    Returns:
-        What was found.
-
     Raises:
         ConfigError: every fault of data and model in one message.
         StoreUnavailable: the store does not answer.
     """
     found = Inspection()
-    module, _, function = DATA_INSPECTOR.partition(":")
-    getattr(importlib.import_module(module), function)(config, found)
+    importlib.import_module(DATA_INSPECTOR).inspect_data(config, found)
     is_other = any(line.startswith("`model.path`:") for line in changed)
     if not policy or (is_other and config.get("model", {}).get("path")):
         inspect_model(config, found)

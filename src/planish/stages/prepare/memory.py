@@ -1,7 +1,8 @@
 """Bytes that training and rollout take of one device, from the settings and the model's sizes.
 
 Everything is counted for the largest micro-batch that the settings allow. What kernels, NCCL and
-the allocator keep for themselves is not counted: a part of each GPU is left for it.
+the allocator keep for themselves is not counted: a part of each GPU is left for it. All functions
+take resolved tables and the sizes of the policy; a critic is taken to have the same sizes.
 
 Source: ZeRO, arXiv 1910.02054, section 3.1 (16 bytes of state a parameter in mixed precision, here
 with float32 gradients); Korthikanti et al., arXiv 2205.05198, section 4 (activations of a layer by
@@ -26,18 +27,19 @@ Config = Mapping[str, Mapping[str, Any]]
 LOGIT_CHUNK = 4096
 """Tokens whose logits exist at once: `planish.models.logprobs.TOKENS_PER_CHUNK`."""
 LOGIT_BYTES = 16
-"""Of each of these logits: scaled logits, log-probabilities, and two copies for the entropy."""
+"""Bytes of each: scaled logits, log-probabilities, and two copies for the entropy."""
 COLD_LOGIT_BYTES = 12
 """The same in a cold start, which wants no entropy."""
 DRAWN_LOGIT_BYTES = 32
-"""Of each logit from which the engine `transformers` draws: of the model, in float32, as
+"""Bytes of each logit from which the engine `transformers` draws: from the model, in float32, as
 log-probabilities, as probabilities, and twice in float64 while these are summed."""
 CACHE_STEP = 64
 """Its rows are as wide as a multiple of so many tokens: `ROW_STEP` of its `kv_cache`."""
 BATCH_TOKENS = 8192
 """Tokens of one forward pass of vLLM where `engine.batch_tokens` leaves it open."""
 SAMPLER_BYTES = 24
-"""Of each logit of vLLM's sampler: float32 logits and log-probabilities, sorted with indices."""
+"""Bytes of each logit of vLLM's sampler: float32 logits and log-probabilities, sorted with
+indices."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,6 @@ class MemoryPart:
     """One thing that takes memory of a device."""
 
     name: str
-    """What it is."""
     num_bytes: int
     """On one device."""
     how: str
@@ -62,9 +63,8 @@ class Sharing:
     """
 
     ranks: int
-    """That share what is outside of experts."""
+    """Ranks that share what is outside of experts."""
     expert_ranks: int
-    """That share the experts."""
     gathers: bool
     """A layer is whole on every rank while it computes, as under FSDP2; else each rank computes
     with its part."""
@@ -104,10 +104,6 @@ class Precision:
 def kept_by_layer(shape: ModelShape, precision: Precision) -> int:
     """Return the bytes of a token that one layer keeps for its backward pass.
 
-    Args:
-        shape: of the model.
-        precision: of the forward pass.
-
     Example:
         >>> from planish.models.shapes import known_shape
         >>> kept_by_layer(known_shape("Qwen2.5-7B"), Precision.of("bfloat16", gathers=True)) // 1024
@@ -129,56 +125,49 @@ def kept_by_layer(shape: ModelShape, precision: Precision) -> int:
 
 
 def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[MemoryPart]:
-    """Return what one training process holds at the busiest moment of a step.
-
-    Args:
-        config: resolved tables.
-        shape: of the policy; a critic is taken to have the same sizes.
-        sharing: of what is trained.
-    """
+    """Return what one training process holds at the busiest moment of a step."""
     train, rollout = config["train"], config["rollout"]
     precision = Precision.of(train["compute_dtype"], gathers=sharing.gathers)
-    policy = shape.parameters
-    # Only algorithms with a critic have a decay of its target.
-    critic = shape.body_parameters if "lambda_critic" in config["algorithm"] else 0
-    whose = "policy and critic" if critic else "policy"
-    experts = shape.expert_parameters
-    models = 2 if critic else 1
+    policy, critic = shape.parameters, critic_parameters(config, shape)
+    experts, models = shape.expert_parameters, 2 if critic else 1
     trained, largest = policy + critic, max(policy, critic)
-    weights = sharing.of(4 * (policy + critic), 4 * models * experts)
+    of = f"{trained:,} parameters of policy{' and critic' if critic else ''}"
+    weights = sharing.of(4 * trained, 4 * models * experts)
     if rank := config["model"].get("lora_rank", 0):
         # Adapters on every matrix of every layer, the most that there can be.
         largest = rank * shape.layers * shape.adapter_rows
         trained, experts = largest * models, 0
-    longest = rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
-    tokens = max(train["tokens_per_microbatch"], longest)
-    of = f"{policy + critic:,} parameters of {whose}"
-    moments_of = sharing.of(8 * trained, 8 * models * experts)
-    parts = [
-        MemoryPart("weights, float32 masters", weights, f"4 B x {of}{sharing}"),
-        MemoryPart("AdamW moments, float32", moments_of, f"8 B x {trained:,}{sharing}"),
-        MemoryPart(
-            "gradients, float32",
-            sharing.of(4 * largest, 4 * experts),
-            f"4 B x {largest:,}{sharing}" + ", one model at a time" * bool(critic),
-        ),
-    ]
+    gradients = sharing.of(4 * largest, 4 * experts)
+    moments = sharing.of(8 * trained, 8 * models * experts)
+    tokens = max(
+        train["tokens_per_microbatch"],
+        rollout["max_prompt_tokens"] + rollout["max_response_tokens"],
+    )
     # Ranks that share tokens keep their part of what a layer keeps (Korthikanti et al., eq. 4).
     parts_of_tokens = train.get("tensor_parallel", 1) if train.get("sequence_parallel") else 1
-    layer = kept_by_layer(shape, precision) // parts_of_tokens
+    each = layer = kept_by_layer(shape, precision) // parts_of_tokens
+    why, again = "no checkpointing", 0
     if train["activation_checkpointing"]:
         each = precision.stream * shape.hidden_size // parts_of_tokens
-        how = f"{tokens:,} tokens x {shape.layers} layers x {each:,} B, their inputs"
-    else:
-        each = layer
-        how = f"{tokens:,} tokens x {shape.layers} layers x {each:,} B, no checkpointing"
-    parts.append(MemoryPart("activations kept", tokens * shape.layers * each, how))
-    moments = [
+        why, again = "their inputs", tokens * layer
+    how = f"{tokens:,} tokens x {shape.layers} layers x {each:,} B, {why}"
+    busiest = [
         logits_moment(shape, precision, sharing, min(tokens, LOGIT_CHUNK)),
-        layer_moment(shape, precision, sharing, 0 if each == layer else tokens * layer, tokens),
+        layer_moment(shape, precision, sharing, again, tokens),
     ]
-    parts.append(max(moments, key=lambda part: part.num_bytes))
-    return parts
+    alone = ", one model at a time" * bool(critic)
+    return [
+        MemoryPart("weights, float32 masters", weights, f"4 B x {of}{sharing}"),
+        MemoryPart("AdamW moments, float32", moments, f"8 B x {trained:,}{sharing}"),
+        MemoryPart("gradients, float32", gradients, f"4 B x {largest:,}{sharing}{alone}"),
+        MemoryPart("activations kept", tokens * shape.layers * each, how),
+        max(busiest, key=lambda part: part.num_bytes),
+    ]
+
+
+def critic_parameters(config: Config, shape: ModelShape) -> int:
+    """Return the parameters of the critic: only algorithms with one have a decay of its target."""
+    return shape.body_parameters if "lambda_critic" in config["algorithm"] else 0
 
 
 def cold_start_parts(
@@ -186,24 +175,19 @@ def cold_start_parts(
 ) -> list[MemoryPart]:
     """Return what learning from traces takes of one device, beside the engine that measures.
 
-    Everything is float32, one process has all of it, and nothing is computed again.
-
-    Args:
-        config: resolved tables.
-        shape: of the policy.
-        room_bytes: memory of the device.
-        on_cpu: the device is the machine's own memory.
+    Everything is float32, one process has all of it, and nothing is computed again. The arguments
+    are those of `engine_parts`.
     """
     sft, rank = config["sft"], config["model"].get("lora_rank", 0)
     # A model that is built has nothing to keep: it learns with all of its weights.
     has_adapters = rank and config["model"]["path"]
     trained = rank * shape.layers * shape.adapter_rows if has_adapters else shape.parameters
     longest = config["rollout"]["max_prompt_tokens"] + sft["max_response_tokens"]
-    alone = Sharing(1, 1, gathers=False)
     tokens = sft["traces_per_minibatch"] * longest
-    precision = Precision.of("float32", gathers=alone.gathers)
+    alone, precision = Sharing(1, 1, gathers=False), Precision(4, 4, 0)
     layer = kept_by_layer(shape, precision)
-    moments = [
+    how = f"{sft['traces_per_minibatch']} traces x {longest:,} tokens x {shape.layers} layers x "
+    busiest = [
         logits_moment(shape, precision, alone, min(tokens, LOGIT_CHUNK), COLD_LOGIT_BYTES),
         layer_moment(shape, precision, alone, 0, tokens),
     ]
@@ -211,21 +195,17 @@ def cold_start_parts(
     if engine.get("name") == "vllm":
         engine["memory_share"] = sft["probe_memory_share"]
     probe = engine_parts({**config, "engine": engine}, shape, "sft", room_bytes, on_cpu=on_cpu)
+    names = ", ".join(part.name for part in probe)
     return [
         MemoryPart("weights, float32", 4 * shape.parameters, f"4 B x {shape.parameters:,}"),
         MemoryPart("AdamW moments and gradients", 12 * trained, f"12 B x {trained:,}"),
         MemoryPart(
             "activations kept",
             tokens * shape.layers * layer,
-            f"{sft['traces_per_minibatch']} traces x {longest:,} tokens x {shape.layers} layers x "
-            f"{layer:,} B; longer traces take more",
+            f"{how}{layer:,} B; longer traces take more",
         ),
-        max(moments, key=lambda part: part.num_bytes),
-        MemoryPart(
-            "engine that measures",
-            sum(part.num_bytes for part in probe),
-            ", ".join(part.name for part in probe),
-        ),
+        max(busiest, key=lambda part: part.num_bytes),
+        MemoryPart("engine that measures", sum(part.num_bytes for part in probe), names),
     ]
 
 
@@ -241,15 +221,7 @@ def logits_moment(
     chunk: int,
     logit_bytes: int = LOGIT_BYTES,
 ) -> MemoryPart:
-    """Return what the LM head takes while it scores a chunk of tokens.
-
-    Args:
-        shape: of the policy.
-        precision: of the forward pass.
-        sharing: of what is trained.
-        chunk: tokens that are scored at once.
-        logit_bytes: of each of their logits.
-    """
+    """Return what the LM head takes while it scores a chunk of tokens."""
     logits = logit_bytes * chunk * shape.vocab_size
     how = f"{chunk:,} tokens x {shape.vocab_size:,} logits x {logit_bytes} B"
     copies = 0
@@ -267,14 +239,9 @@ def logits_moment(
 def layer_moment(
     shape: ModelShape, precision: Precision, sharing: Sharing, again: int, tokens: int
 ) -> MemoryPart:
-    """Return what the backward pass of one layer takes.
+    """Return what the backward pass of one layer takes for the tokens of a micro-batch.
 
-    Args:
-        shape: of the policy.
-        precision: of the forward pass.
-        sharing: of what is trained.
-        again: bytes that the layer's second forward pass keeps; 0 without checkpointing.
-        tokens: of a micro-batch.
+    `again` are the bytes that the layer's second forward pass keeps; 0 without checkpointing.
     """
     wide = precision.product
     # Gradients of two results of the feed-forward layer, and of the stream before and after.
@@ -301,18 +268,12 @@ def opening_bytes(config: Config, shape: ModelShape, ranks: int) -> int:
 
     The critic comes first, then the policy, and a reference beside both.
     """
-    critic = shape.body_parameters if "lambda_critic" in config["algorithm"] else 0
+    critic = critic_parameters(config, shape)
     if ranks == 1:
         return 12 * (shape.parameters + critic)
-    reference = shape.parameters if config["algorithm"].get("kl_coefficient") else 0
-    held = 12 * (critic + (shape.parameters if reference else 0)) // ranks
+    has_reference = bool(config["algorithm"].get("kl_coefficient"))
+    held = 12 * (critic + shape.parameters * has_reference) // ranks
     return held + 4 * shape.parameters
-
-
-def host_bytes(config: Config, shape: ModelShape, ranks: int) -> int:
-    """Return the host memory of a training pod while every rank opens its models in float32."""
-    critic = shape.body_parameters if "lambda_critic" in config["algorithm"] else 0
-    return 4 * (shape.parameters + critic) * ranks
 
 
 def settings_of_engine(config: Config) -> EngineConfig:
@@ -337,7 +298,7 @@ def engine_parts(
     """
     engine, settings = config.get("engine", {}), config[section]
     name, ranks = engine.get("name", "transformers"), engine.get("tensor_parallel", 1)
-    wide = 2 if config["model"]["dtype"] == "bfloat16" else 4
+    wide = bytes_per_weight(config)
     in_type = 1 if engine.get("quantization") == "fp8" else wide
     shared = f" / {ranks} ranks" if ranks > 1 else ""
     rows, cached = settings["max_rows"], shape.kv_bytes_per_token(wide) // ranks
@@ -346,48 +307,51 @@ def engine_parts(
         held -= shape.expert_parameters
         shared = " outside of experts"
         rows = -(-rows // settings_of_engine(config).attention_ranks)
-    prompt = config["rollout"]["max_prompt_tokens"]
-    longest = prompt + settings["max_response_tokens"]
+    longest = config["rollout"]["max_prompt_tokens"] + settings["max_response_tokens"]
     limit = min(longest, shape.max_model_tokens)
-    weights = in_type * held // ranks
-    parts = [MemoryPart("weights", weights, f"{in_type} B x {held:,} parameters{shared}")]
+    how = f"{in_type} B x {held:,} parameters{shared}"
+    weights = MemoryPart("weights", in_type * held // ranks, how)
+    logits = f"{rows} rows x {shape.vocab_size:,} logits x"
     if not name.startswith("vllm"):
-        parts.append(
-            MemoryPart(
-                "logits of a step",
-                DRAWN_LOGIT_BYTES * rows * shape.vocab_size,
-                f"{rows} rows x {shape.vocab_size:,} logits x {DRAWN_LOGIT_BYTES} B",
-            )
-        )
+        drawn = DRAWN_LOGIT_BYTES * rows * shape.vocab_size
         wide_rows = -(-limit // CACHE_STEP) * CACHE_STEP
         how = f"{rows} rows x {wide_rows:,} tokens x {cached:,} B"
-        return [*parts, MemoryPart("keys and values", rows * wide_rows * cached, how)]
+        return [
+            weights,
+            MemoryPart("logits of a step", drawn, f"{logits} {DRAWN_LOGIT_BYTES} B"),
+            MemoryPart("keys and values", rows * wide_rows * cached, how),
+        ]
     at_once = engine.get("batch_tokens", 0) or BATCH_TOKENS
     forward = 8 * shape.hidden_size + 6 * shape.intermediate_size * shape.experts_per_token
-    parts.append(
-        MemoryPart(
-            "forward pass and sampler",
-            at_once * forward * wide // 2 + SAMPLER_BYTES * rows * shape.vocab_size,
-            f"{at_once:,} tokens x {forward:,} B and {rows} rows x {shape.vocab_size:,} logits x "
-            f"{SAMPLER_BYTES} B",
-        )
+    step = MemoryPart(
+        "forward pass and sampler",
+        at_once * forward * wide // 2 + SAMPLER_BYTES * rows * shape.vocab_size,
+        f"{at_once:,} tokens x {forward:,} B and {logits} {SAMPLER_BYTES} B",
     )
     # An evaluation has no limit of its own for prompts: vLLM must hold the longest context.
     least = cached * (limit if section == "rollout" else shape.max_model_tokens)
-    share = engine.get("memory_share", 0.85)
-    left = int(share * room_bytes) - sum(part.num_bytes for part in parts)
+    left = int(memory_share(config) * room_bytes) - weights.num_bytes - step.num_bytes
     cache = engine.get("cache_bytes", 0) or (1 << 30 if on_cpu else max(left, least))
     how = (
         f"{cache // cached:,} tokens x {cached:,} B, room for {cache / cached / limit:.1f} of the "
+        f"longest responses at once (`{section}.max_rows` = {rows})"
     )
-    how += f"longest responses at once (`{section}.max_rows` = {rows})"
-    return [*parts, MemoryPart("keys and values", max(cache, least), how)]
+    return [weights, step, MemoryPart("keys and values", max(cache, least), how)]
+
+
+def memory_share(config: Config) -> float:
+    """Return the part of a GPU that vLLM takes."""
+    return float(config["engine"].get("memory_share", 0.85))
+
+
+def bytes_per_weight(config: Config) -> int:
+    """Return the bytes of a number of the policy in an engine."""
+    return 2 if config["model"]["dtype"] == "bfloat16" else 4
 
 
 def expert_rank_part(config: Config, shape: ModelShape) -> MemoryPart:
     """Return the weights on a rank of an engine whose attention and experts are apart."""
-    wide = 2 if config["model"]["dtype"] == "bfloat16" else 4
-    engine = settings_of_engine(config)
+    wide, engine = bytes_per_weight(config), settings_of_engine(config)
     each = shape.expert_parameters // max(1, shape.num_experts)
     count = shape.num_experts // engine.expert_ranks + engine.redundant_experts
     how = f"{count} experts of {shape.layers} layers x {wide} B x {each // shape.layers:,}"

@@ -13,14 +13,11 @@ from planish.stages.prepare.run_file import RunFile
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What `prepare` found out."""
+    """Result of `prepare`."""
 
     root: str
-    """URI of the run."""
     run: RunFile
-    """Configuration and start."""
     link: Link
-    """Iterations of this run."""
     num_shards: int
     """Rollout tasks of an iteration."""
     is_new: bool
@@ -30,9 +27,8 @@ class RunPlan:
     changed: Sequence[str] = field(default_factory=tuple)
     """Settings that differ from the run before."""
     opened: Sequence[tuple[str, str]] = field(default_factory=tuple)
-    """What data and model turned out to be: (what, value in Markdown)."""
+    """Data and model as they were found: (what, value in Markdown)."""
     warnings: Sequence[str] = field(default_factory=tuple)
-    """What may go wrong."""
     away_from: Sequence[str] = field(default_factory=tuple)
     """Nodes that the pods keep away from."""
     retries: str = ""
@@ -57,22 +53,17 @@ class RunPlan:
 
 def _sizes(config: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Return algorithm and sizes of an iteration."""
-    rollout = config.get("rollout", {})
-    train, algorithm = config.get("train", {}), config.get("algorithm", {})
-    rows = [("algorithm", code_span(str(algorithm.get("name", "?"))))]
-    prompts, group = rollout.get("prompts_per_iteration"), rollout.get("group_size")
-    if prompts and group:
-        rows.append(
-            ("batch", f"{prompts} prompts x {group} = {prompts * group} rollouts an iteration")
-        )
-        minibatch = train.get("rollouts_per_minibatch")
-        if minibatch:
-            steps = train.get("num_passes", 1) * -(-prompts * group // minibatch)
-            plural = "" if steps == 1 else "s"
-            rows.append(("updates", f"{steps} optimizer step{plural} an iteration"))
+    rollout, train, algorithm = config["rollout"], config["train"], config["algorithm"]
+    prompts, group = rollout["prompts_per_iteration"], rollout["group_size"]
+    steps = train["num_passes"] * -(-prompts * group // train["rollouts_per_minibatch"])
+    rows = [
+        ("algorithm", code_span(algorithm["name"])),
+        ("batch", f"{prompts} prompts x {group} = {prompts * group} rollouts an iteration"),
+        ("updates", f"{steps} optimizer step{'s' * (steps != 1)} an iteration"),
+    ]
     if algorithm.get("kl_coefficient"):
-        near = code_span(train.get("reference_policy") or "")
-        near = near or "the policy that training began with"
+        pinned = train.get("reference_policy")
+        near = code_span(pinned) if pinned else "the policy that training began with"
         rows.append(("penalty", f"{algorithm['kl_coefficient']:g} x KL to {near}"))
     return rows
 

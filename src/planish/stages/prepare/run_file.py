@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import planish
@@ -56,7 +56,7 @@ class RunFile:
     initial: StartPins
     """Where the present run of the chain begins."""
     preset: str = ""
-    """What the settings started from; empty for none."""
+    """Preset that the settings started from; empty for none."""
 
     @property
     def sha256(self) -> str:
@@ -65,15 +65,7 @@ class RunFile:
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON."""
-        return {
-            "config": self.config,
-            "config_sha256": self.sha256,
-            "code_version": self.code_version,
-            "resumed_from": self.resumed_from,
-            "origin": vars(self.origin),
-            "initial": vars(self.initial),
-            "preset": self.preset,
-        }
+        return {**asdict(self), "config_sha256": self.sha256}
 
 
 def read_run_file(root: str) -> RunFile | None:
@@ -82,28 +74,27 @@ def read_run_file(root: str) -> RunFile | None:
     Raises:
         ConfigError: it is not one of ours.
     """
-    uri = layout.run_file(root)
     try:
         raw = read_run(root)
     except ObjectMissing:
         return None
     try:
-        origin, initial = StartPins(**raw["origin"]), StartPins(**raw["initial"])
-        for pin in (*vars(origin).values(), *vars(initial).values()):
+        origin, initial = (StartPins(**raw[name]) for name in ("origin", "initial"))
+        for pin in (origin.policy, origin.state, initial.policy, initial.state):
             if pin:
                 parse_pin(pin)
         return RunFile(
             config=raw["config"],
-            code_version=str(raw["code_version"]),
-            resumed_from=str(raw["resumed_from"]),
+            code_version=raw["code_version"],
+            resumed_from=raw["resumed_from"],
             origin=origin,
             initial=initial,
-            preset=str(raw.get("preset", "")),
+            preset=raw.get("preset", ""),
         )
     except (KeyError, TypeError, RecordError) as error:
         raise ConfigError(
-            f"`{uri}` must hold config, code_version, resumed_from, origin and initial, got a "
-            f"document that breaks that ({error}); choose a new root"
+            f"`{layout.run_file(root)}` must hold config, code_version, resumed_from, origin and "
+            f"initial, got a document that breaks that ({error}); choose a new root"
         ) from None
 
 
@@ -145,13 +136,15 @@ def open_run_file(
     Raises:
         ConfigError: another configuration, another origin, or no run at `resume_from`.
     """
-    resume_from = "" if resume_from.rstrip("/") == root else resume_from.rstrip("/")
+    resume_from = resume_from.rstrip("/")
+    resume_from = "" if resume_from == root else resume_from
     before = read_run_file(root)
     if before is None:
-        origin = StartPins()
-        changed: list[str] = []
-        if resume_from:
-            origin, changed = _start_of_other(resume_from, config, allow_config_change)
+        origin, changed = (
+            _start_of_other(resume_from, config, allow_config_change)
+            if resume_from
+            else (StartPins(), [])
+        )
         return RunFile(config, planish.__version__, resume_from, origin, origin), changed, True
     if resume_from and resume_from != before.resumed_from:
         raise ConfigError(
@@ -211,11 +204,7 @@ def resumed_root(place: str) -> str:
 
 
 def _start_at(root: str, pin: str) -> StartPins:
-    """Return the pins of an earlier policy and its state, of which `pin` is one.
-
-    Raises:
-        ConfigError: nothing with that digest, or no policy was exported from the state.
-    """
+    """Return the pins of an earlier policy and its state, of which `pin` is one."""
     uri, digest = parse_pin(pin)
     try:
         pinned = read_manifest(uri, sha256=digest)
@@ -259,13 +248,12 @@ def start_after(root: str, version: int) -> StartPins:
     uri = layout.policy(root, version)
     policy = read_manifest(uri)
     pin = f"{uri}#sha256={policy.sha256}"
-    parents = set(policy.parents.values())
     uris = store.list_uris(layout.state(root, 0).rpartition("/")[0])
     states = {uri.rpartition("/")[0] for uri in uris if uri.endswith("/manifest.json")}
     # The newest is the likeliest.
     for state in sorted(states, reverse=True):
         digest = read_manifest(state).sha256
-        if digest in parents:
+        if digest in policy.parents.values():
             return StartPins(pin, f"{state}#sha256={digest}")
     if version == 0:
         return StartPins(pin, "")

@@ -13,13 +13,6 @@ from planish import store
 from planish.base.config import load_preset, load_toml, merge, parse_toml, resolve_config
 from planish.base.errors import ConfigError, ObjectMissing
 
-MODEL_KEY = ("model", "path")
-"""Setting that the run parameter `model` stands for."""
-DATASET_KEY = ("curate", "dataset")
-"""Setting that the run parameter `dataset` stands for."""
-SEED_KEY = ("run", "seed")
-"""Setting that the run parameter `seed` stands for."""
-
 _WORD = re.compile(r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])+""", re.DOTALL)
 _QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\[\s'"\\]""", re.DOTALL)
 _TOML_VALUE = re.compile(r"""(?:--)?[\w-]+(?:\.[\w-]+)+=(?P<opening>[\[{"'])""")
@@ -47,33 +40,25 @@ def read_config_file(place: str) -> dict[str, dict[str, Any]]:
         ConfigError: missing, not TOML in UTF-8, or of another digest.
     """
     pinned = _PIN.match(place)
-    digest = pinned["digest"] if pinned else ""
     place = pinned["place"] if pinned else place
-    data = _read(place)
-    seen = hashlib.sha256(data).hexdigest()
-    if digest and seen != digest:
+    try:
+        data = store.read(place) if "://" in place else Path(place).read_bytes()
+    except (OSError, ValueError) as error:
+        is_missing = isinstance(error, ObjectMissing)
+        if "://" in place and not is_missing:
+            raise
+        reason = "nothing there" if is_missing else getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"`config` must have the sha256 {digest}, got {seen} of {place!r}; the file changed "
-            "after the run was set up: upload it again or drop the pin"
+            f"`config` must be the URI or path of a TOML file, got {place!r} ({reason}); upload it "
+            "first, a pod sees no file of your machine"
+        ) from None
+    seen = hashlib.sha256(data).hexdigest()
+    if pinned and seen != pinned["digest"]:
+        raise ConfigError(
+            f"`config` must have the sha256 {pinned['digest']}, got {seen} of {place!r}; the file "
+            "changed after the run was set up: upload it again or drop the pin"
         )
     return parse_toml(data, name=place)
-
-
-def _read(place: str) -> bytes:
-    try:
-        if "://" in place:
-            return store.read(place)
-        return Path(place).read_bytes()
-    except ObjectMissing:
-        reason = "nothing there"
-    except (OSError, ValueError) as error:
-        if "://" in place:
-            raise
-        reason = getattr(error, "strerror", None) or str(error)
-    raise ConfigError(
-        f"`config` must be the URI or path of a TOML file, got {place!r} ({reason}); upload it "
-        "first, a pod sees no file of your machine"
-    )
 
 
 def split_overrides(text: str) -> list[str]:
@@ -158,13 +143,12 @@ def build_config(
     if config:
         layers.append(read_config_file(config))
     layers.append(merge(*layers, overrides=split_overrides(overrides)))
-    for (section, key), value, is_given in (
-        (MODEL_KEY, model, model != ""),
-        (DATASET_KEY, dataset, dataset != ""),
-        (SEED_KEY, seed, seed >= 0),
-    ):
-        if is_given:
-            layers.append({section: {key: value}})
+    if model:
+        layers.append({"model": {"path": model}})
+    if dataset:
+        layers.append({"curate": {"dataset": dataset}})
+    if seed >= 0:
+        layers.append({"run": {"seed": seed}})
     return resolve_config(merge(*layers))
 
 

@@ -148,14 +148,9 @@ def run(
         config_sha256=None,
         outputs={"summary": summary},
     )
-    values = outcome.values
-    return PreparedRun(
-        config_sha256=str(values["config_sha256"]),
-        offset=int(values["offset"]),
-        chain_index=int(values["chain_index"]),
-        node_affinity=json.loads(str(values["node_affinity"])),
-        unfinished=bool(values["unfinished"]),
-    )
+    values: dict[str, Any] = {**outcome.values}
+    values["node_affinity"] = json.loads(values["node_affinity"])
+    return PreparedRun(**values)
 
 
 def liveness(api: ClusterApi | None) -> Callable[[Holder], bool | None]:
@@ -174,14 +169,14 @@ def check_reference(config: Config, start: StartPins) -> None:
 
     Args:
         config: resolved configuration.
-        start: what the present run begins with; the train state names the reference.
+        start: policy and state that the present run begins with; the state names the reference.
 
     Raises:
         ConfigError: there is none, or it is gone.
     """
-    pinned = config.get("train", {}).get("reference_policy", "")
+    pinned = config["train"].get("reference_policy", "")
     # A training that has yet to begin takes its own first policy.
-    if config.get("algorithm", {}).get("kl_coefficient") and (pinned or start.policy):
+    if config["algorithm"].get("kl_coefficient") and (pinned or start.policy):
         find_reference(
             pinned,
             policy_pin=start.policy,
@@ -191,17 +186,13 @@ def check_reference(config: Config, start: StartPins) -> None:
 
 
 def check_adapters(config: Config, state: str) -> None:
-    """Compare the configured adapters with those of the train state that the run goes on from.
-
-    Args:
-        config: resolved configuration.
-        state: pin of the state; empty for none.
+    """Compare the configured adapters with those of the pinned train state, if there is one.
 
     Raises:
         ConfigError: others than the state has.
     """
     if state:
-        settings = parse_section(ModelConfig, config.get("model", {}), section="model")
+        settings = parse_section(ModelConfig, config["model"], section="model")
         check_same(read_state_info(state), configured(settings), pin=state)
 
 
@@ -240,14 +231,10 @@ def nodes_to_avoid(root: str, resume_from: str, limit: int, *, api: ClusterApi |
         )
     if resume_from:
         nodes = [*nodes, *avoided(resumed_root(resume_from))]
-    nodes = sorted(nodes, key=lambda node: node.seconds)
-    names = list(dict.fromkeys(node.name for node in nodes))
+    oldest_first = sorted(nodes, key=lambda node: node.seconds)
+    names = list(dict.fromkeys(node.name for node in oldest_first))
     if len(names) > limit:
-        logger.warning(
-            "more nodes named than may be avoided named=%d max=%d",
-            len(names),
-            limit,
-        )
+        logger.warning("more nodes named than may be avoided named=%d max=%d", len(names), limit)
     return names[:limit]
 
 

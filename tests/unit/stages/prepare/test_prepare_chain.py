@@ -2,8 +2,7 @@
 
 import pytest
 
-from planish import store
-from planish.base.errors import ConfigError, RecordError
+from planish.base.errors import ConfigError
 from planish.records import layout
 from planish.records.io import write_files
 from planish.stages.prepare.chain import Link, count_links, find_link, read_link, record_link
@@ -34,14 +33,6 @@ def test_the_same_run_again_keeps_its_offset(file_root):
     finish(file_root, 4)
     assert take(file_root, 1, 3) == Link(1, 2, 3)
     assert count_links(file_root) == 2
-
-
-def test_two_and_two_do_the_iterations_of_four(file_root):
-    first = take(file_root, 0, 2)
-    finish(file_root, 2)
-    second = take(file_root, 1, 2)
-    numbers = [link.offset + n for link in (first, second) for n in (1, 2)]
-    assert numbers == [1, 2, 3, 4]
 
 
 def test_a_run_needs_the_one_before_to_be_finished(file_root):
@@ -83,10 +74,3 @@ def test_a_run_that_others_build_on_keeps_its_length(file_root):
 def test_impossible_places_are_refused(file_root, index, iterations, words):
     with pytest.raises(ConfigError, match=words):
         find_link(file_root, index, iterations)
-
-
-def test_a_damaged_link_is_told(file_root):
-    uri = layout.chain_file(file_root, 0)
-    store.write(uri, b'{"offset": 1}')
-    with pytest.raises(RecordError, match="offset and num_iterations"):
-        find_link(file_root, 0, 1)

@@ -9,7 +9,6 @@ from typing import ClassVar
 import pytest
 import yaml
 
-from planish.base.errors import ConfigError
 from planish.stages.prepare.cluster import (
     CLUSTER_PERMISSIONS,
     CONTROLLER,
@@ -79,13 +78,11 @@ def test_quantities_of_kubernetes_are_read(text, value):
     assert amount(text) == pytest.approx(value)
 
 
-@pytest.mark.parametrize("text", ["8GB", "-1", "", "x", "1.2.3"])
-def test_other_quantities_are_refused(text):
-    with pytest.raises((ConfigError, ValueError)):
-        amount(text)
-
-
-def test_a_sufficient_cluster_has_no_fault():
+def test_a_sufficient_cluster_has_no_fault(monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert not inside_cluster()
+    nothing = PodRequests.parse("")
+    assert check_cluster(FakeCluster(machines=()), nothing, assume_autoscaling=False).faults == ()
     cluster = FakeCluster()
     assert check_cluster(cluster, REQUESTS, assume_autoscaling=False).faults == ()
     assert cluster.asked == [
@@ -111,12 +108,11 @@ def test_a_quota_that_is_too_small_for_the_largest_stage_is_told():
     roomy = ({"hard": {f"requests.{GPU}": "17", "pods": "1"}, "used": {f"requests.{GPU}": "9"}},)
     assert not check_cluster(FakeCluster(quota=roomy), REQUESTS, assume_autoscaling=False).faults
 
-
-@pytest.mark.parametrize(("limit", "faults"), [("95", 1), ("96", 0)])
-def test_quotas_of_cores_count_everything_that_runs_at_once(limit, faults):
-    quota = ({"hard": {"cpu": limit}, "used": {}},)
-    findings = check_cluster(FakeCluster(quota=quota), REQUESTS, assume_autoscaling=False)
-    assert len(findings.faults) == faults
+    # Cores are counted for everything that runs at once.
+    for limit, faults in (("95", 1), ("96", 0)):
+        cluster = FakeCluster(quota=({"hard": {"cpu": limit}, "used": {}},))
+        found = check_cluster(cluster, REQUESTS, assume_autoscaling=False).faults
+        assert len(found) == faults
 
 
 def test_an_absent_accelerator_and_small_nodes_are_told_or_only_warned_about():
@@ -185,22 +181,6 @@ def test_a_missing_runtime_of_kubeflow_trainer_is_told_before_anything_is_asked_
     )
     (fault,) = check_cluster(denied, wanted, assume_autoscaling=False).faults
     assert "allowed to get clustertrainingruntimes.trainer.kubeflow.org, but" in fault
-
-
-def test_no_requests_need_no_room():
-    nothing = PodRequests.parse("")
-    assert check_cluster(FakeCluster(machines=()), nothing, assume_autoscaling=False).faults == ()
-
-
-@pytest.mark.parametrize("text", ["{}", "[]", "x", '{"pod": {"cpu": "8GB"}, "total": {}}'])
-def test_damaged_requests_are_refused(text):
-    with pytest.raises(ConfigError):
-        PodRequests.parse(text)
-
-
-def test_outside_a_cluster_nothing_is_asked(monkeypatch):
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    assert not inside_cluster()
 
 
 class Recorder(BaseHTTPRequestHandler):
