@@ -54,7 +54,6 @@ _FACTS = (
     "unexpected",
     "bytes_from_store",
     "bytes_over_network",
-    "unique_bytes_needed",
     "sharing",
     "replication",
 )

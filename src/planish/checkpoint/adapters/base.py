@@ -20,16 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.checkpoint.adapters.gathering import (
-    OPTIMIZER,
-    Descriptions,
-    Gathering,
-    described,
-    outline,
-    torch_optimizers,
-)
+from planish.checkpoint.adapters.gathering import Gathering
 from planish.checkpoint.adapters.loader_state import LoaderShard, LoaderState, reshard
-from planish.checkpoint.adapters.optimizer import gather_groups
 from planish.checkpoint.adapters.placement import place, restore, unpacked
 from planish.checkpoint.format.items import PARTS as LOADED
 from planish.checkpoint.format.items import Collected
@@ -143,44 +135,14 @@ def collect(
     gathering = Gathering(
         role, framework, for_load=for_load, metadata=metadata, rename=map_fqn, parts=parts
     )
-    if for_load:
-        _gather_tensors(gathering, state)
-    else:
-        _gather_for_save(gathering, state)
+    module, _, function = FRAMEWORKS[framework].partition(":")
+    getattr(importlib.import_module(module), function)(gathering, state)
     gathering.part = "extra"
     _gather_values(gathering, state)
     _gather_random(gathering, state.get("random"))
     if state.get("dataloader") is not None and "loader" in parts:
         gathering.result.loader = _loader_of(state["dataloader"], for_load=for_load)
     return gathering.result
-
-
-_descriptions = Descriptions()
-
-
-def _gather_for_save(gathering: Gathering, state: Mapping[str, Any]) -> None:
-    """Collect the tensors for a save, by the description of an earlier one where it still fits."""
-    key = (gathering.role, gathering.framework, id(state.get("model")), id(state.get("optimizer")))
-    found = outline(state, gathering.framework)
-    known = _descriptions.find(key, found)
-    if known is None or found is None:
-        _gather_tensors(gathering, state)
-        known = None if found is None else described(found, gathering.result)
-        _descriptions.keep(key, known)
-    else:
-        gathering.result.items = known.items(found)
-        gathering.result.facts.update(known.noted)
-        gathering.share(OPTIMIZER, numbers=known.numbers)
-        if known.names:
-            optimizers = torch_optimizers(state.get("optimizer"))
-            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-            gather_groups(gathering, groups, known.names)
-    gathering.result.description = known
-
-
-def _gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
-    module, _, function = FRAMEWORKS[gathering.framework].partition(":")
-    getattr(importlib.import_module(module), function)(gathering, state)
 
 
 def _gather_values(gathering: Gathering, state: Mapping[str, Any]) -> None:

@@ -265,29 +265,19 @@ def check_dense(key: str, value: Any) -> None:
         )
 
 
-def is_expanded(tensor: Tensor) -> bool:
-    """Return whether several elements share one place in memory (`expand`)."""
-    return any(
-        step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)
-    )
-
-
-def copy_expanded(key: str, source: Tensor, target: Tensor) -> None:
-    """Fill an expanded tensor: its places in memory, once each.
+def check_not_expanded(key: str, tensor: Tensor) -> None:
+    """Refuse tensors of which several elements share one place in memory (`expand`).
 
     Raises:
-        ValueError: elements that share a place would need different values.
+        TypeError: it is such a tensor.
     """
-    core, wanted = target.detach(), source
-    for dim, (step, length) in enumerate(zip(target.stride(), target.shape, strict=True)):
-        if step == 0 and length > 1:
-            core, wanted = core.narrow(dim, 0, 1), wanted.narrow(dim, 0, 1)
-    if not torch.equal(wanted.expand(source.shape), source):
-        raise ValueError(
-            f"`{key}` must have equal values where its elements share memory, got different ones; "
-            "load into a tensor that was not expanded"
+    shared = zip(tensor.stride(), tensor.shape, strict=True)
+    if tensor.numel() and any(step == 0 and length > 1 for step, length in shared):
+        raise TypeError(
+            f"`{key}` must have a place in memory for each element, got an expanded tensor of "
+            f"shape {tuple(tensor.shape)} with strides {tensor.stride()}; store `.contiguous()`, "
+            "or the tensor that was expanded"
         )
-    core.copy_(wanted)
 
 
 Path = tuple[Any, ...]

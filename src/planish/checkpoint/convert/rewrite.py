@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,8 +27,8 @@ from planish.checkpoint.format import metafile
 from planish.checkpoint.format.geometry import box_of, flat_boxes, shift
 from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem
 from planish.checkpoint.format.metafile import DEFAULT_CHECKSUM
-from planish.checkpoint.load.reader import Opened, open_state
-from planish.checkpoint.load.slices import CachedReader, Slice, SliceReader
+from planish.checkpoint.load.reader import BlockReader, Opened, open_state
+from planish.checkpoint.load.slices import Slice, SliceReader
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.save.upload import FileUpload, ReusedMemory, is_large, upload_files
 from planish.checkpoint.watch import monitor
@@ -37,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 NUM_THREADS = 4
 """Parts on their way at the same time."""
+WINDOW_BYTES = 16 << 20
+NUM_WINDOWS = 16
+"""Windows of the source that are kept in memory."""
 
 Parts = Literal["all", "model"]
 
@@ -128,6 +133,46 @@ def rewrite(
     return Rewritten(commit, storage.uri(path), bytes_read, timeline=timeline)
 
 
+class _WindowReader(BlockReader):
+    """Keeps the last windows of files: several ranks of the new layout want parts of the same."""
+
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened)
+        self._windows: OrderedDict[tuple[int, int], Future[memoryview]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def fetch(self, file: int, start: int, target: memoryview) -> None:
+        """Fill `target` with verified bytes."""
+        stop = start + len(target)
+        for first in range(start // WINDOW_BYTES * WINDOW_BYTES, stop, WINDOW_BYTES):
+            window = self._window(file, first)
+            low, high = max(start, first), min(stop, first + len(window))
+            target[low - start : high - start] = window[low - first : high - first]
+
+    def check(self, file: int, start: int, target: memoryview) -> None:
+        """Do nothing: what `fetch` returns has been verified."""
+
+    def _window(self, file: int, first: int) -> memoryview:
+        key = file, first
+        with self._lock:
+            is_new = key not in self._windows
+            window = self._windows.setdefault(key, Future())
+            self._windows.move_to_end(key)
+            if len(self._windows) > NUM_WINDOWS:
+                self._windows.popitem(last=False)
+        if is_new:
+            size = min(WINDOW_BYTES, self.opened.metadata.files.sizes[file] - first)
+            data = memoryview(bytearray(size))
+            try:
+                super().fetch(file, first, data)
+                super().check(file, first, data)
+                window.set_result(data)
+            except BaseException as error:
+                window.set_exception(error)
+                raise
+        return window.result()
+
+
 class _Work:
     """The plan of a rewrite, and the bytes of its files."""
 
@@ -140,8 +185,7 @@ class _Work:
         progress: Callable[[int, int], None],
     ) -> None:
         self.opened, self.progress = opened, progress
-        self.reader = SliceReader(opened, num_threads=1)
-        self.reader.reader = CachedReader(opened)
+        self.reader = SliceReader(opened, reader=_WindowReader(opened), num_threads=1)
         tensors, files = opened.metadata.tensors, opened.metadata.files
         specs = [
             tensors.spec(row)

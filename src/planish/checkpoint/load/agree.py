@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from planish.checkpoint.ranks.control import Control
 
 MIN_HOST_BYTES = 80 << 20
-"""One thread's request, a ring of two, and a message in each direction: 16 MiB each."""
+"""The request of one thread, a ring of two, and a message in each direction: 16 MiB each."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Loaded:
     info: CheckpointInfo
     """Which checkpoint it was, and this rank's timings."""
     header: Mapping[str, Any]
-    """Of the global metadata: step, roles, layout, parents, attributes."""
+    """Head of the global metadata: step, roles, layout, parents, attributes."""
     shared: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Role to the small values that are equal on all ranks."""
     own: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -118,9 +118,7 @@ class Loaded:
     bytes_from_store: int = 0
     """Read by all ranks together."""
     bytes_over_network: int = 0
-    """Received by all ranks together from ranks of other machines."""
-    unique_bytes_needed: int = 0
-    """Of the checkpoint's tensor bytes: those that at least one rank needs, each counted once."""
+    """Received by all ranks together from other ranks."""
     sharing: Literal["all", "none"] = "none"
     """Whether ranks exchanged bytes that several of them need, equal on all ranks."""
     replication: float = 1.0
@@ -136,12 +134,7 @@ _NAMED = 8
 
 @dataclass
 class Fit:
-    """What one rank finds when it compares its items with a checkpoint.
-
-    Example:
-        >>> Fit().faults
-        {'missing': [], 'shape': [], 'dtype': []}
-    """
+    """What one rank finds when it compares its items with a checkpoint."""
 
     items: list[LocalItem] = field(default_factory=list)
     """To fill: their tensors are those of the checkpoint, with its names and types."""
@@ -153,28 +146,6 @@ class Fit:
     """Tensors of this rank alone (generators) that the checkpoint lacks: never an error."""
     unfit: list[Key] = field(default_factory=list)
     """Tensors of the checkpoint that were asked for in another shape or type."""
-
-    def encode(self, options: LoadOptions, roles: Sequence[str]) -> bytes:
-        """Return the findings for rank 0, without the items."""
-        same = (
-            options.strict,
-            options.parts,
-            options.verify,
-            options.dtype_policy,
-            options.redundancy,
-            options.store_timings,
-            options.map_fqn is not None,
-        )
-        return json.dumps(
-            {
-                "faults": self.faults,
-                "absent": self.absent,
-                "unfit": self.unfit,
-                "options": repr(same),
-                "roles": list(roles),
-                "max_host_bytes": options.max_host_bytes,
-            }
-        ).encode()
 
 
 def fit_items(metadata: Metadata, items: Iterable[LocalItem], options: LoadOptions) -> Fit:
@@ -219,13 +190,7 @@ def judge(
     wanted: Iterable[Key],
     options: LoadOptions,
 ) -> tuple[list[str], list[str]]:
-    """Put the findings of all ranks together; on rank 0.
-
-    Args:
-        metadata: of the checkpoint.
-        findings: what `Fit.encode` wrote on each rank.
-        wanted: tensors of the checkpoint that some rank is going to fill.
-        options: of rank 0.
+    """Put the findings of all ranks together, on rank 0.
 
     Returns:
         The tensors that the checkpoint lacks, and those that nothing asks for.
@@ -266,7 +231,7 @@ def judge(
 def _refuse_faults(
     ranks_of: dict[str, dict[str, list[int]]], unexpected: Sequence[str], size: int
 ) -> None:
-    """Refuse what ranks have found: kind of fault to sentence to its ranks, named if not all."""
+    """Refuse the faults of `ranks_of` (kind to sentence to ranks); ranks are named if not all."""
     per_rank: dict[int, list[str]] = {}
     texts: dict[str, list[str]] = {kind: [] for kind in ranks_of}
     for kind, ranks_of_text in ranks_of.items():
@@ -300,21 +265,17 @@ class JobPlan:
     """What one rank is to do in a load, and what all ranks have found out together."""
 
     reads: RankReads
-    """Of this rank."""
     members: list[int]
-    """The ranks that it exchanges bytes with, itself included."""
+    """The ranks that this one exchanges bytes with, itself included."""
     tag: str
     """Random name of the exchange, equal on all ranks."""
-    unique_bytes: int
-    """Tensor bytes that at least one rank needs, each counted once."""
-    missing: tuple[str, ...]
+    missing: list[str]
     """Tensors of the state that the checkpoint lacks."""
-    unexpected: tuple[str, ...]
+    unexpected: list[str]
     """Tensors of the checkpoint that nothing asks for."""
     max_host_bytes: int
     """The least of all ranks."""
     sharing: Literal["all", "none"]
-    """Whether ranks exchange bytes that several of them need."""
     replication: float
     """How many ranks need a block on average."""
 
@@ -327,9 +288,9 @@ def plan_job(
     Args:
         opened: the checkpoint.
         fit: what this rank has found.
-        roles: that this rank loads.
-        call: of the ranks that load.
-        options: of this rank.
+        roles: names of the roles that this rank loads.
+        call: the ranks that load.
+        options: those of this rank.
 
     Raises:
         LayoutMismatch: names, shapes, types or layouts do not fit; every offender is listed.
@@ -337,14 +298,27 @@ def plan_job(
         PlanMismatch: the ranks want different things.
     """
     columns = Columns.from_items(fit.items)
-    findings = call.gather(fit.encode(options, roles), "fit")
+    compared = {**vars(options), "map_fqn": options.map_fqn is not None}
+    host_bytes = compared.pop("max_host_bytes")
+    del compared["timeout_s"], compared["allow_pickle"]
+    finding = {
+        "faults": fit.faults,
+        "absent": fit.absent,
+        "unfit": fit.unfit,
+        "options": compared,
+        "roles": list(roles),
+        "max_host_bytes": host_bytes,
+    }
+    findings = call.gather(json.dumps(finding).encode(), "fit")
     wishes = call.gather(columns.encode(), "columns")
     heads: list[bytes] = []
     wires: list[bytes] = []
     error: Exception | None = None
     if findings is not None and wishes is not None:
         try:
-            heads, wires = _plan_for_all(opened, options, call.hosts, findings, wishes)
+            facts = [json.loads(data) for data in findings]
+            wanted = [Columns.decode(data) for data in wishes]
+            heads, wires = _plan_for_all(opened, options, call.hosts, facts, wanted)
         except Exception as caught:
             error = caught
     is_of_all = isinstance(error, (LayoutMismatch, PlanMismatch))
@@ -356,32 +330,20 @@ def plan_job(
         reads = rank_reads(opened.metadata, wire, mine)
     else:
         reads = share_reads(opened.metadata, [mine]).rank(opened.metadata, 0, mine)
-    return JobPlan(
-        reads,
-        head["members"],
-        head["tag"],
-        head["unique_bytes"],
-        tuple(head["missing"]),
-        tuple(head["unexpected"]),
-        head["max_host_bytes"],
-        head["sharing"],
-        head["replication"],
-    )
+    return JobPlan(reads, **head)
 
 
 def _plan_for_all(
     opened: Opened,
     options: LoadOptions,
     hosts: Sequence[int],
-    findings: Sequence[bytes],
-    wishes: Sequence[bytes],
+    findings: Sequence[Mapping[str, Any]],
+    columns: Sequence[Columns],
 ) -> tuple[list[bytes], list[bytes]]:
     """Return for every rank the head and the reads of its plan; no reads: it plans them alone."""
     metadata = opened.metadata
-    columns = [Columns.decode(data) for data in wishes]
     keys = {key for wanted in columns for key in wanted.tensors.ids}
-    facts = [json.loads(data) for data in findings]
-    missing, unexpected = judge(metadata, facts, keys, options)
+    missing, unexpected = judge(metadata, findings, keys, options)
     # Replicas want the same, which is matched once.
     index, matched, reads = ShardIndex(metadata), dict[bytes, LocalReads](), []
     for wanted in columns:
@@ -397,7 +359,7 @@ def _plan_for_all(
             f"{'; '.join(faults)}; load an earlier checkpoint"
         )
     shared = share_reads(metadata, reads, hosts=hosts)
-    # Nothing is faster than a store in the memory of this process.
+    # Sharing reads can not beat a store in the memory of this process.
     is_shared = options.redundancy == "auto" and not opened.storage.in_memory
     is_shared = is_shared and shared.replication > 1.0
     ranks = range(len(reads))
@@ -408,9 +370,8 @@ def _plan_for_all(
     head = {
         "missing": missing,
         "unexpected": unexpected,
-        "max_host_bytes": min(fact["max_host_bytes"] for fact in facts),
+        "max_host_bytes": min(finding["max_host_bytes"] for finding in findings),
         "tag": secrets.token_hex(8),
-        "unique_bytes": shared.unique_bytes,
         "sharing": "all" if is_shared else "none",
         "replication": shared.replication,
     }

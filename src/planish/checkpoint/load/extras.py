@@ -32,12 +32,7 @@ class Extras:
 
 @dataclass(frozen=True)
 class Names:
-    """Objects of one role, empty where there is none.
-
-    Example:
-        >>> names_of({"main": {"own": {"0": "data/main.extra/00000.bin"}}}, "main").own
-        {'0': 'data/main.extra/00000.bin'}
-    """
+    """Keys of the small objects of one role, empty where there is none."""
 
     shared: str
     own: Mapping[str, str]
@@ -48,10 +43,14 @@ class Names:
 
 
 def names_of(objects: Mapping[str, Any], role: str) -> Names:
-    """Check which objects untrusted metadata names for a role.
+    """Return which small objects the metadata of a checkpoint names for a role.
 
     Raises:
-        CheckpointCorrupt: of another form.
+        CheckpointCorrupt: they are named in another form.
+
+    Example:
+        >>> names_of({"main": {"own": {"0": "data/main.extra/00000.bin"}}}, "main").own
+        {'0': 'data/main.extra/00000.bin'}
     """
     listed = objects.get(role, {})
     try:

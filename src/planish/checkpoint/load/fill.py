@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,19 +30,8 @@ Array: TypeAlias = NDArray[Any]
 Bytes: TypeAlias = NDArray[np.uint8]
 
 
-class Target(Protocol):
-    """A wanted box that takes elements: a numpy array of a `RAW` type, or what acts like one."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Extent of the box."""
-
-    def __setitem__(self, place: tuple[slice, ...], value: Array, /) -> None:
-        """Copy the raw elements of `value` to `place`."""
-
-
-Targets: TypeAlias = Sequence[Sequence[Target]]
-"""[item][box]"""
+Targets: TypeAlias = Sequence[Sequence[Any]]
+"""[item][box]: a numpy array of a `RAW` type in the shape of the box, or a `TensorTarget`."""
 
 
 class PieceList:
@@ -59,21 +48,33 @@ class PieceList:
     """
 
     def __init__(self, pieces: Pieces) -> None:
-        """Take the rows over."""
         self.item, self.box = pieces.item.tolist(), pieces.box.tolist()
         self.source, self.strides = pieces.source.tolist(), pieces.strides.tolist()
         self.lengths, self.target = pieces.lengths.tolist(), pieces.target.tolist()
         self.itemsize = pieces.itemsize.tolist()
 
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self.item)
+    def scatter(self, row: int, buffer: Bytes, base: int, targets: Targets) -> None:
+        """Copy a piece from the request at byte `base` of `buffer` to its place."""
+        self._put(row, self._strided(row, buffer, base), targets)
 
-    def num_bytes(self, row: int) -> int:
-        """Return the bytes of a piece when it is packed."""
-        return int(math.prod(self.lengths[row]) * self.itemsize[row])
+    def pack(self, rows: range, buffer: Bytes, base: int, out: Bytes) -> int:
+        """Pack pieces of one request densely into `out`; return the bytes written."""
+        filled = 0
+        for row in rows:
+            packed, size = self._packed(row, out, filled)
+            packed[...] = self._strided(row, buffer, base)
+            filled += size
+        return filled
 
-    def strided(self, row: int, buffer: Bytes, base: int) -> Array:
+    def unpack(self, rows: range, data: Bytes, targets: Targets) -> None:
+        """Copy densely packed pieces to their places."""
+        base = 0
+        for row in rows:
+            packed, size = self._packed(row, data, base)
+            self._put(row, packed, targets)
+            base += size
+
+    def _strided(self, row: int, buffer: Bytes, base: int) -> Array:
         """Return a piece as a view of the request that begins at byte `base` of `buffer`."""
         return np.ndarray(
             self.lengths[row],
@@ -83,36 +84,19 @@ class PieceList:
             strides=self.strides[row],
         )
 
-    def packed(self, row: int, buffer: Bytes, base: int) -> Array:
-        """Return a piece as a view of densely packed bytes at byte `base` of `buffer`."""
-        return np.ndarray(self.lengths[row], RAW[self.itemsize[row]], buffer=buffer, offset=base)
+    def _packed(self, row: int, buffer: Bytes, base: int) -> tuple[Array, int]:
+        """Return a piece as a view of densely packed bytes at byte `base`, and its bytes."""
+        size = math.prod(self.lengths[row]) * self.itemsize[row]
+        dtype = RAW[self.itemsize[row]]
+        return np.ndarray(self.lengths[row], dtype, buffer=buffer, offset=base), size
 
-    def scatter(self, row: int, buffer: Bytes, base: int, targets: Targets) -> None:
-        """Copy a piece from the request at byte `base` of `buffer` to its place."""
-        self.place(row, self.strided(row, buffer, base), targets)
-
-    def place(self, row: int, value: Array, targets: Targets) -> None:
+    def _put(self, row: int, value: Array, targets: Targets) -> None:
         """Copy the elements of a piece to their place in the wanted box."""
         target = targets[self.item[row]][self.box[row]]
         dims = len(target.shape)
         start, extent = self.target[row], self.lengths[row]
         place = tuple(slice(start[d], start[d] + extent[d]) for d in range(dims))
         target[place] = value.reshape(tuple(extent[:dims]))
-
-    def pack(self, rows: range, buffer: Bytes, base: int, out: Bytes) -> int:
-        """Pack pieces of one request densely into `out`; return the bytes written."""
-        filled = 0
-        for row in rows:
-            self.packed(row, out, filled)[...] = self.strided(row, buffer, base)
-            filled += self.num_bytes(row)
-        return filled
-
-    def unpack(self, rows: range, data: Bytes, targets: Targets) -> None:
-        """Copy densely packed pieces to their places."""
-        base = 0
-        for row in rows:
-            self.place(row, self.packed(row, data, base), targets)
-            base += self.num_bytes(row)
 
 
 def rows_by_request(pieces: Pieces, num_requests: int) -> list[range]:
@@ -139,12 +123,12 @@ def tensor_targets(items: Sequence[LocalItem]) -> Targets:
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    targets: list[Sequence[Target]] = []
+    targets: list[Sequence[Any]] = []
     for item in items:
         if not item.volume:
             targets.append([])
             continue
-        assert item.data is not None, f"`{item.tensor.fqn}` has no data to load into"
+        assert item.data is not None
         data, stored = item.data.detach(), getattr(torch, TORCH_TYPES[item.tensor.dtype])
         has_stored_bytes = data.device.type == "cpu" and data.dtype == stored
         if has_stored_bytes and not data.is_conj() and not data.is_neg():

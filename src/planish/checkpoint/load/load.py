@@ -13,7 +13,6 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,9 +23,9 @@ from planish.checkpoint.format import metafile
 from planish.checkpoint.format.items import Collected
 from planish.checkpoint.load.agree import JobPlan, Loaded, LoadOptions, fit_items, plan_job
 from planish.checkpoint.load.exchange import BUCKET_BYTES, Exchange, Stopped
-from planish.checkpoint.load.extras import Extras, read_extras
+from planish.checkpoint.load.extras import read_extras
 from planish.checkpoint.load.fill import Targets, tensor_targets
-from planish.checkpoint.load.read_pool import RING, ReadPool, Rounds
+from planish.checkpoint.load.read_pool import RING, ReadPool
 from planish.checkpoint.load.reader import (
     MAX_DECODED_BYTES,
     BlockReader,
@@ -57,7 +56,7 @@ def open_on_all(
 
     Args:
         place: URI of the checkpoint, or its pin; equal on all ranks.
-        control: of the ranks that load.
+        control: the ranks that load.
         storage: in place of the one that the URI names.
         timeout_s: limit in seconds.
 
@@ -93,7 +92,7 @@ def load_state(
     Args:
         opened: what `open_on_all` returned on this rank.
         collected: role to what its adapter found; tensors are filled, nothing else is changed.
-        control: of the ranks that load.
+        control: the ranks that load.
         options: see `LoadOptions`.
 
     Returns:
@@ -112,138 +111,129 @@ def load_state(
     options = options or LoadOptions()
     options.check()
     call = control.call(f"load {opened.pin}", options.timeout_s)
-    work = _Load(opened, collected, call, options)
+    recorder = Recorder(call.rank, "load", socket.gethostname())
     retries = Counter(opened.storage.counters.retries)
     try:
-        loaded = work.run()
+        return _load(opened, collected, call, options, recorder)
     except BaseException as error:
         monitor.publish_failure("load", error)
         raise
     finally:
-        work.recorder.retried("read", retries, opened.storage.counters.retries)
-        monitor.publish(work.recorder.timeline(), call.rank)
-    return loaded
+        recorder.retried("read", retries, opened.storage.counters.retries)
+        monitor.publish(recorder.timeline(), call.rank)
 
 
-@dataclass
-class _Load:
-    """One load on one rank."""
-
-    opened: Opened
-    collected: Mapping[str, Collected]
-    call: Control
-    options: LoadOptions
-
-    def __post_init__(self) -> None:
-        self.recorder = Recorder(self.call.rank, "load", socket.gethostname())
-        self.reader = BlockReader(self.opened, verify=self.options.verify == "crc")
-        self.modified = False
-        self.network_bytes = 0
-
-    def run(self) -> Loaded:
-        """Go through all stages; every rank leaves each of them, or none does."""
-        error: Exception | None = None
-        lost: PeerLost | None = None
-        roles = sorted(self.collected)
-        with self.recorder.stage("plan"):
-            items = [item for role in roles for item in self.collected[role].items]
-            fit = fit_items(self.opened.metadata, items, self.options)
-            targets = tensor_targets(fit.items)
-            job = plan_job(self.opened, fit, roles, self.call, self.options)
-        with self.recorder.stage("meta"):
-            extras = read_extras(self.reader, self.collected, self.call, self.options)
+def _load(
+    opened: Opened,
+    collected: Mapping[str, Collected],
+    call: Control,
+    options: LoadOptions,
+    recorder: Recorder,
+) -> Loaded:
+    """Go through all steps of a load; every rank leaves each of them, or none does."""
+    # 1. Compare what this rank wants with the checkpoint; rank 0 plans the reads of all ranks.
+    with recorder.stage("plan"):
+        roles = sorted(collected)
+        items = [item for role in roles for item in collected[role].items]
+        fit = fit_items(opened.metadata, items, options)
+        targets = tensor_targets(fit.items)
+        job = plan_job(opened, fit, roles, call, options)
+    # 2. Read the small values.
+    reader = BlockReader(opened, verify=options.verify == "crc")
+    with recorder.stage("meta"):
+        extras = read_extras(reader, collected, call, options)
+    # 3. Read, verify, copy and exchange; from here on tensors change.
+    pool = ReadPool(reader, job.reads, targets, recorder)
+    error: Exception | None = None
+    lost: PeerLost | None = None
+    received = 0
+    try:
+        received = _move(pool, job, targets, call, recorder)
+    except Stopped:
+        pass
+    except PeerLost as found:
+        lost = found
+    except Exception as caught:
+        error = caught
+    # 4. Leave with the error of any rank.
+    with recorder.stage("barrier"):
         try:
-            self._move(targets, job)
-        except Stopped:
-            pass
-        except PeerLost as found:
-            lost = found
-        except Exception as caught:
-            error = caught
-        with self.recorder.stage("barrier"):
             # A rank that only lost its peers must not hide why they went.
-            self._settle(error, "loaded")
-            self._settle(lost, "reached")
-        return self._loaded(job, extras)
-
-    def _move(self, targets: Targets, job: JobPlan) -> None:
-        """Read, copy and exchange."""
-        # How many threads read, and how many buckets a ring has, within the limit.
-        units = job.max_host_bytes // BUCKET_BYTES
-        near = self.call.hosts.count(self.call.hosts[self.call.rank])
-        cores = -(-(os.cpu_count() or 1) // near)
-        threads = min(4, max(2, cores), max(1, units // 4))
-        buckets = max(2, min(RING, units - threads - 2))
-        exchange: Exchange | None = None
-        rounds, ring = Rounds({}, 0, 0), np.zeros(0, np.uint8)
-        if len(job.members) > 1:
-            exchange = Exchange(self.call, job.members, job.reads, buckets, job.tag)
-            rounds, ring = exchange.rounds, exchange.segments.own
-        pool = ReadPool(self.reader, job.reads, targets, self.recorder, rounds)
-        pool.start(ring, threads)
-        try:
-            if exchange is not None:
-                exchange.run(pool, targets, self.recorder, self.call)
-                self.network_bytes = exchange.network_bytes
-        except BaseException as error:
-            pool.stop(error)
-            raise
-        finally:
-            try:
-                pool.finish()
-            finally:
-                self.modified = pool.modified
-
-    def _settle(self, error: Exception | None, tag: str) -> None:
-        """Leave with the error of any rank; say whether this rank's tensors have changed."""
-        try:
-            self.call.settle(error, tag)
+            call.settle(error, "loaded")
+            call.settle(lost, "reached")
         except Exception as raised:
-            raised.target_modified = self.modified  # type: ignore[attr-defined]
+            raised.target_modified = pool.modified  # type: ignore[attr-defined]
             raise
+    # 5. Add up what all ranks have moved, and keep their timings.
+    num_bytes = reader.counters.num_bytes
+    from_store, over_network = _sums(call, num_bytes, received)
+    _end(opened, call, recorder.timeline(), is_kept=options.store_timings)
+    commit, header = opened.commit, opened.metadata.header
+    info = CheckpointInfo(
+        opened.uri,
+        commit.step,
+        commit.attempt,
+        commit.meta_sha256,
+        num_bytes,
+        layout=str(header.get("layout", "")),
+        roles=commit.roles,
+        timings=recorder.timeline(),
+    )
+    return Loaded(
+        info,
+        header,
+        extras.shared,
+        extras.own,
+        extras.loader,
+        missing=tuple(job.missing),
+        unexpected=tuple(job.unexpected),
+        bytes_from_store=from_store,
+        bytes_over_network=over_network,
+        sharing=job.sharing,
+        replication=job.replication,
+    )
 
-    def _loaded(self, job: JobPlan, extras: Extras) -> Loaded:
-        counters = self.reader.counters
-        moved = np.array([counters.num_bytes, self.network_bytes], np.int64)
-        brought = self.call.gather(moved.tobytes(), "bytes")
-        if brought is not None:
-            moved = np.sum([np.frombuffer(counts, np.int64) for counts in brought], axis=0)
-        moved = np.frombuffer(self.call.broadcast(moved.tobytes(), "bytes.sum"), np.int64)
-        mine = self.recorder.timeline().encode() if self.options.store_timings else b""
-        # Rank 0, which keeps the messages, stays until everybody has read the last one.
-        timelines = self.call.gather(mine, "end")
-        if timelines is not None and self.options.store_timings:
-            records = [record for line in timelines for record in Timeline.decode(line).records]
-            monitor.warn_of_stragglers(Timeline(records))
-            monitor.store_timings(
-                self.opened.storage,
-                self.opened.path,
-                self.opened.commit.attempt,
-                Timeline(records),
-                "load",
-            )
-        commit, header = self.opened.commit, self.opened.metadata.header
-        info = CheckpointInfo(
-            self.opened.uri,
-            commit.step,
-            commit.attempt,
-            commit.meta_sha256,
-            counters.num_bytes,
-            layout=str(header.get("layout", "")),
-            roles=commit.roles,
-            timings=self.recorder.timeline(),
-        )
-        return Loaded(
-            info,
-            header,
-            shared=extras.shared,
-            own=extras.own,
-            loader=extras.loader,
-            missing=job.missing,
-            unexpected=job.unexpected,
-            bytes_from_store=int(moved[0]),
-            bytes_over_network=int(moved[1]),
-            unique_bytes_needed=job.unique_bytes,
-            sharing=job.sharing,
-            replication=job.replication,
-        )
+
+def _move(pool: ReadPool, job: JobPlan, targets: Targets, call: Control, recorder: Recorder) -> int:
+    """Read, copy and exchange; return the bytes that came from other ranks."""
+    # How many threads read, and how many buckets a ring has, within the limit of memory.
+    units = job.max_host_bytes // BUCKET_BYTES
+    near = call.hosts.count(call.hosts[call.rank])
+    cores = -(-(os.cpu_count() or 1) // near)
+    threads = min(4, max(2, cores), max(1, units // 4))
+    if len(job.members) == 1:
+        pool.start(threads)
+        pool.finish()
+        return 0
+    buckets = max(2, min(RING, units - threads - 2))
+    exchange = Exchange(call, job.members, job.tag, job.reads, buckets)
+    pool.start(threads, exchange.rounds)
+    try:
+        exchange.run(pool, targets, recorder, call)
+    except BaseException as error:
+        pool.stop(error)
+        raise
+    finally:
+        pool.finish()
+    return exchange.num_bytes
+
+
+def _sums(call: Control, *counts: int) -> list[int]:
+    """Return numbers summed over all ranks."""
+    parts = call.gather(np.array(counts, np.int64).tobytes(), "bytes")
+    total = b""
+    if parts is not None:
+        total = np.sum([np.frombuffer(part, np.int64) for part in parts], axis=0).tobytes()
+    sums: list[int] = np.frombuffer(call.broadcast(total, "bytes.sum"), np.int64).tolist()
+    return sums
+
+
+def _end(opened: Opened, call: Control, timeline: Timeline, *, is_kept: bool) -> None:
+    """Wait for all ranks, and keep their timings beside the checkpoint where that was asked for."""
+    # Rank 0, which keeps the messages, stays until everybody has read the last one.
+    timelines = call.gather(timeline.encode() if is_kept else b"", "end")
+    if timelines is None or not is_kept:
+        return
+    whole = Timeline([record for line in timelines for record in Timeline.decode(line).records])
+    monitor.warn_of_stragglers(whole)
+    monitor.store_timings(opened.storage, opened.path, opened.commit.attempt, whole, "load")

@@ -31,21 +31,13 @@ _TRIES = 3
 
 @dataclass
 class Opened:
-    """A committed checkpoint whose metadata has been read and verified.
-
-    Example:
-        >>> Opened.__dataclass_fields__["metadata"].type
-        'Metadata'
-    """
+    """A committed checkpoint whose metadata has been read and verified."""
 
     storage: Store
-    """Where its objects lie."""
     path: str
-    """Key of its folder there."""
+    """Key of its folder in the store."""
     commit: Commit
-    """What makes it exist."""
     metadata: Metadata
-    """Everything but the data."""
 
     @property
     def uri(self) -> str:
@@ -157,24 +149,21 @@ def check_objects(opened: Opened, files: set[int] | None = None) -> list[str]:
 
 @dataclass
 class ReadCounters:
-    """What one process has read from the store for a load; any thread may add."""
+    """What one process has read from the store; any thread may add."""
 
     num_bytes: int = 0
-    """Bytes read, blocks that were read again included."""
+    """Blocks that were read again are included."""
     requests: int = 0
     rereads: int = 0
     """Requests that were repeated because a checksum differed."""
-    files: set[int] = field(default_factory=set)
-    """Rows of the file table that were touched."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def add(self, file: int, num_bytes: int, *, again: bool = False) -> None:
+    def add(self, num_bytes: int, *, again: bool) -> None:
         """Count one request."""
         with self._lock:
             self.num_bytes += num_bytes
             self.requests += 1
             self.rereads += again
-            self.files.add(file)
 
 
 class BlockReader:
@@ -188,8 +177,8 @@ class BlockReader:
         self.opened, self.verify = opened, verify
         self.counters = ReadCounters()
 
-    def fill(self, file: int, start: int, target: memoryview) -> None:
-        """Fill `target` with the bytes of a file from `start`, whole blocks only.
+    def fetch(self, file: int, start: int, target: memoryview) -> None:
+        """Fill `target` with whole blocks of a file from byte `start`, not verified.
 
         Args:
             file: row of the file table.
@@ -198,17 +187,15 @@ class BlockReader:
 
         Raises:
             CheckpointIncomplete: the object is missing or short.
-            CheckpointCorrupt: a block differs from its checksum, twice.
         """
-        self.fetch(file, start, target)
-        self.check(file, start, target)
-
-    def fetch(self, file: int, start: int, target: memoryview) -> None:
-        """Do the first half of `fill`: read, and verify nothing."""
         self._read(file, start, target, again=False)
 
     def check(self, file: int, start: int, target: memoryview) -> None:
-        """Do the second half of `fill`: verify; what differs is read again, once."""
+        """Verify what `fetch` has brought; what differs is read again, once.
+
+        Raises:
+            CheckpointCorrupt: a block differs from its checksum, twice.
+        """
         if not self.verify:
             return
         table = self.opened.metadata.files
@@ -228,16 +215,12 @@ class BlockReader:
             CheckpointIncomplete: the object is missing or short.
             CheckpointCorrupt: a block differs from its checksum, twice.
         """
-        first, last = widen(start, stop, self.opened.metadata.files.sizes[file])
-        if not 0 <= start <= stop <= last:
-            raise CheckpointCorrupt(
-                f"a range must lie in the {last} bytes of its file, got [{start}, {stop})",
-                file=self.opened.metadata.files.keys[file],
-            )
         if start == stop:
             return memoryview(b"")
+        first, last = widen(start, stop, self.opened.metadata.files.sizes[file])
         data = memoryview(bytearray(last - first))
-        self.fill(file, first, data)
+        self.fetch(file, first, data)
+        self.check(file, first, data)
         return data[start - first : stop - first]
 
     def read_file(self, name: str, limit: int = 1 << 30) -> bytes:
@@ -258,7 +241,7 @@ class BlockReader:
     def _read(self, file: int, start: int, target: memoryview, *, again: bool) -> None:
         """Read; if the bytes are gone because another save has replaced this checkpoint, say so."""
         opened, key = self.opened, self.opened.key(file)
-        self.counters.add(file, len(target), again=again)
+        self.counters.add(len(target), again=again)
         uri = opened.storage.uri(key)
         try:
             opened.storage.get_into(key, start, target)

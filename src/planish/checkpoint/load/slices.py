@@ -7,10 +7,7 @@ evaluation; a training state is loaded by `load`.
 from __future__ import annotations
 
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -18,20 +15,14 @@ import numpy as np
 from planish.base.errors import MissingKeys
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec
-from planish.checkpoint.format.metafile import BLOCK
 from planish.checkpoint.load.fill import RAW, Array, numpy_targets
-from planish.checkpoint.load.read_pool import ReadPool, Rounds
+from planish.checkpoint.load.read_pool import ReadPool
 from planish.checkpoint.load.reader import BlockReader, Opened
 from planish.checkpoint.plan.match import match
 from planish.checkpoint.plan.share import share_reads
 from planish.checkpoint.watch.monitor import Recorder
 
-CACHE_BYTES = 256 << 20
-"""Blocks that a `CachedReader` keeps."""
-
 Part = TypeVar("Part")
-_Block = tuple[int, int]
-"""Row of the file, first byte."""
 
 
 def batches(
@@ -76,17 +67,14 @@ class Slice(NamedTuple):
 
 
 class SliceReader:
-    """Reads slices of one checkpoint.
+    """Reads slices of one checkpoint."""
 
-    Example:
-        >>> SliceReader.__init__.__doc__.split(";")[0]
-        'Read from `opened`'
-    """
-
-    def __init__(self, opened: Opened, *, verify: bool = True, num_threads: int = 0) -> None:
-        """Read from `opened`; threads 0: twice the cores, at most 4."""
+    def __init__(
+        self, opened: Opened, *, reader: BlockReader | None = None, num_threads: int = 0
+    ) -> None:
+        """Read from `opened` by `reader`; threads 0: twice the cores, at most 4."""
         self.opened = opened
-        self.reader = BlockReader(opened, verify=verify)
+        self.reader = reader or BlockReader(opened)
         self.num_threads = num_threads or min(4, 2 * (os.cpu_count() or 1))
 
     def spec(self, fqn: str, *, kind: str = "model", role: str = "main") -> TensorSpec:
@@ -129,65 +117,7 @@ class SliceReader:
         mine = match(metadata, Columns.from_items(items))
         reads = share_reads(metadata, [mine]).rank(metadata, 0, mine)
         targets = numpy_targets(arrays, [part.boxes for part in slices])
-        pool = ReadPool(self.reader, reads, targets, Recorder(0, "load"), Rounds({}, 0, 0))
-        pool.start(np.zeros(0, np.uint8), self.num_threads)
+        pool = ReadPool(self.reader, reads, targets, Recorder(0, "load"))
+        pool.start(self.num_threads)
         pool.finish()
         return arrays
-
-
-class CachedReader(BlockReader):
-    """A `BlockReader` that reads no block twice while it is kept; for any number of threads.
-
-    Where one tensor is written for several ranks by columns, each of them needs every row of the
-    source: without a cache it would be read as often as there are ranks.
-    """
-
-    def __init__(self, opened: Opened, *, capacity: int = CACHE_BYTES) -> None:
-        """Keep at most `capacity` bytes of blocks, the last used ones."""
-        super().__init__(opened)
-        self._most = max(1, capacity // BLOCK)
-        self._blocks: OrderedDict[_Block, Future[bytes]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def fetch(self, file: int, start: int, target: memoryview) -> None:
-        """Fill `target` with verified bytes; see `BlockReader.fill`."""
-        assert start % BLOCK == 0, "ranges are whole blocks"
-        keys = [(file, place) for place in range(start, start + len(target), BLOCK)]
-        with self._lock:
-            found = {key: self._blocks[key] for key in keys if key in self._blocks}
-            for key in found:
-                self._blocks.move_to_end(key)
-            mine = [key for key in keys if key not in found]
-            self._blocks.update({key: Future() for key in mine})
-            claimed = {key: self._blocks[key] for key in mine}
-            while len(self._blocks) > self._most:
-                self._blocks.popitem(last=False)
-        # Own blocks first, in runs of neighbours: nobody waits for somebody who waits.
-        places = sorted(place for _, place in claimed)
-        try:
-            while places:
-                length = 1
-                while length < len(places) and places[length] == places[0] + length * BLOCK:
-                    length += 1
-                first = places[0] - start
-                run = target[first : first + length * BLOCK]
-                super().fetch(file, places[0], run)
-                super().check(file, places[0], run)
-                for place in places[:length]:
-                    block = target[place - start : place - start + BLOCK]
-                    claimed[file, place].set_result(bytes(block))
-                places = places[length:]
-        except BaseException as error:
-            with self._lock:
-                for place in places:
-                    self._blocks.pop((file, place), None)
-            for place in places:
-                if not claimed[file, place].done():
-                    claimed[file, place].set_exception(error)
-            raise
-        for key, kept in found.items():
-            data = kept.result()
-            target[key[1] - start : key[1] - start + len(data)] = data
-
-    def check(self, file: int, start: int, target: memoryview) -> None:
-        """Do nothing: what `fetch` returns has been verified."""

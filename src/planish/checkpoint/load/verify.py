@@ -31,12 +31,7 @@ REQUEST_BYTES = 16 << 20
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong.
-
-    Example:
-        >>> Fault("data/main.model/00000-0.safetensors", 3, "differs").block
-        3
-    """
+    """One thing that is wrong."""
 
     file: str
     """Key relative to the attempt."""
@@ -131,11 +126,11 @@ def verify(
 
 
 def _check_range(reader: BlockReader, file: int, start: int, stop: int) -> list[Fault]:
-    """Check whole blocks of one file."""
     name = reader.opened.metadata.files.keys[file]
     data = np.empty(stop - start, np.uint8)
     try:
-        reader.fill(file, start, data.data)
+        reader.fetch(file, start, data.data)
+        reader.check(file, start, data.data)
         return []
     except CheckpointCorrupt:
         # Which blocks: every one of them alone.

@@ -59,7 +59,6 @@ def test_every_element_comes_back_and_no_block_is_read_twice(place):
     items = ones(place)
     loaded = load(place, items)
     damage.assert_holds(items, tiny_model())
-    assert loaded.unique_bytes_needed == sum(a.nbytes for a in tiny_model().values())
     # Header and data of two files of less than one block each.
     assert loaded.bytes_from_store == sum(open_state(place).metadata.files.sizes)
     assert (loaded.info.step, loaded.info.pin) == (7, place)
