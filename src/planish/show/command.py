@@ -31,11 +31,6 @@ def show(text: str, console: Console, *, rows: int) -> None:
         text: a store URI, a pinned URI (its digest is checked) or a local path.
         console: where to print.
         rows: how many rows of a record set to print in full.
-
-    Raises:
-        ConfigError: `text` names nothing.
-        ObjectMissing: nothing there.
-        RecordError: what lies there is damaged.
     """
     if not text.strip():
         raise ConfigError(

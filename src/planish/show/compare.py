@@ -9,7 +9,8 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from planish import store
 from planish.base.errors import ConfigError, ObjectMissing
@@ -56,29 +57,19 @@ CHARTS = (
 """In the order of the page; those of the report with the first of their curves."""
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One of the runs."""
 
     name: str
-    """What the page calls it."""
     facts: ReportFacts
-    """What was read of it."""
     color: str
-    """Key of the palette."""
     is_dashed: bool
-    """Its lines are dashed."""
 
 
 def run(
     options: argparse.Namespace, progress: Callable[[str, int, int], None]
 ) -> Iterator[Table | str]:
-    """Write the page, and yield the outcomes and where it lies.
-
-    Raises:
-        ConfigError: too few or too many roots, one without a run, or names that do not fit.
-        PlanishError: a root can not be read, or the page not be written.
-    """
+    """Write the page, and yield the outcomes and where it lies."""
     roots = [normal_uri(root) for root in options.roots]
     if not 2 <= len(set(roots)) == len(roots) <= MAX_RUNS:
         raise ConfigError(f"roots must be 2 to {MAX_RUNS} different ones, got {', '.join(roots)}")

@@ -44,11 +44,6 @@ class MachineFact:
     """Versions, counts, or the remedy."""
 
 
-def examine() -> list[MachineFact]:
-    """Look at packages, devices, servers and tools; nothing is changed."""
-    return [*packages(), *devices(), *servers(), *tools()]
-
-
 def packages(requirements: list[str] | None = None) -> list[MachineFact]:
     """Return one finding for the base and one per extra."""
     if requirements is None:
@@ -94,31 +89,29 @@ def devices() -> list[MachineFact]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = shutil.disk_usage(Path.cwd()).free
     machine = f"{cpus} processors, {bytes_text(memory)} memory, {bytes_text(free)} free disk"
-    accelerators = MachineFact("accelerators", "absent", "torch is not installed")
+    state, detail = "absent", "torch is not installed"
     if _version("torch") is not None:
         import torch
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        names = [torch.cuda.get_device_name(n) for n in range(count)]
-        none = MachineFact("accelerators", "absent", "none; everything runs on the processors")
-        if fault := driver_fault():
-            none = MachineFact("accelerators", "wrong", fault)
-        accelerators = MachineFact("accelerators", "ok", ", ".join(names)) if names else none
-    return [MachineFact("machine", "ok", machine), accelerators]
+        if names := [torch.cuda.get_device_name(n) for n in range(count)]:
+            state, detail = "ok", ", ".join(names)
+        elif fault := driver_fault():
+            state, detail = "wrong", fault
+        else:
+            detail = "none; everything runs on the processors"
+    return [MachineFact("machine", "ok", machine), MachineFact("accelerators", state, detail)]
 
 
 def servers() -> list[MachineFact]:
     """Return whether the S3 server of the environment answers, and which test server is built."""
     own = Path.cwd() / ".cache" / "bin" / "minio"
     path = shutil.which("minio") or (str(own) if own.is_file() else "")
-    program = MachineFact("minio program", "absent", "only tests need it: make servers")
-    if path:
-        program = MachineFact("minio program", "ok", path)
-    return [_s3(), program]
+    state, detail = ("ok", path) if path else ("absent", "only tests need it: make servers")
+    return [_s3(), MachineFact("minio program", state, detail)]
 
 
 def _s3() -> MachineFact:
-    """Return whether the S3 server of the environment answers and takes the keys."""
     from planish.store.s3 import S3Store, read_settings
 
     try:
@@ -138,18 +131,16 @@ def _s3() -> MachineFact:
 
 def tools(which: Callable[[str], str | None] = shutil.which) -> list[MachineFact]:
     """Return which programs are on the PATH."""
-    programs = []
-    for name, purpose in TOOLS.items():
-        path = which(name)
-        programs.append(
-            MachineFact(name, "ok", path) if path else MachineFact(name, "absent", purpose)
-        )
-    return programs
+    paths = {name: which(name) for name in TOOLS}
+    return [
+        MachineFact(name, "ok" if path else "absent", path or TOOLS[name])
+        for name, path in paths.items()
+    ]
 
 
 def doctor(console: Console) -> int:
     """Print all findings; return 1 when something must be mended, else 0."""
-    findings = examine()
+    findings = [*packages(), *devices(), *servers(), *tools()]
     style = {"ok": "green", "absent": "yellow", "wrong": "red"}
     table = Table(show_edge=False, pad_edge=False)
     for column in ("what", "state", "detail"):

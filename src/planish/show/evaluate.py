@@ -115,11 +115,7 @@ def run(options: argparse.Namespace, progress: Callable[[str, int, int], None]) 
 
 
 def configuration(options: argparse.Namespace, path: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the resolved settings, and warnings about model and data, which are opened.
-
-    Raises:
-        ConfigError: every fault of the settings, or else of model and data.
-    """
+    """Return the resolved settings, and warnings about model and data, which are opened."""
     from planish.base.config import merge, resolve_config
     from planish.base.errors import ConfigError
     from planish.stages.curate.config import KNOWN_SETS
@@ -162,16 +158,7 @@ def folder_stamp(path: str) -> str:
 
 
 def open_root(root: str, config: Mapping[str, Mapping[str, Any]], stamp: str) -> Context:
-    """Take the lock of a root and write its configuration.
-
-    Args:
-        root: URI.
-        config: resolved settings.
-        stamp: what else the results depend on.
-
-    Raises:
-        ConfigError: another configuration lies there, or another process works on it.
-    """
+    """Take the lock of a root and write its configuration; results depend on `stamp` as well."""
     from planish.run.lock import acquire, current_holder
     from planish.run.stage import Context
     from planish.stages.prepare.run_file import open_run_file, write_run_file
@@ -186,21 +173,20 @@ def open_root(root: str, config: Mapping[str, Mapping[str, Any]], stamp: str) ->
 def score_table(rows: Sequence[tuple[Scored, float]]) -> Table:
     """Return the scores of all sets; errors are standard errors of sampling, prompts held fixed."""
     first = rows[0][0].report.scalars
-    passes = sorted((n for n in first if re.fullmatch(r"pass@\d+", n)), key=lambda n: int(n[5:]))
-    passes = [name for name in passes if name != "pass@1"]
+    passes = [name for name in first if name.startswith("pass@") and name != "pass@1"]
+    passes.sort(key=lambda name: int(name[5:]))
     shown = [*passes, *(["greedy"] if "greedy" in first else []), "truncated_fraction"]
     heads = [name.replace("truncated_fraction", "cut off") for name in shown]
     cells = []
     for scored, seconds in rows:
         scores = scored.report.scalars
-        accuracy = f"{100 * scores['accuracy']:.1f} %"
-        if (error := scores.get("accuracy_standard_error")) is not None:
-            accuracy = f"{100 * scores['accuracy']:.1f} +- {100 * error:.1f} %"
+        error = scores.get("accuracy_standard_error")
+        spread = f" +- {100 * error:.1f}" if error is not None else ""
         cells.append(
             [
                 scored.name,
                 f"{scores['num_prompts']:.0f}",
-                accuracy,
+                f"{100 * scores['accuracy']:.1f}{spread} %",
                 *(f"{100 * scores[name]:.1f} %" for name in shown),
                 f"{seconds:.1f}" if scored.is_new else "done before",
             ]

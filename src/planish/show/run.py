@@ -48,7 +48,6 @@ def run_tables(root: str) -> list[RenderableType]:
 
 
 def _iteration_tables(names: list[str]) -> list[RenderableType]:
-    """Return how many rows each kind of set has, per iteration."""
     counts: dict[int, Counter[str]] = defaultdict(Counter)
     told: list[list[Any]] = []
     for name in names:
@@ -129,11 +128,7 @@ def _lines(text: str) -> list[RenderableType]:
 
 
 def document_tables(uri: str, data: bytes) -> list[RenderableType]:
-    """Return a report as tables, any other JSON or text as it is.
-
-    Raises:
-        RecordError: a report that is damaged.
-    """
+    """Return a report as tables, any other JSON or text as it is."""
     try:
         raw: Any = json.loads(data)
     except (ValueError, RecursionError):

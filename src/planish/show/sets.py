@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import tempfile
 from collections import Counter
@@ -16,6 +15,7 @@ from rich.console import RenderableType
 from planish import store
 from planish.base.errors import RecordError
 from planish.base.text import bytes_text
+from planish.checkpoint.format.safetensors_file import header_bytes, parse_header
 from planish.records import (
     PromptSet,
     Ragged,
@@ -38,7 +38,6 @@ RECORDS: dict[str, type[Record]] = {
 PARQUET_MAGIC = b"PAR1"
 """How a Parquet file begins."""
 
-_HEADER_LIMIT_BYTES = 100 << 20
 _SHOWN_TEXTS = 4
 """Different texts of a column that are named."""
 _COUNTED_TEXTS = 1_000_000
@@ -61,11 +60,7 @@ def manifest_tables(uri: str, manifest: Manifest) -> list[RenderableType]:
 
 
 def record_tables(uri: str, manifest: Manifest, *, rows: int) -> list[RenderableType]:
-    """Return the columns of a record set, summarised, and its first rows.
-
-    Raises:
-        RecordError: the set is damaged.
-    """
+    """Return the columns of a record set, summarised, and its first rows."""
     cls = RECORDS[manifest.schema]
     summaries: dict[str, _Numbers | _Texts] = {}
     cells: list[list[list[Any]]] = []
@@ -92,7 +87,7 @@ def record_tables(uri: str, manifest: Manifest, *, rows: int) -> list[Renderable
 
 
 class _Numbers:
-    """Range of numbers, lengths of lists."""
+    """Range of numbers, lengths of lists; rows come piece by piece."""
 
     def __init__(self) -> None:
         self._rows = self._known = 0
@@ -100,7 +95,6 @@ class _Numbers:
         self._kind = ""
 
     def add(self, data: Any) -> None:
-        """Take the next rows in."""
         if isinstance(data, Ragged):
             self._kind, numbers = "list", data.lengths
         else:
@@ -114,7 +108,6 @@ class _Numbers:
             self._high = max(self._high, known.max().item())
 
     def text(self) -> str:
-        """Return one line."""
         if self._kind == "list":
             span = f"{self._low}..{self._high}" if self._rows else "none"
             return f"{self._total:.0f} in rows of {span}"
@@ -136,7 +129,6 @@ class _Texts:
         self._hashes: set[int] = set()
 
     def add(self, data: Any) -> None:
-        """Take the next rows in."""
         values = [value if isinstance(value, str) else len(value) for value in data]
         if len(self._seen) <= _SHOWN_TEXTS:
             self._seen.update(values)
@@ -146,7 +138,6 @@ class _Texts:
             self._seen = Counter(itertools.islice(self._seen, _SHOWN_TEXTS + 1))
 
     def text(self) -> str:
-        """Return one line."""
         if len(self._seen) > _SHOWN_TEXTS:
             over = "more than " if len(self._hashes) > _COUNTED_TEXTS else ""
             return f"{over}{min(len(self._hashes), _COUNTED_TEXTS)} different"
@@ -154,11 +145,7 @@ class _Texts:
 
 
 def parquet_tables(uri: str, *, rows: int) -> list[RenderableType]:
-    """Return the columns of a Parquet file of any origin, and its first rows.
-
-    Raises:
-        RecordError: damaged, or it decodes to too much.
-    """
+    """Return the columns of a Parquet file of any origin, and its first rows."""
     import pyarrow as pa
 
     from planish.records.parquet import read_batches
@@ -193,7 +180,7 @@ def file_tables(uri: str, manifest: Manifest) -> list[RenderableType]:
     files = [[s.name, bytes_text(s.bytes), s.sha256[:12]] for s in manifest.shards]
     tables: list[RenderableType] = [table("files", "name", "size", "sha256", rows=files)]
     tensors = [
-        [s.name, *_tensor_facts(f"{uri}/{s.name}")]
+        [s.name, *_tensor_facts(f"{uri}/{s.name}", s.bytes)]
         for s in manifest.shards
         if s.name.endswith(".safetensors")
     ]
@@ -204,36 +191,10 @@ def file_tables(uri: str, manifest: Manifest) -> list[RenderableType]:
     return tables
 
 
-def _tensor_facts(uri: str) -> list[Any]:
-    entries = [v for k, v in safetensors_header(uri).items() if k != "__metadata__"]
-    try:
-        parameters = sum(int(np.prod(entry["shape"], dtype=np.int64)) for entry in entries)
-        types = Counter(str(entry["dtype"]) for entry in entries)
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"`{uri}` must be safetensors, but its header is not ({error})") from None
-    return [
-        len(entries),
-        parameters,
-        ", ".join(f"{name}: {n}" for name, n in sorted(types.items())),
-    ]
-
-
-def safetensors_header(uri: str) -> dict[str, Any]:
-    """Read the header of a safetensors file: two ranged reads, no tensor.
-
-    Raises:
-        RecordError: not safetensors.
-    """
-    length = int.from_bytes(store.read(uri, 0, 8), "little")
-    if not 0 < length <= _HEADER_LIMIT_BYTES:
-        raise RecordError(
-            f"`{uri}` must be safetensors with a header of 1..{_HEADER_LIMIT_BYTES} bytes, "
-            f"got {length}"
-        )
-    try:
-        header: Any = json.loads(store.read(uri, 8, length))
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"`{uri}` must be safetensors, but its header is not ({error})") from None
-    if not isinstance(header, dict):
-        raise RecordError(f"`{uri}` must be safetensors, but its header is no object")
-    return header
+def _tensor_facts(uri: str, size: int) -> list[Any]:
+    """Return tensors, parameters and types of a safetensors file, from its header alone."""
+    length = header_bytes(store.read(uri, 0, 8), size, file=uri)
+    entries = parse_header(store.read(uri, 0, length), size, file=uri).entries.values()
+    types = Counter(entry.dtype for entry in entries)
+    counts = ", ".join(f"{name}: {n}" for name, n in sorted(types.items()))
+    return [len(entries), sum(math.prod(entry.shape) for entry in entries), counts]

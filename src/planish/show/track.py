@@ -33,7 +33,6 @@ SHARDED = "rollout"
 """The stage whose tasks have curves of their own."""
 WITHOUT_CURVES = ("prepare", "evaluate", "next", "report")
 """Stages whose log entries show nothing of the training; evaluations have reports."""
-_FIELDS = {"stage", "iteration", "shard", "state", "start_seconds"}
 _FOREIGN = re.compile(r"[^A-Za-z0-9_./ -]")
 """What a name in MLflow must not have."""
 
@@ -53,11 +52,7 @@ class Source:
     """Of the stage log; none for an evaluation."""
 
     def points(self) -> Iterator[Point]:
-        """Return the values of the record.
-
-        Raises:
-            PlanishError: it is damaged or gone.
-        """
+        """Return the values of the record."""
         if place := layout.parse_evaluation(self.root, self.uri):
             name, version = place
             evaluation = read_report(EvalReport, self.uri)
@@ -66,7 +61,7 @@ class Source:
             for source, scalars in evaluation.sources.items():
                 yield from self._of(f"{group}/{source}", scalars, version)
             return
-        stage, iteration = str(self.entry["stage"]), int(self.entry["iteration"])
+        stage, iteration = self.entry["stage"], self.entry["iteration"]
         metrics = dict(self.entry.get("metrics", {}))
         if self.uri == layout.update(self.root, iteration):
             update = read_report(UpdateReport, self.uri)
@@ -87,22 +82,13 @@ class RunReader:
     """Finds the records of a run; reads each log entry until its task has ended."""
 
     def __init__(self, root: str) -> None:
-        """Read nothing yet.
-
-        Args:
-            root: URI of the run.
-        """
         self.root = root
         self._ended: dict[str, Mapping[str, Any]] = {}
         self.has_ended = self.has_failed = False
         """As the last look saw it: the report is written; a task has failed for good."""
 
     def config(self) -> dict[str, Any]:
-        """Return the settings of the run by dotted name.
-
-        Raises:
-            ObjectMissing: no run has begun there.
-        """
+        """Return the settings of the run by dotted name; ObjectMissing where none has begun."""
         run = read_json(layout.run_file(self.root))
         return {
             f"{section}.{key}": value
@@ -115,11 +101,7 @@ class RunReader:
         entries = dict(self._ended)
         for uri in store.list_uris(f"{layout.logs(self.root)}/"):
             if uri.endswith(".json") and uri not in entries:
-                entry = read_json(uri)
-                if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
-                    logger.warning("record left out uri=%s error=not a stage log", uri)
-                    continue
-                entries[uri] = entry
+                entries[uri] = entry = read_json(uri)
                 if entry["state"] == "done":
                     self._ended[uri] = entry
         report = next((e for e in entries.values() if e["stage"] == "report"), None)
@@ -127,7 +109,7 @@ class RunReader:
         self.has_failed = any(e["state"] == "failed" for e in entries.values())
         sources = []
         for uri, entry in entries.items():
-            end = float(entry["start_seconds"]) + float(entry.get("seconds", 0.0))
+            end = entry["start_seconds"] + entry["seconds"]
             key = f"{uri.removeprefix(self.root)} {entry['start_seconds']:.3f}"
             if entry["state"] == "running" or entry["stage"] in WITHOUT_CURVES:
                 continue
@@ -146,8 +128,8 @@ class RunReader:
         for entry in entries:
             if entry["stage"] == "evaluate" and entry["state"] == "done":
                 # The task at the end of a run measures what no iteration has.
-                version = entry.get("metrics", {}).get("policy_version", -1)
-                ends[version] = float(entry["start_seconds"]) + float(entry.get("seconds", 0.0))
+                version = entry["metrics"].get("policy_version", -1)
+                ends[version] = entry["start_seconds"] + entry["seconds"]
         last = ends.get(-1, time.time())
         for uri in store.list_uris(f"{self.root}/evals/"):
             if place := layout.parse_evaluation(self.root, uri):
@@ -159,13 +141,7 @@ class Follower:
     """Brings one tracker to where a run is; what it has written stands below the run's root."""
 
     def __init__(self, reader: RunReader, target: str, tracker: Tracker) -> None:
-        """Read where an earlier follower of this target has stopped.
-
-        Args:
-            reader: of the run.
-            target: word of the command line; only its digest is stored.
-            tracker: the place that it names.
-        """
+        """Read where an earlier follower of `target` has stopped, of which a digest is stored."""
         self._reader, self._tracker = reader, tracker
         digest = hashlib.sha256(target.encode()).hexdigest()[:12]
         self._uri = f"{layout.trackers(reader.root)}/{digest}.json"
@@ -175,14 +151,13 @@ class Follower:
         self._run_id, self._batch, self._written = "", 0, set[str]()
         if store.exists(self._uri):
             state = read_json(self._uri)
-            self._run_id, self._batch = str(state["run"]), int(state["batch"])
+            self._run_id, self._batch = state["run"], state["batch"]
             self._written = set(state["written"])
 
     def advance(self) -> int:
         """Write what is new; return how many values that were.
 
-        Raises:
-            Exception: of whatever kind the tracker's package raises; a later call tries again.
+        Whatever the package of a tracker raises, a later call tries again.
         """
         new = [source for source in self._reader.look() if source.key not in self._written]
         if not new:
@@ -194,28 +169,21 @@ class Follower:
         for source in new:
             try:
                 points.extend(source.points())
-            except (LookupError, TypeError, ValueError) as error:
+            except (LookupError, ValueError) as error:
                 logger.warning("record left out uri=%s error=%s", source.uri, error)
         self._tracker.write(points, self._batch)
         self._written |= {source.key for source in new}
         self._batch += 1
         self._run_id = self._tracker.run_id
-        state = {
-            "schema": SCHEMA,
-            "tracker": self.kind,
-            "run": self._run_id,
-            "batch": self._batch,
-            "written": sorted(self._written),
-        }
-        write_json(self._uri, state)
+        state = {"run": self._run_id, "batch": self._batch, "written": sorted(self._written)}
+        write_json(self._uri, {"schema": SCHEMA, "tracker": self.kind, **state})
         return len(points)
 
     def close(self) -> None:
         """Let go of the tracker."""
         if self._is_open:
-            self._tracker.close(
-                has_ended=self._reader.has_ended, has_failed=self._reader.has_failed
-            )
+            reader = self._reader
+            self._tracker.close(has_ended=reader.has_ended, has_failed=reader.has_failed)
 
 
 def track(options: argparse.Namespace) -> str:

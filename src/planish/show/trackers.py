@@ -56,20 +56,13 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self, run_id: str, config: Mapping[str, Any]) -> None:
-        """Begin or continue a run.
-
-        Args:
-            run_id: of an earlier follower, "" at the first start.
-            config: settings of the run by dotted name.
-        """
+        """Begin a run with its settings by dotted name, or continue that of an earlier follower."""
 
     @abstractmethod
     def write(self, points: Sequence[Point], batch: int) -> None:
-        """Write points; they are safe when it returns.
+        """Write points in any order; they are safe when it returns.
 
-        Args:
-            points: in any order.
-            batch: rises by one with every call that succeeded, over all followers of a run.
+        The batch rises by one with every call that succeeded, over all followers of a run.
         """
 
     @abstractmethod
@@ -86,15 +79,7 @@ class TensorBoard(Tracker):
     """Event files, one for each batch of points, below a folder of the run or another."""
 
     def __init__(self, root: str, place: str) -> None:
-        """Find the folder.
-
-        Args:
-            root: of the run.
-            place: folder or URI; "" is `trackers/tensorboard` below the root.
-
-        Raises:
-            ConfigError: no store has such a URI.
-        """
+        """Find the folder or URI; "" is `trackers/tensorboard` below the root."""
         self._folder = normal_uri(place or f"{layout.trackers(root)}/tensorboard")
         self._files = import_module("tensorboard.summary.writer.event_file_writer")
         self._protocol = import_module("tensorboard.compat.proto.event_pb2")
@@ -127,14 +112,7 @@ class MLflow(Tracker):
     """A run on a tracking server of MLflow."""
 
     def __init__(self, root: str, place: str, experiment: str, name: str) -> None:
-        """Make a client; nothing is asked yet.
-
-        Args:
-            root: of the run.
-            place: URI of the server; "" is that of `MLFLOW_TRACKING_URI`.
-            experiment: made where it is missing.
-            name: of the run.
-        """
+        """Make a client of the server at `place`, or at `MLFLOW_TRACKING_URI`; ask nothing yet."""
         # Its client would print the address of the run on standard output.
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         tracking = import_module("mlflow.tracking")
@@ -162,8 +140,7 @@ class MLflow(Tracker):
                     for key, value in config.items()
                 ]
                 for i in range(0, len(parameters), _MAX_PARAMETERS):
-                    some = parameters[i : i + _MAX_PARAMETERS]
-                    client.log_batch(self.run_id, params=some)
+                    client.log_batch(self.run_id, params=parameters[i : i + _MAX_PARAMETERS])
         client.update_run(self.run_id, status="RUNNING")
 
     def write(self, points: Sequence[Point], batch: int) -> None:
@@ -185,13 +162,7 @@ class WeightsAndBiases(Tracker):
     """A run of Weights & Biases; `WANDB_MODE=offline` keeps it in `WANDB_DIR`."""
 
     def __init__(self, root: str, place: str, name: str) -> None:
-        """Keep the settings.
-
-        Args:
-            root: of the run.
-            place: project; "" is `planish`.
-            name: of the run.
-        """
+        """Keep the settings; the project `place` is `planish` where it is empty."""
         self._wandb = import_module("wandb")
         self._root, self._project, self._name = root, place or "planish", name
         self._run: Any = None
@@ -234,9 +205,6 @@ def open_tracker(target: str, root: str, *, experiment: str, name: str) -> Track
         root: of the run.
         experiment: of MLflow.
         name: of the run where it is shown; "" takes the last part of the root.
-
-    Raises:
-        ConfigError: another word, or its package is not installed.
     """
     kind, _, place = target.partition("=")
     name = name or root.rpartition("/")[2]

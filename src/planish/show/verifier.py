@@ -53,9 +53,6 @@ def check(name: str, data: str, timeout_seconds: float, console: Console) -> int
 
     Returns:
         The exit code.
-
-    Raises:
-        ConfigError: no such verifier, or rows that cannot be read.
     """
     cases = read_cases(data) if data else []
     if split_name(name)[0] in VERIFIERS:
