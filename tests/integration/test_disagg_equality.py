@@ -19,20 +19,20 @@ from planish.engines.disagg.attention_model import AttentionModel
 from planish.engines.requests import Request, Sampling
 from planish.engines.weights import DictWeights
 from planish.models.experts import on_disk
-from tests.unit.engines.disagg.instances import FAMILIES, disagg, local_ranks, moe_policy
+from tests.unit.engines.disagg.instances import FAMILIES, disagg, moe_policy
 from tests.unit.engines.tiny import prompt, start
 
 pytestmark = pytest.mark.slow
 
-MATRIX = list(product(FAMILIES, (1, 2), (1, 2), (1, 2, 3, 4), ("local", "sockets", "gloo")))
+MATRIX = list(product(FAMILIES, (1, 2), (1, 2), (1, 2, 3, 4)))
 SAMPLE = [
-    ("Qwen3Moe", 1, 1, 1, "local"),
-    ("Qwen3Moe", 2, 2, 3, "sockets"),
-    ("Qwen3Moe", 1, 2, 4, "local"),
-    ("Mixtral", 2, 1, 2, "local"),
-    ("Mixtral", 2, 2, 4, "local"),
-    ("DeepseekV3", 2, 2, 2, "gloo"),
-    ("DeepseekV3", 1, 2, 3, "local"),
+    ("Qwen3Moe", 1, 1, 1),
+    ("Qwen3Moe", 2, 2, 3),
+    ("Qwen3Moe", 1, 2, 4),
+    ("Mixtral", 2, 1, 2),
+    ("Mixtral", 2, 2, 4),
+    ("DeepseekV3", 2, 2, 2),
+    ("DeepseekV3", 1, 2, 3),
 ]
 
 
@@ -67,11 +67,6 @@ def whole(family: str, seed: int = 0) -> list:
     return start(moe_policy(family, seed), max_rows=16).generate(requests())
 
 
-def launch(transport: str) -> dict:
-    """Return the options of an instance over one transport."""
-    return {"launcher": local_ranks()} if transport == "local" else {"transport": transport}
-
-
 def equal(outputs, expected) -> bool:
     """Compare tokens and reasons exactly, log-probabilities to what float32 of them holds."""
     return all(
@@ -83,10 +78,8 @@ def equal(outputs, expected) -> bool:
 
 
 def test_every_instance_gives_the_tokens_of_the_model_in_one_piece(case):
-    family, attention, expert, micro_batches, transport = case
-    with disagg(
-        moe_policy(family), attention, expert, micro_batches, max_rows=9, **launch(transport)
-    ) as engine:
+    family, attention, expert, micro_batches = case
+    with disagg(moe_policy(family), attention, expert, micro_batches, max_rows=9) as engine:
         outputs = engine.generate(requests())
         assert equal(outputs, whole(family))
         sent = sum(sum(layer) for layer in engine.stats()["expert_tokens"])
@@ -101,7 +94,7 @@ def test_every_instance_gives_the_tokens_of_the_model_in_one_piece(case):
 def test_requests_that_arrive_while_others_run_change_nothing():
     waiting = requests()
     done = {}
-    with disagg(moe_policy("Qwen3Moe"), 2, 2, 2, max_rows=6, **launch("local")) as engine:
+    with disagg(moe_policy("Qwen3Moe"), 2, 2, 2, max_rows=6) as engine:
         while len(done) < 16:
             if waiting:
                 engine.submit([waiting.pop(0)])
@@ -114,7 +107,7 @@ def test_all_tokens_to_two_experts_of_one_rank_leave_the_other_without_rows():
     for layer in policy.model.model.layers[1:]:
         layer.mlp.gate.e_score_correction_bias[:2] = 10.0
     expected = start(policy, max_rows=16).generate(requests())
-    with disagg(policy, 2, 2, 2, **launch("local")) as engine:
+    with disagg(policy, 2, 2, 2) as engine:
         assert equal(engine.generate(requests()), expected)
         tokens = engine.stats()["expert_tokens"]
     assert all(layer[0] == layer[1] > 0 and not any(layer[2:]) for layer in tokens)
@@ -123,7 +116,7 @@ def test_all_tokens_to_two_experts_of_one_rank_leave_the_other_without_rows():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replicas_of_busy_experts_share_their_rows_and_change_no_token(family):
-    with disagg(moe_policy(family), 2, 2, 2, redundant_experts=3, **launch("local")) as engine:
+    with disagg(moe_policy(family), 2, 2, 2, redundant_experts=3) as engine:
         assert equal(engine.generate(requests()), whole(family))
         before, counts = engine.layout, tokens_by_rank(engine)
         engine.update_weights(weights(moe_policy(family, 1)), 1)
@@ -152,12 +145,12 @@ def tokens_by_rank(engine) -> np.ndarray:
 def test_every_expert_for_every_token_and_more_replicas_than_experts(sizes, attention, expert):
     policy = moe_policy("Qwen3Moe", **sizes)
     expected = start(policy, max_rows=16).generate(requests())
-    with disagg(policy, attention, expert, 2, **launch("local")) as engine:
+    with disagg(policy, attention, expert, 2) as engine:
         assert equal(engine.generate(requests()), expected)
 
 
 def test_long_prompts_go_in_several_frames():
-    with disagg(moe_policy("Mixtral"), 1, 2, 2, batch_tokens=7, **launch("local")) as engine:
+    with disagg(moe_policy("Mixtral"), 1, 2, 2, batch_tokens=7) as engine:
         assert equal(engine.generate(requests()), whole("Mixtral"))
 
 
@@ -171,7 +164,7 @@ def weights(policy) -> DictWeights:
 
 
 def outputs_of(policy, **options) -> list:
-    with disagg(policy, 1, 2, 2, max_rows=16, **launch("local"), **options) as engine:
+    with disagg(policy, 1, 2, 2, max_rows=16, **options) as engine:
         return engine.generate(requests())
 
 
@@ -191,7 +184,7 @@ def test_another_order_of_the_sum_is_noticed_in_float32(monkeypatch):
     combine = exchange.combine
 
     def run():
-        with disagg(policy, 1, 2, 1, max_rows=16, **launch("local")) as engine:
+        with disagg(policy, 1, 2, 1, max_rows=16) as engine:
             return [output.logprobs for output in engine.generate(requests())]
 
     expected = run()
@@ -216,11 +209,11 @@ def test_the_experts_of_another_layer_are_noticed(monkeypatch):
 
 
 def test_experts_that_kept_old_weights_are_noticed(monkeypatch):
-    def keeping(self):
+    def keeping(self, _):
         self._version, self.layout, _ = self._shadow
         return {}
 
-    with disagg(moe_policy("Qwen3Moe"), 1, 2, 2, max_rows=16, **launch("local")) as engine:
+    with disagg(moe_policy("Qwen3Moe"), 1, 2, 2, max_rows=16) as engine:
         monkeypatch.setattr(expert_rank.ExpertRank, "commit", keeping)
         engine.update_weights(weights(moe_policy("Qwen3Moe", 1)), 1)
         assert not equal(engine.generate(requests()), whole("Qwen3Moe", 1))

@@ -20,7 +20,7 @@ from planish.models.policy import save_policy
 from planish.records.rollouts import FinishReason
 from tests.integration.test_disagg_equality import weights
 from tests.processes import marked, marks, wait_until_none
-from tests.unit.engines.disagg.instances import disagg, local_ranks, moe_policy
+from tests.unit.engines.disagg.instances import disagg, moe_policy
 from tests.unit.engines.tiny import ids_of, request, start
 
 pytestmark = pytest.mark.slow
@@ -94,21 +94,15 @@ def test_an_attention_rank_that_is_stopped_ends_its_own_requests_only():
 def test_a_coordinator_that_was_stopped_itself_holds_no_rank_for_dead(monkeypatch):
     engine, expected = running(1, 2)
     real, jumps = time.monotonic, iter([3 * processes.DEAD_S])
-    away = 0.0
+    away, wait = 0.0, processes.wait
 
-    class Selector(processes.selectors.DefaultSelector):
-        def select(self, timeout=None):
-            nonlocal away
-            away += next(jumps, 0.0)
-            return super().select(timeout)
+    def jump(*arguments):
+        nonlocal away
+        away += next(jumps, 0.0)
+        return wait(*arguments)
 
-    clock = SimpleNamespace(monotonic=lambda: real() + away)
-    monkeypatch.setattr(processes, "time", clock)
-    monkeypatch.setattr(
-        processes,
-        "selectors",
-        SimpleNamespace(DefaultSelector=Selector, EVENT_READ=processes.selectors.EVENT_READ),
-    )
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: real() + away))
+    monkeypatch.setattr(processes, "wait", jump)
     outputs = collect(engine)
     assert away == 3 * processes.DEAD_S
     assert {name: o.token_ids for name, o in outputs.items()} == {
@@ -126,7 +120,7 @@ def test_ranks_end_with_their_coordinator(tmp_path):
         "from planish.engines import open_engine\n"
         "from planish.engines.config import EngineConfig\n"
         "from planish.engines.requests import ModelRef\n"
-        "config = EngineConfig(name='disagg', expert_ranks=2, transport='gloo')\n"
+        "config = EngineConfig(name='disagg', expert_ranks=2)\n"
         f"engine = open_engine(config, ModelRef(pin={pin!r}), max_rows=4)\n"
         "print(len(engine.pids), engine.version(), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -143,7 +137,7 @@ def test_no_rank_reads_what_another_role_computes():
     policy = moe_policy("DeepseekV3")
     sizes = {name: tensor.nbytes for name, tensor in policy.model.state_dict().items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    with disagg(policy, 2, 2, 1, launcher=local_ranks()) as engine:
+    with disagg(policy, 2, 2, 1) as engine:
         read = [rank["num_bytes"] for rank in engine.stats()["ranks"]]
     assert read == [sum(sizes.values()) - experts] * 2 + [experts // 2] * 2
 
@@ -153,7 +147,7 @@ def test_no_rank_reads_what_another_role_computes():
 
 def failed(**options):
     """Return the outputs of an instance that cannot go on."""
-    engine = disagg(moe_policy("Qwen3Moe"), 2, 2, 2, launcher=local_ranks(), **options)
+    engine = disagg(moe_policy("Qwen3Moe"), 2, 2, 2, **options)
     engine.submit(REQUESTS)
     outputs = collect(engine)
     assert engine.state == "failed"
@@ -180,7 +174,7 @@ def test_a_reply_of_another_layer_fails_the_instance(monkeypatch):
     answer = expert_rank.ExpertRank._answer
 
     def stale(self, frames):
-        frames = [replace(f, header=replace(f.header, layer=f.header.layer ^ 1)) for f in frames]
+        frames = [replace(f, header=f.header._replace(layer=f.header.layer ^ 1)) for f in frames]
         answer(self, frames)
 
     monkeypatch.setattr(expert_rank.ExpertRank, "_answer", stale)
@@ -198,7 +192,7 @@ def test_experts_that_do_not_answer_fail_the_instance_in_time(monkeypatch):
 
 def test_weights_that_one_rank_cannot_read_change_nothing(monkeypatch):
     policy = moe_policy("Qwen3Moe")
-    with disagg(policy, 2, 2, 1, launcher=local_ranks()) as engine:
+    with disagg(policy, 2, 2, 1) as engine:
         before = ids_of(engine.generate(REQUESTS))
         read = attention_model.AttentionModel.read
         calls = []

@@ -22,7 +22,7 @@ import yaml
 from planish.__main__ import main
 from planish.base.errors import ConfigError, EngineBusy, EngineError, ProtocolError
 from planish.engines.config import EngineConfig
-from planish.engines.deploy.handshake import TOKEN_ENV
+from planish.engines.deploy.connections import TOKEN_ENV
 from planish.engines.disagg.engine import DisaggEngine
 from planish.engines.requests import ModelRef
 from planish.models.policy import save_policy
@@ -89,6 +89,7 @@ class Cluster:
         # The image has the package and its commands; two cores are shared.
         values["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         values |= {"OMP_NUM_THREADS": "1", "TEST_FOLDER": str(self.folder)}
+        values["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
         words = [*container["command"], *container["args"]]
         words = [word.replace("$(POD_IP)", ip) for word in words]
         with (self.folder / f"{name}.log").open("wb") as log:

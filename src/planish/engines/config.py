@@ -41,12 +41,12 @@ class EngineConfig(Section):
     redundant_experts: int = Field(default=0, ge=0)
     """Replicas of busy experts that each expert rank holds besides its own. Engines `disagg`,
     `vllm_disagg`."""
-    transport: Literal["sockets", "gloo"] = "sockets"
+    transport: Literal["sockets"] = "sockets"
     """What carries rows between ranks. Engines `disagg`, `vllm_disagg`."""
     peers: tuple[str, ...] = Field(default=(), strict=False)
     """`host:port` of each rank that runs elsewhere as `planish rollout rank`, attention ranks
-    first; empty starts the ranks beside the engine. Needs `transport` `sockets` and the token in
-    PLANISH_RANKS_TOKEN. Engines `disagg`, `vllm_disagg`."""
+    first; empty starts the ranks beside the engine. Needs the token in PLANISH_RANKS_TOKEN.
+    Engines `disagg`, `vllm_disagg`."""
     rank_timeout_seconds: float = Field(default=60.0, gt=0.0)
     """Longest wait for an iteration, a change of weights or another rank; twice that for the start,
     in which ranks read their weights. Engines `disagg`, `vllm_disagg`."""
@@ -72,11 +72,6 @@ class EngineConfig(Section):
             raise ValueError(
                 f"`peers` must name each of the {num_ranks} ranks once, got {list(self.peers)}; "
                 "give `attention_ranks` addresses of attention ranks and `expert_ranks` of others"
-            )
-        if self.peers and self.transport != "sockets":
-            raise ValueError(
-                f"`transport` must be 'sockets' with `peers`, got {self.transport!r}; ranks that "
-                "use gloo find each other in a folder of one machine"
             )
         return self
 

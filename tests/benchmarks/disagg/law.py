@@ -21,6 +21,7 @@ from planish.engines.planner.pipeline_law import iteration_seconds
 from planish.engines.requests import ModelRef, Output, Request, Sampling
 from planish.models.config import ModelConfig
 from planish.models.policy import Policy, build_policy
+from tests.benchmarks.disagg.link import linked
 from tests.benchmarks.facts import COLOURS, RESULTS, facts, require_idle_machine, write_result
 
 NAME = "disagg_law"
@@ -91,7 +92,7 @@ def sweep(
         max_model_len=64,
         config=config,
         stage_s=stage_s,
-        link=(link_s, float("inf")) if link_s is not None else None,
+        launcher=linked(link_s) if link_s is not None else None,
     )
     times: dict[int, list[float]] = {m: [] for m in MICRO_BATCHES}
     with engine:

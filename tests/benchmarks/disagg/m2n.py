@@ -10,6 +10,7 @@ from then: what counts is what the others suffer.
 from __future__ import annotations
 
 import multiprocessing
+import queue
 import random
 import statistics
 import tempfile
@@ -20,9 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import FileStore
 
-from planish.engines.disagg.m2n.frames import FrameHeader, FrameKind, FrameLimits, Transport
-from planish.engines.disagg.m2n.gloo import GlooTransport
-from planish.engines.disagg.m2n.peers import Timeouts
+from planish.engines.disagg.m2n.frames import Frame, FrameHeader, FrameKind, FrameLimits, Transport
 from planish.engines.disagg.m2n.sockets import SocketTransport
 from tests.benchmarks.disagg.collective import CollectiveBaseline
 from tests.benchmarks.facts import RESULTS, require_idle_machine, write_result
@@ -32,7 +31,7 @@ SIZES = (2048, 8192, 32_768, 131_072, 262_144, 1_048_576)
 RANKS = (1, 2, 4)
 DELAYED = (0.0, 0.01)
 DELAY_S = 0.005
-MODES = ("sockets", "gloo", "collective")
+MODES = ("sockets", "collective")
 NAME = "disagg_m2n"
 P99 = 0.5
 """99th percentile of a frame over that of the collective, at most."""
@@ -41,8 +40,11 @@ P99 = 0.5
 class PointToPoint:
     """The exchange over a `Transport`."""
 
-    def __init__(self, transport: Transport, rank: int, num_ranks: int) -> None:
-        self.transport, self.rank, self.num_ranks = transport, rank, num_ranks
+    def __init__(
+        self, transport: Transport, arrived: queue.SimpleQueue[Frame], rank: int, num_ranks: int
+    ) -> None:
+        self.transport, self.arrived = transport, arrived
+        self.rank, self.num_ranks = rank, num_ranks
         self.number = 0
 
     def attend(self, num_bytes: int, delays: list[float]) -> list[int]:
@@ -58,24 +60,18 @@ class PointToPoint:
                 torch.float32, 1,
             )  # fmt: skip
             self.transport.send(header, counts, rows)
-        missing = self.num_ranks
-        while missing:
-            for frame in self.transport.poll(60):
-                missing -= 1
-                self.transport.post_receive(frame.source, frame.slot)
+        for _ in range(self.num_ranks):
+            self.arrived.get(timeout=60)
         return []
 
     def serve(self, num_bytes: int) -> list[int]:
         """Answer a round; returns the nanoseconds of its frames."""
         frames, times = [], []
         while len(frames) < self.num_ranks:
-            arrived = self.transport.poll(60)
-            now = time.monotonic_ns()
-            times += [now - frame.header.sent_ns for frame in arrived]
-            frames += arrived
+            frames.append(self.arrived.get(timeout=60))
+            times.append(time.monotonic_ns() - frames[-1].header.sent_ns)
         rows = torch.zeros(num_bytes // ROW_BYTES, ROW_BYTES // 4)
         for frame in frames:
-            self.transport.post_receive(frame.source, frame.slot)
             self.transport.send(frame.header.reply(), None, rows)
         return times
 
@@ -119,18 +115,16 @@ def rank_main(rank: int, num_ranks: int, folder: str, plan: list[tuple], results
     torch.set_num_threads(1)
     store = FileStore(f"{folder}/store", 2 * num_ranks)
     limits = FrameLimits(1, max(SIZES) // ROW_BYTES, ROW_BYTES, 1)
-    timeouts = Timeouts(heartbeat_s=30, dead_after_s=120)
-    sockets = SocketTransport(rank, limits, token=folder, timeouts=timeouts)
+    sockets = SocketTransport(rank, limits, folder, dead_s=120)
     store.set(f"address/{rank}", str(sockets.address[1]))
     is_attention = rank < num_ranks
     peers = range(num_ranks, 2 * num_ranks) if is_attention else range(num_ranks)
-    sockets.connect({peer: ("127.0.0.1", int(store.get(f"address/{peer}"))) for peer in peers})
-    gloo = GlooTransport(rank, 2 * num_ranks, limits, store=store, timeouts=timeouts)
-    gloo.connect(dict.fromkeys(peers, ("", 0)))
+    addresses = {peer: ("127.0.0.1", int(store.get(f"address/{peer}"))) for peer in peers}
+    arrived: Any = queue.SimpleQueue()
+    sockets.connect(addresses, arrived.put)
     baseline = CollectiveBaseline(store, rank, num_ranks, num_ranks)
     ways = {
-        "sockets": PointToPoint(sockets, rank, num_ranks),
-        "gloo": PointToPoint(gloo, rank, num_ranks),
+        "sockets": PointToPoint(sockets, arrived, rank, num_ranks),
         "collective": Collective(baseline, num_ranks),
     }
     delayed = random.Random(rank)
@@ -152,7 +146,6 @@ def rank_main(rank: int, num_ranks: int, folder: str, plan: list[tuple], results
         results.put((place, frames, layers))
     baseline.barrier()
     sockets.close()
-    gloo.close()
 
 
 def quantiles(times: list[int]) -> dict[str, float]:
@@ -230,9 +223,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
         grid.flat, [(share, n) for share in DELAYED for n in RANKS], strict=True
     ):
         table = result["ranks"][str(num_ranks)]
-        for mode, color in zip(MODES, ("tab:blue", "tab:green", "tab:red"), strict=True):
+        for mode, color in zip(MODES, ("tab:blue", "tab:red"), strict=True):
             rows = [table[f"{size}/{share:g}"][mode]["frame"] for size in SIZES]
-            label = "collective" if mode == "collective" else f"point to point, {mode}"
+            label = "collective" if mode == "collective" else "point to point"
             axes.plot(SIZES, [row["median_us"] for row in rows], color=color, label=label)
             axes.plot(SIZES, [row["p99_us"] for row in rows], color=color, linestyle=":")
         axes.set(xscale="log", yscale="log", title=f"{num_ranks} to {num_ranks}, {share:.0%} late")

@@ -49,8 +49,10 @@ def test_an_expert_address_where_no_expert_answers_fails_the_start(what):
             other.close()
 
         def new_transport(settings):
-            transport, found = open_transport(settings)
-            return transport, address if settings.role == "expert" else found
+            transport = open_transport(settings)
+            if settings.role == "expert":
+                transport.address = address
+            return transport
 
         config = EngineConfig(name="disagg")
         engine = DisaggEngine(
@@ -77,10 +79,9 @@ def test_a_rank_that_is_ready_too_late_listens_no_more():
     def new_transport(settings):
         if settings.role == "expert":
             raise EngineError("no network here")
-        transport, address = open_transport(settings)
-        opened.append(transport)
+        opened.append(open_transport(settings))
         assert has_left.wait(60.0)
-        return transport, address
+        return opened[-1]
 
     config = EngineConfig(name="disagg")
     ranks = []

@@ -267,11 +267,3 @@ def test_without_packing_anew_this_build_would_go_on_with_old_weights(kind, monk
             engine.update_weights(weights(qwen3_policy(1, **sizes)), 1)
             found[name] = ids_of(engine.generate(requests))
     assert found["packed"] != found["not packed"]
-
-
-def test_the_start_tells_what_this_build_can_do(caplog):
-    caplog.set_level("INFO")
-    with VllmEngine(max_rows=2, config=SMALL) as engine:
-        engine.start(ModelRef(policy=qwen3_policy()))
-    words = "vllm device=cpu ranks=dense experts_by_rank=no quantization=no sleep=no routing=no"
-    assert f"{words} head_sizes=[32, 64" in caplog.text

@@ -23,13 +23,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from multiprocessing import AuthenticationError
 from typing import Any, BinaryIO
 
 from planish.base import telemetry
 from planish.base.errors import ConfigError
 from planish.base.pages import PageServer, StatusPage
-from planish.engines.deploy.handshake import answer_caller, keep_alive, ranks_token
+from planish.engines.deploy.connections import answer_coordinator, ranks_token
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +40,14 @@ _SICK_S = 30.0
 """Without a turn of the loop, after which the host counts as hung."""
 _END_S = 5.0
 """For a rank to end by itself once its coordinator is gone."""
+_NO_WEIGHTS: dict[str, Any] = {"wanted": "", "held": "", "version": None}
 
 
 class HostedRank:
     """A rank process for one coordinator, and what it has told of its weights."""
 
     def __init__(self, caller: socket.socket, host: str, port: int, device: str) -> None:
-        """Start it on the connection of a coordinator, which it takes over.
-
-        Args:
-            caller: connection; this object closes its own copy.
-            host: address of this machine, where rows arrive.
-            port: for rows.
-            device: torch device.
-        """
+        """Start it on the connection of a coordinator, with rows at `port`."""
         self.connection = caller
         told, telling = os.pipe()
         options = {"--host": host, "--port": port, "--device": device, "--held": telling}
@@ -70,9 +64,9 @@ class HostedRank:
             os.close(telling)
         self.told: BinaryIO = os.fdopen(told, "rb", buffering=0)
         self.ended = os.pidfd_open(self.process.pid)
-        self.end_by: float | None = None
+        self.end_by = float("inf")
         """When a rank whose coordinator is gone is ended by force."""
-        self.state: dict[str, Any] = {"wanted": "", "held": "", "version": None}
+        self.state = _NO_WEIGHTS
         self._line = b""
 
     def listen(self) -> None:
@@ -110,11 +104,10 @@ class RankHost:
         self._host, self._port, self._token, self._device = host, port, token, device
         self._rank: HostedRank | None = None
         self._turn_s = time.monotonic()
+        pages = {"/healthz": self.health, "/readyz": self.readiness}
         try:
             self._listener = socket.create_server((host, port))
-            self._pages = PageServer(
-                host, port + 2, {"/healthz": self.health, "/readyz": self.readiness}
-            )
+            self._pages = PageServer(host, port + 2, pages)
         except OSError as error:
             raise ConfigError(
                 f"`--host` must be an address of this machine and `--port` the first of {PORTS} "
@@ -138,7 +131,7 @@ class RankHost:
         if rank is not None:
             poll.register(rank.ended, select.POLLIN)
             poll.register(rank.told, select.POLLIN)
-            if rank.end_by is None:
+            if rank.end_by == float("inf"):
                 # What the coordinator says is the rank's to read; that it has left is ours to know.
                 poll.register(rank.connection, select.POLLRDHUP)
         ready = {number for number, _ in poll.poll(1000 * _TURN_S)}
@@ -147,30 +140,27 @@ class RankHost:
                 rank.listen()
             if rank.connection.fileno() in ready:
                 rank.end_by = time.monotonic() + _END_S
-            if rank.ended in ready or (rank.end_by is not None and time.monotonic() > rank.end_by):
-                code = rank.close()
+            if rank.ended in ready or time.monotonic() > rank.end_by:
                 self._rank = None
-                logger.info("ended exit_code=%d", code)
+                logger.info("ended exit_code=%d", rank.close())
         if self._listener.fileno() in ready:
             self.take_call()
 
     def take_call(self) -> None:
         """Start a rank for a caller that knows the token, unless one runs."""
-        caller, address = self._listener.accept()
+        caller, (address, *_) = self._listener.accept()
+        is_busy = self._rank is not None
+        reason = "another coordinator has the rank"
         try:
-            is_welcome = answer_caller(caller, self._token, is_busy=self._rank is not None)
-        except OSError as error:
-            logger.warning("refused caller=%s reason=%r", address[0], str(error))
+            answer_coordinator(caller, self._token, is_busy=is_busy)
+        except (AuthenticationError, OSError) as error:
+            is_busy, reason = True, str(error)
+        if is_busy:
+            logger.warning("refused caller=%s reason=%r", address, reason)
             caller.close()
             return
-        if not is_welcome:
-            reason = "another coordinator has the rank, or the token differs"
-            logger.warning("refused caller=%s reason=%r", address[0], reason)
-            caller.close()
-            return
-        keep_alive(caller)
         self._rank = HostedRank(caller, self._host, self._port + 1, self._device)
-        logger.info("started coordinator=%s pid=%d", address[0], self._rank.process.pid)
+        logger.info("started coordinator=%s pid=%d", address, self._rank.process.pid)
 
     def health(self, _: Mapping[str, str]) -> StatusPage:
         """Say whether the loop turns."""
@@ -180,7 +170,7 @@ class RankHost:
     def readiness(self, query: Mapping[str, str]) -> StatusPage:
         """Say whether the weights that are wanted are held."""
         rank = self._rank
-        state = {"wanted": "", "held": "", "version": None} if rank is None else rank.state
+        state = _NO_WEIGHTS if rank is None else rank.state
         wanted = query.get("pin", state["wanted"])
         is_ready = bool(state["held"]) and state["held"] == state["wanted"] == wanted
         body = json.dumps({"ready": is_ready, **state}).encode() + b"\n"
@@ -194,9 +184,8 @@ def host(options: argparse.Namespace, _: object) -> Iterator[str]:
         ConfigError: no token in the environment, or ports that are taken.
     """
     telemetry.configure_logging(logging.INFO)
-    with ExitStack() as open_things:
-        rank_host = RankHost(options.host, options.port, ranks_token(), options.device)
-        open_things.callback(rank_host.close)
+    rank_host = RankHost(options.host, options.port, ranks_token(), options.device)
+    with contextlib.closing(rank_host):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: sys.exit(0))
         last = options.port + PORTS - 1

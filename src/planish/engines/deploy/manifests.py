@@ -12,58 +12,35 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from planish.base.errors import ConfigError
 from planish.base.parallel import GPU_POD_VARIABLE
 from planish.engines.config import EngineConfig
-from planish.engines.deploy.handshake import TOKEN_ENV
+from planish.engines.deploy.connections import TOKEN_ENV
 from planish.engines.planner.documents import PlannedRun, read_plan
-
-TOKEN_KEY = "ranks_token"
-"""Key of the token in the secret of the store."""
-
-STORE_ENV = {
-    "endpoint": "MINIO_ENDPOINT",
-    "access_key": "MINIO_ACCESS_KEY",
-    "secret_key": "MINIO_SECRET_KEY",
-    "secure": "MINIO_SECURE",
-}
-"""Key of that secret to the environment variable that it fills, as for every task of a run."""
-
-SCRATCH_ENV = {
-    "HOME": "/scratch",
-    "TMPDIR": "/scratch",
-    "HF_HOME": "/scratch/huggingface",
-    "XDG_CACHE_HOME": "/scratch/cache",
-    "TRITON_CACHE_DIR": "/scratch/triton",
-    "VLLM_CACHE_ROOT": "/scratch/vllm",
-    GPU_POD_VARIABLE: "1",
-}
-"""Where policies and caches of libraries go, as pods have no other place to write; and that each
-asked for a GPU."""
 
 ANY_GPU_NODE = ("nvidia.com/gpu.present", "true")
 """Label of nodes where all GPUs are of one type, as GPU feature discovery sets it."""
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+_IMAGE = re.compile(r"[^\s\"']+")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[KMGT]i)?")
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_./-]*[A-Za-z0-9])?")
 
 
-@dataclass(frozen=True)
-class Role:
+class Role(NamedTuple):
     """The pods of one role."""
 
     role: str
     """`attention` or `expert`."""
     name: str
-    """Of its service and its set of pods."""
+    """Name of its service and its set of pods."""
     replicas: int
     """Ranks."""
     gpus: int
-    """Of each pod; 0 for ranks on the CPU."""
-    node_label: tuple[str, str]
+    """GPUs of each pod; 0 for ranks on the CPU."""
+    label: tuple[str, str]
     """Label of nodes with the type of GPU of the plan, and its value."""
 
 
@@ -111,31 +88,19 @@ def render(planned: PlannedRun, options: argparse.Namespace) -> str:
         autoescape=False,
     )
     return environment.get_template("ranks.yaml.j2").render(
-        **{
-            name: getattr(options, name)
-            for name in (
-                *("kind", "engine", "name", "namespace", "image", "secret", "port", "device"),
-                *("cpu", "memory", "shared_memory", "gpu_resource"),
-            )
-        },
+        **vars(options),
         model=" ".join(one.model.name.split()),
         source=" ".join(options.plan.name.split()),
         plan_sha256=hashlib.sha256(options.plan.read_bytes()).hexdigest(),
         settings=engine_settings(planned, options, roles),
         roles=roles,
         token_env=TOKEN_ENV,
-        token_key=TOKEN_KEY,
-        store_env=STORE_ENV,
-        scratch_env=SCRATCH_ENV,
+        gpu_variable=GPU_POD_VARIABLE,
     )
 
 
 def check(planned: PlannedRun, options: argparse.Namespace) -> None:
-    """Refuse a plan that these ranks can not run, and options that no cluster takes.
-
-    Raises:
-        ConfigError: all faults at once.
-    """
+    """Refuse a plan that these ranks can not run, and options that no cluster takes, at once."""
     one, faults = planned.deployment, []
     if planned.verdict == "do not disaggregate" and not options.anyway:
         faults.append(
@@ -152,20 +117,16 @@ def check(planned: PlannedRun, options: argparse.Namespace) -> None:
             f"attention ranks have at most 4 micro-batches, got {planned.plan.m}: plan with "
             "`--micro-batches 3,4`"
         )
-    for option in ("name", "namespace", "secret"):
-        if not _NAME.fullmatch(getattr(options, option)):
-            faults.append(
-                f"`--{option}` must be a name of Kubernetes of at most 40 characters, got "
-                f"{getattr(options, option)!r}"
-            )
-    if not re.fullmatch(r"[^\s\"']+", options.image):
-        faults.append(f"`--image` must be a reference of an image, got {options.image!r}")
-    for option in ("cpu", "memory", "shared_memory"):
-        if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(m|[KMGT]i)?", getattr(options, option)):
-            faults.append(
-                f"`--{option.replace('_', '-')}` must be a quantity such as 12 or 160Gi, got "
-                f"{getattr(options, option)!r}"
-            )
+    kubernetes_name = "must be a name of Kubernetes of at most 40 characters"
+    quantity = "must be a quantity such as 12 or 160Gi"
+    for option, form, rule in (
+        *((name, _NAME, kubernetes_name) for name in ("name", "namespace", "secret")),
+        ("image", _IMAGE, "must be a reference of an image"),
+        *((name, _QUANTITY, quantity) for name in ("cpu", "memory", "shared_memory")),
+    ):
+        given = getattr(options, option)
+        if not form.fullmatch(given):
+            faults.append(f"`--{option.replace('_', '-')}` {rule}, got {given!r}")
     if faults:
         raise ConfigError("; ".join(faults))
 
@@ -176,9 +137,6 @@ def node_labels(planned: PlannedRun, given: Sequence[str]) -> dict[str, tuple[st
     Args:
         planned: the plan.
         given: `GPU:LABEL=VALUE`, for each type.
-
-    Raises:
-        ConfigError: another form, a type that the plan has not, or two types without labels.
     """
     used = {planned.deployment.attention_gpu.name, planned.deployment.expert_gpu.name}
     labels = {}

@@ -17,15 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planish.base.errors import ProtocolError
 from planish.engines.disagg.attention_model import AttentionModel
 from planish.engines.disagg.control import Message, decode_request, encode_outputs
-from planish.engines.disagg.exchange import ExchangingRank, ExpertExchange
-from planish.engines.disagg.inbox import Inbox
+from planish.engines.disagg.exchange import ExchangingRank, ExpertExchange, Inbox
 from planish.engines.disagg.layout import ExpertLayout
-from planish.engines.disagg.m2n.frames import Frame
+from planish.engines.disagg.ping_pong import Turns
 from planish.engines.disagg.settings import RankSettings
-from planish.engines.disagg.turns import Turns
 from planish.engines.transformers.batch import COUNTERS, DecodeBatch, Limits
 from planish.engines.transformers.module_decoder import ModuleDecoder
 from planish.engines.transformers.routing import RoutingCells
@@ -73,46 +70,9 @@ class AttentionRank(ExchangingRank):
         self._shadow: tuple[int, ExpertLayout, dict[str, Tensor]] | None = None
         self._busy_s = 0.0
 
-    def take(self, frame: Frame) -> None:
-        """Refuse a frame outside of an iteration.
-
-        Raises:
-            ProtocolError: always.
-        """
-        raise ProtocolError(
-            f"frames must arrive within an iteration, got {frame.header} outside of any"
-        )
-
-    def handle(self, message: Message) -> Message | None:
-        """Do what the coordinator says; return the answer, None where it waits for none."""
-        match message["op"]:
-            case "admit":
-                return self.admit(message)
-            case "step":
-                return self.step(message)
-            case "withdraw":
-                return self.withdraw(message["ids"])
-            case "load":
-                return self.load(message)
-            case "commit":
-                return self.commit()
-            case "stats":
-                return self.stats()
-            case "stop":
-                return None
-        raise ProtocolError(f"an attention rank knows no message {message['op']!r}")
-
-    def _begin(self, message: Mapping[str, Any], *, is_prefill: bool) -> None:
-        if message["version"] != self._exchange.version:
-            raise ProtocolError(
-                f"a plan must be of the weights of this rank, got version {message['version']} in "
-                f"place of {self._exchange.version}"
-            )
-        self._exchange.begin(message["iteration"], is_prefill=is_prefill)
-
     def admit(self, message: Mapping[str, Any]) -> Message:
         """Compute the caches of new requests."""
-        self._begin(message, is_prefill=True)
+        self._exchange.begin(message["iteration"], is_prefill=True)
         jobs = {}
         for name, given in message["batches"].items():
             requests = [decode_request(plain) for plain, _ in given]
@@ -123,7 +83,7 @@ class AttentionRank(ExchangingRank):
 
     def step(self, message: Mapping[str, Any]) -> Message:
         """Add a token to each request of some micro-batches."""
-        self._begin(message, is_prefill=False)
+        self._exchange.begin(message["iteration"], is_prefill=False)
         before = self._count("tokens")
         begin, waited = time.monotonic(), self._exchange.seconds["wait"]
         version = self._exchange.version
@@ -137,12 +97,11 @@ class AttentionRank(ExchangingRank):
         }
 
     def _count(self, name: str) -> int:
-        """Return a counter over all micro-batches."""
         return sum(batch.counts[name] for batch in self._batches)
 
-    def withdraw(self, ids: list[str] | None) -> Message:
+    def withdraw(self, message: Mapping[str, Any]) -> Message:
         """End requests of some ids with ABORT; None ends all."""
-        outputs = []
+        outputs, ids = [], message["ids"]
         for batch in self._batches:
             wanted = batch.request_ids if ids is None else ids
             outputs += batch.withdraw(wanted, self._exchange.version)
@@ -155,17 +114,16 @@ class AttentionRank(ExchangingRank):
         self._shadow = int(message["version"]), layout, tensors
         return {"fingerprint": self._model.fingerprint}
 
-    def commit(self) -> Message:
+    def commit(self, _: Mapping[str, Any]) -> Message:
         """Use what was read last."""
-        if self._shadow is None:
-            raise ProtocolError("a rank must have read weights before it commits them, got none")
+        assert self._shadow is not None
         version, layout, tensors = self._shadow
         self._exchange.use(layout, version)
         self._model.write(tensors)
         self._shadow = None
         return {}
 
-    def stats(self) -> Message:
+    def stats(self, _: Mapping[str, Any]) -> Message:
         """Return counters since the start."""
         return {
             "role": "attention",

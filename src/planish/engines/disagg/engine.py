@@ -12,10 +12,9 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,10 +26,10 @@ from planish.base.errors import ConfigError, EngineError
 from planish.base.parallel import num_devices
 from planish.engines.base import BaseEngine
 from planish.engines.config import VLLM_SETTINGS, EngineConfig
-from planish.engines.deploy.dial import Dialer
+from planish.engines.deploy.connections import elsewhere
 from planish.engines.disagg.control import Message, decode_outputs, encode_request
 from planish.engines.disagg.layout import ExpertLayout
-from planish.engines.disagg.processes import Process, Processes, beside, launch
+from planish.engines.disagg.processes import Launcher, Processes, beside, launch
 from planish.engines.disagg.settings import RankSettings
 from planish.engines.policy_folder import check_policy
 from planish.engines.requests import (
@@ -60,12 +59,8 @@ PREFILL_TOKENS = 512
 """Most tokens of one forward over prompts where the settings leave it open; frames are as large."""
 
 
-def elsewhere(pin: str) -> None:
-    """Refuse a policy without a pin for ranks of other machines.
-
-    Raises:
-        EngineError: it has none.
-    """
+def _check_pin(pin: str) -> None:
+    """Refuse a policy without a pin for ranks of other machines."""
     if not pin:
         raise EngineError(
             "ranks at `engine.peers` fetch a policy by its pinned URI, got one in memory or in a "
@@ -73,12 +68,8 @@ def elsewhere(pin: str) -> None:
         )
 
 
-def has_devices(num_ranks: int) -> None:
-    """Refuse ranks that would have to share an accelerator of this machine.
-
-    Raises:
-        ConfigError: there are fewer accelerators than ranks.
-    """
+def _check_devices(num_ranks: int) -> None:
+    """Refuse ranks that would have to share an accelerator of this machine."""
     count = num_devices("cuda")
     if num_ranks > count:
         raise ConfigError(
@@ -118,8 +109,7 @@ class DisaggEngine(BaseEngine):
         config: EngineConfig | None = None,
         timeout_s: float | None = None,
         stage_s: tuple[float, float] = (0.0, 0.0),
-        link: tuple[float, float] | None = None,
-        launcher: Callable[[socket.socket, int], Process] | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         """Make an engine.
 
@@ -128,12 +118,11 @@ class DisaggEngine(BaseEngine):
             max_model_len: prompt and response in tokens; 0 takes the model's own limit.
             device: torch device of the ranks; each on this machine has an accelerator of its own.
             routing: keep the experts of each token, for requests that want them.
-            config: numbers of ranks and micro-batches, transport, addresses of ranks elsewhere.
+            config: numbers of ranks and micro-batches, addresses of ranks elsewhere.
             timeout_s: longest wait for an iteration, a change of weights, or the start; None takes
                 that of `config`.
             stage_s: least seconds of a layer on attention and on expert ranks, for measurements.
-            link: latency in seconds and bytes per second of an emulated link, for measurements.
-            launcher: starts a rank on this machine, as `beside` takes it; None takes `launch`.
+            launcher: starts a rank on this machine; None takes `launch`.
 
         Raises:
             ConfigError: numbers out of range, or more micro-batches than rows.
@@ -153,7 +142,7 @@ class DisaggEngine(BaseEngine):
             )
         self._max_rows, self._max_model_len, self._device = max_rows, max_model_len, device
         self._timeout_s = timeout_s or self._config.rank_timeout_seconds
-        self._stage_s, self._link = stage_s, link
+        self._stage_s = stage_s
         self._launcher = launcher or partial(launch, device=device)
         self._routing = routing
         self._processes: Processes | None = None
@@ -196,10 +185,10 @@ class DisaggEngine(BaseEngine):
         try:
             peers, opener = self._config.peers, beside(self._launcher)
             if peers:
-                opener = Dialer(peers, self._timeout_s)
-                elsewhere(model.pin)
+                opener = elsewhere(peers, self._timeout_s)
+                _check_pin(model.pin)
             elif self._device != "cpu":
-                has_devices(self._config.num_ranks)
+                _check_devices(self._config.num_ranks)
             settings = self._plan_ranks(*local_policy(model, self._scratch))
             settings = self._settings = replace(settings, pin=model.pin if peers else "")
             if source is not None:
@@ -278,7 +267,6 @@ class DisaggEngine(BaseEngine):
             top_k=int(model_config["num_experts_per_tok"]),
             local_experts=num_experts(model_config) // self._config.expert_ranks
             + self._config.redundant_experts,
-            transport=self._config.transport,
             token=secrets.token_hex(16),
             scratch=self._scratch.enter_context(TemporaryDirectory(prefix="planish-")),
             timeout_s=self._timeout_s,
@@ -286,7 +274,6 @@ class DisaggEngine(BaseEngine):
             routing=routing_dtype(model_config) if self._routing else "",
             vllm=self._config.model_dump(include=set(VLLM_SETTINGS)) if self._is_vllm else None,
             stage_s=self._stage_s,
-            link=self._link,
         )
 
     def _release(self) -> None:
@@ -299,7 +286,7 @@ class DisaggEngine(BaseEngine):
     # Talking to the ranks.
 
     def _ask(self, questions: Mapping[int, Message]) -> dict[int, Message]:
-        """Send each rank its message, and return the answers of those that live; as `_answers`."""
+        """Send each rank its message, and return what `_answers` does."""
         assert self._processes is not None
         return self._answers(
             {rank: self._processes.tell([rank], message) for rank, message in questions.items()}
@@ -337,12 +324,11 @@ class DisaggEngine(BaseEngine):
                 return given
 
     def _attention(self) -> list[int]:
-        """Return the attention ranks that live."""
         assert self._processes is not None
         return [rank for rank in self._settings.attention_ranks if rank in self._processes]
 
     def _failed(self, names: Collection[str], error: str) -> list[Output]:
-        """End requests without tokens."""
+        """End requests without their tokens."""
         outputs = []
         for name in names:
             del self._running[name]
@@ -397,7 +383,7 @@ class DisaggEngine(BaseEngine):
             waited = now - self._arrivals.get(request.request_id, now)
             batch = batches.setdefault(place.rank, {}).setdefault(str(place.micro_batch), [])
             batch.append([encode_request(request), waited])
-        plan = {"op": "admit", "iteration": self._counts["steps"], "version": self._version}
+        plan = {"op": "admit", "iteration": self._counts["steps"]}
         try:
             self._ask({rank: {**plan, "batches": given} for rank, given in batches.items()})
         except _Broken as error:
@@ -405,10 +391,7 @@ class DisaggEngine(BaseEngine):
         return []
 
     def _place(self, request: Request) -> _Place:
-        """Choose the micro-batch with the least sum of lengths that has a row.
-
-        Source: rollout specification, section 7.2: the cost of attention grows with that sum.
-        """
+        """Choose the micro-batch with the least sum of lengths, which is the cost of attention."""
         slots = {
             (rank, micro_batch): 0
             for rank in self._attention()
@@ -437,7 +420,6 @@ class DisaggEngine(BaseEngine):
         plan = {
             "op": "plan",
             "iteration": iteration,
-            "version": self._version,
             "participants": participants,
         }
         self._processes.tell(self._settings.expert_ranks, plan)
@@ -451,7 +433,7 @@ class DisaggEngine(BaseEngine):
         begin = time.monotonic()
         active = self._publish(iteration, only=self._attention())
         self._is_stepping = True
-        step = {"op": "step", "iteration": iteration, "version": self._version}
+        step = {"op": "step", "iteration": iteration}
         try:
             given = self._ask({r: {**step, "micro_batches": slots} for r, slots in active.items()})
         except _Broken as error:
@@ -490,7 +472,7 @@ class DisaggEngine(BaseEngine):
         with ExitStack() as scratch:
             address = address_of(source, scratch)
             if self._config.peers:
-                elsewhere(address if is_pin(address) else "")
+                _check_pin(address if is_pin(address) else "")
             assert self._processes is not None
             ranks = list(self._processes.pids)
             layout = replace(self._layout, version=self._layout.version + 1)
@@ -567,7 +549,7 @@ class DisaggEngine(BaseEngine):
         self._rank_stats.update(given)
 
     def _expert_tokens(self) -> list[list[int]]:
-        """Return the rows that each expert of each layer computed, over all ranks."""
+        """Return the rows by layer and expert, over all ranks."""
         tables = [
             facts["expert_tokens"]
             for facts in self._rank_stats.values()

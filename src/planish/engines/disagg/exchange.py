@@ -9,8 +9,10 @@ Source: MegaScale-Infer, arXiv 2504.02263, sections 3 and 4.1.
 from __future__ import annotations
 
 import bisect
+import queue
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,18 +21,15 @@ from torch import Tensor
 
 from planish.base.errors import EngineError, PeerLost, PlanishError, ProtocolError
 from planish.base.telemetry import REPLY_SECONDS
-from planish.engines.disagg.inbox import Inbox
+from planish.engines.disagg.control import Message
 from planish.engines.disagg.layout import ExpertLayout
-from planish.engines.disagg.m2n.frames import (
-    HEADER_BYTES,
-    Frame,
-    FrameHeader,
-    FrameKind,
-    Transport,
-)
+from planish.engines.disagg.m2n.frames import Frame, FrameHeader, FrameKind, Transport
 from planish.engines.disagg.packing import combine, route_and_pack
 from planish.engines.disagg.placement import ReplicaChooser
 from planish.engines.disagg.settings import RankSettings
+
+Inbox = queue.SimpleQueue[Message | Frame | PlanishError]
+"""What comes to a rank, in one line: messages of the coordinator, frames of peers, their loss."""
 
 
 @dataclass
@@ -39,7 +38,7 @@ class _Waiting:
 
     layer: int
     num_rows: dict[int, int]
-    """Rows that each expert rank was sent."""
+    """Rows sent, by expert rank."""
     frames: dict[int, Frame] = field(default_factory=dict)
     sent_at: float = 0.0
     """Monotonic seconds at which the last of the rows were sent."""
@@ -62,7 +61,7 @@ class Traffic:
         """Count a frame."""
         kind = header.kind.name.lower()
         self.num_frames[kind] += 1
-        self.num_bytes[kind] += HEADER_BYTES + header.payload_bytes
+        self.num_bytes[kind] += header.num_bytes
 
     def plain(self) -> dict[str, Any]:
         """Return all of it for a message."""
@@ -75,7 +74,7 @@ class Traffic:
 
 
 class TurnTaking(Protocol):
-    """Which micro-batch computes, and how it lets others compute."""
+    """Whose turn it is to compute."""
 
     current: int
     """The micro-batch that computes."""
@@ -91,7 +90,6 @@ class ExpertExchange:
     """Set once it is connected."""
 
     def __init__(self, settings: RankSettings, inbox: Inbox, turns: TurnTaking) -> None:
-        """Make one for an attention rank."""
         self._settings, self._inbox, self._turns = settings, inbox, turns
         self.use(ExpertLayout.parse(settings.layout), settings.version)
         self._iteration = 0
@@ -171,8 +169,6 @@ class ExpertExchange:
         frames = self._waiting.pop(micro_batch).frames
         replies = [frames[rank].rows.to(hidden.device) for rank in ranks]
         result = combine(replies, weights, packed)
-        for frame in frames.values():
-            self.transport.post_receive(frame.source, frame.slot)
         self.seconds["combine"] += time.monotonic() - begin
         return result
 
@@ -189,22 +185,13 @@ class ExpertExchange:
         """
         complete: list[int] = []
         begin = time.monotonic()
-        deadline = begin + self._settings.timeout_s
         while True:
-            patience = max(0.0, deadline - time.monotonic()) if must and not complete else 0
-            item = self._inbox.get(patience)
-            if item is None:
+            left = begin + self._settings.timeout_s - time.monotonic()
+            try:
+                item = self._inbox.get(timeout=max(left, 0.0) if must and not complete else 0.0)
+            except queue.Empty:
                 if must and not complete:
-                    late = {
-                        rank: "did not answer in time"
-                        for waiting in self._waiting.values()
-                        for rank in waiting.num_rows.keys() - waiting.frames.keys()
-                    }
-                    raise PeerLost(
-                        f"expert ranks must answer within {self._settings.timeout_s:g} s, got "
-                        f"nothing from {sorted(late)}",
-                        per_rank=late,
-                    )
+                    self._give_up()
                 self.seconds["wait"] += time.monotonic() - begin if must else 0.0
                 return complete
             if isinstance(item, PlanishError):
@@ -215,12 +202,20 @@ class ExpertExchange:
             if len(waiting.frames) == len(waiting.num_rows):
                 complete.append(item.header.micro_batch)
 
-    def deliver(self, frame: Frame) -> _Waiting:
-        """Give a reply to the micro-batch that waits for it, and return what that waits for.
+    def _give_up(self) -> None:
+        late = {
+            rank: "did not answer in time"
+            for waiting in self._waiting.values()
+            for rank in waiting.num_rows.keys() - waiting.frames.keys()
+        }
+        raise PeerLost(
+            f"expert ranks must answer within {self._settings.timeout_s:g} s, got nothing from "
+            f"{sorted(late)}",
+            per_rank=late,
+        )
 
-        Raises:
-            ProtocolError: no micro-batch waits for it.
-        """
+    def deliver(self, frame: Frame) -> _Waiting:
+        """Give a reply to the micro-batch that waits for it, and return what that waits for."""
         header = frame.header
         waiting = self._waiting.get(header.micro_batch)
         seen = (header.kind, header.weight_version, header.iteration, header.layer, len(frame.rows))
@@ -247,7 +242,11 @@ class ExpertExchange:
 
 
 class ExchangingRank:
-    """What every attention rank is to its process, whatever computes in it."""
+    """What every attention rank is to its process, whatever computes in it.
+
+    Each message of the coordinator has the name of a method, which returns the answer, or None
+    where nobody waits for one.
+    """
 
     has_work = False
     """All work is done in answers to the coordinator."""
@@ -255,12 +254,16 @@ class ExchangingRank:
 
     @property
     def transport(self) -> Transport:
-        """Set once it is connected."""
+        """Carries the rows."""
         return self._exchange.transport
 
     @transport.setter
     def transport(self, transport: Transport) -> None:
         self._exchange.transport = transport
 
-    def serve(self) -> None:
-        """Do nothing."""
+    def stop(self, _: Mapping[str, Any]) -> None:
+        """Do nothing: no iteration is under way that could be stopped."""
+
+    def take(self, frame: Frame) -> None:
+        """Refuse a frame."""
+        raise ProtocolError(f"frames must arrive within an iteration, got {frame.header}")

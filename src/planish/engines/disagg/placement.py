@@ -18,8 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from planish.base.errors import ConfigError
-
 _PASSES = 20
 """Of lowering the largest cost; few are needed, each ends early when nothing changes."""
 _TRIES = 8
@@ -89,24 +87,11 @@ def place(
     Args:
         loads: [E] tokens of each expert, not negative.
         num_nodes: expert ranks.
-        slots_per_node: experts that each can hold.
+        slots_per_node: experts that each can hold; all of them must fit.
         floor_cost: tokens that an expert costs at least: reading its weights takes that long.
-
-    Raises:
-        ConfigError: the experts do not fit, or a number makes no sense.
     """
     cost = np.maximum(np.asarray(loads, dtype=np.float64), floor_cost)
     num_experts, slots = len(cost), num_nodes * slots_per_node
-    if num_experts < 1 or slots < num_experts or min(num_nodes, slots_per_node) < 1:
-        raise ConfigError(
-            f"{num_experts} experts must fit into the slots of the expert ranks, got {num_nodes} "
-            f"ranks of {slots_per_node}; use more ranks or more experts on each"
-        )
-    if not np.isfinite(cost).all() or min(loads) < 0 or floor_cost < 0:
-        raise ConfigError(
-            f"loads and floor cost must be finite and not negative, got loads from {min(loads)} to "
-            f"{max(loads)} and a floor of {floor_cost}"
-        )
     counts = np.ones(num_experts, dtype=np.int64)
     tried = [_spread(cost, counts, num_nodes, slots_per_node)]
     spare = min(slots, num_experts * num_nodes) - num_experts
@@ -125,7 +110,7 @@ def place(
 def _spread(
     cost: Floats, counts: NDArray[np.int64], num_nodes: int, slots_per_node: int
 ) -> tuple[NDArray[np.bool_], Floats]:
-    """Return who holds what [E, nodes] and the shares [E, nodes] for given numbers of replicas."""
+    """Return who holds what and the shares, both [E, nodes], for given numbers of replicas."""
     held = np.zeros((len(cost), num_nodes), dtype=bool)
     load = np.zeros(num_nodes)
     each = cost / counts

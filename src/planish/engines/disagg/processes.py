@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from planish.base.errors import PeerLost, ProtocolError
+from planish.base.errors import PeerLost
 from planish.engines.config import DEAD_S
 from planish.engines.disagg.control import Channel, Message
 from planish.engines.disagg.settings import RankSettings
@@ -25,13 +25,9 @@ from planish.engines.disagg.settings import RankSettings
 PING_S = 1.0
 """Between questions to a silent rank whether it lives."""
 _END_S = 5.0
-
-_THREADS = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Ranks share the cores of a machine."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Process(Protocol):
@@ -49,10 +45,12 @@ class Process(Protocol):
         """End it by force."""
 
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-def launch(end: socket.socket, number: int, device: str = "cpu") -> Process:
+def launch(
+    end: Connection,
+    number: int,
+    device: str = "cpu",
+    command: tuple[str, ...] = ("-m", "planish.engines.disagg.rank"),
+) -> Process:
     """Start a rank as a process of this machine.
 
     Args:
@@ -60,6 +58,7 @@ def launch(end: socket.socket, number: int, device: str = "cpu") -> Process:
         number: of the rank; it sees that one of the accelerators of this process, as its first.
             vLLM takes the first that it sees, and page-locked memory begins a context there.
         device: torch device of the ranks; those on the CPU see what this process does.
+        command: words for Python.
     """
     environment = {**os.environ, **_THREADS}
     if device != "cpu":
@@ -67,7 +66,7 @@ def launch(end: socket.socket, number: int, device: str = "cpu") -> Process:
         visible = environment.get(_VISIBLE)
         environment[_VISIBLE] = visible.split(",")[number] if visible else str(number)
     return subprocess.Popen(
-        [sys.executable, "-m", "planish.engines.disagg.rank"],
+        [sys.executable, *command],
         stdin=end.fileno(),
         stdout=subprocess.DEVNULL,
         env=environment,
@@ -75,20 +74,17 @@ def launch(end: socket.socket, number: int, device: str = "cpu") -> Process:
     )
 
 
-Opener = Callable[[int], tuple[Process, socket.socket]]
+Launcher = Callable[[Connection, int], Process]
+"""Starts a rank on this machine over its end of a connection, by its number."""
+Opener = Callable[[int], tuple[Process, Connection]]
 """Takes the number of a rank, gives what runs it and this end of the connection to it."""
 
 
-def beside(launcher: Callable[[socket.socket, int], Process]) -> Opener:
-    """Return an opener of ranks on this machine.
+def beside(launcher: Launcher) -> Opener:
+    """Return an opener of ranks on this machine."""
 
-    Args:
-        launcher: starts a rank over its end of a connection, which is closed here afterwards, by
-            its number.
-    """
-
-    def start(number: int) -> tuple[Process, socket.socket]:
-        here, there = socket.socketpair()
+    def start(number: int) -> tuple[Process, Connection]:
+        here, there = Pipe()
         with there:
             return launcher(there, number), here
 
@@ -97,8 +93,6 @@ def beside(launcher: Callable[[socket.socket, int], Process]) -> Opener:
 
 @dataclass
 class _Rank:
-    """One rank."""
-
     process: Process
     channel: Channel
     heard_s: float = 0.0
@@ -106,6 +100,7 @@ class _Rank:
     has_spoken: bool = False
     """A rank that still imports its packages answers to nothing."""
     answers: dict[int, Message] = field(default_factory=dict)
+    """By the number of the question."""
 
 
 @dataclass
@@ -113,9 +108,9 @@ class Answers:
     """What ranks answered."""
 
     given: dict[int, Message] = field(default_factory=dict)
-    """Of those that did what they were asked."""
+    """By ranks that did what they were asked."""
     faults: dict[int, str] = field(default_factory=dict)
-    """Of those that could not."""
+    """By ranks that could not."""
     lost: dict[int, str] = field(default_factory=dict)
     """Ranks that are dead now, and why; told once."""
 
@@ -147,18 +142,15 @@ class Processes:
     def start(self, settings: RankSettings) -> int:
         """Start a rank; return the number of the question that it answers once it is ready."""
         process, end = self._open(settings.rank)
-        self._ranks[settings.rank] = _Rank(process, Channel(end))
+        self._ranks[settings.rank] = _Rank(process, Channel(end, round(DEAD_S)))
         return self.tell([settings.rank], {"op": "start", "settings": settings.plain()})
 
     def tell(self, ranks: Iterable[int], message: Mapping[str, Any]) -> int:
         """Send a message to ranks that live; return the number that their answers carry."""
         self._number += 1
-        for number in list(ranks):
-            rank = self._ranks.get(number)
-            if rank is None:
-                continue
+        for number in [number for number in ranks if number in self._ranks]:
             try:
-                rank.channel.send({**message, "id": self._number})
+                self._ranks[number].channel.send({**message, "id": self._number})
             except PeerLost as error:
                 self.kill(number, str(error))
         return self._number
@@ -184,12 +176,11 @@ class Processes:
             waiting = set(numbers) & set(self._ranks) - set(answers.given)
             if answers.lost or answers.faults or not waiting:
                 return answers
-            with selectors.DefaultSelector() as selector:
-                for number, rank in self._ranks.items():
-                    selector.register(rank.channel, selectors.EVENT_READ, number)
-                ready = [key.data for key, _ in selector.select(PING_S / 4)]
-            for number in ready:
-                self.read(number)
+            places: dict[Any, int] = {
+                rank.channel.connection: number for number, rank in self._ranks.items()
+            }
+            for connection in wait(places, PING_S / 4):
+                self._read(places[connection])
             deadline += self.watch(looked_s)
             if time.monotonic() > deadline:
                 for number in waiting & set(self._ranks):
@@ -212,7 +203,7 @@ class Processes:
                 rank.heard_s = rank.asked_s = now
             code = rank.process.poll()
             if code is not None:
-                if not self.read(number):
+                if not self._read(number):
                     self.kill(number, f"ended with exit code {code}")
             elif rank.has_spoken and now - rank.heard_s > DEAD_S:
                 self.kill(number, f"gave no sign of life for {DEAD_S:g} s")
@@ -223,8 +214,7 @@ class Processes:
 
     def _sort_out(self, numbers: Mapping[int, int], answers: Answers) -> None:
         """Move what has come to its table, and end those ranks that others have lost."""
-        messages = list(self._reported)
-        self._reported.clear()
+        messages, self._reported = self._reported, []
         for number, question in numbers.items():
             rank = self._ranks.get(number)
             message = rank.answers.pop(question, None) if rank is not None else None
@@ -233,34 +223,30 @@ class Processes:
             elif message is not None:
                 messages.append({**message, "rank": number})
         for message in messages:
-            blamed = {int(rank): reason for rank, reason in message["lost"].items()}
-            for lost, reason in blamed.items():
-                self.kill(lost, reason)
-            if not blamed or message.get("re") is not None:
+            for lost, reason in message["lost"].items():
+                self.kill(int(lost), reason)
+            if not message["lost"] or message["re"] is not None:
                 answers.faults[message["rank"]] = message["fault"]
         answers.lost.update(self._lost)
         self._lost = {}
 
-    def read(self, number: int) -> bool:
-        """Take what a rank has sent, without waiting; return whether there was a message."""
+    def _read(self, number: int) -> bool:
+        """Take what a rank has sent; return whether there was a message."""
         rank = self._ranks.get(number)
-        if rank is None:
-            return False
+        has_spoken = False
         try:
-            rank.channel.read()
-        except (PeerLost, ProtocolError) as error:
-            code = rank.process.poll()
+            while rank is not None and rank.channel.has_message():
+                message = rank.channel.receive()
+                rank.heard_s = time.monotonic()
+                rank.has_spoken = has_spoken = True
+                if message["re"] is not None:
+                    rank.answers[message["re"]] = message
+                else:
+                    self._reported.append({**message, "rank": number})
+        except PeerLost as error:
+            code = rank.process.poll() if rank is not None else None
             self.kill(number, str(error) if code is None else f"ended with exit code {code}")
-            return False
-        rank.heard_s, rank.has_spoken = time.monotonic(), True
-        is_message = False
-        while (message := rank.channel.pop()) is not None:
-            is_message = True
-            if message.get("re") is not None:
-                rank.answers[message["re"]] = message
-            else:
-                self._reported.append({**message, "rank": number})
-        return is_message
+        return has_spoken
 
     def kill(self, number: int, reason: str) -> None:
         """End a rank by force; the next `gather` tells that it is lost."""
@@ -276,8 +262,7 @@ class Processes:
 
     def close(self) -> None:
         """End all ranks, at first politely; returns when no process is left."""
-        for number in list(self._ranks):
-            self.tell([number], {"op": "close"})
+        self.tell(self._ranks, {"op": "close"})
         ranks, self._ranks = list(self._ranks.values()), {}
         deadline = time.monotonic() + _END_S
         for rank in ranks:

@@ -8,96 +8,104 @@ coordinator's, the host of the rank starts it, and says where it listens for row
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import socket
+import queue
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Mapping
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
-from planish.base.errors import ConfigError, PlanishError
+from planish.base.errors import PlanishError
 from planish.base.startup import spare_collections
-from planish.engines.config import DEAD_S
-from planish.engines.deploy.held import HeldWeights
-from planish.engines.disagg.control import Channel
-from planish.engines.disagg.inbox import Inbox
+from planish.engines.disagg.control import Channel, Message
+from planish.engines.disagg.exchange import Inbox
 from planish.engines.disagg.m2n.frames import Frame, Transport
-from planish.engines.disagg.m2n.peers import Timeouts
+from planish.engines.disagg.m2n.sockets import SocketTransport
 from planish.engines.disagg.settings import RankSettings
+from planish.records.io import fetch_files
+from planish.records.refs import parse_pin
 
 
 def open_transport(
     settings: RankSettings, host: str = "127.0.0.1", port: int = 0
-) -> tuple[Transport, tuple[str, int]]:
-    """Return a transport that is not connected, and where its peers find it.
+) -> SocketTransport:
+    """Return a transport of this rank that listens and is not connected.
 
     Args:
         settings: of this rank.
-        host: address of this machine, for sockets.
-        port: for sockets; 0 takes a free one.
-
-    Raises:
-        ConfigError: no transport has this name.
+        host: address of this machine.
+        port: to listen at; 0 takes a free one.
     """
-    limits = settings.limits
-    timeouts = Timeouts(
-        connect_s=settings.timeout_s, send_s=settings.timeout_s, dead_after_s=DEAD_S
+    return SocketTransport(
+        settings.rank,
+        settings.limits,
+        settings.token,
+        host=host,
+        port=port,
+        connect_s=settings.timeout_s,
+        pin_memory=torch.device(settings.device).type == "cuda",
     )
-    pin_memory = torch.device(settings.device).type == "cuda"
-    transport: Transport
-    address = ("", 0)
-    if settings.transport == "sockets":
-        from planish.engines.disagg.m2n.sockets import SocketTransport
-
-        transport = SocketTransport(
-            settings.rank,
-            limits,
-            token=settings.token,
-            host=host,
-            port=port,
-            timeouts=timeouts,
-            pin_memory=pin_memory,
-        )
-        address = transport.address
-    elif settings.transport == "gloo":
-        from torch.distributed import FileStore  # type: ignore[attr-defined]
-
-        from planish.engines.disagg.m2n.gloo import GlooTransport
-
-        num_ranks = settings.num_attention + settings.num_expert
-        store = FileStore(f"{settings.scratch}/{settings.token}", num_ranks)
-        transport = GlooTransport(
-            settings.rank,
-            num_ranks,
-            limits,
-            store=store,
-            timeouts=timeouts,
-            pin_memory=pin_memory,
-        )
-    else:
-        raise ConfigError(f"`transport` must be 'sockets' or 'gloo', got {settings.transport!r}")
-    return emulated(transport, settings), address
 
 
-def emulated(transport: Transport, settings: RankSettings) -> Transport:
-    """Put the link of the settings, where there is one, between a transport and its rank."""
-    if settings.link is None:
-        return transport
-    from planish.engines.disagg.m2n.link import EmulatedLink
+class HeldWeights:
+    """Fetches policies that are named by their pins, and tells the host of the rank of them.
 
-    latency_s, bytes_per_s = settings.link
-    return EmulatedLink(transport, latency_s=latency_s, bytes_per_s=bytes_per_s)
+    Example:
+        >>> held = HeldWeights(sys.stdout)
+        >>> held.want({"folder": "/policy", "pin": "", "version": 3})["folder"]
+        {"wanted": "", "held": "", "version": null}
+        '/policy'
+        >>> held.hold()
+        {"wanted": "", "held": "", "version": 3}
+    """
+
+    def __init__(self, told: TextIO | None = None) -> None:
+        """Hold none; `told` gets a line of JSON at each change, None where nobody asks."""
+        self._told = told
+        self._wanted, self._next = "", 0
+        self._held: tuple[str, int | None] = "", None
+
+    def want(self, message: Mapping[str, Any]) -> Message:
+        """Return a message whose folder, if it names one, is on this machine.
+
+        Args:
+            message: settings with `folder` and `version`, and with `pin` where the folder is
+                elsewhere; or new `weights` by their address, which a rank fetches itself.
+
+        Raises:
+            PlanishError: the policy can not be read here, or is not the pinned one.
+        """
+        pin = str(message.get("weights") or message.get("pin", ""))
+        self._wanted, self._next = pin, int(message["version"])
+        self._tell()
+        if not pin or "weights" in message:
+            return dict(message)
+        uri, digest = parse_pin(pin)
+        return {**message, "folder": str(fetch_files(uri, sha256=digest, schema="policy/1"))}
+
+    def hold(self) -> None:
+        """Take note that the policy wanted last is in use."""
+        self._held = self._wanted, self._next
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._told is not None:
+            held, version = self._held
+            state = {"wanted": self._wanted, "held": held, "version": version}
+            print(json.dumps(state), file=self._told, flush=True)
 
 
 def serve(
     channel: Channel,
     on_end: Callable[[], None],
-    new_transport: Callable[[RankSettings], tuple[Transport, tuple[str, int]]] = open_transport,
+    new_transport: Callable[[RankSettings], Transport] = open_transport,
     held: HeldWeights | None = None,
     device: str = "",
     *,
@@ -117,9 +125,9 @@ def serve(
     Raises:
         PeerLost: the coordinator is gone.
     """
-    message = channel.receive(None)
-    assert message is not None
-    inbox = Inbox(channel, on_end)
+    message = channel.receive()
+    inbox: Inbox = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(channel, inbox, on_end), daemon=True).start()
     held = held or HeldWeights()
     role: Any
     try:
@@ -140,24 +148,39 @@ def serve(
 
             role = ExpertRank(settings)
         held.hold()
-        transport, address = new_transport(settings)
+        role.transport = transport = new_transport(settings)
     except Exception as error:
         channel.send({"re": message["id"], **_fault(error)})
         return
     try:
         # The coordinator may have left already, for another rank that could not start.
-        channel.send({"re": message["id"], "address": address, **role.handle({"op": "stats"})})
-        work(role, transport, channel, inbox, held)
+        answer = {"address": transport.address, **role.stats({})}
+        channel.send({"re": message["id"], **answer})
+        _work(role, channel, inbox, held)
     finally:
         transport.close()
 
 
-def work(
-    role: Any, transport: Transport, channel: Channel, inbox: Inbox, held: HeldWeights
-) -> None:
+def _listen(channel: Channel, inbox: Inbox, on_end: Callable[[], None]) -> None:
+    """Put what the coordinator says into the inbox; answer a `ping` at once."""
+    try:
+        while True:
+            message = channel.receive()
+            if message["op"] == "ping":
+                channel.send({"re": message["id"]})
+            else:
+                inbox.put(message)
+    except PlanishError:
+        inbox.put({"op": "close", "id": 0, "reason": "the coordinator is gone"})
+        on_end()
+
+
+def _work(role: Any, channel: Channel, inbox: Inbox, held: HeldWeights) -> None:
     """Serve messages and frames in the order in which they come, until `close`."""
     while True:
-        item = inbox.get(0 if role.has_work else None)
+        item = None
+        if not role.has_work or not inbox.empty():
+            item = inbox.get()
         number = item["id"] if isinstance(item, dict) else None
         try:
             if item is None:
@@ -170,12 +193,12 @@ def work(
                 return
             elif item["op"] == "connect":
                 addresses = {int(rank): tuple(place) for rank, place in item["addresses"].items()}
-                transport.connect(addresses)
-                role.transport = transport
-                inbox.watch(transport)
+                role.transport.connect(addresses, inbox.put)
                 channel.send({"re": number})
             else:
-                answer = role.handle(held.want(item) if item["op"] == "load" else item)
+                answer = getattr(role, item["op"])(
+                    held.want(item) if item["op"] == "load" else item
+                )
                 if item["op"] == "commit":
                     held.hold()
                 if answer is not None:
@@ -184,8 +207,7 @@ def work(
             channel.send({"re": number, **_fault(error)})
 
 
-def _fault(error: Exception) -> dict[str, Any]:
-    """Return an error as a message."""
+def _fault(error: Exception) -> Message:
     lost = getattr(error, "per_rank", {})
     text = str(error) if isinstance(error, PlanishError) else f"{type(error).__name__}: {error}"
     return {"fault": text, "lost": {str(rank): reason for rank, reason in lost.items()}}
@@ -200,23 +222,28 @@ def main() -> None:
     add("--device", default="", help="torch device in place of the coordinator's")
     add("--held", type=int, metavar="FD", help="gets which weights are wanted and held")
     options = parser.parse_args()
-    channel = Channel(socket.socket(fileno=os.dup(sys.stdin.fileno())))
-    with ExitStack() as files:
-        files.callback(channel.close)
-        told = None if options.held is None else files.enter_context(os.fdopen(options.held, "w"))
-        try:
-            serve(
-                channel,
-                lambda: os._exit(1),
-                partial(open_transport, host=options.host, port=options.port),
-                HeldWeights(told),
-                options.device,
-                is_alone=True,
-            )
-        except PlanishError as error:  # the coordinator is gone
-            sys.exit(str(error))
+    run(
+        partial(open_transport, host=options.host, port=options.port),
+        HeldWeights(None if options.held is None else os.fdopen(options.held, "w")),
+        options.device,
+    )
+
+
+def run(
+    new_transport: Callable[[RankSettings], Transport],
+    held: HeldWeights | None = None,
+    device: str = "",
+) -> None:
+    """Be the only rank of this process, as `serve`, with the coordinator at standard input."""
+    spare_collections()
+    channel = Channel(Connection(os.dup(sys.stdin.fileno())))
+    try:
+        serve(channel, lambda: os._exit(1), new_transport, held, device, is_alone=True)
+    except PlanishError as error:  # the coordinator is gone
+        sys.exit(str(error))
+    finally:
+        channel.close()
 
 
 if __name__ == "__main__":
-    spare_collections()
     main()

@@ -47,12 +47,10 @@ class RankSettings:
     """Experts that compute each token."""
     local_experts: int
     """Most experts of a layer on one expert rank, replicas included."""
-    transport: str
-    """`sockets` or `gloo`."""
     token: str
-    """Of this start of the instance."""
+    """Secret of this start of the instance, by which its ranks know each other."""
     scratch: str
-    """Folder of this start of the instance, where ranks that use gloo find each other."""
+    """Folder of this start of the instance for temporary files."""
     timeout_s: float
     """Longest wait for peers."""
     layout: dict[str, Any]
@@ -65,8 +63,6 @@ class RankSettings:
     """Settings of `EngineConfig` for vLLM where it is the attention side; None for our own."""
     stage_s: tuple[float, float] = (0.0, 0.0)
     """Least seconds of a layer on an attention rank and on an expert rank, for measurements."""
-    link: tuple[float, float] | None = None
-    """Latency in seconds and bytes per second of an emulated link, for measurements."""
 
     @property
     def attention_ranks(self) -> range:
@@ -79,11 +75,6 @@ class RankSettings:
         return range(self.num_attention, self.num_attention + self.num_expert)
 
     @property
-    def peers(self) -> range:
-        """Ranks that this one exchanges rows with."""
-        return self.expert_ranks if self.role == "attention" else self.attention_ranks
-
-    @property
     def max_tokens(self) -> int:
         """Tokens of the largest frame; a forward over more sends several, one after another."""
         return max(self.rows, self.prefill_tokens)
@@ -92,13 +83,10 @@ class RankSettings:
     def limits(self) -> FrameLimits:
         """Sizes of frames."""
         dtype: torch.dtype = getattr(torch, self.dtype)
-        return FrameLimits.of(
-            self.micro_batches,
-            max_tokens=self.max_tokens,
-            top_k=self.top_k,
-            num_local_experts=self.local_experts,
-            row_bytes=self.hidden_size * dtype.itemsize,
-        )
+        # A token sends a rank at most one row for each expert there.
+        num_rows = self.max_tokens * min(self.top_k, self.local_experts)
+        row_bytes = self.hidden_size * dtype.itemsize
+        return FrameLimits(self.micro_batches, num_rows, row_bytes, self.local_experts)
 
     @property
     def path(self) -> Path:
@@ -113,7 +101,4 @@ class RankSettings:
     def parse(cls, plain: Mapping[str, Any]) -> RankSettings:
         """Return what `plain` was given."""
         known = {field.name: plain[field.name] for field in fields(cls) if field.name in plain}
-        for name in ("stage_s", "link"):
-            if known.get(name) is not None:
-                known[name] = tuple(known[name])
-        return cls(**known)
+        return cls(**{**known, "stage_s": tuple(known["stage_s"])})

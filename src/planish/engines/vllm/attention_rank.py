@@ -15,13 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from planish.base.errors import ProtocolError
 from planish.engines.config import EngineConfig
 from planish.engines.disagg.control import Message, decode_request, encode_outputs
-from planish.engines.disagg.exchange import ExchangingRank, ExpertExchange
-from planish.engines.disagg.inbox import Inbox
+from planish.engines.disagg.exchange import ExchangingRank, ExpertExchange, Inbox
 from planish.engines.disagg.layout import ExpertLayout
-from planish.engines.disagg.m2n.frames import Frame
 from planish.engines.disagg.settings import RankSettings
 from planish.engines.requests import ModelRef
 from planish.engines.transformers.batch import COUNTERS
@@ -32,16 +29,13 @@ from planish.models.experts import is_expert
 
 
 class _Alone:
-    """Turns of the only micro-batch: it waits where others would compute."""
+    """Turns of the only micro-batch, which waits where others would compute."""
 
     current = 0
-
-    def __init__(self) -> None:
-        self.exchange: ExpertExchange | None = None
+    exchange: ExpertExchange
 
     def pause(self) -> None:
         """Wait until the replies are complete."""
-        assert self.exchange is not None
         while not self.exchange.wait(True):
             pass
 
@@ -77,45 +71,21 @@ class VllmAttentionRank(ExchangingRank):
             self._hear(layer, index)
         return self._exchange.compute(layer, hidden, index, weights)
 
-    def take(self, frame: Frame) -> None:
-        """Refuse a frame outside of a step.
+    def admit(self, message: Mapping[str, Any]) -> Message:
+        """Queue new requests."""
+        batches = message["batches"].values()
+        self._engine.submit([decode_request(r) for given in batches for r, _ in given])
+        return {}
 
-        Raises:
-            ProtocolError: always.
-        """
-        raise ProtocolError(f"frames must arrive within a step, got {frame.header} outside of any")
-
-    def handle(self, message: Message) -> Message | None:
-        """Do what the coordinator says; return the answer, None where it waits for none."""
-        match message["op"]:
-            case "admit":
-                batches = message["batches"].values()
-                self._engine.submit([decode_request(r) for given in batches for r, _ in given])
-                return {}
-            case "step":
-                return self.step(message)
-            case "withdraw":
-                return {"outputs": encode_outputs(self._engine.abort(message["ids"]))}
-            case "load":
-                return self.load(message)
-            case "commit":
-                return self.commit()
-            case "stats":
-                return self.stats()
-            case "stop":
-                return None
-        raise ProtocolError(f"an attention rank knows no message {message['op']!r}")
+    def withdraw(self, message: Mapping[str, Any]) -> Message:
+        """End requests of some ids with ABORT; None ends all."""
+        return {"outputs": encode_outputs(self._engine.abort(message["ids"]))}
 
     def step(self, message: Mapping[str, Any]) -> Message:
         """Let vLLM make one step: prompts that begin, or a token for each running request.
 
         Every step is marked as one of prompts, which no expert rank lets wait for other ranks.
         """
-        if message["version"] != self._exchange.version:
-            raise ProtocolError(
-                f"a plan must be of the weights of this rank, got version {message['version']} in "
-                f"place of {self._exchange.version}"
-            )
         self._exchange.begin(message["iteration"], is_prefill=True)
         begin, waited = time.monotonic(), self._exchange.seconds["wait"]
         before = self._engine.stats()["tokens"]
@@ -131,17 +101,16 @@ class VllmAttentionRank(ExchangingRank):
         self._shadow = int(message["version"]), layout, weights
         return {"fingerprint": weights.fingerprint}
 
-    def commit(self) -> Message:
+    def commit(self, _: Mapping[str, Any]) -> Message:
         """Use what was opened last."""
-        if self._shadow is None:
-            raise ProtocolError("a rank must have read weights before it commits them, got none")
+        assert self._shadow is not None
         version, layout, weights = self._shadow
         self._engine.update_weights(weights, version)
         self._exchange.use(layout, version)
         self._shadow = None
         return {}
 
-    def stats(self) -> Message:
+    def stats(self, _: Mapping[str, Any]) -> Message:
         """Return counters since the start."""
         stats = self._engine.stats()
         return {

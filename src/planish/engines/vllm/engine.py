@@ -28,12 +28,7 @@ from planish.engines.requests import Capabilities, ModelRef, Output, Request, Sa
 from planish.engines.sampling import request_seed
 from planish.engines.stops import StopTable, stop_table
 from planish.engines.vllm.plugin import LOAD_FORMAT, WEIGHT_TRANSFER, register
-from planish.engines.vllm.routing import (
-    SlotRouting,
-    inputs_routing,
-    layers_with_experts,
-    pending_chunks,
-)
+from planish.engines.vllm.routing import SlotRouting, inputs_routing, layers_with_experts
 from planish.engines.weights import (
     FolderWeights,
     WeightSource,
@@ -65,8 +60,6 @@ _RANKS_SECONDS = 10.0
 
 @dataclass
 class _Running:
-    """A request that vLLM works on."""
-
     request: Request
     admitted_seconds: float
     queue_seconds: float
@@ -109,11 +102,6 @@ class VllmEngine(BaseEngine):
                 reads no routed experts.
         """
         super().__init__()
-        if max_rows < 1 or max_model_len < 0:
-            raise ConfigError(
-                f"`max_rows` must be at least 1 and `max_model_len` at least 0, got {max_rows} and "
-                f"{max_model_len}"
-            )
         self._max_rows, self._max_model_len, self._device = max_rows, max_model_len, device
         self._routing, self._load_format = routing, load_format
         self._config = config or EngineConfig()
@@ -222,16 +210,6 @@ class VllmEngine(BaseEngine):
                 # engine that was here before has made it keep what the environment said then.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
                 disable_envs_cache()
-        logger.info(
-            "vllm device=%s ranks=%s experts_by_rank=%s quantization=%s sleep=%s routing=%s "
-            "head_sizes=%s",
-            current_platform.device_type,
-            "dense" if is_cpu else "yes",
-            *("no" if is_cpu else "yes",) * 2,
-            "yes" if current_platform.is_sleep_mode_available() else "no",
-            "no" if is_cpu else "yes",
-            _head_sizes() if is_cpu else "of its kernels",
-        )
         cache_bytes = settings.cache_bytes or (_CPU_CACHE_BYTES if is_cpu else 0)
         batch_tokens = settings.batch_tokens
         if is_cpu:
@@ -269,7 +247,6 @@ class VllmEngine(BaseEngine):
             raise self._refusal(str(error), model_config, cache_bytes) from None
 
     def _refusal(self, fault: str, model_config: dict[str, Any], cache_bytes: int) -> PlanishError:
-        """Return what to tell where vLLM does not start; `fault` is its own message."""
         settings = self._config
         if "AuxOutput" in fault:
             return ConfigError(
@@ -423,7 +400,7 @@ class VllmEngine(BaseEngine):
         return ended
 
     def _take(self, row: _Running, part: Any) -> Output | None:
-        """Add what one step gave to a row; return its output when that ends it."""
+        """Add what a step gave; return the output of a row that ends."""
         if not row.tokens:
             row.prefill_seconds = time.monotonic() - row.admitted_seconds
             row.cached_tokens = int(part.num_cached_tokens or 0)
@@ -467,7 +444,9 @@ class VllmEngine(BaseEngine):
             if self._slots is not None:
                 routing = self._slots.read(row.internal_id, num_seen)
             else:
-                chunks = row.routed or pending_chunks(self._llm, row.internal_id)
+                # What vLLM has gathered of a request that still runs it keeps to itself.
+                states = self._llm.output_processor.request_states
+                chunks = row.routed or states[row.internal_id].routed_experts_chunks
                 routing = inputs_routing(chunks, self._experts, num_seen, self._routing_dtype)
         self._counts["prefill_tokens"] += num_inputs - row.cached_tokens
         return Output(
@@ -516,11 +495,7 @@ class VllmEngine(BaseEngine):
         return WeightUpdate(version, len(given), size, time.monotonic() - begin)
 
     def _check_taken(self) -> None:
-        """Refuse weights of which vLLM has dropped some.
-
-        Raises:
-            EngineError: no rank has read a tensor; the message names the first five.
-        """
+        """Refuse weights of which vLLM has dropped some, which no rank has read."""
         taken: set[str] = set().union(*self._llm.collective_rpc("planish_taken"))
         dropped = sorted(self._wanted - taken)
         if dropped:
@@ -535,16 +510,12 @@ class VllmEngine(BaseEngine):
         self._llm.collective_rpc(method, timeout=_UPDATE_SECONDS, kwargs=arguments)
 
     def _forget(self) -> None:
-        """Drop the keys and values of earlier prompts."""
         if not self._llm.reset_prefix_cache():
             raise EngineError("the cache of prompts must be free to be dropped, got blocks in use")
 
 
 def _refuse_on_cpu(settings: EngineConfig, config: dict[str, Any], *, routing: bool) -> None:
-    """Refuse what vLLM can on accelerators only, and widths of heads that its attention lacks.
-
-    vLLM would load a model with such heads and fail at its first token.
-    """
+    """Refuse what vLLM can on accelerators only; some of it would fail at the first token."""
     if settings.quantization != "none":
         raise ConfigError(
             f"`engine.quantization` must be 'none' on the CPU, got {settings.quantization!r}"
@@ -593,7 +564,6 @@ def check_cpu_sizes(config: dict[str, Any], head_sizes: list[int], ranks: int) -
 
 
 def _head_sizes() -> list[int]:
-    """Return the widths of heads that the attention of the CPU knows."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()

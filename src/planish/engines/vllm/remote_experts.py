@@ -55,7 +55,7 @@ class RemoteMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vllm is untyped
         """Return none: nothing is computed here."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Do nothing: there are no weights."""
+        """Do nothing."""
 
     def apply(
         self,
@@ -103,7 +103,7 @@ class WithoutExperts(BaseModelLoader):  # type: ignore[misc]  # vllm is untyped 
         """Do nothing: the folder is local."""
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Load every tensor that is not of a routed expert."""
+        """Load the tensors."""
         weights = FolderWeights(Path(model_config.model))
         names = [name for name in weights.names() if not is_expert(name)]
         load(model, ((name, weights.read(name)) for name in names))

@@ -27,13 +27,6 @@ def layers_with_experts(names: Iterable[str]) -> list[int]:
     return sorted({int(match[1]) for match in map(_LAYER.search, names) if match})
 
 
-def pending_chunks(llm: Any, internal_id: str) -> Sequence[np.ndarray]:
-    """Return the chunks that vLLM has gathered of a request which still runs."""
-    state = llm.output_processor.request_states[internal_id]
-    chunks: Sequence[np.ndarray] = state.routed_experts_chunks
-    return chunks
-
-
 def inputs_routing(
     chunks: Sequence[np.ndarray], layers: Sequence[int], num_inputs: int, dtype: str
 ) -> np.ndarray | None:
@@ -68,13 +61,7 @@ class SlotRouting:
     """
 
     def __init__(self, llm: Any, num_layers: int, dtype: str) -> None:
-        """Keep nothing yet.
-
-        Args:
-            llm: engine of vLLM whose scheduler is in this process.
-            num_layers: with experts.
-            dtype: `int8` or `int16`.
-        """
+        """Keep nothing yet; `llm` has its scheduler in this process."""
         self._scheduler = llm.engine_core.engine_core.scheduler
         group = self._scheduler.kv_cache_config.kv_cache_groups[0]
         self._name, self._block_size = group.layer_names[0], group.kv_cache_spec.block_size
@@ -84,12 +71,7 @@ class SlotRouting:
         self._cells: np.ndarray | None = None
 
     def hear(self, layer: int, index: Tensor) -> None:
-        """Take the choices of one layer in the forward that goes on.
-
-        Args:
-            layer: with experts, from 0.
-            index: [tokens, k] ids of experts.
-        """
+        """Take the choices [tokens, k] of one layer with experts in the forward that goes on."""
         from vllm.forward_context import get_forward_context
 
         if layer == 0:
@@ -112,13 +94,8 @@ class SlotRouting:
     def read(self, internal_id: str, num_inputs: int) -> np.ndarray | None:
         """Return [num_inputs, layers, k] of a request that was in the last forward.
 
-        Args:
-            internal_id: as the scheduler names it.
-            num_inputs: tokens that were inputs.
-
-        Returns:
-            -1 everywhere for a request that had to leave the cache before that forward; None
-            before any.
+        It is -1 everywhere for a request that had to leave the cache before that forward, and None
+        before any.
         """
         if self._cells is None:
             return None

@@ -29,7 +29,6 @@ class Readings(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        """See no tensor yet."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
         self._places: list[tuple[int, int, str]] = []
@@ -53,7 +52,6 @@ class Readings(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Do what was called, and see what it reads."""
         if not func.is_view:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and leaf.numel():
@@ -77,7 +75,6 @@ class SeenLoader(DefaultModelLoader):  # type: ignore[misc]  # vllm is untyped h
     """vLLM's own loader, which keeps what the model takes."""
 
     def __init__(self, load_config: Any) -> None:
-        """Read as `auto` does."""
         config = copy(load_config)
         config.load_format = "auto"
         super().__init__(config)

@@ -37,8 +37,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""
 _REUSED_BYTES = 256 << 20
 """Largest block that the C library keeps for reuse, and most that it keeps unused at its end."""
-
-
 _BROADCAST_BYTES = 64 << 20
 """Bytes of tensors after which a message to the other ranks of a group is full."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -12,9 +12,8 @@ from planish.base.errors import PeerLost
 from planish.engines.config import EngineConfig
 from planish.engines.disagg.control import Channel
 from planish.engines.disagg.engine import DisaggEngine
-from planish.engines.disagg.rank import emulated, serve
+from planish.engines.disagg.rank import serve
 from planish.engines.requests import ModelRef
-from tests.unit.engines.disagg.m2n.local import LocalNetwork, LocalTransport
 from tests.unit.engines.tiny import family_policy
 
 FAMILIES = {
@@ -52,8 +51,8 @@ class ThreadRank:
 
     pid = os.getpid()
 
-    def __init__(self, end: socket.socket, number: int = 0, **options) -> None:
-        self._channel = Channel(end.dup())
+    def __init__(self, end: Connection, number: int = 0, **options) -> None:
+        self._channel = Channel(Connection(os.dup(end.fileno())))
         self._options = options
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -87,25 +86,12 @@ class MortalRank(ThreadRank):
         return 9 if self.is_dead else super().poll()
 
 
-def local_ranks():
-    """Return a launcher of ranks whose frames are copies of memory."""
-    network = LocalNetwork()
-
-    def new_transport(settings):
-        transport = LocalTransport(settings.rank, settings.limits, network)
-        return emulated(transport, settings), ("", 0)
-
-    return lambda end, number: ThreadRank(end, number, new_transport=new_transport)
-
-
 def disagg(
     policy, attention=1, expert=1, micro_batches=1, *, max_rows=8, launcher=ThreadRank, **options
 ):
     """Return a started engine; the settings of `[engine]` are taken out of the options."""
     settings = {
-        name: options.pop(name)
-        for name in ("redundant_experts", "transport", "batch_tokens")
-        if name in options
+        name: options.pop(name) for name in ("redundant_experts", "batch_tokens") if name in options
     }
     config = EngineConfig(
         name="disagg",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 
 from planish.engines.planner.pipeline_law import iteration_seconds
-from tests.unit.engines.disagg.instances import disagg, local_ranks, moe_policy
+from tests.benchmarks.disagg.link import behind
+from tests.unit.engines.disagg.instances import ThreadRank, disagg, moe_policy
 from tests.unit.engines.tiny import request
 
 
@@ -22,9 +24,8 @@ def test_an_iteration_of_paced_ranks_is_no_faster_than_the_law(stage_s, link_s, 
         1,
         1,
         micro_batches,
-        launcher=local_ranks(),
+        launcher=partial(ThreadRank, new_transport=partial(behind, link_s)),
         stage_s=stage_s,
-        link=(link_s, float("inf")),
     ) as engine:
         engine.submit([request(i, 5) for i in range(micro_batches)])
         engine.poll(0.0)

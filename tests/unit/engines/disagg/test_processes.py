@@ -1,24 +1,83 @@
-"""Ranks as their coordinator sees them."""
+"""Ranks as their coordinator sees them, and what the two say to each other."""
 
 from __future__ import annotations
 
-import socket
+import io
+import json
+import os
 import sys
+import threading
 import time
 from functools import partial
+from multiprocessing import Pipe
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from planish.base.errors import ConfigError
+from planish.base.errors import ConfigError, PeerLost, PlanishError
 from planish.engines.config import EngineConfig
-from planish.engines.disagg.control import Channel
+from planish.engines.disagg import control
+from planish.engines.disagg.control import (
+    Channel,
+    decode_outputs,
+    decode_request,
+    encode_outputs,
+    encode_request,
+)
 from planish.engines.disagg.engine import DisaggEngine
 from planish.engines.disagg.processes import Processes, beside, launch
-from planish.engines.requests import ModelRef
+from planish.engines.disagg.rank import HeldWeights
+from planish.engines.requests import ModelRef, Output, Request, Sampling
+from planish.models.policy import save_policy
+from planish.records.rollouts import FinishReason
 from tests.contract.engines.conftest import FAMILIES
 from tests.unit.engines.tiny import qwen3_policy
+
+
+def test_messages_arrive_whole_and_in_order_until_an_end_is_closed():
+    here, there = map(Channel, Pipe())
+    messages = [{"op": "a", "text": "x" * 500_000}, {"op": "b", "numbers": [1.5, -2]}]
+    thread = threading.Thread(target=lambda: [here.send(message) for message in messages])
+    thread.start()
+    assert [there.receive(), there.receive()] == messages
+    thread.join()
+    assert not there.has_message()
+    here.close()
+    here.close()
+    with pytest.raises(PeerLost, match="has closed it"):
+        there.receive()
+    with pytest.raises(PeerLost, match="is gone"):
+        there.send({})
+    there.close()
+
+
+def test_a_peer_that_stops_within_a_message_or_does_not_read_is_lost(monkeypatch):
+    monkeypatch.setattr(control, "SEND_S", 1)
+    here, there = Pipe()
+    channel = Channel(here, receive_s=1)
+    os.write(there.fileno(), b"\0\0\0\x09{")
+    assert channel.has_message()
+    with pytest.raises(PeerLost, match="broke"):
+        channel.receive()
+    with pytest.raises(PeerLost, match="is gone"):
+        channel.send({"text": "x" * 5_000_000})
+    channel.close()
+    there.close()
+
+
+def test_requests_and_outputs_survive_the_way():
+    sampling = Sampling(max_new_tokens=3, temperature=0.7, stop_token_ids=(4, 5), seed=1 << 62)
+    request = Request("r", "g", (1, 2), sampling, response_prefix=(3,), priority=2)
+    assert decode_request(json.loads(json.dumps(encode_request(request)))) == request
+    routing = np.arange(4, dtype=np.int8).reshape(2, 1, 2)
+    output = Output("r", [7, 8], [-0.1, -1.5], [3, 3], FinishReason.STOP, 8, routing=routing)
+    (again,) = decode_outputs(json.loads(json.dumps(encode_outputs([output]))))
+    assert np.array_equal(again.routing, routing)
+    assert again.routing.dtype == np.int8
+    again.routing = output.routing = None
+    assert again == output
 
 
 class Ended:
@@ -37,11 +96,11 @@ class Ended:
 
 
 def test_what_a_rank_says_before_its_end_is_heard():
-    here, there = socket.socketpair()
+    here, there = Pipe()
     processes = Processes(60.0, lambda rank: (Ended(), here))
     question = processes.start(SimpleNamespace(rank=3, plain=dict))
     rank = Channel(there)
-    rank.send({"re": rank.receive(60.0)["id"], "fault": "no such model", "lost": {}})
+    rank.send({"re": rank.receive()["id"], "fault": "no such model", "lost": {}})
     processes.watch(time.monotonic())
     processes.watch(time.monotonic())
     # The other end is still open: nobody waits for what it might send.
@@ -70,7 +129,7 @@ def test_each_rank_sees_an_accelerator_of_its_own(device, visible, seen, monkeyp
     for number in range(3):
         process, end = opener(number)
         assert process.wait(60.0) == 0
-        found.append(end.recv(100).decode())
+        found.append(os.read(end.fileno(), 100).decode())
         end.close()
     assert found == seen
 
@@ -83,3 +142,22 @@ def test_more_ranks_than_accelerators_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"of this pod or machine \(2\), got 3"):
         engine.start(ModelRef(policy=qwen3_policy(**FAMILIES["experts"])))
     assert engine.pids == {}
+
+
+def test_a_rank_tells_what_it_wants_before_it_holds_it(tmp_path):
+    saved = save_policy(tmp_path.as_uri(), qwen3_policy(), version=3, parents={}, attributes={})
+    told = io.StringIO()
+    held, pin = HeldWeights(told), saved.pin()
+    local = held.want({"folder": "/elsewhere", "pin": pin, "version": 3})
+    assert local == {"folder": str(tmp_path), "pin": pin, "version": 3}
+    held.hold()
+    other = pin.replace("#sha256=", "#sha256=0")[:-1]
+    with pytest.raises(PlanishError):
+        held.want({"folder": "", "pin": other, "version": 4})
+    assert held.want({"weights": pin, "version": 5}) == {"weights": pin, "version": 5}
+    assert [json.loads(line) for line in told.getvalue().splitlines()] == [
+        {"wanted": pin, "held": "", "version": None},
+        {"wanted": pin, "held": pin, "version": 3},
+        {"wanted": other, "held": pin, "version": 3},
+        {"wanted": pin, "held": pin, "version": 3},
+    ]

@@ -1,12 +1,10 @@
-"""Frames over TCP: two connections for each pair of ranks and one thread that receives.
+"""Frames over TCP: one connection for each pair of ranks and one thread that receives.
 
-Each rank dials its peers once; afterwards nothing is set up, no call is collective and no buffer is
-allocated. A frame leaves from the memory of its tensors by one system call of the caller as long
-as the kernel takes it; the thread sends the rest. It writes what arrives into the buffers of its
-slot, so that a rank computes while rows come in.
-
-REPLY, CONTROL and CREDIT frames have a connection of their own and so never wait behind rows on
-their way out. Loss of a peer shows as an end of its connection, or as silence.
+Each attention rank dials its expert ranks once; afterwards nothing is set up and no buffer is
+allocated. A frame leaves from the memory of its tensors by one system call of the caller as long as
+the kernel takes it; the thread sends the rest. It writes what arrives into the buffer of its peer
+and micro-batch, so that a rank computes while rows come in. Loss of a peer shows as the end of its
+connection, or as silence.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 5 (M2N): on sockets instead of RDMA.
 """
@@ -14,43 +12,126 @@ Source: MegaScale-Infer, arXiv 2504.02263, section 5 (M2N): on sockets instead o
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import selectors
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 
-from planish.base.errors import PeerLost, ProtocolError
-from planish.engines.disagg.m2n.frames import HEADER_BYTES, FrameHeader, FrameLimits, SendHandle
-from planish.engines.disagg.m2n.handshake import Handshake, Lane
-from planish.engines.disagg.m2n.peers import PeerTransport, Sent, Timeouts
+import torch
+from torch import Tensor
 
-_PIECES = 512
-"""Pieces of memory in one system call; the kernel takes 1024."""
+from planish.base.errors import EngineError, PeerLost, PlanishError
+from planish.engines.config import DEAD_S
+from planish.engines.deploy.connections import HELLO_S, dial, proven
+from planish.engines.disagg.m2n.frames import (
+    HEADER_BYTES,
+    Deliver,
+    Frame,
+    FrameHeader,
+    FrameKind,
+    FrameLimits,
+)
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+"""Between signs of life on an idle connection."""
+CLOSE_S = 2.0
+"""For what is already on its way to leave when a transport closes."""
 
 
-class _Sending:
-    """A frame that the kernel has not taken whole yet."""
+class _Peer:
+    """The connection to one peer; reading belongs to the thread, sending to who holds the lock."""
 
-    def __init__(self, views: list[memoryview]) -> None:
-        self.views = views
-        self.problem: str | None = None
-        self._ended = threading.Event()
+    def __init__(self, rank: int, end: socket.socket, limits: FrameLimits, pin_memory: bool):
+        self.rank, self.end = rank, end
+        self.lock = threading.Lock()
+        self.outbox: deque[list[memoryview]] = deque()
+        """Frames that the kernel has not taken whole yet."""
+        self.lost = ""
+        """Why it counts as dead."""
+        self.heard_s = self.told_s = time.monotonic()
+        num_bytes = limits.num_rows * limits.row_bytes
+        self.buffers = [
+            (
+                torch.zeros(limits.num_local_experts, dtype=torch.int32),
+                torch.empty(-(-num_bytes // 8) * 8, dtype=torch.uint8, pin_memory=pin_memory),
+            )
+            for _ in range(limits.num_micro_batches)
+        ]
+        self._head = bytearray(HEADER_BYTES)
+        self._frame: Frame | None = None
+        self._missing = [memoryview(self._head)]
 
-    @property
-    def is_done(self) -> bool:
-        return self._ended.is_set()
+    def send(self, views: list[memoryview]) -> bool:
+        """Send what the kernel takes now and keep the rest; return whether something is kept.
 
-    def end(self, problem: str | None = None) -> None:
-        self.problem = problem
-        self._ended.set()
+        Raises:
+            OSError: the connection is closed.
+        """
+        with self.lock:
+            self.told_s = time.monotonic()
+            if not self.outbox:
+                self._push(views)
+            if views:
+                self.outbox.append(views)
+            return bool(self.outbox)
 
-    def wait(self, timeout_s: float) -> None:
-        has_ended = self._ended.wait(timeout_s)
-        problem = self.problem if has_ended else f"did not take it within {timeout_s:g} s"
-        if problem is not None:
-            raise PeerLost(f"a frame must leave in time, but its peer {problem}")
+    def drain(self) -> None:
+        """Send more of what is kept."""
+        with self.lock:
+            while self.outbox:
+                self._push(self.outbox[0])
+                if self.outbox[0]:
+                    return
+                self.outbox.popleft()
+
+    def _push(self, views: list[memoryview]) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while views:
+                _advance(views, self.end.sendmsg(views))
+
+    def receive(self) -> Frame | None:
+        """Read what has come, up to the end of one frame; return it when it is whole.
+
+        Raises:
+            OSError: the peer has closed the connection.
+        """
+        while self._fill():
+            if self._frame is not None:
+                frame, self._frame, self._missing = self._frame, None, [memoryview(self._head)]
+                return frame
+            header = FrameHeader.decode(self._head)
+            self._missing = [memoryview(self._head)]
+            if header.kind is FrameKind.ALIVE:
+                continue
+            counts, rows = self.buffers[header.micro_batch]
+            rows = rows[: header.num_rows * header.row_bytes].view(header.dtype)
+            width = header.row_bytes // header.dtype.itemsize
+            counts, rows = counts[: header.num_local_experts], rows.view(header.num_rows, width)
+            self._frame, self._missing = Frame(header, counts, rows), _views(counts, rows)
+        return None
+
+    def _fill(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            while self._missing:
+                got = self.end.recvmsg_into(self._missing)[0]
+                if not got:
+                    raise ConnectionError("closed its connection")
+                _advance(self._missing, got)
+        return not self._missing
+
+
+def _views(*tensors: Tensor) -> list[memoryview]:
+    """Return the memory of contiguous tensors as bytes, without copying it."""
+    # By way of bytes, since numpy has no bfloat16.
+    return [t.detach().view(torch.uint8).numpy().data.cast("B") for t in tensors if t.nbytes]
 
 
 def _advance(views: list[memoryview], num_bytes: int) -> None:
@@ -61,191 +142,19 @@ def _advance(views: list[memoryview], num_bytes: int) -> None:
         views[0] = views[0][num_bytes:]
 
 
-class _Connection:
-    """One lane of one peer; reading belongs to the thread, sending to whoever holds the lock."""
-
-    def __init__(self, peer: int, lane: Lane, sock: socket.socket) -> None:
-        self.peer, self.lane, self.sock = peer, lane, sock
-        self.lock = threading.Lock()
-        self.outbox: deque[_Sending] = deque()
-        self.head = bytearray(HEADER_BYTES)
-        self.missing = [memoryview(self.head)]
-        self.header: FrameHeader | None = None
-        self.has_failed = False
-
-    def send(self, views: list[memoryview]) -> SendHandle:
-        """Send what the kernel takes now; keep the rest for the thread."""
-        with self.lock:
-            if not self.outbox:
-                self._push(views)
-                if not views:
-                    return Sent()
-            sending = _Sending(views)
-            self.outbox.append(sending)
-            return sending
-
-    def drain(self) -> None:
-        """Send more of what is kept."""
-        with self.lock:
-            while self.outbox:
-                self._push(self.outbox[0].views)
-                if self.outbox[0].views:
-                    return
-                self.outbox.popleft().end()
-
-    def _push(self, views: list[memoryview]) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while views:
-                _advance(views, self.sock.sendmsg(views[:_PIECES]))
-
-    def receive(self) -> bool:
-        """Read into what is missing of a header or a payload; return whether it is whole.
-
-        Raises:
-            EOFError: the peer has closed the connection between two frames.
-            PeerLost: it has closed it within a frame.
-        """
-        with contextlib.suppress(BlockingIOError):
-            while self.missing:
-                try:
-                    got = self.sock.recvmsg_into(self.missing)[0]
-                except ConnectionResetError:
-                    got = 0
-                if not got:
-                    if self.header is not None or self.missing[0].nbytes < HEADER_BYTES:
-                        raise PeerLost("closed its connection within a frame")
-                    raise EOFError
-                _advance(self.missing, got)
-        return not self.missing
-
-    def expect_header(self) -> None:
-        """Make ready for the next frame."""
-        self.header, self.missing = None, [memoryview(self.head)]
-
-    def fail(self, problem: str) -> None:
-        """Close, and end what was to be sent."""
-        with self.lock:
-            self.has_failed = True
-            self.sock.close()
-            while self.outbox:
-                self.outbox.popleft().end(problem)
-
-
-class _Receiver(threading.Thread):
-    """Receives, sends what the kernel did not take at once, and watches the peers."""
-
-    def __init__(
-        self, transport: PeerTransport, sockets: Mapping[tuple[int, Lane], socket.socket]
-    ) -> None:
-        super().__init__(name=f"m2n-{transport.rank}", daemon=True)
-        self.transport = transport
-        self.connections = {key: _Connection(*key, sock) for key, sock in sockets.items()}
-        self.selector = selectors.DefaultSelector()
-        self.alarm, self.alarm_out = socket.socketpair()
-        for end in (self.alarm, self.alarm_out):
-            end.setblocking(False)
-        self.selector.register(self.alarm, selectors.EVENT_READ, None)
-        for connection in self.connections.values():
-            self.selector.register(connection.sock, selectors.EVENT_READ, connection)
-
-    def wake(self) -> None:
-        """Let the thread look again."""
-        with contextlib.suppress(OSError):
-            self.alarm_out.send(b"\0")
-
-    def run(self) -> None:
-        """Work until the transport closes."""
-        timeouts = self.transport.timeouts
-        close_by = float("inf")
-        try:
-            while True:
-                open_ones = [c for c in self.connections.values() if not c.has_failed]
-                for connection in open_ones:
-                    # Room is watched for exactly where something is kept.
-                    wanted = selectors.EVENT_READ | selectors.EVENT_WRITE * bool(connection.outbox)
-                    if self.selector.get_key(connection.sock).events != wanted:
-                        self.selector.modify(connection.sock, wanted, connection)
-                if self.transport.is_closing:
-                    close_by = min(close_by, time.monotonic() + timeouts.close_s)
-                    if time.monotonic() > close_by or not any(c.outbox for c in open_ones):
-                        return
-                events = self.selector.select(timeouts.heartbeat_s / 4)
-                # Urgent lanes first: a reply does not wait for rows that arrived beside it.
-                events.sort(key=lambda event: -event[0].data.lane if event[0].data else 0)
-                for key, mask in events:
-                    if key.data is None:
-                        self.alarm.recv(4096)
-                    elif not key.data.has_failed:
-                        self.handle(key.data, mask)
-                self.transport.watch()
-        except Exception as error:
-            self.transport.fail(error)
-            raise
-        finally:
-            for connection in self.connections.values():
-                connection.fail("is no longer connected")
-            self.selector.close()
-            self.alarm.close()
-            self.alarm_out.close()
-
-    def drop(self, connection: _Connection, problem: str) -> None:
-        """Close a connection, unless it is closed, and watch it no more."""
-        if not connection.has_failed:
-            self.selector.unregister(connection.sock)
-            connection.fail(problem)
-
-    def handle(self, connection: _Connection, mask: int) -> None:
-        """Send and receive on one connection what is possible now, up to the end of one frame."""
-        transport, rank = self.transport, connection.peer
-        peer = transport.peers[rank]
-        try:
-            if mask & selectors.EVENT_WRITE:
-                connection.drain()
-            if not mask & selectors.EVENT_READ:
-                return
-            # From its first end on, a peer has `dead_after_s` for what is still on its way.
-            if not any(self.connections[rank, lane].has_failed for lane in Lane):
-                peer.heard_at = time.monotonic()
-            is_whole = connection.receive()
-            if is_whole and connection.header is None:
-                header = FrameHeader.decode(connection.head, transport.limits)
-                if not transport.admit(rank, header):
-                    connection.expect_header()
-                    return
-                connection.header, connection.missing = header, peer.buffers.begin(header)
-                is_whole = connection.receive()
-            if is_whole and connection.header is not None:
-                frame = peer.buffers.finish(connection.header)
-                connection.expect_header()
-                transport.deliver(frame)
-        except EOFError:
-            # Rows that left before the peer closed may still come on its other lane.
-            self.drop(connection, "closed its connection")
-            if all(self.connections[rank, lane].has_failed for lane in Lane):
-                transport.lose(rank, PeerLost("closed its connection"))
-        except (OSError, PeerLost, ProtocolError) as error:
-            transport.lose(rank, error)
-
-
-class SocketTransport(PeerTransport):
-    """A `Transport` over TCP.
-
-    Example::
-
-        transport = SocketTransport(rank, limits, token=token)
-        addresses = exchange(transport.address)     # by the launcher of the ranks
-        transport.connect(addresses)
-    """
+class SocketTransport:
+    """A `Transport` over TCP."""
 
     def __init__(
         self,
         rank: int,
         limits: FrameLimits,
+        secret: str,
         *,
-        token: str,
         host: str = "127.0.0.1",
         port: int = 0,
-        timeouts: Timeouts | None = None,
+        connect_s: float = 60.0,
+        dead_s: float = DEAD_S,
         pin_memory: bool = False,
     ) -> None:
         """Listen; nobody is called before `connect`.
@@ -253,48 +162,186 @@ class SocketTransport(PeerTransport):
         Args:
             rank: of this process.
             limits: of frames, equal on all ranks.
-            token: of this start of the instance, equal on all ranks.
+            secret: of this start of the instance, equal on all ranks.
             host: where to listen.
             port: 0 takes a free one.
-            timeouts: of all waits; None for the defaults.
+            connect_s: for all peers to answer.
+            dead_s: silence after which a peer counts as lost.
             pin_memory: make the receive buffers such that a GPU copies from them directly.
         """
-        super().__init__(rank, limits, timeouts, pin_memory)
-        self._token = token
+        self.rank, self._limits, self._secret = rank, limits, secret
+        self._connect_s, self.dead_s, self._pin_memory = connect_s, dead_s, pin_memory
         self._listener = socket.create_server((host, port))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        """Host and port where this rank listens."""
-        self._receiver: _Receiver | None = None
+        self.peers: dict[int, _Peer] = {}
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=f"m2n-{rank}", daemon=True)
 
-    def connect(self, addresses: Mapping[int, tuple[str, int]]) -> None:
+    def connect(self, addresses: Mapping[int, tuple[str, int]], deliver: Deliver) -> None:
         """Connect with all peers; see `Transport.connect`."""
-        with self._listener as listener:
-            handshake = Handshake(self.rank, self.limits, self._token, self.timeouts.connect_s)
-            sockets = handshake.connect(listener, addresses)
-        self.meet(list(addresses))
-        self._receiver = _Receiver(self, sockets)
-        self._receiver.start()
+        self._deliver = deliver
+        ends: dict[int, socket.socket] = {}
+        deadline = time.monotonic() + self._connect_s
+        try:
+            with self._listener:
+                for peer in sorted(rank for rank in addresses if rank > self.rank):
+                    ends[peer] = self._dial(peer, addresses[peer], deadline)
+                self._accept({rank for rank in addresses if rank < self.rank}, ends, deadline)
+        except BaseException:
+            for end in ends.values():
+                end.close()
+            raise
+        self._selector = selectors.DefaultSelector()
+        self._alarm, self._bell = socket.socketpair()
+        for end in (self._alarm, self._bell):
+            end.setblocking(False)
+        self._selector.register(self._alarm, selectors.EVENT_READ)
+        for peer, end in ends.items():
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.setblocking(False)
+            self.peers[peer] = _Peer(peer, end, self._limits, self._pin_memory)
+            self._selector.register(end, selectors.EVENT_READ, self.peers[peer])
+        self._thread.start()
 
-    def carry(self, header: FrameHeader, views: list[memoryview]) -> SendHandle:
-        """Hand a frame to the kernel, or to the thread where the kernel is full."""
-        assert self._receiver is not None
-        lane = Lane.URGENT if header.is_urgent else Lane.DATA
-        connection = self._receiver.connections[header.target, lane]
-        sending = connection.send([memoryview(header.encode()), *views])
-        if not sending.is_done:
-            self._receiver.wake()
-        return sending
+    def _dial(self, peer: int, address: tuple[str, int], deadline: float) -> socket.socket:
+        def greet(connection: Connection) -> None:
+            connection.send_bytes(json.dumps(self.rank).encode())
+            connection.recv_bytes()
 
-    def cut(self, rank: int) -> None:
-        """Close both connections with a lost peer; only the thread loses peers."""
-        assert self._receiver is not None
-        for lane in Lane:
-            self._receiver.drop(self._receiver.connections[rank, lane], "is lost")
+        try:
+            return dial(address, self._secret, deadline - time.monotonic(), greet)
+        except (AuthenticationError, OSError) as error:
+            reason = f"did not answer at {address[0]}:{address[1]} ({error})"
+            raise PeerLost(
+                f"rank {peer} must answer its peers in time, but it {reason}; see whether it runs",
+                per_rank={peer: reason},
+            ) from None
+
+    def _accept(self, expected: set[int], ends: dict[int, socket.socket], deadline: float) -> None:
+        """Take calls until all expected ranks have come; strangers are refused and forgotten."""
+        refused = "nobody"
+        while missing := expected - ends.keys():
+            self._listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                caller, (host, *_) = self._listener.accept()
+            except TimeoutError:
+                reason = f"did not call in time; refused callers: {refused}"
+                raise PeerLost(
+                    f"ranks {sorted(missing)} must call rank {self.rank}, but they {reason}",
+                    per_rank=dict.fromkeys(missing, reason),
+                ) from None
+            try:
+                with proven(caller, self._secret, HELLO_S, is_caller=False) as connection:
+                    rank = json.loads(connection.recv_bytes())
+                    connection.send_bytes(b"")
+                ends[rank] = caller
+            except (AuthenticationError, OSError) as error:
+                caller.close()
+                refused = f"{host} ({error})"
+                logger.warning("refused_caller rank=%d caller=%s", self.rank, refused)
+
+    def send(self, header: FrameHeader, counts: Tensor | None, rows: Tensor) -> None:
+        """Send a frame; see `Transport.send`."""
+        peer = self.peers[header.target]
+        views = _views(rows) if counts is None else _views(counts, rows)
+        try:
+            is_kept = peer.send([memoryview(header.encode()), *views])
+        except OSError:
+            reason = peer.lost or "closed its connection"
+            raise PeerLost(
+                f"rank {peer.rank} is lost: {reason}", per_rank={peer.rank: reason}
+            ) from None
+        if is_kept:
+            self._wake()
 
     def close(self) -> None:
         """End all connections and the thread; see `Transport.close`."""
-        super().close()
+        self._is_closing = True
         self._listener.close()
-        if self._receiver is not None:
-            self._receiver.wake()
-            self._receiver.join(self.timeouts.close_s + 1.0)
+        if self._thread.ident is not None:
+            self._wake()
+            self._thread.join(CLOSE_S + 1.0)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._bell.send(b"\0")
+
+    # What the thread does.
+
+    def _run(self) -> None:
+        close_by = float("inf")
+        watched_s = time.monotonic()
+        try:
+            while True:
+                alive = [peer for peer in self.peers.values() if not peer.lost]
+                for peer in alive:
+                    # Room is watched for exactly where something is kept.
+                    wanted = selectors.EVENT_READ | selectors.EVENT_WRITE * bool(peer.outbox)
+                    if self._selector.get_key(peer.end).events != wanted:
+                        self._selector.modify(peer.end, wanted, peer)
+                if self._is_closing:
+                    close_by = min(close_by, time.monotonic() + CLOSE_S)
+                    if time.monotonic() > close_by or not any(peer.outbox for peer in alive):
+                        return
+                for key, mask in self._selector.select(HEARTBEAT_S / 4):
+                    if key.data is None:
+                        self._alarm.recv(4096)
+                    else:
+                        self._handle(key.data, mask)
+                watched_s = self._watch(watched_s)
+        except Exception as error:
+            self._deliver(EngineError(f"receiving on rank {self.rank} ended: {error!r}"))
+            raise
+        finally:
+            for peer in self.peers.values():
+                peer.lost = peer.lost or "this transport is closed"
+                peer.end.close()
+            self._selector.close()
+            self._alarm.close()
+            self._bell.close()
+
+    def _handle(self, peer: _Peer, mask: int) -> None:
+        """Send to and receive from one peer what is possible now."""
+        try:
+            if mask & selectors.EVENT_WRITE:
+                peer.drain()
+            if mask & selectors.EVENT_READ:
+                peer.heard_s = time.monotonic()
+                frame = peer.receive()
+                if frame is not None:
+                    self._deliver(frame)
+        except OSError:
+            self._lose(peer, "closed its connection")
+
+    def _watch(self, watched_s: float) -> float:
+        """Give signs of life, count silent peers as lost, and return the time."""
+        now = time.monotonic()
+        for peer in self.peers.values():
+            if now - watched_s > self.dead_s / 2:
+                # This process itself was stopped, and could hear nobody.
+                peer.heard_s = now
+            if peer.lost:
+                continue
+            silent = now - peer.heard_s
+            if silent > self.dead_s:
+                self._lose(peer, f"was silent for {silent:.1f} s")
+            elif now - peer.told_s > HEARTBEAT_S and not peer.outbox:
+                alive = FrameHeader(
+                    FrameKind.ALIVE, self.rank, peer.rank, 0, 0, 0, 0, 0, 0, torch.uint8, 0
+                )
+                # `receive` tells that the connection is closed.
+                with contextlib.suppress(OSError):
+                    peer.send([memoryview(alive.encode())])
+        return now
+
+    def _lose(self, peer: _Peer, reason: str) -> None:
+        peer.lost = reason
+        self._selector.unregister(peer.end)
+        with peer.lock:
+            peer.end.close()
+            peer.outbox.clear()
+        if not self._is_closing:
+            lost: PlanishError = PeerLost(
+                f"rank {peer.rank} is lost: {reason}", per_rank={peer.rank: reason}
+            )
+            self._deliver(lost)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planish.engines.disagg.turns import Turns
+from planish.engines.disagg.ping_pong import Turns
 
 
 def walk(turns, order, name, num_layers):

@@ -1,0 +1,228 @@
+"""Connections between machines whose ends both know one secret, and the ranks found by them.
+
+`multiprocessing.connection` shows each end by keyed digests of random numbers that the other knows
+the secret, which is never on the wire. What follows is not encrypted: the network between ranks
+must be private.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+from planish import __version__
+from planish.base.errors import ConfigError, EngineBusy, EngineError, ProtocolError
+
+TOKEN_ENV = "PLANISH_RANKS_TOKEN"
+"""Environment variable with the token of ranks on other machines and their coordinators."""
+HELLO_S = 2.0
+"""For a caller to show that it knows the secret."""
+_MIN_TOKEN = 16
+_REDIAL_S = 0.2
+
+
+def ranks_token() -> str:
+    """Return the token of this environment.
+
+    Raises:
+        ConfigError: there is none, or it can be guessed.
+    """
+    token = os.environ.get(TOKEN_ENV, "")
+    if len(token) < _MIN_TOKEN:
+        raise ConfigError(
+            f"{TOKEN_ENV} must hold a token of at least {_MIN_TOKEN} characters, equal for ranks "
+            f"and coordinator, got {len(token)} characters; take it from one secret"
+        )
+    return token
+
+
+@contextmanager
+def proven(
+    end: socket.socket, secret: str, timeout_s: float, *, is_caller: bool
+) -> Iterator[Connection]:
+    """Give a connection for messages once both ends have shown that they know the secret.
+
+    It is closed at the end, and `end` stays open, without a time-out. What takes longer than
+    `timeout_s`, that which is said meanwhile included, shuts `end`.
+
+    Raises:
+        AuthenticationError: the other end has another secret.
+        OSError: it is gone, says nothing in time, or speaks another protocol.
+    """
+
+    def shut() -> None:
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+    end.settimeout(None)
+    timer = threading.Timer(timeout_s, shut)
+    timer.daemon = True
+    timer.start()
+    steps = [deliver_challenge, answer_challenge]
+    try:
+        with Connection(os.dup(end.fileno())) as connection:
+            for step in reversed(steps) if is_caller else steps:
+                step(connection, secret.encode())
+            yield connection
+    except (AssertionError, EOFError) as error:
+        raise ConnectionError(f"it does not say who it is ({error!r})") from None
+    finally:
+        timer.cancel()
+
+
+def dial(
+    address: tuple[str, int],
+    secret: str,
+    timeout_s: float,
+    greet: Callable[[Connection], None],
+) -> socket.socket:
+    """Call until somebody answers who knows the secret, and return the connection.
+
+    Args:
+        address: to call.
+        secret: of both ends.
+        timeout_s: for all of it; a try that has begun by then may go on for two seconds.
+        greet: says and hears what comes first; `EngineBusy` lets it be tried again.
+
+    Raises:
+        AuthenticationError: who answers has another secret.
+        OSError: nobody answered in time.
+        EngineBusy: as `greet` said last.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        # The last try has the time of a whole greeting too.
+        left = max(deadline - time.monotonic(), HELLO_S)
+        try:
+            end = socket.create_connection(address, timeout=left)
+            try:
+                with proven(end, secret, left, is_caller=True) as connection:
+                    greet(connection)
+            except BaseException:
+                end.close()
+                raise
+            return end
+        except (OSError, EngineBusy):
+            if time.monotonic() + _REDIAL_S > deadline:
+                raise
+        time.sleep(_REDIAL_S)
+
+
+def keep_alive(end: socket.socket) -> None:
+    """Let the kernel find out within half a minute that the machine at the other end is gone."""
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+
+
+def answer_coordinator(caller: socket.socket, token: str, *, is_busy: bool) -> None:
+    """Tell a caller that knows the token whether it has this rank now.
+
+    Raises:
+        AuthenticationError, OSError: as `proven`.
+    """
+    with proven(caller, token, HELLO_S, is_caller=False) as connection:
+        connection.send_bytes(json.dumps({"release": __version__, "busy": is_busy}).encode())
+    keep_alive(caller)
+
+
+def call_rank(address: tuple[str, int], token: str, timeout_s: float) -> Connection:
+    """Return a connection to a rank on another machine; calls until it listens and is free.
+
+    Raises:
+        EngineError: no rank answers there in time.
+        EngineBusy: another coordinator has the rank all the time.
+        ProtocolError: its token or its release differs.
+    """
+    place = f"{address[0]}:{address[1]}"
+
+    def greet(connection: Connection) -> None:
+        told = json.loads(connection.recv_bytes())
+        if told["release"] != __version__:
+            raise ProtocolError(
+                f"the rank at {place} must be of release {__version__}, got {told['release']}; run "
+                "one release on ranks and coordinator"
+            )
+        if told["busy"]:
+            raise EngineBusy(
+                f"the rank at {place} must be free, got one that another coordinator has; let "
+                "rollout tasks run one after another, or give each its ranks"
+            )
+
+    try:
+        end = dial(address, token, timeout_s, greet)
+    except AuthenticationError:
+        raise ProtocolError(
+            f"the rank at {place} must have the token of this coordinator, got another; take "
+            f"{TOKEN_ENV} from one secret on both"
+        ) from None
+    except OSError as error:
+        raise EngineError(
+            f"a rank must listen at {place} within {timeout_s:g} s, got {error}; see whether its "
+            "pod runs, whether a network policy lets this one call it, and whether the port is "
+            "that of `planish rollout rank`"
+        ) from None
+    keep_alive(end)
+    return Connection(end.detach())
+
+
+class RemoteRank:
+    """A rank whose only sign of life is its connection: a `Process` as far as that goes."""
+
+    pid = 0
+    """Its number on the other machine says nothing here."""
+
+    def poll(self) -> int | None:
+        """Return None: that it has ended shows at its connection."""
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return at once: its host ends it when the connection is closed."""
+        return 0
+
+    def kill(self) -> None:
+        """Leave the end to its host."""
+
+
+def elsewhere(
+    peers: Sequence[str], timeout_s: float
+) -> Callable[[int], tuple[RemoteRank, Connection]]:
+    """Return what connects with ranks on other machines, asked in the order of the ranks.
+
+    Two coordinators that come at once do not hold half of the ranks each: who gets rank 0 gets all.
+
+    Args:
+        peers: `host:port` of each rank, attention ranks first.
+        timeout_s: for each rank to listen and to be free.
+
+    Raises:
+        ConfigError: no token in the environment, or an address of another form.
+    """
+    token, addresses = ranks_token(), [address_of(peer) for peer in peers]
+    return lambda rank: (RemoteRank(), call_rank(addresses[rank], token, timeout_s))
+
+
+def address_of(peer: str) -> tuple[str, int]:
+    """Return host and port of `host:port`.
+
+    Raises:
+        ConfigError: another form.
+
+    Example:
+        >>> address_of("ranks-0.ranks:9610"), address_of("[::1]:9610")
+        (('ranks-0.ranks', 9610), ('::1', 9610))
+    """
+    host, _, port = peer.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"the address of a rank must read `host:port`, got {peer!r}")
+    return host, int(port)
