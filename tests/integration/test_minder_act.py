@@ -149,17 +149,19 @@ def test_a_human_who_uncordons_is_respected_for_that_alert(fleet):
     taint = {"key": "zone/odd", "effect": "PreferNoSchedule"}
     fleet.call(fleet.core.patch_node, fleet.name(0), {"spec": {"taints": [taint]}})
     assert twice(actor, about).result == "done"
+    assert actor.reconcile(NOW) == []
+    fleet.plane.kubectl("label", "node", fleet.name(0), "health=good")
     fleet.plane.kubectl("uncordon", fleet.name(0))
     ((machine, outcome),) = actor.reconcile(NOW + 60)
-    assert (machine, outcome.detail) == (
-        fleet.name(0),
-        "a human made the node schedulable again",
+    assert (machine, outcome.action, outcome.result, outcome.detail) == (
+        *(fleet.name(0), "uncordon", "refused", "a human made the node schedulable again"),
     )
     # The cluster's own controller takes its taint away a moment after the node is schedulable.
     wait_for(lambda: [t["key"] for t in fleet.node(0).taints] == ["zone/odd"], 30)
     node = fleet.node(0)
     kept = {k: v for k, v in node.annotations.items() if k.startswith("minder/")}
     assert kept == {names.MANUAL_UNCORDON: about.id}
+    assert (node.is_unschedulable, node.labels["health"]) == (False, "good")
     assert actor.reconcile(NOW + 120) == []
     # A process that knows nothing of it does not repeat it, unlike a new alert.
     refused = twice(actor_of(fleet, mode="cordon"), about)
@@ -167,22 +169,6 @@ def test_a_human_who_uncordons_is_respected_for_that_alert(fleet):
     assert not fleet.node(0).is_unschedulable
     assert twice(actor_of(fleet, mode="cordon"), replace(about, id="b1")).result == "done"
     assert fleet.node(0).is_unschedulable
-
-
-def test_what_is_taken_back_leaves_what_others_did(fleet):
-    fleet.add_job(2)
-    actor = actor_of(fleet, mode="cordon")
-    assert twice(actor, alert(fleet)).result == "done"
-    assert actor.reconcile(NOW) == []
-    fleet.plane.kubectl("label", "node", fleet.name(0), "health=good")
-    fleet.plane.kubectl("uncordon", fleet.name(0))
-    ((_, outcome),) = actor.reconcile(NOW + 60)
-    assert (outcome.action, outcome.result) == ("uncordon", "refused")
-    node = fleet.node(0)
-    assert not node.is_unschedulable
-    assert [key for key in node.annotations if key.startswith("minder/")] == [names.MANUAL_UNCORDON]
-    assert not [taint for taint in node.taints if taint["key"].startswith("minder")]
-    assert node.labels["health"] == "good"
 
 
 def test_a_disruption_budget_holds_a_pod_and_a_restart_goes_on(fleet):

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from planish.base.errors import ClusterError
 from planish.minder.act.alerts import Alert
@@ -22,7 +22,7 @@ from planish.minder.act.kube import names
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.events import EventBook
 from planish.minder.act.kube.objects import JobInfo, NodeInfo, PodInfo, group_jobs, pods_on
-from planish.minder.act.notify import MAX_HISTORY, Notifier, Report, RunTable
+from planish.minder.act.notify import MAX_HISTORY, Notifier, RunTable
 from planish.minder.detect.result import Result
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ class Memory:
     job: JobInfo | None = None
     """As last seen: a job that has ended still gets the end of its alerts."""
     evictions: Evictions = field(default_factory=Evictions)
-    history: list[Report] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """What was reported: second, state and action."""
 
 
 class Actor:
@@ -88,11 +89,8 @@ class Actor:
     ) -> None:
         """Begin with nothing done.
 
-        Args:
-            cluster: the API server.
-            config: modes and limits.
-            is_leader: whether this replica may act now.
-            is_silenced: whether people have silenced an alert; when it raises, nothing is done.
+        `is_leader` says whether this replica may act now, and `is_silenced` whether people have
+        silenced an alert; when it raises, nothing is done.
         """
         self.cluster, self.config = cluster, config
         self.events = EventBook(cluster)
@@ -143,7 +141,8 @@ class Actor:
             if has_changed or alert.ended:
                 action = f"{outcome.action} {outcome.result}: {outcome.detail}"
                 action = "" if outcome.action == "none" else action
-                memory.history = [*memory.history, Report(now, alert.state, action)][-MAX_HISTORY:]
+                report = {"second": now, "state": alert.state, "action": action}
+                memory.history = [*memory.history, report][-MAX_HISTORY:]
                 planned = outcome.detail if outcome.result == "dry_run" else ""
                 self._notifier.report(alert, memory.job, memory.history, planned, now)
             memory.last = outcome

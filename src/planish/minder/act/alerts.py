@@ -39,7 +39,6 @@ class Alert:
     id: str
     """16 hexadecimal digits from job, machine, kind and start: equal after a restart."""
     job: str
-    """Key of its job."""
     machine: str
     """Node name; empty for an event of the whole job."""
     kind: AlertKind
@@ -71,12 +70,7 @@ class AlertBook:
     """The open alerts of one job, call after call."""
 
     def __init__(self, window_seconds: int, alerts: Iterable[Alert] = ()) -> None:
-        """Begin with the alerts that an earlier process left open.
-
-        Args:
-            window_seconds: history that a call looks at. An alert ends once its run has left it.
-            alerts: that are open.
-        """
+        """Begin with open alerts; one ends once its run has left the window of a call."""
         self._window_seconds = window_seconds
         self._open = {_key(alert.kind, alert.machine): alert for alert in alerts}
 

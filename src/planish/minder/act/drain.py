@@ -26,9 +26,6 @@ def cordon(
 
     Returns:
         False when somebody else has cordoned it, which leaves it as it is.
-
-    Raises:
-        ClusterError: the API server refused or does not answer.
     """
 
     def change(node: NodeInfo) -> dict[str, Any] | None:
@@ -53,11 +50,7 @@ def cordon(
 
 
 def release(cluster: Cluster, node: NodeInfo) -> None:
-    """Remove what a cordon left on a node that a human has made schedulable again.
-
-    Raises:
-        ClusterError: the API server refused or does not answer.
-    """
+    """Remove what a cordon left on a node that a human has made schedulable again."""
 
     def change(node: NodeInfo) -> dict[str, Any] | None:
         if not node.is_ours:

@@ -24,22 +24,15 @@ class Taken:
 
 def cordoned(nodes: Sequence[NodeInfo]) -> list[Taken]:
     """Return what annotations of nodes say that monitors have taken."""
-    ours = [node for node in nodes if node.is_ours]
-    times = [unix_seconds(node.annotations.get(names.SINCE)) for node in ours]
     return [
-        Taken(float(time), node.annotations.get(names.JOB, ""), node.name)
-        for node, time in zip(ours, times, strict=True)
+        Taken(unix_seconds(notes.get(names.SINCE)), notes.get(names.JOB, ""), node.name)
+        for node in nodes
+        if (notes := node.annotations) and node.is_ours
     ]
 
 
 def standing_refusals(alert_id: str, node: NodeInfo, pods: Sequence[PodInfo]) -> list[str]:
-    """Return what forbids every action, even to continue one that was begun.
-
-    Args:
-        alert_id: of the alert.
-        node: its machine.
-        pods: of the job on it.
-    """
+    """Return what forbids every action on the pods of a job on a node, even a begun one."""
     reasons = []
     if is_set(node.labels, names.EXEMPT):
         reasons.append(f"the node is exempt by its label {names.EXEMPT}")
@@ -54,12 +47,12 @@ def standing_refusals(alert_id: str, node: NodeInfo, pods: Sequence[PodInfo]) ->
 def limit_refusals(
     job: str, taken: Collection[Taken], nodes: Sequence[NodeInfo], now: float, config: ActConfig
 ) -> list[str]:
-    """Return the limits of the job and of the cluster that are used up.
+    """Return the limits of a job and of the cluster that are used up.
 
     Args:
         job: namespace and name.
         taken: nodes that were taken, also long ago; one may be named twice.
-        nodes: all nodes.
+        nodes: all nodes of the cluster.
         now: unix seconds.
         config: the limits.
     """

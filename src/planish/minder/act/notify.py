@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -78,17 +77,6 @@ class RunTable:
         ]
 
 
-@dataclass(frozen=True)
-class Report:
-    """What was said of an alert, and when."""
-
-    second: int
-    """Unix seconds."""
-    state: str
-    action: str
-    """What was done or refused, in words; empty for nothing."""
-
-
 class Notifier:
     """Writes Events on nodes and pods, and links alerts to runs."""
 
@@ -97,14 +85,19 @@ class Notifier:
         self._cluster, self._events, self._table = cluster, events, table
 
     def report(
-        self, alert: Alert, job: JobInfo | None, history: Sequence[Report], planned: str, now: int
+        self,
+        alert: Alert,
+        job: JobInfo | None,
+        history: Sequence[Mapping[str, Any]],
+        planned: str,
+        now: int,
     ) -> None:
         """Report a new state of an alert or a new outcome.
 
         Args:
             alert: as it is now.
             job: its job, where it was seen.
-            history: its reports, the newest one last.
+            history: second, state and action of each report, the newest one last.
             planned: what a dry run would have done; empty outside of one.
             now: unix seconds.
         """
@@ -112,7 +105,7 @@ class Notifier:
             self._write_events(alert, job, planned, now)
         if job is None:
             return
-        record = alert_record(alert, job, history[-1].action)
+        record = alert_record(alert, job, history[-1]["action"])
         for workflow in sorted({pod.workflow for pod in job.pods if pod.workflow}):
             text = json.dumps(record, sort_keys=True)
             try:
@@ -121,7 +114,7 @@ class Notifier:
                 # The workflow may have been deleted; the alert itself goes on.
                 logger.warning("workflow not annotated name=%s error=%s", workflow, error)
         record["pods"] = self._table.of_alert(alert, job)
-        record["history"] = [asdict(each) for each in history]
+        record["history"] = list(history)
         self._write_under_root(record, alert, job.run_root)
 
     def _write_events(self, alert: Alert, job: JobInfo | None, planned: str, now: int) -> None:
@@ -159,7 +152,7 @@ class Notifier:
 
 
 def alert_record(alert: Alert, job: JobInfo, action: str) -> dict[str, Any]:
-    """Return what is written about an alert: identity, evidence, run and action."""
+    """Return what is written about an alert."""
     return {
         "id": alert.id,
         "job": job.key,

@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,7 +127,7 @@ def state_of(settings: ServiceSettings, cluster: Cluster | None) -> StateStore |
     return None if cluster is None else ConfigMapState(cluster, names.STATE)
 
 
-def build(settings: ServiceSettings, stop: threading.Event | None = None) -> Service:
+def build(settings: ServiceSettings) -> Service:
     """Return the service, ready to start.
 
     Raises:
@@ -151,7 +150,6 @@ def build(settings: ServiceSettings, stop: threading.Event | None = None) -> Ser
         is_dry_run=bool(settings.act.dry_run) or settings.act.mode == "observe",
         min_backoff_seconds=settings.server.min_backoff_seconds,
         max_backoff_seconds=settings.server.max_backoff_seconds,
-        stop=stop or threading.Event(),
     )
     cluster = lease = None
     if settings.kubernetes is not None:

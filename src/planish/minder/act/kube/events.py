@@ -12,7 +12,6 @@ from planish.minder.act.kube.objects import NodeInfo, PodInfo, timestamp
 
 logger = logging.getLogger(__name__)
 
-COMPONENT = "minder"
 QUIET_SECONDS = 600
 _MAX_MESSAGE = 1024
 """Bytes that the API server takes."""
@@ -50,8 +49,8 @@ class EventBook:
             "reason": reason,
             "message": message.encode()[:_MAX_MESSAGE].decode(errors="ignore"),
             "type": "Warning" if is_warning else "Normal",
-            "source": {"component": COMPONENT},
-            "reportingComponent": COMPONENT,
+            "source": {"component": "minder"},
+            "reportingComponent": "minder",
             "reportingInstance": socket.gethostname(),
             "firstTimestamp": timestamp(now),
             "lastTimestamp": timestamp(now),

@@ -1,7 +1,4 @@
-"""Names that the monitor reads and writes in Kubernetes: labels, annotations, taints, reasons.
-
-Plain strings; imports nothing, so that every other module may use it.
-"""
+"""Names that the monitor reads and writes in Kubernetes: labels, annotations, taints, reasons."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ Raw = Mapping[str, Any]
 RUNNING = "Running"
 ENDED = ("Succeeded", "Failed")
 _GANGS = (names.TRAINING_LABEL, names.VOLCANO_LABEL)
-MAX_ROOT = 1024
-"""A longer value is not taken for the URI of a run."""
+_MAX_ROOT = 1024
+"""Characters of the longest URI that a pod may name."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,7 @@ class JobInfo:
 
 
 def group_jobs(pods: Iterable[PodInfo]) -> list[JobInfo]:
-    """Return one job for each (namespace, name, role), sorted by key.
-
-    Only Running pods on a node count. Drivers of Kubeflow start pods and compute nothing.
-    """
+    """Return one job for each (namespace, name, role) of the Running pods, sorted by key."""
     groups: dict[tuple[str, str, str], list[PodInfo]] = defaultdict(list)
     for pod in pods:
         if pod.phase == RUNNING and pod.machine and not pod.is_driver:
@@ -162,12 +159,9 @@ def group_jobs(pods: Iterable[PodInfo]) -> list[JobInfo]:
 
 def pods_on(pods: Iterable[PodInfo], job: JobInfo, machine: str) -> tuple[PodInfo, ...]:
     """Return the pods of a job on one machine that have not ended, whatever their role."""
-    return tuple(
-        pod
-        for pod in pods
-        if (pod.namespace, pod.job, pod.machine) == (job.namespace, job.name, machine)
-        and pod.phase not in ENDED
-    )
+    place = (job.namespace, job.name, machine)
+    live = [pod for pod in pods if pod.phase not in ENDED]
+    return tuple(pod for pod in live if (pod.namespace, pod.job, pod.machine) == place)
 
 
 def job_selector(label: str) -> str:
@@ -246,7 +240,7 @@ def _task(node_name: str) -> str:
 def _run_root(annotations: Raw, spec: Raw) -> str:
     """Return the URI of the run that a pod names: by annotation, or in its own arguments."""
     value = annotations.get(names.RUN_ROOT) or next(_root_arguments(spec), "")
-    root = value if isinstance(value, str) and len(value) <= MAX_ROOT else ""
+    root = value if isinstance(value, str) and len(value) <= _MAX_ROOT else ""
     return root.rstrip("/") if "://" in root else ""
 
 
@@ -267,7 +261,7 @@ def _root_arguments(spec: Raw) -> Iterator[object]:
 
 
 def parse_node(raw: Raw) -> NodeInfo:
-    """Return a node."""
+    """Return a node as a plain value."""
     metadata, spec, status = _part(raw, "metadata"), _part(raw, "spec"), _part(raw, "status")
     return NodeInfo(
         name=str(metadata["name"]),
