@@ -139,14 +139,8 @@ def return_targets(
 ) -> Tensor:
     """Return the critic's targets, [B, S] float32: advantage plus value under its own decay.
 
-    With gamma and decay 1 they are the exact Monte-Carlo returns, which no value can bias.
-
-    Args:
-        token_rewards: [B, S] float32.
-        values: [B, S] float32, of the state before each token.
-        mask: [B, S] bool, tokens of finished responses.
-        gamma: discount.
-        lam: decay, one for all or [B].
+    Arguments are as of `gae`, with a mask of finished responses. With gamma and decay 1 the targets
+    are the exact Monte-Carlo returns, which no value can bias.
 
     Source: VAPO, arXiv 2504.05118, section 4.1, decoupled GAE.
     """
@@ -171,11 +165,9 @@ def scaled_advantages(
 
 
 def whiten_metrics(mask: Tensor, *, whiten: bool) -> dict[str, float]:
-    """Tell whether `scaled_advantages` finds nothing to scale by, for a mask [B, S].
+    """Return `whiten_undefined`: 1 where a mask [B, S] has fewer than two tokens, and all become 0.
 
-    Returns:
-        `whiten_undefined`, 1 where the mask has fewer than two tokens, so that every advantage
-        becomes 0; nothing where advantages are not whitened.
+    Nothing is returned where advantages are not whitened.
     """
     return {"whiten_undefined": float(int((mask != 0).sum()) < 2)} if whiten else {}
 

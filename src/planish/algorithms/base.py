@@ -119,12 +119,7 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class Denominators:
-    """What one optimizer step divides by: sums over all its micro-batches and all ranks.
-
-    Example:
-        >>> Denominators({"tokens": 100.0}, {"tokens": 1600.0}, 16).minibatch["tokens"]
-        100.0
-    """
+    """What one optimizer step divides by: sums over all its micro-batches and all ranks."""
 
     minibatch: Mapping[str, float]
     """`Algorithm.counts` of the mini-batch; for the value loss `ActorCritic.value_counts`."""
@@ -217,11 +212,7 @@ class ActorCritic(Algorithm, Protocol):
     """A recipe with a critic: `needs_values` is True."""
 
     def describe(self, batch: TrainBatch) -> dict[str, float]:
-        """Return metrics of the advantages before they are scaled.
-
-        Args:
-            batch: the whole rollout batch as `advantages` gets it, values filled in.
-        """
+        """Return metrics of the advantages before they are scaled, of a batch with values."""
 
     def value_counts(self, batch: TrainBatch) -> dict[str, float]:
         """Return what the value loss divides by; counts of disjoint batches add up.
@@ -239,11 +230,7 @@ class ActorCritic(Algorithm, Protocol):
     ) -> LossOutput:
         """Return one micro-batch's part of the value loss; see `ValueLossFn`.
 
-        Args:
-            values: as `ValueLossFn` gets them.
-            batch: the micro-batch.
-            denominators: of the optimizer step.
-            is_pretraining: the policy stands still; nothing then limits how far a value may move.
+        In pretraining the policy stands still and nothing limits how far a value may move.
         """
 
 
@@ -252,11 +239,6 @@ class Recipe:
     """An entry of the table of algorithms: a class and the constants that it runs with.
 
     Several recipes share a class where one paper's algorithm is another's with other constants.
-
-    Example:
-        >>> from planish.algorithms.dapo import Dapo, DapoConfig
-        >>> Recipe(DapoConfig, Dapo).build({"clip_high": 0.3}).config.clip_high
-        0.3
     """
 
     config_class: type[Section]

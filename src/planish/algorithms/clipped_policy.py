@@ -106,13 +106,8 @@ def clipped_policy_loss(
 ) -> LossOutput:
     """Return one micro-batch's part of the clipped policy loss, with its metrics.
 
-    Args:
-        logprobs: [B, S] float32 under the current policy.
-        entropy: [B, S] float32.
-        batch: the micro-batch; old log-probabilities, advantages and, with a penalty, those of
-            the reference policy filled in.
-        denominators: of the optimizer step.
-        config: constants of the algorithm.
+    `logprobs` and `entropy` are [B, S] float32 under the current policy. The batch has old
+    log-probabilities, advantages and, with a penalty, log-probabilities of the reference policy.
     """
     mask = batch.policy_mask
     count = mask.sum()

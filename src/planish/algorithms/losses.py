@@ -122,9 +122,6 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> 
 
     Returns:
         Nats, same shape; k1 alone can be negative.
-
-    Source: J. Schulman, "Approximating KL divergence" (2020); k3 in GRPO, arXiv 2402.03300,
-        equation 4.
     """
     difference = logprobs - reference
     if estimator == "k1":

@@ -29,9 +29,6 @@ def mismatch_limit(config: Mapping[str, Mapping[str, Any]]) -> float:
     where routers choose other experts; another network by whole nats. Infinity where the engine's
     are of a distribution that `rollout.top_p` or `top_k` cuts.
 
-    Args:
-        config: resolved tables.
-
     Example:
         >>> mismatch_limit({"model": {"dtype": "float32"}, "train": {"compute_dtype": "bfloat16"}})
         0.25
@@ -53,11 +50,7 @@ def check_mismatch(
 ) -> None:
     """Refuse rollouts that another network than the one that trains has sampled.
 
-    Args:
-        old_logprobs: [B, S] float32, trainer's.
-        rollout_logprobs: [B, S] float32, engine's.
-        mask: [B, S] bool, tokens to compare.
-        limit: as `mismatch_limit`.
+    Log-probabilities are [B, S] float32 of trainer and engine; `limit` is that of `mismatch_limit`.
 
     Raises:
         ConfigError: the mean of the absolute difference is beyond the limit.

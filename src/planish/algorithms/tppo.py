@@ -32,12 +32,7 @@ from planish.algorithms.base import Recipe, TrainBatch
 from planish.algorithms.clipped_policy import ClippedPolicy
 from planish.algorithms.losses import Aggregation
 from planish.algorithms.masked import without_last
-from planish.algorithms.vapo import (
-    ActorCriticConfig,
-    Vapo,
-    policy_decay,
-    with_estimates,
-)
+from planish.algorithms.vapo import ActorCriticConfig, Vapo, policy_decay, with_estimates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,10 +125,7 @@ def boundary_values(batch: TrainBatch) -> Tensor:
 
 
 def expected_lengths(batch: TrainBatch, window_tokens: int) -> Tensor:
-    """Return the tokens of each response, [B] int64; unfinished ones get half a window more.
-
-    As in the public code.
-    """
+    """Return the tokens of each response, [B] int64; half a window more where it is unfinished."""
     so_far = batch.value_mask.sum(1)
     return so_far + (window_tokens // 2) * batch.is_finished.logical_not()
 

@@ -199,14 +199,10 @@ def with_estimates(
     decay: Tensor,
     config: ActorCriticConfig,
 ) -> TrainBatch:
-    """Return the batch with its masks, scaled advantages and returns.
+    """Return the whole rollout batch with its masks, scaled advantages and returns.
 
-    Args:
-        batch: the whole rollout batch, values filled in.
-        policy_mask: [B, S] bool, tokens that train the policy.
-        advantages: [B, S] float32, before scaling.
-        decay: [B] of the advantages.
-        config: constants of the algorithm.
+    `policy_mask` [B, S] bool has the tokens that train the policy; `advantages` [B, S] float32 are
+    not scaled yet, `decay` [B] is theirs.
     """
     return with_old_policy(batch, config).updated(
         policy_mask=policy_mask,
@@ -234,10 +230,7 @@ def policy_decay(lengths: Tensor, config: ActorCriticConfig) -> Tensor:
 def critic_targets(batch: TrainBatch, decay: Tensor, config: ActorCriticConfig) -> Tensor:
     """Return the critic's target at every response token of finished rows, [B, S].
 
-    Args:
-        batch: values filled in.
-        decay: [B] of the policy's advantages; used where the estimates are not decoupled.
-        config: constants of the algorithm.
+    The policy's `decay` [B] is used where the estimates are not decoupled.
     """
     mask = of_finished(batch, batch.value_mask)
     rewards = terminal_rewards(batch.reward, mask, batch.is_finished)

@@ -55,6 +55,19 @@ class PlanishError(Exception):
     """What each rank failed with, where an error of some ranks is raised on all of them."""
 
 
+class RanksError(PlanishError):
+    """Some ranks failed, each for a reason of its own.
+
+    Example:
+        >>> PeerLost("rank 2 is gone", per_rank={2: "closed its connection"}).per_rank
+        {2: 'closed its connection'}
+    """
+
+    def __init__(self, message: str, *, per_rank: Mapping[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.per_rank = dict(per_rank or {})
+
+
 class ConfigError(PlanishError, ValueError):
     """The user asked for something that cannot be: never retried."""
 
@@ -116,12 +129,7 @@ class CheckpointIncomplete(CheckpointError):
 
 
 class CheckpointCorrupt(CheckpointError):
-    """Stored bytes are not those that were saved.
-
-    Example:
-        >>> CheckpointCorrupt("flipped", file="data/model/00000-0.safetensors", block=3).block
-        3
-    """
+    """Stored bytes are not those that were saved."""
 
     def __init__(self, message: str, *, file: str = "", block: int = -1) -> None:
         """Keep which object is damaged, and its first damaged block of 1 MiB (-1: unknown)."""
@@ -153,18 +161,8 @@ class PlanMismatch(CheckpointError):
     """Ranks do not take part in the same save or load."""
 
 
-class SaveFailed(CheckpointError):
-    """At least one rank could not do its part; nothing has become visible.
-
-    Example:
-        >>> SaveFailed("rank 3: disk full", per_rank={3: "disk full"}).per_rank
-        {3: 'disk full'}
-    """
-
-    def __init__(self, message: str, *, per_rank: Mapping[int, str] | None = None) -> None:
-        """Keep the reason of each rank that failed."""
-        super().__init__(message)
-        self.per_rank = dict(per_rank or {})
+class SaveFailed(RanksError, CheckpointError):
+    """At least one rank could not do its part; nothing has become visible."""
 
 
 class EngineError(PlanishError):
@@ -184,12 +182,7 @@ class ProtocolError(EngineError):
 
 
 class VerifierFailure(PlanishError):
-    """Too many verifier errors in one batch to trust its rewards.
-
-    Example:
-        >>> exit_code(VerifierFailure("no", is_final=True)), exit_code(VerifierFailure("no"))
-        (2, 1)
-    """
+    """Too many verifier errors in one batch to trust its rewards."""
 
     def __init__(self, message: str, *, is_final: bool = False) -> None:
         """Keep whether the same batch must fail again; a verifier that was slow may answer."""
@@ -197,27 +190,12 @@ class VerifierFailure(PlanishError):
         self.is_final = is_final
 
 
-class PeerLost(PlanishError):
-    """A rank did not answer in time.
-
-    Example:
-        >>> PeerLost("rank 2 is gone", per_rank={2: "closed its connection"}).per_rank
-        {2: 'closed its connection'}
-    """
-
-    def __init__(self, message: str, *, per_rank: Mapping[int, str] | None = None) -> None:
-        """Keep what is known of each lost rank."""
-        super().__init__(message)
-        self.per_rank = dict(per_rank or {})
+class PeerLost(RanksError):
+    """A rank did not answer in time."""
 
 
 class ClusterError(PlanishError):
-    """The API server of Kubernetes or Kubeflow refused a request, or did not answer it.
-
-    Example:
-        >>> ClusterError("no", status=403).status
-        403
-    """
+    """The API server of Kubernetes or Kubeflow refused a request, or did not answer it."""
 
     def __init__(self, message: str, *, status: int = 0, retry_after: float = 0.0) -> None:
         """Keep the HTTP status (0: no answer) and how many seconds the server asks to wait."""
@@ -226,12 +204,7 @@ class ClusterError(PlanishError):
 
 
 class BackendUnavailable(PlanishError):
-    """Prometheus or Alertmanager did not answer, or not as it must.
-
-    Example:
-        >>> BackendUnavailable("refused", code="401").code
-        '401'
-    """
+    """Prometheus or Alertmanager did not answer, or not as it must."""
 
     def __init__(self, message: str, *, code: str) -> None:
         """Keep the HTTP status, or timeout, connection, tls, invalid, too_large, stopped."""

@@ -7,14 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Inspection:
-    """Filled by those who open something; printed and judged by `prepare`.
-
-    Example:
-        >>> found = Inspection()
-        >>> found.rows.append(("data", "120 rows"))
-        >>> found.faults
-        []
-    """
+    """Filled by those who open something; printed and judged by `prepare`."""
 
     rows: list[tuple[str, str]] = field(default_factory=list)
     """(what, value) for people; values are Markdown."""

@@ -16,11 +16,10 @@ class StatusPage(NamedTuple):
     """What is answered."""
 
     status: int
-    """Of HTTP: 200, or 503 where a probe shall fail."""
+    """HTTP status: 200, or 503 where a probe shall fail."""
     body: bytes
-    """Its content."""
     kind: str = "text/plain; charset=utf-8"
-    """Its media type."""
+    """Media type."""
 
 
 class PageServer:
@@ -31,17 +30,14 @@ class PageServer:
     ) -> None:
         """Listen from now on; port 0 picks a free one, see `self.port`.
 
-        Args:
-            host: address to listen on.
-            port: of TCP.
-            pages: path to what makes its page from the words of the query.
+        Each path of `pages` has what makes its page from the words of the query.
 
         Raises:
             OSError: the address can not be listened on.
         """
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = 10
+            timeout = 5
 
             def do_GET(self) -> None:
                 path, _, query = self.path.partition("?")
@@ -58,8 +54,8 @@ class PageServer:
                 """Log nothing: probes come every few seconds."""
 
         class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            block_on_close = False
+            # It ends only after the answers that it has begun.
+            daemon_threads = False
 
             def handle_error(self, request: object, client_address: object) -> None:
                 """Log nothing: a client may close its connection at any time."""
@@ -73,4 +69,4 @@ class PageServer:
         """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(timeout=5)
+        self._thread.join()

@@ -38,9 +38,7 @@ class Ranks:
     """
 
     rank: int
-    """0 .. size - 1."""
     size: int
-    """Number of processes."""
 
     @property
     def is_first(self) -> bool:
@@ -135,13 +133,8 @@ class Grid:
 
     def to_json(self) -> dict[str, int]:
         """Return all sizes, as a manifest names them."""
-        return {
-            "world": self.ranks.size,
-            "dp": self.dp,
-            "tp": self.tp,
-            "pp": self.pp,
-            "ep": self.ep,
-        }
+        sizes = {"tp": self.tp, "pp": self.pp, "ep": self.ep}
+        return {"world": self.ranks.size, "dp": self.dp, **sizes}
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Add up over data-parallel ranks what all ranks of one model know, in place."""
@@ -151,12 +144,7 @@ class Grid:
 
 
 def grid_fault(size: int, *, tp: int, pp: int, ep: int) -> str:
-    """Return why so many training processes cannot stand in a grid; "" when they can.
-
-    Example:
-        >>> grid_fault(4, tp=2, pp=2, ep=2)
-        ''
-    """
+    """Return why so many training processes cannot stand in a grid; "" when they can."""
     if size % (tp * pp):
         return (
             "`train.tensor_parallel` x `train.pipeline_parallel` must divide the number of "
@@ -171,12 +159,7 @@ def grid_fault(size: int, *, tp: int, pp: int, ep: int) -> str:
 
 
 def trainer_fault(name: str) -> str:
-    """Return why a trainer is not to be had in this environment; "" where it is.
-
-    Example:
-        >>> trainer_fault("fsdp2")
-        ''
-    """
+    """Return why a trainer is not to be had in this environment; "" where it is."""
     if name != "megatron" or find_spec("megatron"):
         return ""
     return (
@@ -218,8 +201,7 @@ def pick_device(name: DeviceName, rank: int = 0) -> torch.device:
 def driver_fault(place: Path = Path("/proc/driver/nvidia/version")) -> str:
     """Return why the NVIDIA driver of this machine can not run CUDA 13; "" where none tells.
 
-    Args:
-        place: where its kernel module tells its version; containers see that of their node.
+    Its kernel module tells its version at `place`; containers see that of their node.
     """
     try:
         found = re.search(r"\b(\d{3,})\.\d+", place.read_text("utf-8", "replace"))

@@ -9,9 +9,8 @@ import gc
 def spare_collections() -> None:
     """Let this process look for garbage seldom, and no more at its end.
 
-    By itself Python looks after every 700 new objects, and once more through all that was loaded
-    when it ends: together a third of the processor time of a rank that loads torch and transformers
-    and has little to do.
+    By itself Python looks after every 700 new objects and once more at the end: together a third of
+    the processor time of a rank that loads torch and transformers and has little to do.
     """
     gc.set_threshold(20_000, 20, 20)
     atexit.register(gc.freeze)

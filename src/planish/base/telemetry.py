@@ -1,7 +1,7 @@
 """Log lines and metrics: one format, and every metric declared once.
 
-Metrics are plain sums in memory until `serve_metrics` or `metrics_text` is called; only then is
-the Prometheus client imported. Nothing here reads the environment or starts by itself.
+Metrics are plain sums in memory until somebody reads them; only then is the Prometheus client
+imported. Nothing here reads the environment or starts by itself.
 """
 
 from __future__ import annotations
@@ -18,19 +18,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
-
-    from prometheus_client.registry import CollectorRegistry
+from planish.base.pages import PageServer, StatusPage
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 """Time, level, module, then `event key=value key=value`."""
 
 _BARE = re.compile(r"[^\s\"=\x00-\x1f]+")
-_ANSWER_SECONDS = 5.0
-"""Seconds of silence after which the connection of a scraper is closed."""
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 REPLY_SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Upper bounds of the buckets of `planish_rollout_rank_reply_seconds`."""
@@ -48,9 +43,8 @@ class DeclaredMetric:
     kind: Kind
     """A sum that only grows, a level that is set, or durations in buckets."""
     help: str
-    """One line for the dashboard."""
     labels: tuple[str, ...] = ()
-    """Names of labels; their values are bounded, never ids or paths."""
+    """Their values are bounded, never ids or paths."""
 
 
 _COUNTERS = {
@@ -200,7 +194,7 @@ _BOUNDS = {
 
 @dataclass
 class _Series:
-    """The state of one metric under one set of label values."""
+    """One metric under one set of label values."""
 
     total: float = 0.0
     counts: list[int] = field(default_factory=list)
@@ -244,14 +238,7 @@ def observe(name: str, seconds: float, **labels: str) -> None:
 
 
 def observe_counts(name: str, counts: Sequence[int], seconds: float, **labels: str) -> None:
-    """Add durations that another process has sorted into the buckets of a histogram.
-
-    Args:
-        name: of `METRICS`.
-        counts: durations in each bucket, the last one above all bounds.
-        seconds: their sum.
-        **labels: of the metric.
-    """
+    """Add durations, whose sum is `seconds`, that another process has sorted into the buckets."""
     with _lock:
         series = _find(name, "histogram", labels)
         series.total += seconds
@@ -271,12 +258,7 @@ def _find(name: str, kind: str, labels: dict[str, str]) -> _Series:
 
 @contextmanager
 def timed(name: str, **labels: str) -> Iterator[None]:
-    """Observe how long the block takes, also when it raises.
-
-    Example:
-        >>> with timed("planish_records_read_seconds", schema="rollouts/1"):
-        ...     pass
-    """
+    """Observe how long the block takes, also when it raises."""
     begun = time.perf_counter()
     try:
         yield
@@ -287,13 +269,9 @@ def timed(name: str, **labels: str) -> Iterator[None]:
 class _Collector:
     """Hands the sums to the Prometheus client when it asks."""
 
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-
     def collect(self) -> Iterator[Any]:
         from prometheus_client import core
 
-        self.asked.set()
         with _lock:
             state = {key: (s.total, list(s.counts)) for key, s in sorted(_series.items())}
         kinds: dict[Kind, Any] = {
@@ -315,77 +293,41 @@ class _Collector:
             yield family
 
 
-def _registry(collector: _Collector) -> CollectorRegistry:
-    from prometheus_client.registry import CollectorRegistry
-
-    registry = CollectorRegistry()
-    registry.register(collector)
-    return registry
-
-
 def metrics_text() -> str:
     """Return all metrics in the text format that Prometheus scrapes."""
     from prometheus_client import generate_latest
+    from prometheus_client.registry import CollectorRegistry
 
-    return generate_latest(_registry(_Collector())).decode()
+    registry = CollectorRegistry()
+    registry.register(_Collector())
+    return generate_latest(registry).decode()
 
 
-@dataclass(frozen=True)
-class MetricsServer:
-    """Serves the metrics of this process from a thread, until `close`."""
+class MetricsServer(PageServer):
+    """Serves the metrics of this process on `/metrics` from threads, until `close`."""
 
-    port: int
-    """TCP port that it listens on."""
-    _server: WSGIServer
-    _collector: _Collector
+    def __init__(self, port: int, address: str = "0.0.0.0") -> None:
+        """Listen from now on; port 0 picks a free one, see `self.port`.
+
+        Raises:
+            OSError: another process listens on the port.
+        """
+        self._asked = threading.Event()
+        super().__init__(address, port, {"/metrics": self._page})
+
+    def _page(self, _: object) -> StatusPage:
+        self._asked.set()
+        return StatusPage(200, metrics_text().encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     @property
     def was_scraped(self) -> bool:
         """Whether somebody has read the metrics since they are served."""
-        return self._collector.asked.is_set()
+        return self._asked.is_set()
 
     def wait_for_scrape(self, limit_seconds: float) -> bool:
         """Wait until somebody reads the metrics as they are now; returns whether they did."""
-        self._collector.asked.clear()
-        return self._collector.asked.wait(limit_seconds)
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-def serve_metrics(port: int, address: str = "0.0.0.0") -> MetricsServer:
-    """Serve the metrics on `http://<address>:<port>/metrics` from a thread.
-
-    Args:
-        port: TCP port, 0 for any free one.
-        address: network address to listen on; scrapers come from other machines.
-
-    Raises:
-        OSError: another process listens on the port.
-    """
-    from socketserver import ThreadingMixIn
-    from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
-
-    from prometheus_client import make_wsgi_app
-
-    class ThreadedServer(ThreadingMixIn, WSGIServer):
-        """Unlike that of the client it ends only after the answers that it has begun."""
-
-    class QuietHandler(WSGIRequestHandler):
-        timeout = _ANSWER_SECONDS
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Keep quiet."""
-
-    collector = _Collector()
-    app = make_wsgi_app(_registry(collector))
-    server = make_server(
-        address, port, app, server_class=ThreadedServer, handler_class=QuietHandler
-    )
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return MetricsServer(server.server_port, server, collector)
+        self._asked.clear()
+        return self._asked.wait(limit_seconds)
 
 
 def event(name: str, /, **facts: Any) -> str:
@@ -432,7 +374,6 @@ class LogFormatter(logging.Formatter):
     """Writes log lines without the credentials of addresses in them."""
 
     def __init__(self, line: str = LOG_FORMAT) -> None:
-        """Take the form of a line, in the fields of a log record."""
         super().__init__(line)
 
     def format(self, record: logging.LogRecord) -> str:

@@ -9,19 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Table:
-    """Rows to print below a title; a command yields it and its caller prints.
-
-    Example:
-        >>> Table("file:///r", ("step", "bytes"), [[7, "1.0 KiB"]]).columns
-        ('step', 'bytes')
-    """
+    """Rows to print below a title; a command yields it and its caller prints."""
 
     title: str
-    """Heading."""
     columns: tuple[str, ...]
     """Names, empty texts for none."""
     rows: list[list[Any]]
-    """Cells; text in them is untrusted."""
+    """Text in cells is untrusted."""
 
 
 def bytes_text(count: float) -> str:

@@ -27,12 +27,7 @@ APART = ("disagg", "vllm_disagg")
 
 
 def open_engine(config: EngineConfig, model: ModelRef, **options: Any) -> BaseEngine:
-    """Return a started engine that holds the policy `model`.
-
-    Args:
-        config: which engine, and its settings.
-        model: a pinned policy, or one in memory.
-        **options: further keyword arguments of the engine's class.
+    """Return a started engine that holds the policy `model`; `options` are of the engine's class.
 
     Raises:
         ConfigError: what the engine needs is not there, or a setting does not fit this machine.

@@ -268,10 +268,6 @@ class BaseEngine(ABC):
     def update_weights(self, source: WeightSource, version: int) -> WeightUpdate:
         """Change the weights; a failed read leaves the old ones in place.
 
-        Args:
-            source: the new weights by canonical names.
-            version: policy version from now on; not below the present one.
-
         Raises:
             EngineBusy: requests run or wait.
             EngineError: names or shapes do not fit, or the version goes back.

@@ -42,18 +42,10 @@ def generate_rollouts(
     sampling: Sampling,
     run_seed: int,
 ) -> RolloutSet:
-    """Sample `num_samples` responses to each prompt.
+    """Sample `num_samples` responses to each of P prompts.
 
     The noise of a response is a function of (run seed, prompt id, sample index) only, so that two
-    policies meet the same noise.
-
-    Args:
-        engine: started engine.
-        tokenizer: of the engine's policy.
-        prompts: P prompts; group g of the result is prompt g.
-        num_samples: responses to each prompt.
-        sampling: of every response; its seed is replaced.
-        run_seed: seed of the run.
+    policies meet the same noise; the seed of `sampling` is replaced.
 
     Returns:
         P groups of `num_samples` rollouts each. Requests that the engine refused have no tokens
@@ -63,18 +55,16 @@ def generate_rollouts(
         EngineError: the engine failed, or requests were lost again and again.
     """
     prompt_tokens = [tokenizer.encode_prompt(messages) for messages in prompts.messages]
-    requests = []
-    for row, prompt in enumerate(prompts.prompt_id):
-        for sample in range(num_samples):
-            seed = request_seed(run_seed, MEASURING, prompt, sample)
-            requests.append(
-                Request(
-                    request_id=f"{prompt}-{sample:03d}",
-                    group_id=prompt,
-                    prompt_ids=tuple(prompt_tokens[row]),
-                    sampling=replace(sampling, seed=seed),
-                )
-            )
+    requests = [
+        Request(
+            request_id=f"{prompt}-{sample:03d}",
+            group_id=prompt,
+            prompt_ids=tuple(tokens),
+            sampling=replace(sampling, seed=request_seed(run_seed, MEASURING, prompt, sample)),
+        )
+        for tokens, prompt in zip(prompt_tokens, prompts.prompt_id, strict=True)
+        for sample in range(num_samples)
+    ]
     outputs = engine.generate(requests)
     for repeat in range(MOST_REPEATS + 1):
         lost = [row for row, output in enumerate(outputs) if output.is_lost]
@@ -113,15 +103,7 @@ def generate_rollouts(
 def judge(
     rollouts: RolloutSet, options: VerifierOptions, *, max_error_rate: float = 0.01
 ) -> list[Verdict]:
-    """Verify every rollout.
-
-    Args:
-        rollouts: R rollouts.
-        options: of the verifiers.
-        max_error_rate: share of rollouts whose verifier itself may fail.
-
-    Returns:
-        R verdicts; a failed verifier counts as wrong.
+    """Verify every rollout; a verifier that fails counts as wrong.
 
     Raises:
         ConfigError: a row names a verifier that is not here.

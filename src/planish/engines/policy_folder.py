@@ -15,11 +15,7 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def check_policy(folder: Path, names: Collection[str]) -> tuple[dict[str, Any], Tokenizer]:
-    """Return the configuration and the tokenizer of a policy that engines can serve.
-
-    Args:
-        folder: local folder of the policy.
-        names: of its tensors on disk.
+    """Return configuration and tokenizer of a policy in a folder, with tensors of these names.
 
     Raises:
         EngineError: its type is none to compute in, its weights are quantised, experts are missing

@@ -29,12 +29,7 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample one response.
-
-    Example:
-        >>> Sampling(max_new_tokens=8, temperature=0.0).temperature
-        0.0
-    """
+    """How to sample one response."""
 
     max_new_tokens: int
     """Budget of this call in tokens, >= 1."""
@@ -89,7 +84,6 @@ class Request:
     prompt_ids: tuple[int, ...]
     """Prompt after the chat template, at least one token."""
     sampling: Sampling
-    """How to sample."""
     response_prefix: tuple[int, ...] = ()
     """Response tokens of earlier windows; never tokenised again."""
     priority: int = 0
@@ -108,7 +102,6 @@ class Output:
     """
 
     request_id: str
-    """Id of the request."""
     token_ids: list[int]
     """New tokens of this call; the stop token included."""
     logprobs: list[float]
@@ -137,7 +130,7 @@ class Output:
 
     @property
     def num_tokens(self) -> int:
-        """Number of new tokens."""
+        """Count of new tokens."""
         return len(self.token_ids)
 
 
@@ -181,8 +174,5 @@ class WeightUpdate:
     version: int
     """Policy version from now on."""
     num_tensors: int
-    """Tensors that were read."""
     num_bytes: int
-    """Their size."""
     seconds: float
-    """Wall time."""

@@ -23,6 +23,7 @@ from planish.records.io import fetch_files, read_manifest
 from planish.records.refs import is_pin, parse_pin
 
 Index = tuple[slice, ...]
+Names = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 _DTYPES = {
     "F64": torch.float64,
@@ -36,7 +37,10 @@ _DTYPES = {
 class WeightSource(Protocol):
     """Gives parts of tensors by name."""
 
-    def names(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    address: str = ""
+    """What `fetch_weights` takes in another process; "" for weights in memory."""
+
+    def names(self) -> Names:
         """Return shape and dtype by canonical name."""
 
     def read(self, name: str, index: Index = ()) -> torch.Tensor:
@@ -45,32 +49,17 @@ class WeightSource(Protocol):
     @property
     def fingerprint(self) -> str:
         """Hex digest of names, shapes and dtypes."""
-
-    @property
-    def address(self) -> str:
-        """What `fetch_weights` takes in another process; "" for weights in memory."""
+        plain = {name: [list(shape), str(dtype)] for name, (shape, dtype) in self.names().items()}
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def _fingerprint(names: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
-    plain = {name: [list(shape), str(dtype)] for name, (shape, dtype) in names.items()}
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
-class DictWeights:
-    """Weights in memory.
-
-    Example:
-        >>> DictWeights({"w": torch.ones(2)}).read("w").tolist()
-        [1.0, 1.0]
-    """
-
-    address = ""
-    """No other process can read them."""
+class DictWeights(WeightSource):
+    """Weights in memory, which no other process can read."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = dict(tensors)
 
-    def names(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def names(self) -> Names:
         """Return shape and dtype by name."""
         return {name: (tuple(t.shape), t.dtype) for name, t in self._tensors.items()}
 
@@ -78,13 +67,8 @@ class DictWeights:
         """Return a box of one tensor."""
         return self._tensors[name][index]
 
-    @property
-    def fingerprint(self) -> str:
-        """Hex digest of names, shapes and dtypes."""
-        return _fingerprint(self.names())
 
-
-class FolderWeights:
+class FolderWeights(WeightSource):
     """Weights in the `*.safetensors` files of one local folder; files stay mapped, not loaded."""
 
     def __init__(self, folder: Path) -> None:
@@ -102,9 +86,8 @@ class FolderWeights:
                 "the export of this policy is incomplete"
             )
         self.address = str(folder)
-        """The folder."""
         self._handles: dict[str, Any] = {}
-        self._names: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._names: Names = {}
         for path in files:
             try:
                 handle: Any = safe_open(str(path), framework="pt")
@@ -123,7 +106,7 @@ class FolderWeights:
                 self._names[name] = (tuple(part.get_shape()), _DTYPES[part.get_dtype()])
                 self._handles[name] = handle
 
-    def names(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def names(self) -> Names:
         """Return shape and dtype by name."""
         return dict(self._names)
 
@@ -133,11 +116,6 @@ class FolderWeights:
         tensor: torch.Tensor
         tensor = handle.get_slice(name)[index] if index else handle.get_tensor(name)
         return tensor
-
-    @property
-    def fingerprint(self) -> str:
-        """Hex digest of names, shapes and dtypes."""
-        return _fingerprint(self.names())
 
 
 _fetched: WeakValueDictionary[str, FolderWeights] = WeakValueDictionary()
@@ -166,17 +144,12 @@ def fetch_weights(address: str) -> FolderWeights:
 
 
 def check_weights(
-    given: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    given: Names,
     wanted: Mapping[str, tuple[int, ...]],
     *,
     refuse_others: bool = True,
 ) -> None:
     """Compare names and shapes of new weights with those of the model that is served.
-
-    Args:
-        given: shape and dtype by name.
-        wanted: shape by name.
-        refuse_others: also refuse names that the model does not have.
 
     Raises:
         EngineError: they do not fit; the message names the first five.
@@ -199,9 +172,7 @@ def check_weights(
 def local_policy(model: ModelRef, scratch: ExitStack) -> tuple[Path, int]:
     """Return a local folder of a policy, for processes that read files, and its version.
 
-    Args:
-        model: pinned, local, or in memory: then it is saved.
-        scratch: closes when the folder is no longer needed.
+    A policy in memory is saved into a folder that `scratch` removes.
     """
     if model.folder:
         return Path(model.folder), model.version
@@ -219,12 +190,7 @@ def local_policy(model: ModelRef, scratch: ExitStack) -> tuple[Path, int]:
 
 
 def address_of(source: WeightSource, scratch: ExitStack) -> str:
-    """Return the address of a source; weights in memory are saved into a folder for it.
-
-    Args:
-        source: any weights.
-        scratch: closes when the folder is no longer needed.
-    """
+    """Return the address of a source; weights in memory are saved into a folder of `scratch`."""
     if source.address:
         return source.address
     from safetensors.torch import save_file

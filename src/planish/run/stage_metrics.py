@@ -105,7 +105,7 @@ class StageMetrics:
             first += 1 + int(os.environ.get(LOCAL_RANK_VARIABLE, self._rank))
         for port in range(first, first + NUM_PORTS):
             try:
-                self._server = telemetry.serve_metrics(port)
+                self._server = telemetry.MetricsServer(port)
                 self._opened_s = time.monotonic()
             except OSError:
                 continue

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from planish.algorithms import build_algorithm
 from planish.algorithms.ppo import PpoConfig
 from planish.algorithms.vapo import Vapo, VapoConfig
 from planish.algorithms.vc_ppo import VcPpoConfig
@@ -94,11 +93,6 @@ def test_the_critics_own_decay_makes_advantage_plus_value_its_target():
 def test_a_discount_below_one_discounts_the_monte_carlo_return():
     filled = vapo(gamma=0.5).advantages(two_rows())
     assert filled.returns[0].tolist() == pytest.approx([0.25, 0.5, 1.0])
-
-
-def test_groups_play_no_part_in_the_advantages():
-    one = vapo().advantages(two_rows(group=[0, 0])).advantages
-    assert torch.equal(one, vapo().advantages(two_rows(group=[3, 1])).advantages)
 
 
 def test_whitening_uses_the_trained_tokens_of_the_whole_batch_and_the_clamp_comes_after():
@@ -204,13 +198,6 @@ def test_a_row_that_a_window_cut_short_takes_no_part():
     assert torch.equal(filled.advantages[:1], alone.advantages)
 
 
-def test_no_finished_row_leaves_no_counts_so_that_no_step_is_made():
-    filled = vapo().advantages(two_rows(finished=[False, False]))
-    assert not any(vapo().counts(filled).values())
-    assert not any(vapo().value_counts(filled).values())
-    assert vapo().describe(two_rows(finished=[False, False])) == {}
-
-
 def test_describe_measures_advantages_before_they_are_whitened():
     seen = Vapo(VapoConfig()).describe(two_rows())
     raw = vapo().advantages(two_rows())
@@ -249,10 +236,3 @@ def test_corrections_of_the_engine_work_for_recipes_with_a_critic_too():
 def test_impossible_constants_are_refused(table, message):
     with pytest.raises(ConfigError, match=message):
         parse_section(VapoConfig, table, section="algorithm")
-
-
-@pytest.mark.parametrize("name", ["vapo", "ppo", "vc_ppo", "tppo"])
-def test_each_name_builds_an_algorithm_with_a_critic(name):
-    algorithm = build_algorithm({"name": name})
-    assert algorithm.needs_values
-    assert algorithm.config.name == name

@@ -111,7 +111,7 @@ def test_writing_a_set_is_measured(file_root):
 
 def test_a_scraper_reads_the_metrics_over_http():
     telemetry.count("planish_store_retries_total", 3, scheme="s3")
-    server = telemetry.serve_metrics(0, "127.0.0.1")
+    server = telemetry.MetricsServer(0, "127.0.0.1")
     try:
         url = f"http://127.0.0.1:{server.port}/metrics"
         with urllib.request.urlopen(url, timeout=120) as answer:

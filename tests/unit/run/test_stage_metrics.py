@@ -166,9 +166,9 @@ def test_a_port_that_is_none_is_refused(monkeypatch, text):
 def test_a_stage_serves_while_it_works_and_shows_its_outcome(monkeypatch, tmp_path, file_root):
     monkeypatch.setenv("PLANISH_METRICS_PORT", str(free_port()))
     servers = []
-    serve = telemetry.serve_metrics
+    serve = telemetry.MetricsServer
     monkeypatch.setattr(
-        telemetry, "serve_metrics", lambda port: servers.append(serve(port)) or servers[-1]
+        telemetry, "MetricsServer", lambda port: servers.append(serve(port)) or servers[-1]
     )
 
     def work(context):

@@ -47,7 +47,6 @@ class AttentionRank(ExchangingRank):
             dict(modules.state_dict()),
             load_tokenizer(settings.path),
             settings.version,
-            "",
             modules,
         )
         limits = Limits(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from planish.engines.planner.gpus import Gpu
@@ -22,6 +22,7 @@ from planish.engines.planner.performance import (
     all_reduce,
     attention_stage,
     matrices_roofline,
+    most_rows,
     outside_stage,
 )
 from planish.engines.planner.query import BaselineName, Objective, Query
@@ -78,11 +79,8 @@ class Colocated:
 
     def rows(self, limit_seconds: float) -> int:
         """Return the most rows of a group that memory and the time between tokens allow."""
-        low, high = 0, int(self.free_bytes / self.row_bytes) + 1 if self.free_bytes > 0 else 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.seconds(middle) <= limit_seconds else (low, middle)
-        return low
+        bound = int(self.free_bytes / self.row_bytes) + 1 if self.free_bytes > 0 else 1
+        return most_rows(self.seconds, limit_seconds, bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +159,10 @@ def colocated(query: Query, gpu: Gpu) -> Iterator[Colocated]:
             layers=model.layers,
             attention=attention_stage(model, gpu, tp, length, constants, shared_sum=spread),
             experts=matrices_roofline(matrices, gpu, constants, copies=local),
-            outside=Roofline(
-                outside.compute,
-                outside.weights,
-                outside.slope + (stages - 1) * hop,
-                outside.fixed + (stages - 1) * constants.network_seconds,
+            outside=replace(
+                outside,
+                slope=outside.slope + (stages - 1) * hop,
+                fixed=outside.fixed + (stages - 1) * constants.network_seconds,
             ),
             expert_rows=model.experts_per_token
             * (query.workload.imbalance / tp if spread else 1.0),

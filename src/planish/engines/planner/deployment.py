@@ -40,17 +40,6 @@ class Times:
     outside: float
     """Layers without experts and logits, on the attention node, once an iteration."""
 
-    def iteration(self, micro_batches: int, layers: int) -> float:
-        """Return the seconds of an iteration: the law, and what stands outside of it.
-
-        The time outside is added for each micro-batch, since they share the attention node: an
-        upper bound, as part of it may hide behind the experts.
-        """
-        inside = iteration_seconds(
-            self.attention, self.experts, self.network, micro_batches, layers
-        )
-        return inside + micro_batches * self.outside
-
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
@@ -81,6 +70,11 @@ class Deployment:
     """Bytes of one attention GPU for the cache."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """How many GPUs, replicas and nodes there are, by name."""
+        return {"tp_a": self.tp_a, "tp_e": self.tp_e, "n_a": self.n_a, "n_e": self.n_e}
+
+    @property
     def gpus(self) -> int:
         """GPUs in all."""
         return self.tp_a * self.n_a + self.tp_e * self.n_e
@@ -100,7 +94,11 @@ class Deployment:
         )
 
     def total(self, rows: float, micro_batches: int) -> float:
-        """Return the seconds of an iteration; `times` says how they add up."""
+        """Return the seconds of an iteration: the law, and what stands outside of it.
+
+        The time outside is added for each micro-batch, since they share the attention node: an
+        upper bound, as part of it may hide behind the experts.
+        """
         # The search asks millions of times: no object is made here.
         inside = iteration_seconds(
             self.attention.seconds(rows),

@@ -75,18 +75,10 @@ class PlannedRun(_Stored):
     @cached_property
     def deployment(self) -> Deployment:
         """GPUs, ranks and stages."""
-        plan = self.plan
-        return deploy(
-            self.model,
-            self.workload,
-            (self.gpus[plan.attention_gpu], self.gpus[plan.expert_gpu]),
-            self.constants,
-            {(one.stage, one.gpu, one.tp): one for one in self.profiles},
-            tp_a=plan.tp_a,
-            tp_e=plan.tp_e,
-            n_a=plan.n_a,
-            n_e=plan.n_e,
-        )
+        gpus = (self.gpus[self.plan.attention_gpu], self.gpus[self.plan.expert_gpu])
+        profiles = {(one.stage, one.gpu, one.tp): one for one in self.profiles}
+        sizes = self.plan.model_dump(include={"tp_a", "tp_e", "n_a", "n_e"})
+        return deploy(self.model, self.workload, gpus, self.constants, profiles, **sizes)
 
     @cached_property
     def cache_seconds(self) -> float:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, with_config
 
@@ -79,16 +79,6 @@ class Workload:
         return self.input_tokens + self.output_tokens / 2
 
 
-class Stage(Protocol):
-    """Seconds of one stage for one micro-batch and layer."""
-
-    def seconds(self, rows: float) -> float:
-        """Return the seconds that so many rows take."""
-
-    def seconds_per_row(self) -> float:
-        """Return what one more row costs where there are many: k1 or k3 of the paper."""
-
-
 @dataclass(frozen=True, slots=True)
 class Roofline:
     """Seconds = max(rows * compute, weights) + rows * slope + fixed.
@@ -111,7 +101,7 @@ class Roofline:
         return (busy if busy > self.weights else self.weights) + rows * self.slope + self.fixed
 
     def seconds_per_row(self) -> float:
-        """Return the seconds of one more row once computing is the longer part."""
+        """Return the seconds of one more row where there are many: k1 or k3 of the paper."""
         return self.compute + self.slope
 
 
@@ -149,9 +139,13 @@ class Measured:
         return Measured(rows, seconds, self.slope, self.fixed)
 
     def seconds_per_row(self) -> float:
-        """Return the slope of the last two points."""
+        """Return the seconds of one more row beyond the last point."""
         (x0, x1), (y0, y1) = self.rows[-2:], self.measured[-2:]
         return (y1 - y0) / (x1 - x0) + self.slope
+
+
+Stage = Roofline | Measured
+"""Seconds of one stage for one micro-batch and layer."""
 
 
 def matrices_roofline(
@@ -173,14 +167,8 @@ def matrices_roofline(
 def all_reduce(width: int, tp: int, gpu: Gpu, constants: Constants) -> tuple[float, float]:
     """Return seconds per row and fixed seconds of an all-reduce of rows over `tp` GPUs.
 
-    Across nodes it is hierarchical: each GPU exchanges its part of a node's sum over its share of
-    the network, between a reduce-scatter and an all-gather inside the node.
-
-    Args:
-        width: numbers in a row.
-        tp: GPUs; more than one node has must be a multiple of those.
-        gpu: with its links.
-        constants: efficiency and latencies.
+    A row has `width` numbers. Across whole nodes it is hierarchical: each GPU exchanges its part of
+    a node's sum over its share of the network, between a reduce-scatter and an all-gather inside.
     """
     if tp == 1:
         return 0.0, 0.0
@@ -215,23 +203,16 @@ def attention_stage(
     *,
     shared_sum: bool = True,
 ) -> Roofline:
-    """Return the seconds of attention with its shared experts, for rows of one attention node.
+    """Return the seconds of attention with its shared experts, for rows of `length` cached tokens.
 
-    Args:
-        model: shapes.
-        gpu: of the node.
-        tp: GPUs of the node.
-        length: cached tokens of a row.
-        constants: efficiencies and latencies.
-        shared_sum: shared experts have an all-reduce of their own, not that of the routed ones.
+    With `shared_sum` shared experts have an all-reduce of their own, not that of the routed ones.
     """
     shared = model.feed_forward_matrices(model.shared_size, tp)
     matrices = matrices_roofline([*model.attention_matrices(tp), *shared], gpu, constants)
     sums = 2 if shared and shared_sum else 1
     per_row, latency = all_reduce(model.hidden_size, tp, gpu, constants)
-    return Roofline(
-        compute=matrices.compute,
-        weights=matrices.weights,
+    return replace(
+        matrices,
         slope=attention_core(model, gpu, tp, length, constants) + sums * per_row,
         fixed=matrices.fixed + sums * latency + constants.kernel_seconds + constants.layer_seconds,
     )
@@ -245,12 +226,8 @@ def expert_stage(
     pair = model.feed_forward_matrices(model.expert_size, tp)
     matrices = matrices_roofline(pair, gpu, constants, copies=experts)
     per_row, latency = all_reduce(model.hidden_size, tp, gpu, constants)
-    return Roofline(
-        compute=matrices.compute,
-        weights=matrices.weights,
-        slope=per_row,
-        fixed=matrices.fixed + latency + constants.layer_seconds,
-    )
+    fixed = matrices.fixed + latency + constants.layer_seconds
+    return replace(matrices, slope=per_row, fixed=fixed)
 
 
 @functools.cache
@@ -260,11 +237,8 @@ def outside_stage(
     """Return the seconds of the layers without experts and of the logits, on an attention node."""
     logits = matrices_roofline([(model.hidden_size, model.vocab_size // tp)], gpu, constants)
     layers = model.dense_layers
-    dense = matrices_roofline(
-        [*model.attention_matrices(tp), *model.feed_forward_matrices(model.dense_size, tp)],
-        gpu,
-        constants,
-    )
+    feed_forward = model.feed_forward_matrices(model.dense_size, tp)
+    dense = matrices_roofline([*model.attention_matrices(tp), *feed_forward], gpu, constants)
     per_row, latency = all_reduce(model.hidden_size, tp, gpu, constants)
     core = attention_core(model, gpu, tp, length, constants)
     fixed = dense.fixed + 2 * latency + constants.kernel_seconds + constants.layer_seconds
@@ -300,7 +274,6 @@ class Network:
     expert_bytes: float
     """Bytes that each GPU of an expert node receives for the same row of all attention nodes."""
     attention_rate: float
-    """Bytes per second of an attention GPU, as `expert_rate` of an expert GPU."""
     expert_rate: float
     half_rate_bytes: float
     latency: float
@@ -310,3 +283,12 @@ class Network:
         sent = (rows * self.attention_bytes + self.half_rate_bytes) / self.attention_rate
         received = (rows * self.expert_bytes + self.half_rate_bytes) / self.expert_rate
         return (sent if sent > received else received) + self.latency
+
+
+def most_rows(seconds: Callable[[int], float], limit: float, bound: int) -> int:
+    """Return the most rows below a bound that take no longer than the limit, by bisection."""
+    low, high = 0, bound
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if seconds(middle) <= limit else (low, middle)
+    return low

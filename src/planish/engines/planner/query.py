@@ -51,9 +51,7 @@ class Query:
 
     model: MoeModel
     attention_gpus: Sequence[Gpu]
-    """Types tried for attention."""
     expert_gpus: Sequence[Gpu]
-    """Types tried for experts."""
     workload: Workload = field(default_factory=Workload)
     objective: Objective = "gpu"
     """Tokens per second are maximised per GPU, price or watt."""

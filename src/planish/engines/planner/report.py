@@ -81,9 +81,8 @@ def describe(query: Query, found: Search) -> dict[str, Any]:
     load = query.workload
     at_end = replace(load, input_tokens=load.input_tokens + load.output_tokens / 2)
     one = best.deployment
-    sizes = {"tp_a": one.tp_a, "tp_e": one.tp_e, "n_a": one.n_a, "n_e": one.n_e}
     pair = (one.attention_gpu, one.expert_gpu)
-    last = replace(query, workload=at_end).deploy(pair, **sizes)
+    last = replace(query, workload=at_end).deploy(pair, **one.sizes)
     return {
         "schema": "rollout-plan/1",
         **flat(best),
@@ -97,11 +96,11 @@ def describe(query: Query, found: Search) -> dict[str, Any]:
         ],
         "objective": query.objective,
         "total_at_last_token_s": last.total(best.b_a, best.m),
-        "slo_s": known(query.space.slo_seconds),
+        "slo_s": _known(query.space.slo_seconds),
         "resources": resources(best, load.redundancy),
-        "baseline": side(baseline),
+        "baseline": _side(baseline),
         "ratio": ratio,
-        "strongest_colocated": side(strongest),
+        "strongest_colocated": _side(strongest),
         "ratio_to_strongest": gain,
         "verdict": verdict(gain),
         "edge": found.edge,
@@ -113,22 +112,17 @@ def describe(query: Query, found: Search) -> dict[str, Any]:
     }
 
 
-def known(value: float) -> float | None:
-    """Return a number as JSON has it: None where it is infinite or NaN."""
+def _known(value: float) -> float | None:
+    # JSON has no infinity and no NaN.
     return value if math.isfinite(value) else None
 
 
 def flat(one: Plan) -> dict[str, Any]:
     """Return a plan as it stands in the document."""
     at, times = one.deployment, one.times
+    gpus = {"attention_gpu": at.attention_gpu.name, "expert_gpu": at.expert_gpu.name}
     return {
-        "plan": {
-            "attention_gpu": at.attention_gpu.name,
-            "expert_gpu": at.expert_gpu.name,
-            **{name: getattr(at, name) for name in ("tp_a", "tp_e", "n_a", "n_e")},
-            "m": one.m,
-            "b_a": one.b_a,
-        },
+        "plan": {**gpus, **at.sizes, "m": one.m, "b_a": one.b_a},
         "batch": one.batch,
         "num_gpus": one.gpus,
         "times_s": {
@@ -140,18 +134,17 @@ def flat(one: Plan) -> dict[str, Any]:
         },
         "tokens_per_s": one.tokens_per_second,
         "per_gpu": one.per_gpu,
-        "per_cost": known(one.per_cost),
-        "per_watt": known(one.per_watt),
+        "per_cost": _known(one.per_cost),
+        "per_watt": _known(one.per_watt),
         "limit": one.limit,
         "flags": one.flags(),
     }
 
 
-def side(one: ColocatedPlan | None) -> dict[str, Any] | None:
-    """Return a baseline as it stands in the document; None without one."""
+def _side(one: ColocatedPlan | None) -> dict[str, Any] | None:
     if one is None:
         return None
-    return {**asdict(one), "per_cost": known(one.per_cost), "per_watt": known(one.per_watt)}
+    return {**asdict(one), "per_cost": _known(one.per_cost), "per_watt": _known(one.per_watt)}
 
 
 def verdict(gain: float | None) -> str:
@@ -241,7 +234,7 @@ def tables(query: Query, found: Search, document: dict[str, Any]) -> Iterator[Ta
     columns = ("attention", "experts", "n_a x tp_a", "n_e x tp_e", "m", "b_a", "T_a us", "T_e us")
     more = ("T_c us", "token ms", "per GPU", "per price", "per watt", "limit")
     count = f"{len(found.plans)} feasible of {document['num_evaluated']}"
-    rows = [plan_row(one) for one in found.plans[:PLANS_SHOWN]]
+    rows = [_plan_row(one) for one in found.plans[:PLANS_SHOWN]]
     yield Table(f"{query.model.name}: best plans per {unit} ({count})", (*columns, *more), rows)
     yield from comparison(query, best, unit)
     shifted = []
@@ -257,8 +250,7 @@ def tables(query: Query, found: Search, document: dict[str, Any]) -> Iterator[Ta
     yield from conclusion(document)
 
 
-def plan_row(one: Plan) -> list[Any]:
-    """Return the cells of a plan."""
+def _plan_row(one: Plan) -> list[Any]:
     at, times = one.deployment, one.times
     return [
         at.attention_gpu.name,

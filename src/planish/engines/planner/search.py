@@ -20,6 +20,7 @@ from planish.base.errors import ConfigError
 from planish.engines.planner.deployment import Deployment, Times, expert_bytes, free_bytes
 from planish.engines.planner.gpus import Gpu
 from planish.engines.planner.models import MoeModel
+from planish.engines.planner.performance import most_rows
 from planish.engines.planner.query import Objective, Query, Space
 
 MOST_REPLICAS = 1024
@@ -145,11 +146,9 @@ def search(query: Query) -> Search:
 
 
 def _rank(plan: Plan, objective: Objective) -> tuple[float | str, ...]:
-    """Return what plans are sorted by."""
     one = plan.deployment
     names = (one.attention_gpu.name, one.expert_gpu.name)
-    sizes = (one.tp_a, one.tp_e, one.n_a, one.n_e)
-    return (-plan.value(objective), one.gpus, plan.m, *names, *sizes)
+    return (-plan.value(objective), one.gpus, plan.m, *names, *one.sizes.values())
 
 
 def try_replicas(
@@ -269,23 +268,15 @@ def plan(one: Deployment, m: int, space: Space) -> Plan | str:
     else:
         rows = most
         if one.total(rows, m) > space.slo_seconds:
-            stop, rows = "slo", largest_rows(one, m, most, space.slo_seconds)
+            stop = "slo"
+            rows = most_rows(lambda rows: one.total(rows, m), space.slo_seconds, most)
             if rows < 1:
                 return "one row takes longer than the time between tokens"
         batch = rows * m * one.n_a
     times = one.times(rows)
-    total = times.iteration(m, one.model.layers)
+    total = one.total(rows, m)
     larger = 1.25 * rows / one.total(1.25 * rows, m) * total / rows
     if space.batch or larger < WORTH:
         stages = {"attention": times.attention, "experts": times.experts, "network": times.network}
         stop = max(stages, key=lambda name: stages[name])
     return Plan(one, m, rows, batch, times, total, stop)
-
-
-def largest_rows(one: Deployment, m: int, most: int, seconds: float) -> int:
-    """Return the most rows below `most` whose iteration is in time; times grow with the rows."""
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if one.total(middle, m) <= seconds else (low, middle)
-    return low

@@ -26,12 +26,9 @@ from planish.records.rollouts import FinishReason
 
 PREFILL_TOKENS = 16384
 """Most tokens of one forward over prompts where the settings leave it open."""
-
-
 COUNTERS = ("tokens", "steps", "row_steps", "most_rows", "prefill_tokens")
-"""What a batch counts since it was made: `tokens` are sampled, those of running rows included;
-`steps` are forward passes that decode, `row_steps` living rows summed over them, `most_rows` the
-most of any."""
+"""Counts of a batch: `tokens` are sampled, those of running rows included; `steps` are forward
+passes that decode, `row_steps` living rows summed over them, `most_rows` the most of any."""
 
 
 class Decoder(Protocol):
@@ -40,11 +37,11 @@ class Decoder(Protocol):
     cache: KeyValueCache
 
     def prefill(self, tokens: Tensor, rows: Tensor, owner: Tensor) -> None:
-        """Fill the cache of `rows` from position 0.
+        """Fill the cache of `rows` [k] int64 from position 0.
 
         Args:
             tokens: [m, length] int64, padded on the right.
-            rows: [k] int64, rows to fill.
+            rows: to fill.
             owner: [k] int64, which of the m sequences each row takes.
         """
 
@@ -70,15 +67,11 @@ class Limits:
     """What a batch may hold, and what ends its responses."""
 
     max_rows: int
-    """Requests that run at once."""
     max_model_len: int
     """Prompt and response in tokens."""
     vocab_size: int
-    """Rows of the LM head."""
     eos: frozenset[int]
-    """End tokens of the model."""
     strings: StopTable | None = None
-    """Its stop strings; None where there are none."""
     prefill_tokens: int = PREFILL_TOKENS
     """Most tokens, padding included, of one forward over prompts."""
 
@@ -121,7 +114,7 @@ class DecodeBatch:
 
     @property
     def request_ids(self) -> list[str]:
-        """Of the running requests."""
+        """Ids of the running requests."""
         return [row.request.request_id for row in self._rows.rows]
 
     @property
@@ -131,11 +124,9 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[Request], waited: Sequence[float]) -> None:
-        """Start requests for which there are free rows, and compute the cache of their prompts.
+        """Start requests without a `fault`, for which there are free rows, and prefill them.
 
-        Args:
-            requests: at least one, each without a `fault`.
-            waited: seconds that each was queued.
+        `waited` are the seconds that each was queued.
         """
         rows = []
         now = time.monotonic()
@@ -170,7 +161,7 @@ class DecodeBatch:
                 self._routing.widen(self.cache.width)
 
     def _prefill(self, indices: Sequence[int], lengths: Sequence[int]) -> None:
-        """Compute the cache of rows up to their current tokens; equal sequences once."""
+        """Fill the cache of rows up to their current tokens; equal sequences once."""
         owners: dict[tuple[int, ...], list[int]] = {}
         where = torch.tensor(indices, device=self._device)
         # One copy from the device for all of them.
@@ -203,11 +194,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def advance(self, version: int) -> list[Output]:
-        """Generate one token for each running request, at least one; return the finished ones.
-
-        Args:
-            version: policy version of the weights, which the outputs carry.
-        """
+        """Generate one token for each running request, at least one; return the finished ones."""
         rows = self._rows
         if rows.longest + 1 > self.cache.width:
             self._make_room(rows.longest + 1, rows.longest + 1)
@@ -224,7 +211,6 @@ class DecodeBatch:
         return self._end(ended.tolist(), version, None) if len(ended) else []
 
     def _end(self, ended: list[int], version: int, reason: FinishReason | None) -> list[Output]:
-        """Return the outputs of rows and close the gaps that they leave."""
         outputs = self._rows.outputs(ended, version, reason)
         for index, output in zip(ended, outputs, strict=True):
             if output.error:

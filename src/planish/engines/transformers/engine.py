@@ -15,16 +15,10 @@ from typing import Any
 
 import torch
 
-from planish.base.errors import ConfigError, EngineError
+from planish.base.errors import EngineError
 from planish.engines.base import BaseEngine
 from planish.engines.config import EngineConfig
-from planish.engines.requests import (
-    Capabilities,
-    ModelRef,
-    Output,
-    Request,
-    WeightUpdate,
-)
+from planish.engines.requests import Capabilities, ModelRef, Output, Request, WeightUpdate
 from planish.engines.transformers.batch import (
     COUNTERS,
     PREFILL_TOKENS,
@@ -62,14 +56,9 @@ class TransformersEngine(BaseEngine):
             device: torch device.
             fused: use the fast decoder for the families that it covers.
             routing: keep the experts of each token, for requests that want them.
-            config: most tokens, padding included, of one forward over prompts.
+            config: its `batch_tokens` bound a forward over prompts.
         """
         super().__init__()
-        if max_rows < 1 or max_model_len < 0:
-            raise ConfigError(
-                f"`max_rows` must be at least 1 and `max_model_len` at least 0, got {max_rows} and "
-                f"{max_model_len}"
-            )
         self._max_rows = max_rows
         self._prefill_tokens = (config or EngineConfig()).batch_tokens or PREFILL_TOKENS
         self._max_model_len, self._fused, self._routing = max_model_len, fused, routing
@@ -77,8 +66,6 @@ class TransformersEngine(BaseEngine):
         self._served: ServedModel | None = None
         self._batch: DecodeBatch | None = None
         self._counts: Mapping[str, int] = dict.fromkeys(COUNTERS, 0)
-
-    # Start and stop.
 
     @property
     def capabilities(self) -> Capabilities:
@@ -121,7 +108,7 @@ class TransformersEngine(BaseEngine):
     def _choose_decoder(self, served: ServedModel) -> Callable[[KeyValueCache], Decoder]:
         """Return the fused decoder where it fits, else the general one.
 
-        Where transformers' modules are at hand, a decoder must prove itself against their forward.
+        Where modules of transformers are at hand, a decoder must agree with their forward.
         """
         kinds: list[Callable[[KeyValueCache], Decoder]] = []
         if self._fused and served.fits_fused():
@@ -172,11 +159,7 @@ class TransformersEngine(BaseEngine):
         self._served = self._batch = None
 
     def stats(self) -> dict[str, Any]:
-        """Return counters since the start.
-
-        `steps` are forward passes that decode, `most_rows` the most living rows of any of them,
-        `occupancy` living rows per step over `max_rows`.
-        """
+        """Return `COUNTERS` and more; `occupancy` is living rows per step over `max_rows`."""
         steps = max(self._counts["steps"], 1)
         return {
             **super().stats(),
@@ -184,8 +167,6 @@ class TransformersEngine(BaseEngine):
             "cache_bytes": self._batch.cache.num_bytes() if self._batch is not None else 0,
             "occupancy": self._counts["row_steps"] / steps / self._max_rows,
         }
-
-    # Requests.
 
     def _check(self, request: Request) -> str:
         return self._running().limits.fault(request)

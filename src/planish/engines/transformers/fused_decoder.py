@@ -37,7 +37,7 @@ _NAME = re.compile(
 
 
 def _llama3(rope: Mapping[str, Any], frequencies: Tensor) -> Tensor:
-    """Slow frequencies are divided, fast ones kept, those between blended."""
+    """Divide slow frequencies, keep fast ones and blend those between."""
     slow, fast = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     length = float(rope["original_max_position_embeddings"])
     turns = length * frequencies / (2 * math.pi)
@@ -56,11 +56,6 @@ SCALINGS: dict[str, Callable[[Mapping[str, Any], Tensor], Tensor]] = {
 def rotation_table(rope: Mapping[str, Any], head_dim: int, length: int) -> Tensor:
     """Return what rotates a head: `x * table[p, 0] + roll(x, head_dim / 2) * table[p, 1]`.
 
-    Args:
-        rope: `rope_type`, `rope_theta` and the settings of the type.
-        head_dim: size of a head, even.
-        length: positions.
-
     Returns:
         [length, 2, head_dim] float32: cosines, and sines whose first half is negated.
     """
@@ -77,8 +72,7 @@ def fits(architecture: str, config: Mapping[str, Any], names: Sequence[str]) -> 
 
     Args:
         architecture: name of the model's class.
-        config: its config.json, or `to_dict()` of its configuration; nothing is guessed, so an
-            absent key means no.
+        config: its config.json, or the same of its configuration; an absent key means no.
         names: of its tensors.
     """
     kinds = set(config.get("layer_types") or ["full_attention"])
@@ -180,14 +174,10 @@ class FusedDecoder:
         *,
         share: bool,
     ) -> None:
-        """Lay out the weights.
+        """Lay out the weights, given by canonical names.
 
-        Args:
-            config: as given to `fits`.
-            tensors: weights by canonical name.
-            cache: rows.
-            share: replace the entries of `tensors` by views of the joined ones, which saves memory
-                and lets changes in place reach both.
+        With `share` the entries of `tensors` become views of the joined ones, which saves memory
+        and lets changes in place reach both.
         """
         self.cache = cache
         self._config = config
@@ -211,7 +201,6 @@ class FusedDecoder:
             layer.refresh()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Divide by the root mean square over the last dim, then scale."""
         size = x.shape[-1]
         if x.dtype != torch.float32 or x.device.type != "cpu":
             return functional.rms_norm(x, (size,), None, self._eps) * weight
@@ -221,7 +210,6 @@ class FusedDecoder:
         return (x * scale).mul_(weight)
 
     def _rotations(self, length: int) -> Tensor:
-        """Return [positions, 2, head size] for at least `length` positions."""
         if self._rotation.shape[0] < length:
             table = rotation_table(
                 self._config["rope_parameters"], self._head_dim, max(length, 64) * 2
@@ -242,7 +230,6 @@ class FusedDecoder:
         return turned[..., : self._heads, :], turned[..., self._heads :, :], values
 
     def _finish(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
-        """Add the output of attention and of the MLP to the residual stream."""
         x = _add_linear(x, attended, layer.out)
         both = functional.linear(self._norm(x, layer.norm_2), *layer.gate_up)
         gate, up = both.chunk(2, -1)

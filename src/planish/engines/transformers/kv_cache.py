@@ -67,10 +67,10 @@ class KeyValueCache:
     def append(
         self, index: int, keys: Tensor, values: Tensor, cells: Tensor, longest: int
     ) -> tuple[Tensor, Tensor]:
-        """Write one token per row and return what attention reads.
+        """Write one token of layer `index` per row and return what attention reads.
 
         Args:
-            index: layer.
+            index: of the layer.
             keys: [n, kv heads, 1, key size], for the first n rows.
             values: [n, kv heads, 1, value size].
             cells: [n] int64, `row * width + position` of each token.
@@ -95,7 +95,7 @@ class KeyValueCache:
         """Write the first columns of whole rows.
 
         Args:
-            index: layer.
+            index: of the layer.
             keys: [m, kv heads, length, key size].
             values: [m, kv heads, length, value size].
             rows: [k] int64, rows to write.

@@ -70,10 +70,10 @@ class ModuleDecoder:
                 f"layers must be full or sliding-window attention, got {sorted(odd)} in "
                 f"{type(model).__name__}; use another engine for this model"
             )
-        self._by_kind = hasattr(config, "layer_types") and "sliding_attention" in kinds
-        self._window = getattr(config, "sliding_window", None) or 0
-        if hasattr(config, "layer_types") and "sliding_attention" not in kinds:
-            self._window = 0
+        has_kinds = hasattr(config, "layer_types")
+        self._by_kind = has_kinds and "sliding_attention" in kinds
+        slides = self._by_kind or not has_kinds
+        self._window = (getattr(config, "sliding_window", None) or 0) if slides else 0
         self._layers = [_RowLayer(cache, i) for i in range(config.num_hidden_layers)]
         self._past = Cache(layers=self._layers)
         self._dtype = next(model.parameters()).dtype
@@ -82,12 +82,7 @@ class ModuleDecoder:
         """Do nothing: the modules hold the weights."""
 
     def _mask(self, bias: Tensor, positions: Tensor) -> Any:
-        """Return what the model takes as `attention_mask`.
-
-        Args:
-            bias: [n, 1, q, k] additive, causal already.
-            positions: [n, q] of the queries.
-        """
+        """Return `attention_mask` for a causal bias [n, 1, q, k] and query positions [n, q]."""
         full = bias.to(self._dtype)
         if not self._window:
             return full

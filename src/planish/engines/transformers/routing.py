@@ -21,14 +21,10 @@ class RoutingCells:
     def __init__(
         self, model: Any, rows: int, dtype: str, is_own: Callable[[], bool] = lambda: True
     ) -> None:
-        """Listen to a model until `close`.
+        """Listen to a causal LM of transformers until `close`.
 
-        Args:
-            model: causal LM of transformers.
-            rows: of the cache.
-            dtype: integer type that holds every expert's id.
-            is_own: tells whether the present forward is over these rows, where several batches
-                take turns on one model.
+        `dtype` is an integer type that holds every expert's id. Where several batches take turns on
+        one model, `is_own` tells whether the present forward is over these rows.
         """
         experts = [m for name, m in model.named_modules() if name.endswith(".mlp.experts")]
         self._rows, self._width, self._is_own = rows, 0, is_own
@@ -62,12 +58,7 @@ class RoutingCells:
             self._cells[:, : old.shape[1]] = old
 
     def fill(self, rows: Tensor, owner: Tensor) -> None:
-        """Keep the forward over the first columns of whole rows.
-
-        Args:
-            rows: [k] int64, rows to write.
-            owner: [k] int64, which of the m sequences of the forward each row takes.
-        """
+        """Keep the forward over the first columns of whole rows; arguments as of the cache."""
         choices = self._choices()
         assert self._cells is not None
         choices = choices.view(int(owner.max()) + 1, -1, *choices.shape[1:])

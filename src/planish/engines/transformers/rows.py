@@ -30,9 +30,8 @@ class RunningRow:
 
     request: Request
     prompt_length: int
-    """Prompt tokens."""
     start: int
-    """Prompt and prefix: absolute position of the first token of this call."""
+    """Absolute position of the first token of this call."""
     end: int
     """Absolute length at which the budget is used up."""
     stats: dict[str, float] = field(default_factory=dict)
@@ -48,15 +47,9 @@ class RunningRow:
         stop_ids: frozenset[int],
         stop_string: str | None,
     ) -> Output:
-        """Return what the request gave.
+        """Return what the request gave in this call, the stop token included.
 
-        Args:
-            tokens: those of this call, the stop token included.
-            logprobs: one for each token.
-            version: policy version of the weights now.
-            reason: None finds STOP, LENGTH, or ABORT where the logits were not finite.
-            stop_ids: tokens that end this response.
-            stop_string: the one that the last token has completed.
+        A reason of None finds STOP, LENGTH, or ABORT where the logits were not finite.
         """
         error, stop_id = "", None
         if reason is None and not math.isfinite(logprobs[-1]):
@@ -184,7 +177,7 @@ class RunningRows:
         return self._stops[stop]
 
     def _refresh_choice(self) -> None:
-        """Find which sampling settings any row uses, so that a plain batch pays for none."""
+        """Find which settings any row uses, so that a plain batch pays for none."""
         if not self._num_special:
             self.choice, self._has_minimum = PLAIN, False
             return
@@ -322,7 +315,6 @@ _FIELDS: Mapping[str, int] = {
 
 
 def _is_special(sampling: Sampling) -> bool:
-    """Tell whether a token is more than a draw from the softmax of the logits."""
     return (
         sampling.temperature != 1.0
         or sampling.top_p < 1.0

@@ -31,15 +31,11 @@ class ServedModel:
     architecture: str
     """Name of its class."""
     config: Mapping[str, Any]
-    """Its config.json, or the same as a dictionary."""
+    """Content of its config.json."""
     tensors: dict[str, Tensor]
     """Weights by their names in memory; tied ones once."""
     tokenizer: Tokenizer
-    """Knows what ends a response."""
     version: int
-    """Policy version."""
-    pin: str
-    """Where it came from; "" when it was handed over in memory."""
     modules: Any = None
     """Causal LM of transformers over the same storage; None until something needs it."""
 
@@ -67,10 +63,6 @@ class ServedModel:
         """Return whether the fused decoder computes this model."""
         return fused_decoder.fits(self.architecture, self.config, list(self.tensors))
 
-    def by_disk_name(self) -> dict[str, Tensor]:
-        """Return the tensors under their names in a policy folder, over the same storage."""
-        return on_disk(self.tensors, self.config)
-
     def write(self, source: WeightSource) -> tuple[int, int]:
         """Read all of `source`, then write in place; return the number of tensors and bytes.
 
@@ -78,7 +70,8 @@ class ServedModel:
             EngineError: a name is missing or a shape differs; nothing was changed.
         """
         given = source.names()
-        wanted = self.by_disk_name()
+        # Under their names in a policy folder, over the same storage.
+        wanted = on_disk(self.tensors, self.config)
         check_weights(
             given, {name: tuple(t.shape) for name, t in wanted.items()}, refuse_others=False
         )
@@ -98,22 +91,15 @@ def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedM
         weights = FolderWeights(folder)
         config, tokenizer = check_policy(folder, weights.names())
         names = config.get("architectures")
-        bare = ServedModel(
-            str(names[0]) if isinstance(names, list) and names else "",
-            config,
-            {},
-            tokenizer,
-            version,
-            model.pin,
-        )
+        architecture = str(names[0]) if isinstance(names, list) and names else ""
         held = [
             name
             for name in weights.names()
             if name != "lm_head.weight" or not config.get("tie_word_embeddings")
         ]
-        if fused and fused_decoder.fits(bare.architecture, config, held):
-            bare.tensors = {name: weights.read(name).to(device, copy=True) for name in held}
-            return bare
+        if fused and fused_decoder.fits(architecture, config, held):
+            tensors = {name: weights.read(name).to(device, copy=True) for name in held}
+            return ServedModel(architecture, config, tensors, tokenizer, version)
         policy = Policy(load_model(folder).to(device), tokenizer, version, folder)
     modules = policy.model.eval()
     saved = modules.state_dict().keys()
@@ -126,6 +112,5 @@ def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedM
         },
         policy.tokenizer,
         int(policy.version),
-        model.pin,
         modules,
     )

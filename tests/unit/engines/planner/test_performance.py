@@ -63,12 +63,6 @@ def test_expert_seconds_by_hand():
     assert line.seconds(500) == pytest.approx(computing + 2 * 4e-6 + 8e-6)
 
 
-def test_several_experts_of_a_node_read_their_weights_and_share_kernels():
-    one, four = (expert_stage(MIXTRAL, GPUS["a800"], 1, n, Constants()) for n in (1, 4))
-    assert four.weights == 4 * one.weights
-    assert (four.compute, four.fixed) == (one.compute, one.fixed)
-
-
 def test_attention_seconds_by_hand():
     line = attention_stage(MIXTRAL, GPUS["a800"], 2, 650, Constants())
     matrices = 6144 * (6144 // 2 + 2 * 1024 // 2) + 6144 // 2 * 6144
@@ -133,20 +127,6 @@ def test_what_attention_sends_is_what_experts_receive():
     assert one.expert_rows * one.n_e == 3 * 2
 
 
-def test_the_slower_side_sets_the_seconds_of_the_network():
-    line = two_sides(gpus=("h20", "l40s"), n_a=8).network
-    assert line.seconds(100) == pytest.approx(100 * line.expert_bytes / 12.5e9)
-    slow = two_sides(constants=Constants()).network
-    assert slow.seconds(0) == pytest.approx(20e-6 + 128 * 1024 / 25e9)
-
-
-def test_imbalance_makes_the_busiest_expert_later_and_attention_not():
-    even, skewed = (two_sides(workload=Workload(imbalance=x), n_a=8) for x in (1.0, 1.5))
-    assert skewed.times(400).experts == pytest.approx(1.5 * even.times(400).experts)
-    assert skewed.times(400).attention == even.times(400).attention
-    assert skewed.times(400).network > even.times(400).network
-
-
 def test_local_sums_send_at_most_one_row_per_token_and_node():
     qwen = MODELS["qwen3-30b"]
     assert rows_per_node(qwen, 8, "exact") == 1.0
@@ -197,12 +177,6 @@ def test_tensor_parallel_seconds_by_hand():
     assert one.seconds(rows) == pytest.approx(56 * layer + logits)
 
 
-def test_few_rows_read_the_experts_that_they_meet_only():
-    one = next(iter(colocated(Query(MIXTRAL, [], []), GPUS["h200"])))
-    # One row meets two of eight experts.
-    assert one.seconds(4) - one.seconds(1) > 0.7 * 56 * one.experts.weights
-
-
 def test_the_framework_takes_twice_as_long():
     ideal, framework = (
         form("dbrx", "tp", calibration=c, slo=math.inf) for c in ("ideal", "framework")
@@ -217,13 +191,6 @@ def test_the_time_between_tokens_is_kept_by_every_form(slo):
     found = sides("mixtral-8x22b", slo=slo)
     assert {one.form for one in found} == {"tp", "ep", "pp"}
     assert all(one.total <= slo for one in found)
-
-
-def test_a_model_larger_than_a_node_is_spread_over_nodes():
-    found = sides("scaled-moe")
-    assert min(one.gpus for one in found) == 16
-    # Inside a node that is large enough, sums are cheaper.
-    assert form("scaled-moe", "tp", "h200").gpus == 8
 
 
 def test_the_best_form_comes_first_and_cost_is_by_price():

@@ -12,7 +12,7 @@ from planish.engines.planner.gpus import GPUS, changed, find_gpus
 from planish.engines.planner.models import MODELS
 from planish.engines.planner.performance import Workload
 from planish.engines.planner.query import Query, Space
-from planish.engines.planner.search import plan, search
+from planish.engines.planner.search import search
 from tests import thin
 from tests.unit.engines.planner import brute_force
 
@@ -146,13 +146,6 @@ def test_plans_are_sorted_and_every_pair_is_tried():
     assert len(pairs) == 4
 
 
-def test_redundancy_needs_memory():
-    even = found("mixtral-8x22b", "l40s")
-    doubled = found("mixtral-8x22b", "l40s", workload=Workload(redundancy=0.5))
-    sizes = [{one.deployment.tp_e for one in result.plans} for result in (even, doubled)]
-    assert sizes[0] > sizes[1]
-
-
 def test_ratios_to_the_ideal_baseline_are_the_published_ones():
     # One set of constants; TensorRT-LLM is 1.28x on one node and 1.90x across nodes.
     ratios = []
@@ -170,13 +163,6 @@ def test_attention_on_h20_and_experts_on_l40s_beat_either_alone(name, objective)
     sides = [("h20", "l40s"), ("h20", "h20"), ("l40s", "l40s"), ("l40s", "h20")]
     values = [found(name, *pair, objective=objective).best.value(objective) for pair in sides]
     assert values[0] == max(values)
-
-
-def test_flags_say_which_conditions_hold():
-    one = deployed("dbrx", ("a800", "a800"), tp_a=1, tp_e=1, n_a=1, n_e=16)
-    flags = plan(one, 1, Space()).flags()
-    assert flags["enough_micro_batches"] is False
-    assert flags["network_hidden"] is True
 
 
 def test_the_default_search_goes_on_around_balance_and_finds_what_sixteen_replicas_miss():
