@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from planish.base.config import config_sha256, resolve_config
+from planish.base.config import config_sha256
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.prompts import PromptSet, TraceSet
@@ -39,8 +39,15 @@ def contents(root):
 SMALL = {"num_prompts": 300, "evaluation_size": 40, "num_traces": 100}
 
 
-def test_the_stage_writes_three_sets_a_report_and_metrics(tmp_path):
-    root, ref, outputs = curate(tmp_path, SMALL)
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The folder of a finished stage, and what `curate` returned of it."""
+    folder = tmp_path_factory.mktemp("small")
+    return folder, curate(folder, SMALL)
+
+
+def test_the_stage_writes_three_sets_a_report_and_metrics(small):
+    root, ref, outputs = small[1]
     train = read_set(PromptSet, ref.uri, sha256=ref.manifest_sha256)
     evaluation = read_set(PromptSet, layout.evaluation_prompts(root))
     traces = read_set(TraceSet, layout.traces(root))
@@ -57,17 +64,15 @@ def test_the_stage_writes_three_sets_a_report_and_metrics(tmp_path):
     assert Path(outputs["report"].path).read_text().startswith("# Curation report")
 
 
-def test_equal_runs_are_equal_and_other_seeds_differ(tmp_path):
-    first = curate(tmp_path / "a", SMALL)
-    second = curate(tmp_path / "b", SMALL)
-    assert first[1].manifest_sha256 == second[1].manifest_sha256
-    assert contents(curate(tmp_path / "c", SMALL, seed=1)[0]) != contents(first[0])
+def test_other_seeds_give_other_prompts(small, tmp_path):
+    assert contents(curate(tmp_path, SMALL, seed=1)[0]) != contents(small[1][0])
 
 
-def test_a_second_run_on_the_same_root_is_already_done(tmp_path):
-    root, ref, outputs = curate(tmp_path, SMALL)
+def test_a_second_run_on_the_same_root_is_already_done_and_on_another_is_equal(small, tmp_path):
+    folder, (root, ref, outputs) = small
+    assert curate(tmp_path, SMALL)[1].manifest_sha256 == ref.manifest_sha256
     before = Path(outputs["report"].path).read_text()
-    _, again, outputs = curate(tmp_path, SMALL)
+    _, again, outputs = curate(folder, SMALL)
     log = json.loads(
         Path(layout.stage_log(root, "curate", 0, 0).removeprefix("file://")).read_text()
     )
@@ -133,10 +138,6 @@ def test_what_the_user_must_mend_ends_with_code_2(tmp_path, monkeypatch, caplog,
         curate(tmp_path / "a", table)
     assert caught.value.code == 2
     assert words in caplog.text
-
-
-def test_the_defaults_resolve_with_all_sections():
-    assert resolve_config({})["curate"]["num_prompts"] == 4096
 
 
 def test_pass_rates_are_measured_on_a_reference_policy(tmp_path):

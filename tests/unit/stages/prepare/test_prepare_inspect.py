@@ -262,9 +262,6 @@ def test_rows_far_down_a_file_that_lack_an_answer_are_counted(tmp_path):
     found = inspect(jsonl(tmp_path, gap, *sums(5500), *[gap] * 5), dataset_map=MAP)
     assert dict(found.rows)["- no_answer"] == "6 rows (line 1, line 5502, line 5503, ...)"
     assert found.faults == []
-
-
-def test_a_parquet_file_is_read_to_its_end(tmp_path):
     table = pa.table({"question": ["1+1="] * 6000, "label": [*["2"] * 5999, None]})
     pq.write_table(table, tmp_path / "mine.parquet")
     found = inspect(tmp_path / "mine.parquet", dataset_map=MAP)
@@ -373,14 +370,13 @@ def test_each_verifier_that_rows_name_is_called_and_its_faults_are_told_together
     assert "called with the answer of line 3" in message
 
 
-def test_characters_that_the_built_model_does_not_know_are_told(tmp_path):
+def test_prompts_that_the_model_can_not_read_are_told_and_refused_where_none_is_left(
+    tmp_path, model
+):
     path = jsonl(tmp_path, *[{"prompt": f"What is {n}?", "answer": n} for n in range(3)])
     found = inspect(path, verifier="trace")
     assert "3 of 3 prompts hold characters that the built model does not know" in found.warnings[0]
     assert "['?', 'W']" in found.warnings[0]
-
-
-def test_prompts_longer_than_the_limit_are_told_and_refused_where_none_is_left(tmp_path, model):
     rows = [{"prompt": "1" * n, "answer": 1, "verifier": "trace"} for n in (10, 30)]
     path = jsonl(tmp_path, *rows)
     found = inspect(path, model, limit=20)
@@ -402,26 +398,17 @@ def test_a_file_of_weights_that_was_cut_is_refused(model):
     path.unlink()
     (model / "pytorch_model.bin").write_bytes(b"\x80")
     assert "got only pickled weights ['pytorch_model.bin']" in refused(path=model)
-
-
-def test_files_that_an_index_names_must_be_there(model):
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    path.write_bytes(data)
     assert "got none of ['model-00001-of-00002.safetensors']" in refused(path=model)
-
-
-def test_a_tokenizer_without_a_template_is_refused(model):
+    (model / "model.safetensors.index.json").unlink()
     (model / "chat_template.jinja").unlink()
     assert "a tokenizer must have a chat template, got none" in refused(path=model)
 
 
-def change(model, **values):
-    path = model / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
 def test_a_vocabulary_that_does_not_fit_is_refused(model):
-    change(model, vocab_size=20)
+    with_config(model, vocab_size=20)
     message = refused(path=model)
     assert f"must know each of the {TINY.vocab_size} tokens of its tokenizer" in message
     assert f"must have 20 rows, `vocab_size` of config.json, got {TINY.vocab_size}" in message
@@ -432,7 +419,7 @@ def test_an_architecture_that_trainer_or_engine_do_not_know_is_refused(model):
     assert "takes models with experts of deepseek_v3, mixtral, qwen3_moe" in refused(
         path=model, engine="disagg"
     )
-    change(model, architectures=["OwnForCausalLM"])
+    with_config(model, architectures=["OwnForCausalLM"])
     message = refused(path=model, engine="vllm")
     assert "`architectures` in config.json must name a model that this version" in message
     assert "`engine.name` must serve OwnForCausalLM, got 'vllm'" in message

@@ -79,6 +79,9 @@ def test_a_new_run_is_planned_and_written(file_root, tmp_path):
     assert "| iterations | 1 to 2 (0 already finished) |" in summary
     assert "| batch | 8 prompts x 8 = 64 rollouts an iteration |" in summary
     assert "| updates | 1 optimizer step an iteration |" in summary
+    passes = {"overrides": f"{SMALL} train.num_passes=3"}
+    other = run_stage(tmp_path / "b", f"{file_root}/other", **passes)[1]
+    assert "| updates | 3 optimizer steps an iteration |" in other
     assert metrics["offset"] == 0.0
     assert metrics["num_iterations"] == 2.0
     assert metrics["lock_generation"] == 1.0
@@ -103,19 +106,12 @@ def test_a_finished_run_is_told_apart_from_one_with_work_left(file_root, tmp_pat
     assert not replace(done, changed=["evaluate.num_samples: 4 to 2"]).is_done
 
 
-def test_a_plan_counts_the_steps_of_every_pass(file_root, tmp_path):
-    _, summary, _ = run_stage(tmp_path / "a", file_root, overrides=f"{SMALL} train.num_passes=3")
-    assert "| updates | 3 optimizer steps an iteration |" in summary
-
-
-def test_several_machines_are_refused_outside_a_cluster(file_root, monkeypatch):
+def test_what_this_machine_lacks_is_told_before_the_run(file_root, monkeypatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(ConfigError, match="must be 0 or 1 outside a cluster, got 2"):
         prepare(file_root, wish(overrides=f"{SMALL} train.num_nodes=2"))
-
-
-def test_a_machine_without_megatron_is_told_before_the_run(file_root, monkeypatch):
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ConfigError, match="`max_avoided_nodes` must be 0 or more, got -1"):
+        prepare(file_root, wish(max_avoided_nodes=-1))
     monkeypatch.setattr("planish.base.parallel.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"planish\[megatron\]"):
         prepare(file_root, wish(overrides=f'{SMALL} train.trainer="megatron"'))
@@ -145,16 +141,11 @@ def test_the_next_run_of_a_chain_starts_where_the_last_one_ended(file_root, tmp_
     document = json.loads(store.read(layout.run_file(file_root)))
     assert document["initial"] == {"policy": policy.pin(), "state": state.pin()}
     assert document["origin"] == {"policy": "", "state": ""}
+    assert run_stage(tmp_path / "b", file_root, index=-1)[0][1:3] == (2, 1)
     again, _, _ = run_stage(tmp_path / "c", file_root)
     assert again[1:3] == (0, 0)
     document = json.loads(store.read(layout.run_file(file_root)))
     assert document["initial"] == {"policy": "", "state": ""}
-
-
-def test_minus_one_becomes_the_place_that_it_stands_for(file_root, tmp_path):
-    run_stage(tmp_path / "a", file_root)
-    finish(file_root, 2)
-    assert run_stage(tmp_path / "b", file_root, index=-1)[0][1:3] == (2, 1)
 
 
 def test_a_run_from_another_root_says_so(tmp_path):
@@ -338,11 +329,6 @@ def test_nodes_of_the_root_that_a_run_starts_from_are_avoided_too(tmp_path):
     avoid(old, AvoidedNode("node-4", "operator"))
     values, _, _ = run_stage(tmp_path / "b", new, resume_from=f"{old}/", max_avoided_nodes=5)
     assert values.node_affinity == node_affinity(["node-3", "node-4"])
-
-
-def test_a_number_of_nodes_below_zero_is_refused(file_root):
-    with pytest.raises(ConfigError, match="`max_avoided_nodes` must be 0 or more, got -1"):
-        prepare(file_root, wish(max_avoided_nodes=-1))
 
 
 @pytest.mark.server
