@@ -7,6 +7,7 @@ import resource
 import threading
 
 import numpy as np
+import psutil
 import torch
 
 from planish.checkpoint.format.geometry import Box, whole
@@ -71,42 +72,26 @@ def cancel(rank, size, folder, uri, seed):
     return [*ends, how(lambda: saved(engine, f"{uri}-again", seed))]
 
 
-def differ(rank, size, folder, uri):
-    """Fail in ways of the ranks' own making, with a good save after each; returns all ends."""
-    engine = started(folder, rank, False)
-
-    def explode():
-        raise TypeError("`extra.loss` must be a number, got a function")
-
-    def bad_state():
-        good = state_of(rank, size, 1)
-        engine.save(explode if rank == 1 else good, SaveOptions(uri, timeout_s=20.0)).result(120)
-
-    ends = []
-    for number, act in enumerate(
-        [
-            bad_state,
-            lambda: saved(engine, uri, 1, options={"step": rank, "timeout_s": 20.0}),
-            lambda: saved(engine, f"{uri}-0", 1, options={"timeout_s": 20.0}),
-        ]
-    ):
-        ends += [how(act), how(lambda: saved(engine, f"{uri}-{number}", number + 1))]  # noqa: B023
-    return ends
-
-
 def many(rank, size, folder, uri, count, processes):
     """Save `count` times; returns what this rank holds after a quarter and at the end."""
     engine, held = started(folder, rank, processes), []
     for number in range(1, count + 1):
         saved(engine, uri, number, columns=100, options={"overwrite": number > 1})
         if number in (count // 4, count):
-            held.append(holdings())
+            held.append(holdings(engine))
     engine.close()
     return [*held, holdings()]
 
 
-def holdings():
+def holdings(engine=None):
     """Return open files, threads, shared memory in bytes and resident memory in MB."""
+    found = {"uploader files": 0, "uploader threads": 0, "uploader memory": 0, "keys": 0}
+    if engine is not None:
+        found["keys"] = len(engine.control._line.store.list_keys())
+    if engine is not None and engine.uploader.pid:
+        other = psutil.Process(engine.uploader.pid)
+        found["uploader files"], found["uploader threads"] = other.num_fds(), other.num_threads()
+        found["uploader memory"] = other.memory_info().rss >> 20
     with open("/proc/self/smaps_rollup") as file:
         facts = dict(line.split(":") for line in file if ":" in line)
     shared = sum(
@@ -114,7 +99,7 @@ def holdings():
         for line in open("/proc/self/maps")  # noqa: SIM115
         if "memfd" in line or "/dev/shm" in line
     )
-    return {
+    return found | {
         "files": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
         "shared": shared,

@@ -23,9 +23,9 @@ overwrite interrupted at each request  here (each kill is also done to an overwr
 collection and retention beside        races; commit, stops
 object deleted, flipped, cut; COMMIT   damage: every object of a checkpoint, every byte of COMMIT;
 gone, LATEST dangling                  on the server's disk too
-save N fails, N + 1 succeeds           training: eleven causes, the jobs going on
-state changed right after save()       training: upload held back; save
-plan cache, change on rank 3 only      training; save
+save N fails, N + 1 succeeds           training: seven causes, the jobs going on; save
+state changed right after save()       training: upload held back
+plan cache, change on rank 3 only      training
 reader while the writer overwrites     races; stops
 200 saves in a row                     training
 =====================================  ===========================================================

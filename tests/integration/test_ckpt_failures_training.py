@@ -54,16 +54,6 @@ def test_after_every_save_that_fails_the_next_succeeds_and_nothing_is_left(site)
     assert site.visible() == expected
 
 
-def test_after_saves_that_the_ranks_spoil_themselves_the_next_succeeds(site):
-    ranks, told = start(site, "differ", uri=site.path("step"))
-    for outcome in site.finish(ranks, told):
-        ends = outcome.value
-        assert [end[0] for end in ends[::2]] == ["TypeError", "PlanMismatch", "CheckpointExists"]
-        assert [end[0] for end in ends[1::2]] == ["done"] * 3, ends
-    assert site.visible() == {"step-0": 1, "step-1": 2, "step-2": 3}
-    site.check_disk()
-
-
 def test_after_a_cancelled_save_the_next_succeeds(site):
     site.proxy.rules = [Rule("delay", path=DATA, seconds=0.5)]
     ranks, told = start(site, "cancel", uri=site.path("step-1"), seed=1)
@@ -72,26 +62,6 @@ def test_after_a_cancelled_save_the_next_succeeds(site):
     assert all("cancelled" in end[0][1] for end in ends)
     assert [end[1][0] for end in ends] == ["done"] * 2, ends
     assert site.visible() == {"step-1-again": 1}
-    site.check_disk()
-
-
-def test_after_the_death_of_an_uploader_the_same_ranks_save_again(site):
-    steps = [("step-1", 1, {}), ("step-2", 2, {}), ("step-3", 3, {})]
-    ranks, told = site.start(
-        "train", root=f"{site.uri}/run", steps=steps, paced=True, processes=True
-    )
-    ranks.go()
-    assert [end[0] for end in site.pace(ranks, 0)] == ["done"] * 2
-    rule = Rule("kill after", kind="put", path="00001-0.safetensors", pid=told[1]["uploader"])
-    ends = site.pace(ranks, 1, [rule])
-    assert [end[0] for end in ends] == ["SaveFailed"] * 2, ends
-    assert all("uploading process" in end[1] and end[3] < 20 for end in ends), ends
-    assert not started_at(told[1]["uploader"])
-    ends = site.pace(ranks, 2)
-    assert [end[0] for end in ends] == ["done"] * 2, ends
-    site.finish(ranks, told)
-    site.gc()
-    assert site.visible() == {"step-1": 1, "step-3": 3}
     site.check_disk()
 
 
@@ -135,7 +105,10 @@ def test_two_hundred_saves_in_a_row_keep_no_file_thread_or_memory(site, processe
         early, late, closed = outcome.value
         for name in ("files", "threads", "shared", "children"):
             assert late[name] <= early[name] + (name == "files"), (name, outcome.value)
-        assert late["memory"] <= early["memory"] + 16, outcome.value
+        for name in ("uploader files", "uploader threads", "keys"):
+            assert late[name] <= early[name] + 4, (name, outcome.value)
+        for name in ("memory", "uploader memory"):
+            assert late[name] <= early[name] + 16, (name, outcome.value)
         assert closed["shared"] == closed["children"] == 0, outcome.value
     assert site.visible() == {"step-1": count}
     site.gc()

@@ -1,4 +1,4 @@
-"""Saves by real ranks: what is written, plan cache, refusals on every rank alike."""
+"""Saves by real ranks: what is written, refusals on every rank alike."""
 
 from __future__ import annotations
 
@@ -73,63 +73,6 @@ def test_every_way_of_saving_writes_the_same_state(store_root, tmp_path, size):
         assert meta.header["step"] == 3
         assert len(attempts(f"{store_root}/{name}")[0]) == 1
         assert sorted(meta.objects["main"]["own"]) == [str(rank) for rank in range(size)]
-
-
-def mutate(rank, size, folder, root):
-    engine = default_engine()
-    state = state_of(rank, size, seed=1, **BIG)
-    for number in range(3):
-        for item in state["main"].items:
-            assert item.data is not None
-        handle = engine.save(state, SaveOptions(f"{root}/step-{number}", step=number))
-        assert handle.staged()
-        for item in state["main"].items:
-            item.data.fill_(-1.0)
-        state["main"].shared["extra"]["step"] = -1
-        state = state_of(rank, size, seed=1, **BIG)
-    default_engine().close()
-
-
-def test_what_changes_after_the_call_is_not_saved(file_root, tmp_path):
-    run_ranks(f"{HERE}:mutate", 2, tmp_path / "ranks", root=file_root)
-    for number in range(3):
-        assert_holds(f"{file_root}/step-{number}", seed=1, **BIG)
-
-
-def cached(rank, size, folder, root):
-    """Change one thing after the other; returns plan cache hits, and the cached plan's time."""
-    engine, hits, seconds = default_engine(), [], []
-
-    def save(items):
-        before = engine.planner.hits
-        number = len(hits)
-        options = SaveOptions(f"{root}/step-{number}", step=number)
-        info = engine.save({"main": Collected(items)}, options).result(60)
-        hits.append(engine.planner.hits - before)
-        seconds.append(info.timings.seconds("plan", rank))
-        read_back(f"{root}/step-{number}")
-
-    base = sharded(rank, size, rows=16, tensors=50)
-    save(base)
-    save(base)
-    save(sharded(rank, size, rows=16, tensors=50))
-    save(sharded(rank, size, rows=20, tensors=50))  # a shape
-    save(base + replicated(tensors=1))  # a further parameter
-    save(sharded(rank, size, rows=16, tensors=49))  # one less: frozen
-    save(base + replicated(tensors=1, kind="optim"))  # state of the optimizer appears
-    # Only the last rank changes: it holds a replica that no other has.
-    save(base + (replicated(tensors=1, seed=9) if rank == size - 1 else []))
-    save(base)
-    save(base)
-    plain = SaveOptions(f"{root}/uncached", step=99, plan_cache=False)
-    engine.save({"main": Collected(base)}, plain).result(60)
-    default_engine().close()
-    return hits, seconds
-
-
-def test_a_plan_is_used_again_only_if_nothing_has_changed_on_any_rank(file_root, tmp_path):
-    found = run_ranks(f"{HERE}:cached", 3, tmp_path / "ranks", root=file_root)
-    assert [hits for hits, _ in found] == [[0, 1, 1, 0, 0, 0, 0, 0, 1, 1]] * 3
 
 
 def refused(rank, size, folder, root):
@@ -239,32 +182,6 @@ def test_a_save_too_many_waits_is_skipped_or_raises(file_root, tmp_path, infligh
             assert "ranks [0, 1] still write" in raised[1]
             assert bool(skipped) == (inflight == "skip")
             assert third == ([], False)
-
-
-def cancelled(rank, size, folder, root):
-    engine = default_engine()
-    state = {"main": Collected(sharded(rank, size, **BIG))}
-    engine.save(state, SaveOptions(f"{root}/0")).result(60)
-    handle = engine.save(state, SaveOptions(f"{root}/1"))
-    if rank == 1:
-        handle.cancel()
-    try:
-        handle.result(60)
-        error = None
-    except SaveFailed as raised:
-        error = told(raised)
-    engine.save(state, SaveOptions(f"{root}/2")).result(60)
-    default_engine().close()
-    return error
-
-
-def test_a_cancelled_save_is_committed_nowhere_or_everywhere(file_root, tmp_path):
-    found = run_ranks(f"{HERE}:cancelled", 2, tmp_path / "ranks", root=file_root)
-    assert found[0] == found[1]
-    if found[0] is not None:
-        assert "cancelled" in found[0][1]
-        assert attempts(f"{file_root}/1") == ([], False)
-    read_back(f"{file_root}/2")
 
 
 def mixed(rank, size, folder, root):

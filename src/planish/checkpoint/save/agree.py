@@ -247,7 +247,6 @@ class Planner:
         )
 
     def _collect(self, rank: int, roles: Roles, options: SaveOptions) -> _Local:
-        """Turn the state of this rank into columns and small objects, without talking."""
         several = [collected.items for collected in roles.values()]
         items = several[0] if len(several) == 1 else list(chain.from_iterable(several))
         small = encode_objects(rank, roles, allow_pickle=options.allow_pickle)
@@ -363,9 +362,9 @@ def plan_key(
     """Return 32 bytes that name a plan: equal for equal arguments of `plan_save`, else different.
 
     Args:
-        signatures: `Columns.signature()` of all ranks, 32 bytes each.
-        split_bytes: As given to `plan_save`.
-        hosts: As given to `plan_save`.
+        signatures: `Columns.signature()` of all ranks.
+        split_bytes: as given to `plan_save`.
+        hosts: as given to `plan_save`.
     """
     where = "" if hosts is None else ",".join(map(str, hosts))
     facts = f"{len(signatures)};{split_bytes};{where};".encode()

@@ -155,6 +155,7 @@ class SaveEngine:
                 raise
         finally:
             self._inflight.append(handle)
+            telemetry.set_level("planish_checkpoint_inflight_saves", len(self._inflight))
             self._later(lambda: end(save, finish, self.pool))
         handle.stall_seconds = time.perf_counter() - began
         if options.is_async:

@@ -126,7 +126,6 @@ class Save:
     recorder: Recorder
     after_commit: AfterCommit | None
     buffer: SharedBuffer | None = None
-    """Until the save ends."""
     thread_storage: Store | None = None
     """Where a thread of this process writes; None where the uploading process does."""
     job: UploadJob | None = None
@@ -154,16 +153,9 @@ class Save:
 
 
 def write(save: Save, uploader: Uploader) -> bytes:
-    """Write this rank's objects; an error here ends the save on all ranks.
+    """Write this rank's objects and return what rank 0 is told; an error is that of all ranks.
 
     Rank 0 first refuses a path that is taken, and announces the attempt.
-
-    Args:
-        save: Staged, or failed.
-        uploader: Of this rank.
-
-    Returns:
-        What rank 0 is told.
     """
     call = save.call
     try:
@@ -289,7 +281,6 @@ def _metadata(save: Save, results: Sequence[Mapping[str, Any]]) -> Metadata:
 
 
 def _info(save: Save, made: Commit) -> dict[str, Any]:
-    """Return the fields of `CheckpointInfo` that all ranks are told."""
     return {
         "uri": save.options.uri,
         "step": made.step,

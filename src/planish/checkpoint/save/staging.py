@@ -61,11 +61,7 @@ class SharedBuffer:
     """
 
     def __init__(self, size: int) -> None:
-        """Allocate and touch `size` bytes.
-
-        Raises:
-            MemoryError: there is not that much memory.
-        """
+        """Allocate and touch `size` bytes; raises `MemoryError` where there are not so many."""
         self.size = size
         self.fd = os.memfd_create("planish-staging", os.MFD_CLOEXEC)
         self.plan: RankPlan | None = None
@@ -129,11 +125,8 @@ def _touch(view: memoryview) -> None:
 
 def free_memory_bytes() -> int:
     """Return how much memory this process may still take: of the machine, and of its group."""
-    free = 0
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) << 10
+    lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     folder = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
         limit = int((folder / "memory.max").read_text())
@@ -258,11 +251,7 @@ def copy_tensors(
 ) -> None:
     """Copy the items of a plan to their places in the buffer, headers of the files included.
 
-    Args:
-        plan: What this rank writes.
-        starts: Where its files begin in the buffer.
-        items: This rank's, as planned.
-        buffer: Keeps the views that are made of it for the next save of the same plan.
+    The buffer keeps the views that are made of it for the next save of the same plan.
     """
     import torch
 
@@ -309,11 +298,6 @@ def part_of(data: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return the elements of a tensor whose row-major bytes are [start, stop), without a copy.
 
     Only a range that is no run of whole rows of a non-contiguous tensor costs one.
-
-    Args:
-        data: Any shape and strides.
-        start: First byte, a multiple of the element size.
-        stop: One past the last byte.
 
     Example:
         >>> import torch

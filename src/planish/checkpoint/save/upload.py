@@ -41,7 +41,6 @@ class FileUpload:
     key: str
     """Full key in the store."""
     size: int
-    """Bytes."""
     state: str
     """Role and kind, for the timings."""
 
@@ -51,9 +50,7 @@ class FileResult:
     """One object that has been written."""
 
     key: str
-    """Full key in the store."""
     size: int
-    """Bytes."""
     algorithm: str
     """Name of the checksum."""
     crcs: tuple[int, ...]
@@ -244,9 +241,9 @@ def _write_part(run: _Run, index: int, number: int, start: int, stop: int) -> No
         file.parts.complete()
         file.parts = None
     upload, name = file.upload, file.upload.key.rpartition("/a-")[2].partition("/")[2]
-    for stage, end in (("serialise", file.started + file.crc_seconds), ("upload", time.time())):
-        times = file.started, end
-        run.recorder.add(Timing(0, "save", upload.state, stage, *times, upload.size, name))
+    begin = file.started
+    for stage, end in (("serialise", begin + file.crc_seconds), ("upload", time.time())):
+        run.recorder.add(Timing(0, "save", upload.state, stage, begin, end, upload.size, name))
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,8 @@ class Uploader:
     @property
     def pid(self) -> int:
         """Id of the process, 0 if none runs."""
-        is_alive = self._process is not None and self._process.poll() is None
-        return self._process.pid if self._process is not None and is_alive else 0
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else 0
 
     def start(self) -> None:
         """Make sure that the process runs, with the present settings of the store."""
