@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from planish.base.text import Table
 
@@ -54,63 +55,52 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         name: commands.add_parser(name, help=line, description=f"{line[0].upper()}{line[1:]}.")
         for name, line in COMMANDS.items()
     }
-    for name in ("ls", "latest", "retain", "gc"):
-        made[name].add_argument("root", help="folder of checkpoints: s3://, file:// or a path")
-    for name in ("info", "verify", "inspect", "rm", "export-hf", "reshard", "report"):
-        made[name].add_argument(
-            "path", help="checkpoint: URI, path, or pin (<uri>#sha256=<digest>)"
-        )
-    for name in ("ls", "info"):
-        made[name].add_argument("--json", action="store_true", help="print JSON")
-    add = made["inspect"].add_argument
-    add("--name", default="*", metavar="GLOB", help="tensors whose name matches (default all)")
-    add("--shards", action="store_true", help="also print the box, file and bytes of each part")
-    made["rm"].add_argument("--yes", action="store_true", help="do it; otherwise only say so")
-    for name in ("retain", "gc"):
-        made[name].add_argument("--dry-run", action="store_true", help="only say what would go")
-    add = made["retain"].add_argument
-    add("--keep-last", type=int, default=3, metavar="N", help="newest that stay (default 3)")
-    add("--keep-every", type=int, default=0, metavar="STEPS", help="multiples of it stay too")
-    add("--pin", action="append", default=[], metavar="STEP|URI", help="stays too; repeatable")
-    made["gc"].add_argument(
-        "--grace-seconds",
-        type=float,
-        default=86400.0,
-        help="leave alone what was written to within so many seconds (default one day)",
-    )
-    made["verify"].add_argument(
-        "--level",
-        choices=("meta", "size", "crc"),
-        default="crc",
-        help="meta: the metadata alone; size: also one listing; crc: also every byte (default)",
-    )
-    add = made["diff"].add_argument
-    add("a", help="one checkpoint")
-    add("b", help="the other")
-    add("--limit", type=int, default=20, metavar="N", help="differing tensors to print")
-    for name in ("export-hf", "reshard"):
-        made[name].add_argument("out", help="URI or path of the result")
-        made[name].add_argument(
-            "--source", default="", help="policy or folder that gives configuration and tokenizer"
-        )
-        made[name].add_argument("--role", default="", help="one role of several")
-    add = made["reshard"].add_argument
-    add("layout", help="`merged` (as export-hf), or degrees such as tp=4 or fsdp=8,tp=2")
-    add("--parts", choices=("all", "model"), default="all", help="model: without optimizer")
-    add("--overwrite", action="store_true", help="replace another checkpoint there")
-    add = made["report"].add_argument
-    add("--rank", type=int, default=None, help="whose timeline (default the slowest)")
-    add("--load", action="store_true", help="the last load that stored its timings, not the save")
-    add = made["import-dcp"].add_argument
-    add("folder", help="local folder with `.metadata`")
-    add("out", help="URI or path of the new checkpoint")
-    add("--step", type=int, help="training step (default: the folder's own `step`, else 0)")
-    add("--role", default="main", help="name of its role (main)")
-    add("--overwrite", action="store_true", help="replace what is there")
-    add = made["export-dcp"].add_argument
-    add("--role", default="", help="one role of several")
-    add("path", help="checkpoint: URI, path or pin")
-    add("folder", help="local folder that is written")
+
+    def add(names: str, option: str, text: str, **settings: Any) -> None:
+        for name in names.split():
+            made[name].add_argument(option, help=text, **settings)
+
+    yes: dict[str, Any] = {"action": "store_true"}
+    path = "checkpoint: URI, path, or pin (<uri>#sha256=<digest>)"
+    add("ls latest retain gc", "root", "folder of checkpoints: s3://, file:// or a path")
+    add("export-dcp", "--role", "one role of several", default="")
+    add("info verify inspect rm export-hf reshard report export-dcp", "path", path)
+    add("ls info", "--json", "print JSON", **yes)
+    names = "tensors whose name matches (default all)"
+    add("inspect", "--name", names, default="*", metavar="GLOB")
+    add("inspect", "--shards", "also print the box, file and bytes of each part", **yes)
+    add("rm", "--yes", "do it; otherwise only say so", **yes)
+    add("retain gc", "--dry-run", "only say what would go", **yes)
+    add("retain", "--keep-last", "newest that stay (default 3)", type=int, default=3, metavar="N")
+    every = "multiples of it stay too"
+    add("retain", "--keep-every", every, type=int, default=0, metavar="STEPS")
+    pin = "stays too; repeatable"
+    add("retain", "--pin", pin, action="append", default=[], metavar="STEP|URI")
+    grace = "leave alone what was written to within so many seconds (default one day)"
+    add("gc", "--grace-seconds", grace, type=float, default=86400.0)
+    level = "meta: the metadata alone; size: also one listing; crc: also every byte (default)"
+    add("verify", "--level", level, choices=("meta", "size", "crc"), default="crc")
+    add("diff", "a", "one checkpoint")
+    add("diff", "b", "the other")
+    add("diff", "--limit", "differing tensors to print", type=int, default=20, metavar="N")
+    add("export-hf reshard", "out", "URI or path of the result")
+    source = "policy or folder that gives configuration and tokenizer"
+    add("export-hf reshard", "--source", source, default="")
+    add("export-hf reshard", "--role", "one role of several", default="")
+    layout = "`merged` (as export-hf), or degrees such as tp=4 or fsdp=8,tp=2"
+    add("reshard", "layout", layout)
+    parts = "model: without optimizer"
+    add("reshard", "--parts", parts, choices=("all", "model"), default="all")
+    add("reshard", "--overwrite", "replace another checkpoint there", **yes)
+    add("report", "--rank", "whose timeline (default the slowest)", type=int)
+    add("report", "--load", "the last load that stored its timings, not the save", **yes)
+    add("import-dcp", "folder", "local folder with `.metadata`")
+    add("import-dcp", "out", "URI or path of the new checkpoint")
+    step = "training step (default: the folder's own `step`, else 0)"
+    add("import-dcp", "--step", step, type=int)
+    add("import-dcp", "--role", "name of its role (main)", default="main")
+    add("import-dcp", "--overwrite", "replace what is there", **yes)
+    add("export-dcp", "folder", "local folder that is written")
 
 
 def run(options: argparse.Namespace, progress: Progress) -> Lines:
