@@ -183,8 +183,6 @@ class Planner:
         self._history = b""
         self._split_bytes = split_bytes
         self._last: tuple[list[Any], Columns, bytes] | None = None
-        self._described: tuple[str, dict[str, object]] | None = None
-        """Context and descriptions by role of `_last`, where those say all."""
         self._warned: set[str] = set()
         """Small objects of which ranks hold different values, as logged."""
 
@@ -250,17 +248,11 @@ class Planner:
         several = [collected.items for collected in roles.values()]
         items = several[0] if len(several) == 1 else list(chain.from_iterable(several))
         small = encode_objects(rank, roles, allow_pickle=options.allow_pickle)
-        context = options.context
-        described = {role: collected.description for role, collected in roles.items()}
-        known = None not in described.values()
-        if not known or self._described != (context, described):
-            self._described = (context, described) if known else None
-            specs: list[Any] = [context, *((item.tensor, item.boxes) for item in items)]
-            # Comparing with the last save's items is much cheaper than making columns of them.
-            if self._last is None or self._last[0] != specs:
-                columns = Columns.from_items(items, context=context)
-                self._last = specs, columns, columns.signature()
-        assert self._last is not None
+        specs: list[Any] = [options.context, *((item.tensor, item.boxes) for item in items)]
+        # Comparing with the last save's items is much cheaper than making columns of them.
+        if self._last is None or self._last[0] != specs:
+            columns = Columns.from_items(items, context=options.context)
+            self._last = specs, columns, columns.signature()
         _, columns, signature = self._last
         facts = {role: collected.facts for role, collected in roles.items() if collected.facts}
         return _Local(items, columns, signature, small, tuple(roles), facts)
