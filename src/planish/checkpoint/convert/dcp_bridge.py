@@ -1,36 +1,52 @@
 """Checkpoints of torch.distributed.checkpoint turned into ours, and ours into such folders.
 
-Tensors are mapped from the files, or written chunk by chunk, so no tensor need fit into memory.
-Folders are untrusted: metadata comes through `dcp_pickle`, values through torch's loader of plain
-weights. Deliberately for DCP's own files only: neither its safetensors nor compressed variants.
+Tensors are mapped from the files, or written box by box by torch's own writer, so no tensor need
+fit into memory. Folders are untrusted: metadata comes through `dcp_pickle`, all else through
+torch's loader of plain weights. Neither DCP's safetensors nor its compressed variants are read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import mmap
 import os
 import pickle
 import re
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from planish.base.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
 from planish.checkpoint.adapters.gathering import OPTIMIZER
 from planish.checkpoint.adapters.placement import NAMES, TYPES
-from planish.checkpoint.convert.dcp_pickle import MAX_METADATA_BYTES, TorchRecord, read_dcp_metadata
+from planish.checkpoint.convert.dcp_pickle import MAX_METADATA_BYTES, read_dcp_metadata
 from planish.checkpoint.format.geometry import Box, box_of, whole
 from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
+from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.format.small_objects import decode_extra
 from planish.checkpoint.load.extras import names_of
-from planish.checkpoint.load.reader import BlockReader, Opened, open_state
+from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import SliceReader
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.save.agree import SaveOptions
@@ -38,16 +54,11 @@ from planish.checkpoint.save.engine import SaveEngine
 from planish.checkpoint.watch.monitor import CheckpointInfo
 from planish.store import Store
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata as DcpMetadata
-
 logger = logging.getLogger(__name__)
 
 METADATA = ".metadata"
 CHUNK_BYTES = 256 << 20
 """Larger stored boxes are written to a DCP folder in parts."""
-FILE_BYTES = 4 << 30
-"""A further file of a DCP folder begins beyond this."""
 
 Split = Callable[[str], tuple[str, str]]
 """Name in a DCP folder to (kind, fqn)."""
@@ -98,7 +109,8 @@ def import_dcp(
         TypeError: a tensor or a value is of a kind that checkpoints do not hold.
     """
     source = _Folder(Path(folder))
-    items, values = list(source.items(role, names)), source.values()
+    with contextlib.closing(source):
+        items, values = list(source.items(role, names)), source.values()
     own = values.get("step")
     if step is None:
         step = own if isinstance(own, int) and not isinstance(own, bool) and own >= 0 else 0
@@ -125,26 +137,19 @@ class _Folder:
             )
         if path.stat().st_size > MAX_METADATA_BYTES:
             raise CheckpointCorrupt(f"`{path}` must be at most {MAX_METADATA_BYTES} bytes")
-        metadata = read_dcp_metadata(path.read_bytes(), name=str(path))
-        self.described: Mapping[str, Any] = metadata.state_dict_metadata
-        self.stored: Mapping[Any, Any] = metadata.storage_data
-        self._maps: dict[str, memoryview] = {}
+        self.metadata = read_dcp_metadata(path.read_bytes(), name=str(path))
+        self._files: dict[str, tuple[io.BufferedReader, memoryview]] = {}
 
     def items(self, role: str, names: Split) -> Iterator[LocalItem]:
-        """Yield every stored chunk as an item whose data lie in a mapped file."""
-        for name, entry in self.described.items():
-            if getattr(entry, "kind", "") != "TensorStorageMetadata":
-                continue
+        """Yield every stored box as an item whose data lie in a mapped file."""
+        for name, stored in self.metadata.tensors.items():
             kind, fqn = names(name)
-            dtype = TYPES_OF_TORCH.get(entry.properties.dtype, "")
+            dtype = TYPES_OF_TORCH.get(stored.dtype, "")
             if not dtype:
-                raise TypeError(f"`{name}` must be of a type that checkpoints hold, got {entry}")
-            spec = TensorSpec(role, kind, fqn, dtype, tuple(entry.size))
-            for chunk in entry.chunks:
-                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-                data = self._tensor(
-                    TorchRecord("MetadataIndex", {"fqn": name, "offset": box.offsets})
-                )
+                raise TypeError(f"`{name}` must be of a type that checkpoints hold, got {stored}")
+            spec = TensorSpec(role, kind, fqn, dtype, stored.shape)
+            for box in stored.boxes:
+                data = self._tensor(name, box.offsets)
                 if (data.dtype, tuple(data.shape)) != (TYPES[dtype], box.lengths):
                     raise self._corrupt(
                         f"`{name}` at {box.offsets} must be {dtype} {list(box.lengths)}, got "
@@ -155,25 +160,21 @@ class _Folder:
     def values(self) -> dict[str, Any]:
         """Return what is no tensor, by name."""
         values: dict[str, Any] = {}
-        for name, entry in self.described.items():
-            if getattr(entry, "kind", "") == "BytesStorageMetadata":
-                view = self._view(TorchRecord("MetadataIndex", {"fqn": name}))
-                try:
-                    values[name] = torch.load(io.BytesIO(view), "cpu", weights_only=True)
-                except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-                    raise self._corrupt(
-                        f"`{name}` must hold plain values ({error!s:.160})"
-                    ) from None
+        for name in self.metadata.values:
+            _, view = self._part(name, ())
+            try:
+                values[name] = torch.load(io.BytesIO(view), "cpu", weights_only=True)
+            except _UNREADABLE as error:
+                text = f"`{name}` must hold plain values ({error!s:.160})"
+                raise self._corrupt(text) from None
         return values
 
-    def _tensor(self, index: TorchRecord) -> Tensor:
+    def _tensor(self, name: str, offsets: tuple[int, ...]) -> Tensor:
         """Return a tensor whose storage is the mapped file: nothing is read yet."""
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        view = self._view(index)
+        stream, view = self._part(name, offsets)
         try:
             with FakeTensorMode():
-                fake = torch.load(cast(IO[bytes], _Window(view)), weights_only=True)
+                fake = torch.load(stream, weights_only=True)
             storage = fake.untyped_storage()
             start, size = storage._checkpoint_offset, storage.nbytes()
             if not 0 <= start <= start + size <= len(view):
@@ -184,34 +185,36 @@ class _Folder:
             place = fake.storage_offset(), fake.shape, fake.stride()
             return torch.empty(0, dtype=fake.dtype).set_(data.untyped_storage(), *place)
         except _UNREADABLE as error:
-            text = f"`{index.fqn}` must be a saved tensor ({error!s:.160})"
+            text = f"`{name}` must be a saved tensor ({error!s:.160})"
             raise self._corrupt(text) from None
 
-    def _view(self, index: TorchRecord) -> memoryview:
-        info = self.stored.get(index)
-        if info is None or getattr(info, "kind", "") != "_StorageInfo":
-            raise self._corrupt(f"`{METADATA}` must say where `{index.fqn}` lies")
-        name, offset, length = info.relative_path, info.offset, info.length
-        if info.fields.get("transform_descriptors"):
-            raise self._corrupt(f"`{index.fqn}` must not be compressed; save without extensions")
-        is_name = isinstance(name, str) and Path(name).name == name
-        if not is_name or type(offset) is not int or type(length) is not int:
-            raise self._corrupt(f"`{index.fqn}` must lie in a file of the folder, got {name!r}")
-        if name not in self._maps:
-            path = self.folder / name
+    def _part(self, name: str, offsets: tuple[int, ...]) -> tuple[Any, memoryview]:
+        """Return the bytes of a value or box, as a stream and as a part of a mapped file."""
+        place = self.metadata.places.get((name, offsets))
+        if place is None:
+            raise self._corrupt(f"`{METADATA}` must say where `{name}` lies")
+        if Path(place.file).name != place.file:
+            raise self._corrupt(f"`{name}` must lie in a file of the folder, got {place.file!r}")
+        path = self.folder / place.file
+        if place.file not in self._files:
             if not path.is_file():
                 raise CheckpointIncomplete(f"`{path}` must be there, as `{METADATA}` names it")
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                # Private, hence writable as torch wants it; nobody writes.
-                pages = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
-            self._maps[name] = memoryview(pages)
-        mapped = self._maps[name]
-        if not 0 <= offset <= offset + length <= len(mapped):
-            raise CheckpointIncomplete(
-                f"`{self.folder / name}` must have {offset + length} bytes, got {len(mapped)}"
-            )
-        return mapped[offset : offset + length]
+            file = path.open("rb")
+            size = os.fstat(file.fileno()).st_size
+            # Private, hence writable as torch wants it; nobody writes.
+            pages = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
+            self._files[place.file] = file, memoryview(pages)
+        stored, mapped = self._files[place.file]
+        stop = place.start + place.length
+        if stop > len(mapped):
+            raise CheckpointIncomplete(f"`{path}` must have {stop} bytes, got {len(mapped)}")
+        stream = _create_file_view(stored, place.start, place.length)
+        return stream, mapped[place.start : stop]
+
+    def close(self) -> None:
+        """Close the files; mapped tensors stay."""
+        for file, _ in self._files.values():
+            file.close()
 
     def _corrupt(self, text: str) -> CheckpointCorrupt:
         return CheckpointCorrupt(f"`{self.folder}`: {text}", file=METADATA)
@@ -261,33 +264,6 @@ TYPES_OF_TORCH = {str(dtype).removeprefix("torch."): name for dtype, name in NAM
 """Name of a type in torch to ours."""
 
 
-class _Window(io.RawIOBase):
-    """A part of a mapped file as a file of its own."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._data, self._place = view, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._place
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        base = (0, self._place, len(self._data))[whence]
-        self._place = max(0, base + offset)
-        return self._place
-
-    def readinto(self, target: Any) -> int:
-        part = self._data[self._place : self._place + len(target)]
-        target[: len(part)] = part
-        self._place += len(part)
-        return len(part)
-
-
 def export_dcp(
     place: str, folder: str | Path, *, role: str = "main", storage: Store | None = None
 ) -> None:
@@ -311,105 +287,71 @@ def export_dcp(
     target.mkdir(parents=True, exist_ok=True)
     if any(target.iterdir()):
         raise FileExistsError(f"`{target}` must be empty; name another folder")
-    writer = _Writer(target)
-    try:
-        for fqn, kind, row in sorted(
-            (fqn, kind, row)
-            for (owner, kind, fqn), row in opened.metadata.tensor_ids.items()
-            if owner == role
-        ):
-            path: tuple[str, ...] = kind, fqn
-            if kind == "optim" and "." in fqn:
-                parameter, _, state = fqn.rpartition(".")
-                path = "optim", "state", parameter, state
-            writer.add_tensor(path, opened, row)
-        key = names_of(opened.metadata.objects, role).shared
-        shared = decode_extra(BlockReader(opened).read_file(key), file=key) if key else {}
-        for name, value in shared.items() if isinstance(shared, dict) else ():
-            writer.add_value(("shared", name), value)
-        if not writer.described:
-            raise LayoutMismatch(f"`{opened.uri}` must hold the role `{role}`; see `info`")
-        writer.finish()
-    finally:
-        writer.close()
+    source = _Source(opened)
+    for fqn, kind, row in sorted(
+        (fqn, kind, row)
+        for (owner, kind, fqn), row in opened.metadata.tensor_ids.items()
+        if owner == role
+    ):
+        parameter, _, state = fqn.rpartition(".")
+        is_state = kind == "optim" and parameter
+        source.add_tensor(("optim", "state", parameter, state) if is_state else (kind, fqn), row)
+    key = names_of(opened.metadata.objects, role).shared
+    shared = decode_extra(source.reader.reader.read_file(key), file=key) if key else {}
+    for name, value in shared.items() if isinstance(shared, dict) else ():
+        source.add_value(("shared", name), value)
+    if not source.items:
+        raise LayoutMismatch(f"`{opened.uri}` must hold the role `{role}`; see `info`")
+    # A file for each item: within one file torch keeps all tensors in memory.
+    writer = FileSystemWriter(target, single_file_per_rank=False)
+    writer.set_up_storage_writer(True)
+    plans, metadata = create_default_global_save_plan([SavePlan(source.items)])
+    metadata.planner_data = source.paths
+    (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(plans[0])])
+    results: Any = writer.write_data(plan, source).wait()  # type: ignore[arg-type]
+    writer.finish(metadata, [results])
 
 
-class _Writer:
-    """A DCP folder that is being written."""
+class _Source:
+    """What a DCP folder gets, read when torch writes it: the part of a planner that it asks."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.described: dict[str, Any] = {}
-        self._paths: dict[str, tuple[Any, ...]] = {}
-        self._stored: dict[Any, Any] = {}
-        self._number = 0
-        self._file = (folder / "__0_0.distcp").open("wb")
+    def __init__(self, opened: Opened) -> None:
+        self.opened, self.reader = opened, SliceReader(opened)
+        self.items: list[WriteItem] = []
+        self.paths: dict[str, tuple[str, ...]] = {}
+        self._tensors: dict[MetadataIndex, tuple[TensorSpec, Box]] = {}
+        self._values: dict[MetadataIndex, Any] = {}
 
-    def add_tensor(self, path: tuple[str, ...], opened: Opened, row: int) -> None:
-        """Write the stored boxes of a tensor."""
-        from torch.distributed.checkpoint import metadata as dcp
-
-        spec, meta = opened.metadata.tensors.spec(row), opened.metadata
-        name, reader = ".".join(path), SliceReader(opened)
-        chunks: list[dcp.ChunkStorageMetadata] = []
-        for box in _boxes(meta, row, len(spec.shape), spec):
-            raw = reader.read(spec, box)
-            tensor = torch.from_numpy(raw.reshape(-1).view(np.uint8)).view(TYPES[spec.dtype])
-            index = dcp.MetadataIndex(name, box.offsets, len(chunks))
-            self._stored[index] = self._write(tensor.view(box.lengths))
-            sides = torch.Size(box.offsets), torch.Size(box.lengths)
-            chunks.append(dcp.ChunkStorageMetadata(*sides))
-        properties = dcp.TensorProperties(dtype=TYPES[spec.dtype])
-        self.described[name] = dcp.TensorStorageMetadata(properties, torch.Size(spec.shape), chunks)
-        self._paths[name] = path
+    def add_tensor(self, path: tuple[str, ...], row: int) -> None:
+        spec, name = self.opened.metadata.tensors.spec(row), ".".join(path)
+        self.paths[name] = path
+        properties, size = TensorProperties(dtype=TYPES[spec.dtype]), torch.Size(spec.shape)
+        for number, box in enumerate(_boxes(self.opened.metadata, row, spec)):
+            index = MetadataIndex(name, box.offsets, number)
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
+            data = TensorWriteData(chunk, properties, size)
+            self.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+            self._tensors[index] = spec, box
 
     def add_value(self, path: tuple[str, ...], value: Any) -> None:
-        """Write a value that is no tensor."""
-        from torch.distributed.checkpoint import metadata as dcp
-
         name = ".".join(path)
-        self._stored[dcp.MetadataIndex(name)] = self._write(value)
-        self.described[name] = dcp.BytesStorageMetadata()
-        self._paths[name] = path
+        self.paths[name] = path
+        self.items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+        self._values[MetadataIndex(name)] = value
 
-    def finish(self) -> None:
-        """Write the metadata: from here on the folder is a checkpoint."""
-        from torch.distributed.checkpoint import metadata as dcp
-
-        self.close()
-        made: DcpMetadata = dcp.Metadata(
-            self.described, self._paths, self._stored, dcp.StorageMeta(save_id=str(uuid.uuid4()))
-        )
-        partial = self.folder / f"{METADATA}.tmp"
-        with partial.open("wb") as file:
-            pickle.dump(made, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(self.folder / METADATA)
-
-    def close(self) -> None:
-        """Put the last file on the disk."""
-        if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-
-    def _write(self, value: Any) -> Any:
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-        start = self._file.tell()
-        if start > FILE_BYTES:
-            self.close()
-            self._number, start = self._number + 1, 0
-            self._file = (self.folder / f"__0_{self._number}.distcp").open("wb")
-        torch.save(value, self._file)
-        name = f"__0_{self._number}.distcp"
-        return _StorageInfo(name, start, self._file.tell() - start)
+    def resolve_data(self, item: WriteItem) -> Tensor | io.BytesIO:
+        if item.type == WriteItemType.BYTE_IO:
+            stream = io.BytesIO()
+            torch.save(self._values[item.index], stream)
+            return stream
+        spec, box = self._tensors[item.index]
+        raw = self.reader.read(spec, box).reshape(-1).view(np.uint8)
+        return torch.from_numpy(raw).view(TYPES[spec.dtype]).view(box.lengths)
 
 
-def _boxes(meta: Any, row: int, dims: int, spec: TensorSpec) -> Iterator[Box]:
+def _boxes(meta: Metadata, row: int, spec: TensorSpec) -> Iterator[Box]:
     """Yield the stored boxes of a tensor, large ones cut along their first dimension."""
-    rows = meta.shards_of(row)
+    rows, dims = meta.shards_of(row), len(spec.shape)
     for shard in rows.tolist():
         offsets, lengths = box_of(meta.shards.offsets[shard], meta.shards.lengths[shard], dims)
         count = lengths[0] if lengths else 1

@@ -1,8 +1,8 @@
 """The pickled `.metadata` of a torch DCP folder, read without running anything that it names.
 
-Every class that such a file may name becomes an inert `TorchRecord`, every torch type its name:
-a file that names anything else is refused before a single object is built. Neither torch nor any
-other code that the file could name is imported.
+torch reads it by plain `pickle`, and its unpickler of weights knows older pickles only. Here every
+class that such a file may name becomes an inert record, every torch type its name; a file that
+names anything else is refused.
 """
 
 from __future__ import annotations
@@ -11,157 +11,123 @@ import io
 import pickle
 import pickletools
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 from planish.base.errors import CheckpointCorrupt
+from planish.checkpoint.format.geometry import Box
+from planish.checkpoint.format.items import TORCH_TYPES
 
 MAX_METADATA_BYTES = 1 << 30
 """A larger file is refused; torch itself writes about 150 bytes for each shard."""
-
-_OPCODE_NAMES = """
-PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG
-LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE
-BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST
-APPEND APPENDS LIST EMPTY_DICT DICT SETITEM SETITEMS EMPTY_SET ADDITEMS FROZENSET GET BINGET
-LONG_BINGET PUT BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD
-"""
-_OPCODES = frozenset(_OPCODE_NAMES.split())
-_DTYPE_NAMES = """
-float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool
-complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
-"""
-_DTYPES = frozenset(_DTYPE_NAMES.split())
 _MAX_TUPLES = 10_000
 """Between two containers; beyond it lie only tuples nested so deep that to hash one overflows."""
-_FORMATS = ("contiguous", "channels_last", "preserve")
 
 
-class TorchRecord:
-    """What a class of torch left in the file: its name and its fields, and no behaviour.
+class DcpTensor(NamedTuple):
+    """One tensor of a DCP folder."""
 
-    Example:
-        >>> TorchRecord("ChunkStorageMetadata", {"offsets": (0, 0)}).offsets
-        (0, 0)
-    """
-
-    kind = ""
-    fields: dict[str, Any]
-
-    def __init__(self, kind: str = "", fields: dict[str, Any] | None = None) -> None:
-        """Keep the name of the class and its fields."""
-        self.kind, self.fields = kind or self.kind, fields or {}
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a field; AttributeError when the file did not bring it."""
-        try:
-            return self.__dict__["fields"][name]
-        except KeyError:
-            raise AttributeError(f"`{type(self).__name__}` has no `{name}`") from None
-
-    def __repr__(self) -> str:
-        """Show kind and fields."""
-        return f"{self.kind}({self.fields})"
-
-    def _key(self) -> tuple[Any, ...]:
-        return self.kind, self.fields.get("fqn"), self.fields.get("offset")
-
-    def __eq__(self, other: object) -> bool:
-        """Compare as `MetadataIndex` does: the index hint does not count."""
-        return isinstance(other, TorchRecord) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        """Agree with `__eq__`."""
-        return hash(self._key())
+    dtype: str
+    """Attribute of `torch`."""
+    shape: tuple[int, ...]
+    boxes: list[Box]
+    """Stored parts."""
 
 
-def _record_class(name: str) -> type[TorchRecord]:
-    class Named(TorchRecord):
-        kind = name
+class DcpPlace(NamedTuple):
+    """Where the bytes of a value or of a box lie."""
 
-        def __new__(cls) -> Named:
-            made = super().__new__(cls)
-            made.fields = {}
-            return made
+    file: str
+    start: int
+    length: int
 
-        def __setstate__(self, state: Any) -> None:
-            if isinstance(state, tuple) and name == "TensorProperties" and len(state) == 5:
-                state = {"dtype": state[0], "layout": state[1]}
-            if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-                raise pickle.UnpicklingError(f"`{name}` with fields {type(state).__name__}")
-            self.fields = state
 
-    return Named
+class DcpMetadata(NamedTuple):
+    """What a DCP folder holds."""
+
+    tensors: dict[str, DcpTensor]
+    values: list[str]
+    """Names of what is no tensor."""
+    places: dict[tuple[str, tuple[int, ...]], DcpPlace]
+    """(name, offsets of the box) -> place; offsets are () for values."""
+
+
+class _Record:
+    """What an object of torch has left in the file: its fields, and no behaviour."""
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple):
+            # The properties of a tensor.
+            state = {"dtype": state[0]}
+        vars(self).update(state)
+
+
+class _Tensor(_Record):
+    pass
+
+
+class _Bytes(_Record):
+    pass
 
 
 def _size(items: Any = ()) -> tuple[int, ...]:
     values = tuple(items)
-    if not all(type(value) is int for value in values):
+    if not all(type(value) is int and value >= 0 for value in values):
         raise pickle.UnpicklingError(f"a size of {values!r}")
     return values
 
 
-def _text(*parts: Any) -> str:
-    """Stand for paths and layouts: only their words are kept."""
-    return "/".join(str(part) for part in parts if isinstance(part, str))
-
-
-def _memory_format(number: Any = 0) -> str:
-    return _FORMATS[number] if number in (0, 1, 2) else "unknown"
+def _nothing(*parts: Any) -> None:
+    """Stand for what a file names and nobody reads: paths, layouts, memory formats."""
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED: dict[tuple[str, str], Any] = {
+    (_METADATA, "TensorStorageMetadata"): _Tensor,
+    (_METADATA, "BytesStorageMetadata"): _Bytes,
     **{
-        (_METADATA, name): _record_class(name)
+        (_METADATA, name): _Record
         for name in (
-            *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta"),
-            *("ChunkStorageMetadata", "TensorProperties", "MetadataIndex"),
+            *("Metadata", "StorageMeta", "ChunkStorageMetadata"),
+            *("TensorProperties", "MetadataIndex"),
         )
     },
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _memory_format,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record_class("_StorageInfo"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _nothing,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
     ("torch", "Size"): _size,
-    ("torch.serialization", "_get_layout"): _text,
+    ("torch.serialization", "_get_layout"): _nothing,
     ("collections", "OrderedDict"): OrderedDict,
     **{
-        (module, name): _text
+        (module, name): _nothing
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
     },
-    **{("torch", name): name for name in _DTYPES},
+    **{("torch", name): name for name in TORCH_TYPES.values()},
 }
 """(module, name) in the file -> what stands for it here."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return our stand-in for a name; nothing is ever imported."""
+        """Return the stand-in for a name; nothing is ever imported."""
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"the name `{module}.{name}`")
         return _ALLOWED[module, name]
 
-    def persistent_load(self, pid: Any) -> Any:
-        """Refuse: metadata of torch has no persistent ids."""
-        raise pickle.UnpicklingError(f"the persistent id {pid!r}")
 
-
-def read_dcp_metadata(data: bytes, *, name: str = ".metadata") -> TorchRecord:
-    """Decode the metadata of a DCP checkpoint into inert records.
+def read_dcp_metadata(data: bytes, *, name: str = ".metadata") -> DcpMetadata:
+    """Decode the metadata of a DCP checkpoint.
 
     Args:
         data: content of the file `.metadata`.
         name: what to call it in errors.
-
-    Returns:
-        A record with `state_dict_metadata`, `planner_data` and `storage_data`.
 
     Raises:
         CheckpointCorrupt: not such a file, or it names something that metadata never needs;
             nothing that it names has run.
     """
     try:
-        _check_opcodes(data)
-        record = _Unpickler(io.BytesIO(data)).load()
+        _check_size(data)
+        return _plain(_Unpickler(io.BytesIO(data)).load())
     except Exception as error:
         # A hostile stream can raise anything from the unpickler; all of it means the same here.
         raise CheckpointCorrupt(
@@ -169,31 +135,39 @@ def read_dcp_metadata(data: bytes, *, name: str = ".metadata") -> TorchRecord:
             "nothing in it has been run",
             file=name,
         ) from None
-    fields = record.fields if isinstance(record, TorchRecord) else {}
-    if not all(
-        isinstance(fields.get(key), dict) for key in ("state_dict_metadata", "storage_data")
-    ):
-        raise CheckpointCorrupt(
-            f"`{name}` must hold `state_dict_metadata` and `storage_data`, got {type(record)}; it "
-            "is not from torch.distributed.checkpoint's file system writer",
-            file=name,
-        )
-    assert isinstance(record, TorchRecord)
-    return record
 
 
-def _check_opcodes(data: bytes) -> None:
-    """Refuse opcodes that metadata never has, and memo numbers that would allocate much."""
-    if len(data) > MAX_METADATA_BYTES:
-        raise pickle.UnpicklingError(f"{len(data)} bytes, more than {MAX_METADATA_BYTES}")
+def _check_size(data: bytes) -> None:
+    """Refuse memo numbers that would allocate much, and tuples that can not be hashed."""
     tuples = 0
     for opcode, argument, _ in pickletools.genops(data):
         name = opcode.name
-        if name not in _OPCODES:
-            raise pickle.UnpicklingError(f"the opcode {name}")
         if name in {"PUT", "BINPUT", "LONG_BINPUT"} and int(str(argument)) > len(data):
             raise pickle.UnpicklingError(f"the memo number {argument}")
         tuples = tuples + 1 if name.startswith("TUPLE") else tuples
         tuples = 0 if name in {"SETITEMS", "APPENDS", "SETITEM", "APPEND", "BUILD"} else tuples
         if tuples > _MAX_TUPLES:
             raise pickle.UnpicklingError(f"more than {_MAX_TUPLES} nested tuples")
+
+
+def _plain(record: Any) -> DcpMetadata:
+    """Take what is needed out of the records; whatever is of another form raises something."""
+    found = DcpMetadata({}, [], {})
+    for name, entry in record.state_dict_metadata.items():
+        if not isinstance(name, str) or not isinstance(entry, (_Tensor, _Bytes)):
+            raise pickle.UnpicklingError(f"the entry {name!r}")
+        if isinstance(entry, _Bytes):
+            found.values.append(name)
+            continue
+        fields: Any = entry
+        boxes = [Box(_size(chunk.offsets), _size(chunk.sizes)) for chunk in fields.chunks]
+        found.tensors[name] = DcpTensor(str(fields.properties.dtype), _size(fields.size), boxes)
+    for index, info in record.storage_data.items():
+        if getattr(info, "transform_descriptors", None):
+            raise pickle.UnpicklingError(f"`{index.fqn}` compressed; save without extensions")
+        if not isinstance(info.relative_path, str):
+            raise pickle.UnpicklingError(f"a file {info.relative_path!r}")
+        start, length = _size((info.offset, info.length))
+        offsets = _size(getattr(index, "offset", None) or ())
+        found.places[str(index.fqn), offsets] = DcpPlace(info.relative_path, start, length)
+    return found

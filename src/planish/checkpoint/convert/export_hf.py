@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -30,10 +29,14 @@ from planish.base.errors import (
     RecordError,
 )
 from planish.checkpoint.convert.hf_names import Form, Sources, weights_of
-from planish.checkpoint.convert.merged import read_weights
-from planish.checkpoint.convert.numbers import cast
+from planish.checkpoint.convert.numbers import cast, read_weights
 from planish.checkpoint.format.items import ITEM_BYTES
-from planish.checkpoint.format.safetensors_file import header_bytes, parse_header
+from planish.checkpoint.format.safetensors_file import (
+    NewEntry,
+    header_bytes,
+    parse_header,
+    plan_header,
+)
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import SliceReader, batches
 from planish.checkpoint.pinned import read_pinned
@@ -290,14 +293,5 @@ def plan_files(forms: Mapping[str, Form], max_file_bytes: int) -> dict[str, list
 
 def encode_header(forms: Mapping[str, Form]) -> bytes:
     """Return the first bytes of a safetensors file whose tensors follow in this order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, form in forms.items():
-        stop = start + form.nbytes
-        shape = list(form.shape)
-        header[name] = {"dtype": form.dtype, "shape": shape, "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # Padded, so that the tensors begin at a multiple of eight bytes.
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    entries = [NewEntry(name, form.dtype, form.shape) for name, form in forms.items()]
+    return plan_header(entries, notes={"format": "pt"}, alignment=8)[0]

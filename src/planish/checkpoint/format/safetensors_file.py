@@ -127,13 +127,17 @@ def parse_entry_name(name: str) -> tuple[str, Box]:
 
 
 def plan_header(
-    entries: Sequence[NewEntry], *, notes: Mapping[str, str] | None = None
+    entries: Sequence[NewEntry],
+    *,
+    notes: Mapping[str, str] | None = None,
+    alignment: int = ALIGNMENT,
 ) -> tuple[bytes, I64]:
     """Return the first bytes of a file and where each entry begins in it.
 
     Args:
         entries: In the order of their bytes; sorted by item size, 8, 4, 2, 1, they stay aligned.
         notes: `__metadata__` of the file, texts only.
+        alignment: the first entry begins at a multiple of it.
 
     Returns:
         The length word and the header; [len(entries)] first byte of each entry in the file. The
@@ -166,7 +170,7 @@ def plan_header(
         name = f'"{entry.name}"' if is_plain else dump_json(entry.name).decode()
         rows.append(f'{name}:{{{forms_as_json[entry[1:]]},"data_offsets":[{start},{end}]}}')
     text = ("{" + ",".join(rows) + "}").encode("ascii")
-    size = -(-(len(text) + _LENGTH.size) // ALIGNMENT) * ALIGNMENT
+    size = -(-(len(text) + _LENGTH.size) // alignment) * alignment
     if size - _LENGTH.size > MAX_HEADER_BYTES:
         raise ValueError(
             f"a header must have at most {MAX_HEADER_BYTES} bytes, got {size}; split the file"

@@ -133,7 +133,6 @@ def test_an_optimizer_that_knows_parameters_by_number_is_kept_and_told(tmp_path,
 @pytest.mark.parametrize("chunk", [1 << 28, 64])
 def test_torch_loads_what_is_written_for_it_and_it_comes_back_equal(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(dcp_bridge, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(dcp_bridge, "FILE_BYTES", 6000)
 
     def columns(spec, rank):
         step = -(-spec.shape[-1] // 2) if spec.shape else 1
@@ -175,8 +174,9 @@ def test_shared_values_travel_both_ways(tmp_path):
     save(tmp_path / "a", state())
     first = import_dcp(tmp_path / "a", damage.fresh())
     export_dcp(first.pin, tmp_path / "b")
-    names = read_dcp_metadata((tmp_path / "b" / ".metadata").read_bytes()).state_dict_metadata
-    assert f"shared.{OPTIMIZER}" in names
+    assert (
+        f"shared.{OPTIMIZER}" in read_dcp_metadata((tmp_path / "b/.metadata").read_bytes()).values
+    )
     second = import_dcp(tmp_path / "b", damage.fresh())
     assert diff(first.pin, second.pin).values == ["main"]
     assert diff(first.pin, second.pin).differing == []
@@ -230,7 +230,7 @@ def test_mutated_metadata_gives_our_error_or_plain_records(real_metadata, data):
         found = read_dcp_metadata(bytes(changed[: stop or None]))
     except CheckpointCorrupt:
         return
-    assert isinstance(found.state_dict_metadata, dict)
+    assert all(type(side) is int for tensor in found.tensors.values() for side in tensor.shape)
 
 
 def test_a_value_that_needs_code_is_refused(tmp_path):
