@@ -72,8 +72,10 @@ class World:
 def short(one: Plan) -> dict[str, Any]:
     """Return what a table shows of a plan."""
     found = flat(one)
-    times = found.pop("times_s")
-    return {**found.pop("plan"), **times, **found}
+    plan, times = found.pop("plan"), found.pop("times_s")
+    del found["flags"], found["tokens_per_s"]
+    names = {"expert": "experts", "num_gpus": "gpus"}
+    return {names.get(key, key): value for key, value in {**plan, **times, **found}.items()}
 
 
 def all_pairs(world: World) -> dict[str, Any]:
