@@ -40,7 +40,7 @@ from planish.engines.requests import (
     Request,
     WeightUpdate,
 )
-from planish.engines.transformers.batch import Limits
+from planish.engines.transformers.batch import COUNTERS, Limits
 from planish.engines.weights import (
     FolderWeights,
     WeightSource,
@@ -151,9 +151,7 @@ class DisaggEngine(BaseEngine):
         self._is_stepping = False
         self._step_seconds = 0.0
         self._rank_stats: dict[int, Message] = {}
-        self._counts = dict.fromkeys(
-            ("tokens", "steps", "row_steps", "most_rows", "prefill_tokens"), 0
-        )
+        self._counts = dict.fromkeys(COUNTERS, 0)
 
     # Start and stop.
 

@@ -27,6 +27,7 @@ from planish.engines.policy_folder import check_policy
 from planish.engines.requests import Capabilities, ModelRef, Output, Request, Sampling, WeightUpdate
 from planish.engines.sampling import request_seed
 from planish.engines.stops import StopTable, stop_table
+from planish.engines.transformers.batch import COUNTERS
 from planish.engines.vllm.plugin import LOAD_FORMAT, WEIGHT_TRANSFER, register
 from planish.engines.vllm.routing import SlotRouting, inputs_routing, layers_with_experts
 from planish.engines.weights import (
@@ -111,9 +112,7 @@ class VllmEngine(BaseEngine):
         self._strings: StopTable | None = None
         self._running: dict[str, _Running] = {}
         self._scratch = contextlib.ExitStack()
-        self._counts = dict.fromkeys(
-            ("tokens", "steps", "row_steps", "most_rows", "prefill_tokens"), 0
-        )
+        self._counts = dict.fromkeys(COUNTERS, 0)
 
     # Start and stop.
 
