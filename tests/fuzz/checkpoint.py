@@ -16,15 +16,15 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
-from planish.base.errors import CheckpointCorrupt, CheckpointError, PlanMismatch
+from planish.base.errors import CheckpointCorrupt, CheckpointError
 from planish.checkpoint.commit.commit import Commit
 from planish.checkpoint.commit.journal import JournalContent
 from planish.checkpoint.format import metafile
-from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec
 from planish.checkpoint.format.safetensors_file import (
     NewEntry,
     entry_name,
@@ -36,8 +36,9 @@ from planish.checkpoint.format.safetensors_file import (
 from planish.checkpoint.format.small_objects import decode_extra, encode_extra
 from planish.checkpoint.plan.coverage import cover_faults
 from tests.fuzz.mutations import damaged, lied
-from tests.unit.checkpoint.format.metadata_samples import small
+from tests.unit.checkpoint.format.metadata_samples import forged, row_of, small
 
+WRITTEN_BY_1 = Path(__file__).parents[1] / "unit/checkpoint/format/written_by_1"
 MAX_BYTES = 8 << 20
 """Bound that readers of metadata are given."""
 SLACK_BYTES = 1 << 20
@@ -80,7 +81,7 @@ class Target:
 
 
 def sealed(body):
-    """Return metadata with a right SHA-256."""
+    """Return metadata of format 1 with a right SHA-256."""
     return body + hashlib.sha256(body).digest()
 
 
@@ -92,12 +93,7 @@ def use_metadata(data):
     shards = meta.shards
     cover_faults(meta.tensors.shapes, shards.tensor, shards.offsets, shards.lengths)
     assert metafile.encode(metafile.decode(metafile.encode(meta))) == metafile.encode(meta)
-
-
-def use_columns(data):
-    """Decode, and encode again."""
-    columns = Columns.decode(data)
-    assert Columns.decode(columns.encode()).encode() == columns.encode()
+    assert pa.total_allocated_bytes() < MAX_BYTES
 
 
 def use_header(data):
@@ -128,7 +124,21 @@ def with_head(prefix, place):
 
 
 def lie_in_metadata(rng, data):
-    """Change the head, or values of columns, and seal the file again."""
+    """Change the only row of a file of format 2: its JSON, or what a column holds."""
+    row = row_of(data)
+    if rng.random() < 0.3:
+        row["facts"] = json.dumps(lied(rng, json.loads(row["facts"])))
+    else:
+        name = rng.choice([name for name in row if name != "facts"])
+        row[name] = lied(rng, row[name])
+    try:
+        return forged([row])
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        return damaged(rng, data, [data])  # no column can say that
+
+
+def lie_in_old_metadata(rng, data):
+    """Change the head, or values of columns, of a file of format 1 and seal it again."""
     if rng.random() < 0.5:
         return sealed(with_head(16, 12)(rng, data[:-32]))
     (size,) = struct.unpack_from("<I", data, 12)
@@ -141,12 +151,6 @@ def lie_in_metadata(rng, data):
 def lie_in_json(rng, data):
     """Change a file that is nothing but JSON."""
     return json.dumps(lied(rng, json.loads(data))).encode()
-
-
-def _items():
-    specs = [TensorSpec("main", "model", f"layers.{n}.w", "F32", (8, 4)) for n in range(4)]
-    items = [LocalItem(spec, (Box((2, 0), (3, 4)), Box((5, 0), (1, 2)))) for spec in specs]
-    return [*items, LocalItem(TensorSpec("main", "optim", "step", "I64", ()), (Box((), ()),))]
 
 
 def _header():
@@ -173,17 +177,17 @@ def targets():
     meta = [metafile.encode(small(seed, plain=True)) for seed in range(4)]
     names = [b"layers.0.w|0,3|2,4", b"step||", b"a%7Cb|0|1"]
     unnamed = lambda rng, data: damaged(rng, data, names)  # noqa: E731
-    columns = [Columns.from_items(_items()[start:], context="x").encode() for start in range(3)]
+    old = [path.read_bytes() for path in sorted(WRITTEN_BY_1.rglob("global.bin"))]
     read_extra = lambda data: decode_extra(data)  # noqa: E731
     read_journal = lambda data: JournalContent.decode(data, "0" * 26)  # noqa: E731
     return {
-        "metadata": Target(use_metadata, meta, lie_in_metadata, corrupt, bound),
+        "metadata": Target(use_metadata, meta, lie_in_metadata, corrupt, lambda _: MAX_BYTES),
+        "metadata 1": Target(use_metadata, old, lie_in_old_metadata, corrupt, lambda _: MAX_BYTES),
         "commit": Target(Commit.decode, [commit.encode()], lie_in_json, corrupt, bound),
         "header": Target(use_header, [_header()], with_head(8, 0), corrupt, bound),
         "extra": Target(
             read_extra, [encode_extra(extra)], with_head(16, 12), (CheckpointError,), bound
         ),
-        "columns": Target(use_columns, columns, with_head(16, 12), (PlanMismatch,), bound),
         "journal": Target(read_journal, [journal.encode()], lie_in_json, (), bound),
         "entry name": Target(use_name, names, unnamed, (ValueError,), bound),
     }
@@ -198,7 +202,7 @@ def case_of(rng, target, name):
     if choice < 0.98:
         data = damaged(rng, sample, target.samples)
         # A right digest lets damage through to the parser behind it.
-        return sealed(data[:-32]) if name == "metadata" and choice < 0.9 else data
+        return sealed(data[:-32]) if name == "metadata 1" and choice < 0.9 else data
     return rng.randbytes(rng.choice((0, 1, 16, 200)))
 
 
@@ -245,7 +249,7 @@ def run(cases, *, seed=0, only=()):
     """Spread cases over all targets, most of them over metadata; return what each found."""
     watch()
     found = targets()
-    shares = {"metadata": 4, "commit": 2, "header": 3, "extra": 2}
+    shares = {"metadata": 4, "metadata 1": 3, "commit": 2, "header": 3, "extra": 2}
     picked = {name: shares.get(name, 1) for name in found if not only or name in only}
     whole_share = sum(picked.values())
     return [

@@ -21,9 +21,9 @@ from pathlib import Path
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.commit.commit import read_commit
 from planish.checkpoint.load.reader import open_state
-from planish.checkpoint.ranks.messages import started_at
 from planish.checkpoint.watch.monitor import TIMINGS
 from planish.store import open_store
+from planish.store.processes import process_start
 from tests.integration.ckpt_forks import Forks, write_json
 from tests.integration.ckpt_seeds import COLUMNS, load_seed
 from tests.integration.waiting import wait_for
@@ -67,7 +67,7 @@ class Site:
         ranks.go()
         outcomes = ranks.wait(timeout)
         pids = [one["uploader"] for one in told if one.get("uploader")]
-        wait_for(lambda: not any(map(started_at, pids)), 30.0, "the end of the uploaders")
+        wait_for(lambda: not any(map(process_start, pids)), 30.0, "the end of the uploaders")
         return outcomes
 
     def pace(self, ranks, number, rules=(), **environment):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planish.checkpoint.ranks.messages import started_at
+from planish.store.processes import process_start
 from tests.integration.ckpt_states import read_back
 from tests.integration.ckpt_training import PLANS, tensors_of
 from tests.integration.waiting import wait_for
@@ -99,7 +99,7 @@ def test_two_hundred_saves_in_a_row_keep_no_file_thread_or_memory(site, processe
     ranks.go()
     outcomes = ranks.wait(timeout=400.0)
     pids = [one["uploader"] for one in told if one["uploader"]]
-    wait_for(lambda: not any(map(started_at, pids)), 30.0, "the end of the uploaders")
+    wait_for(lambda: not any(map(process_start, pids)), 30.0, "the end of the uploaders")
     for outcome in outcomes:
         assert not outcome.error, outcome.error
         early, late, closed = outcome.value

@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 LATEST = "LATEST"
 """A hint for people beside the checkpoints; nothing here believes it."""
-FORMAT = 1
+FORMAT = 2
+"""Of a checkpoint; 1 and 2 are read."""
 META_KEY = "meta/global.bin"
 MAX_COMMIT_BYTES = 1 << 20
 MAX_META_BYTES = 4 << 30
@@ -106,10 +107,10 @@ class Commit:
                 f"`{uri}` must be a JSON object, got {data[:40]!r}", file=COMMIT
             )
         written = fields.get("format")
-        if type(written) is not int or written != FORMAT:
+        if type(written) is not int or not 1 <= written <= FORMAT:
             by = "by a newer version; read it with that version"
             raise CheckpointCorrupt(
-                f"`{uri}` must be of format {FORMAT}, got {str(written)[:40]!r}: written "
+                f"`{uri}` must be of format 1 to {FORMAT}, got {str(written)[:40]!r}: written "
                 + (by if type(written) is int and written > FORMAT else "by something else"),
                 file=COMMIT,
             )
@@ -120,7 +121,7 @@ class Commit:
             seen = {name: str(fields.get(name))[:80] for name in faults}
             raise CheckpointCorrupt(f"`{uri}` must be a commit, got {seen}", file=COMMIT)
         known: dict[str, Any] = {name: fields[name] for name in _CHECKS}
-        if fields.get(_CHECKSUM) != _checksum({**known, "format": FORMAT}):
+        if fields.get(_CHECKSUM) != _checksum({**known, "format": written}):
             raise CheckpointCorrupt(
                 f"`{uri}` must have the {_CHECKSUM} that it states, "
                 f"{str(fields.get(_CHECKSUM))[:20]}, but has been changed",
@@ -128,7 +129,7 @@ class Commit:
             )
         known["roles"] = tuple(known["roles"])
         known["created_at"] = float(known["created_at"])
-        return Commit(**known, format=FORMAT, etag=etag)
+        return Commit(**known, format=written, etag=etag)
 
 
 def _checksum(fields: Mapping[str, Any]) -> int:

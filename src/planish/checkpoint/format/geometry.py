@@ -64,12 +64,7 @@ def shift(box: Box, offsets: Sequence[int]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the elements in both boxes, None when there are none.
-
-    Example:
-        >>> intersect(Box((0, 0), (2, 2)), Box((1, 0), (2, 1)))
-        Box(offsets=(1, 0), lengths=(1, 1))
-    """
+    """Return the elements in both boxes, None when there are none."""
     low = tuple(map(max, a.offsets, b.offsets))
     high = tuple(map(min, a.ends, b.ends))
     lengths = tuple(h - o for o, h in zip(low, high, strict=True))
@@ -82,13 +77,7 @@ def flat_boxes(lengths: Sequence[int], start: int, stop: int) -> list[Box]:
     The boxes are consecutive: written one after the other they are exactly the range, so a flat
     slice is stored without gather or copy. At most `2 n - 1` of them for n > 0 dimensions.
 
-    Args:
-        lengths: Extent of the box in each dimension.
-        start: First element of the range, row-major.
-        stop: One past the last element, row-major.
-
-    Returns:
-        Boxes relative to the box, in increasing row-major order; none for an empty range.
+    They are relative to the box, in increasing row-major order.
 
     Raises:
         ValueError: the range does not lie in the box.
@@ -175,12 +164,7 @@ def ranges(starts: I64, counts: I64) -> I64:
 
 
 def fresh(*columns: I64) -> Flags:
-    """Return [k]: whether a row differs from the one before in any column.
-
-    Example:
-        >>> fresh(np.array([4, 4, 5])).tolist()
-        [True, False, True]
-    """
+    """Return [k]: whether a row differs from the one before in any column."""
     result = np.ones(len(columns[0]), bool)
     if len(result):
         result[1:] = False
@@ -197,12 +181,7 @@ def run_sums(values: I64, starts: I64) -> I64:
 
 
 def before(counts: I64) -> I64:
-    """Return [k]: the sum of all counts before each row.
-
-    Example:
-        >>> before(np.array([2, 3, 1])).tolist()
-        [0, 2, 5]
-    """
+    """Return [k]: the sum of all counts before each row."""
     return np.cumsum(counts) - counts
 
 

@@ -18,22 +18,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from planish.base.errors import LayoutMismatch, PlanMismatch
+from planish.base.errors import LayoutMismatch
 from planish.checkpoint.format.geometry import I64, Box, box_of
-from planish.checkpoint.format.packing import (
-    PackFault,
-    Unsigned,
-    column_of,
-    pack,
-    pack_choices,
-    pack_ragged,
-    pack_texts,
-    signed,
-    unpack,
-    unpack_choices,
-    unpack_ragged,
-    unpack_texts,
-)
+from planish.checkpoint.format.strict_json import JSON_GROWTH, FormatFault
+from planish.checkpoint.format.wire import pack_columns, unpack_columns
 
 if TYPE_CHECKING:
     import torch
@@ -76,12 +64,7 @@ MAX_DIMS = 64
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A whole tensor, whoever holds which part of it.
-
-    Example:
-        >>> TensorSpec("main", "model", "model.embed.weight", "BF16", (8, 4)).kind
-        'model'
-    """
+    """A whole tensor, whoever holds which part of it."""
 
     role: str
     """Which model of the state; `main` where there is only one."""
@@ -96,7 +79,6 @@ class TensorSpec:
 
 
 _KEY = attrgetter("role", "kind", "fqn")
-_VALUE = attrgetter("dtype", "shape")
 
 
 @dataclass(frozen=True)
@@ -135,25 +117,19 @@ class TensorTable:
         # Usually every name is there once, and no triple need be made.
         if len({spec.fqn for spec in specs}) == len(specs):
             return cls._of(specs), np.arange(len(specs), dtype=np.int64)
-        keys = list(map(_KEY, specs))
-        first = dict(zip(reversed(keys), reversed(specs), strict=True))
-        if len(first) == len(specs):
-            unique, rows = list(specs), np.arange(len(specs), dtype=np.int64)
-        else:
-            ids = {key: row for row, key in enumerate(dict.fromkeys(keys))}
-            unique = [first[key] for key in ids]
-            rows = np.array([ids[key] for key in keys], np.int64)
-            faults = [
-                f"`{spec.fqn}`: {_VALUE(first[key])} and {_VALUE(spec)}"
-                for key, spec in zip(keys, specs, strict=True)
-                if _VALUE(spec) != _VALUE(first[key])
-            ]
-            if faults:
-                raise LayoutMismatch(
-                    "one name must have one type and one shape, got "
-                    f"{'; '.join(dict.fromkeys(faults))}"
-                )
-        return cls._of(unique), rows
+        first: dict[tuple[str, str, str], TensorSpec] = {}
+        faults: dict[str, None] = {}
+        for key, spec in zip(map(_KEY, specs), specs, strict=True):
+            known = first.setdefault(key, spec)
+            if known != spec:
+                both = " and ".join(f"{each.dtype} {each.shape}" for each in (known, spec))
+                faults[f"`{spec.fqn}`: {both}"] = None
+        if faults:
+            raise LayoutMismatch(
+                f"one name must have one type and one shape, got {'; '.join(faults)}"
+            )
+        table = cls._of(list(first.values()))
+        return table, np.array([table.ids[key] for key in map(_KEY, specs)], np.int64)
 
     @classmethod
     def _of(cls, specs: Sequence[TensorSpec]) -> TensorTable:
@@ -201,6 +177,10 @@ class TensorTable:
         names = self.roles[row], self.kinds[row], self.fqns[row], self.dtypes[row]
         return TensorSpec(*names, shape)
 
+    def quoted(self, row: int) -> str:
+        """Return a tensor's name as messages have it."""
+        return quoted_name(self.roles[row], self.kinds[row], self.fqns[row])
+
     def pad(self, sides: Sequence[tuple[int, ...]], owners: I64, value: int) -> I64:
         """Return [k, max_dims]: offsets or lengths of boxes, one tuple each, of tensors `owners`.
 
@@ -223,78 +203,52 @@ def padded(
 ) -> I64:
     """Return [len(rows), width] int64, the missing columns of shorter rows filled with `value`."""
     widest = int(dims.max(initial=0)) if width is None else width
-    flat = np.fromiter(chain.from_iterable(rows), np.int64, int(dims.sum()))
-    if len(rows) and int(dims.min()) == widest:
-        return flat.reshape(len(rows), widest)
-    result = np.full((len(rows), widest), value, np.int64)
-    result[np.arange(widest) < dims[:, None]] = flat
+    return pad(
+        np.fromiter(chain.from_iterable(rows), np.int64, int(dims.sum())), dims, widest, value
+    )
+
+
+def pad(flat: I64, dims: I64, width: int, value: int) -> I64:
+    """Return [len(dims), width] int64: rows of `dims` numbers each, filled up with `value`."""
+    if len(dims) and int(dims.min()) == width:
+        return flat.reshape(len(dims), width)
+    result = np.full((len(dims), width), value, np.int64)
+    result[np.arange(width) < dims[:, None]] = flat
     return result
 
 
-def table_columns(table: TensorTable) -> tuple[dict[str, Any], dict[str, I64 | bytes]]:
-    """Return a tensor table as a head and columns for `packing.pack`."""
-    count = len(table)
-    roles, role = pack_choices(table.roles, count)
-    kinds, kind = pack_choices(table.kinds, count)
-    dtypes, dtype = pack_choices(table.dtypes, count)
-    sizes, names = pack_texts(table.fqns)
-    return {"roles": roles, "kinds": kinds, "dtypes": dtypes}, {
-        "tensor.role": role,
-        "tensor.kind": kind,
-        "tensor.dtype": dtype,
-        "tensor.dims": table.dims,
-        **pack_ragged("tensor.shape", table.shapes, table.dims),
-        "tensor.name_size": sizes,
-        "tensor.names": names,
-    }
+def refuse_beyond(
+    max_bytes: int, shards: int, tensors: int, files: int, width: int, other_bytes: int
+) -> None:
+    """Refuse metadata before they become tables that may need more than `max_bytes`.
 
-
-def read_table(head: Mapping[str, Any], columns: Mapping[str, Unsigned]) -> TensorTable:
-    """Read what `table_columns` wrote.
+    Args:
+        max_bytes: The bound.
+        shards: Their number.
+        tensors: Their number.
+        files: Their number.
+        width: The most dimensions of a tensor.
+        other_bytes: Of names, checksums and JSON.
 
     Raises:
-        PackFault: anything that `table_columns` would not write.
+        FormatFault: they may need more.
     """
-    dims = signed(column_of(columns, "tensor.dims"))
-    count = len(dims)
-    width = int(dims.max(initial=0))
-    if width > MAX_DIMS:
-        raise PackFault(f"a tensor must have at most {MAX_DIMS} dimensions, got {width}")
-    shapes = unpack_ragged("tensor.shape", columns, dims, width=width, fill=1)
-    choices = {
-        name: unpack_choices(head.get(f"{name}s"), column_of(columns, f"tensor.{name}", count))
-        for name in ("role", "kind", "dtype")
-    }
-    unknown = set(choices["dtype"]) - ITEM_BYTES.keys()
-    if unknown:
-        raise PackFault(f"unknown type of tensors {sorted(unknown)!r:.80}")
-    names = unpack_texts(
-        column_of(columns, "tensor.name_size", count), column_of(columns, "tensor.names")
-    )
-    table = TensorTable(
-        choices["role"], choices["kind"], tuple(names), choices["dtype"], dims, shapes
-    )
-    if len(table.ids) != count:
-        raise PackFault("a tensor appears twice")
-    return table
+    needed = shards * (128 + 32 * width) + tensors * (704 + 8 * width) + 640 * files
+    needed += JSON_GROWTH * other_bytes
+    if needed > max_bytes:
+        raise FormatFault(
+            f"{shards} shards and {tensors} tensors may need {needed} bytes, more than the bound "
+            f"of {max_bytes}"
+        )
 
 
 def quoted_name(role: str, kind: str, fqn: str) -> str:
-    """Return a tensor's name as messages have it; a state of one role does not name it.
-
-    Example:
-        >>> quoted_name("main", "model", "w"), quoted_name("critic", "model", "w")
-        ('`model.w`', '`critic: model.w`')
-    """
+    """Return a tensor's name as messages have it; a state of one role does not name it."""
     return f"`{kind}.{fqn}`" if role == "main" else f"`{role}: {kind}.{fqn}`"
 
 
 Finish = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
 """(shared, own) of the checkpoint -> nothing; puts loaded values into the state."""
-_MAGIC = b"PLNSHCOL"
-_VERSION = 1
-_MAX_PADDING = 16
-"""Padded sides of boxes, per byte of the columns of a rank."""
 
 
 @dataclass(slots=True)
@@ -303,11 +257,6 @@ class LocalItem:
 
     Replicas are items of different ranks with equal tensor and equal boxes. Boxes that overlap
     without being equal are refused when a save is planned.
-
-    Example:
-        >>> spec = TensorSpec("main", "model", "model.bias", "F32", (4,))
-        >>> LocalItem(spec, (Box((0,), (2,)),)).volume
-        2
     """
 
     tensor: TensorSpec
@@ -325,13 +274,7 @@ class LocalItem:
 
 
 class DescribedItems(Sequence[LocalItem]):
-    """Items that are put together when they are asked for: a rank writes few of its replicas.
-
-    Example:
-        >>> spec = TensorSpec("main", "model", "model.bias", "F32", (4,))
-        >>> DescribedItems([spec], [(Box((0,), (4,)),)], [None])[0].volume
-        4
-    """
+    """Items that are put together when they are asked for: a rank writes few of its replicas."""
 
     def __init__(
         self,
@@ -451,64 +394,55 @@ class Columns:
 
     def encode(self) -> bytes:
         """Return the columns as bytes; equal columns give equal bytes."""
-        head, packed = table_columns(self.tensors)
-        dims = self.tensors.dims[self.box_tensor]
-        packed |= {
-            "item.tensor": self.item_tensor,
-            "item.boxes": np.diff(self.item_starts),
-            **pack_ragged("box.offset", self.offsets, dims),
-            **pack_ragged("box.length", self.lengths, dims),
+        table = self.tensors
+        tensors: dict[str, I64 | Sequence[str]] = {
+            "role": table.roles,
+            "kind": table.kinds,
+            "fqn": table.fqns,
+            "dtype": table.dtypes,
+            "dims": table.dims,
+            "shapes": table.shapes.reshape(-1),
         }
-        return pack(_MAGIC, _VERSION, head | {"context": self.context}, packed)
+        return pack_columns(
+            {"context": self.context},
+            {
+                "tensors": np.frombuffer(pack_columns({}, tensors), np.uint8),
+                "tensor": self.item_tensor,
+                "starts": self.item_starts,
+                "offsets": self.offsets.reshape(-1),
+                "lengths": self.lengths.reshape(-1),
+            },
+        )
 
     @classmethod
     def decode(cls, data: bytes, known: dict[bytes, TensorTable] | None = None) -> Columns:
-        """Read what `encode` wrote.
+        """Undo `encode`.
 
         Args:
             data: The columns of one rank.
             known: Tables by their bytes, which this call may use and add to: ranks that hold the
                 same tensors then share one table.
-
-        Raises:
-            PlanMismatch: the bytes are not columns of this version.
         """
-        try:
-            head, columns = unpack(data, _MAGIC, _VERSION)
-            known = {} if known is None else known
-            # Bytes that are equal only for equal tables.
-            parts = [repr([head.get(name) for name in ("roles", "kinds", "dtypes")]).encode()]
-            for name, column in columns.items():
-                if name.startswith("tensor."):
-                    parts += [f"|{name}:{column.itemsize}x{len(column)}|".encode()]
-                    parts += [column.tobytes()]
-            key = b"".join(parts)
-            table = known.get(key) or known.setdefault(key, read_table(head, columns))
-            rows = signed(column_of(columns, "item.tensor"))
-            counts = signed(column_of(columns, "item.boxes", len(rows)))
-            if len(rows) and int(rows.max()) >= len(table):
-                raise PackFault(f"item of tensor {int(rows.max())} of {len(table)}")
-            if len(counts) and int(counts.max()) > len(data):
-                raise PackFault(f"item of {int(counts.max())} boxes")
-            starts = np.zeros(len(rows) + 1, np.int64)
-            np.cumsum(counts, out=starts[1:])
-            # A box has at least a byte in every column of its dimensions; padding must not swell
-            # it.
-            if int(starts[-1]) * max(table.max_dims, 1) > _MAX_PADDING * len(data):
-                raise PackFault(f"{starts[-1]} boxes of {table.max_dims} dimensions")
-            dims = table.dims[np.repeat(rows, counts)]
-            boxes = {
-                name: unpack_ragged(f"box.{name}", columns, dims, width=table.max_dims, fill=fill)
-                for name, fill in (("offset", 0), ("length", 1))
-            }
-            context = head.get("context")
-            if not isinstance(context, str):
-                raise PackFault(f"`context` must be a text, got {context!r:.80}")
-        except PackFault as fault:
-            raise PlanMismatch(
-                f"the columns of a rank: {fault}; all ranks must run one version of this program"
-            ) from fault
-        return cls(table, rows, starts, boxes["offset"], boxes["length"], context)
+        head, columns = unpack_columns(data)
+        key, known = columns["tensors"].tobytes(), {} if known is None else known
+        if key not in known:
+            _, held = unpack_columns(key)
+            roles, kinds, fqns, dtypes = (
+                tuple(held[name].tolist()) for name in ("role", "kind", "fqn", "dtype")
+            )
+            dims = held["dims"]
+            shapes = held["shapes"].reshape(len(dims), int(dims.max(initial=0)))
+            known[key] = TensorTable(roles, kinds, fqns, dtypes, dims, shapes)
+        table = known[key]
+        shape = int(columns["starts"][-1]), table.max_dims
+        return cls(
+            table,
+            columns["tensor"],
+            columns["starts"],
+            columns["offsets"].reshape(shape),
+            columns["lengths"].reshape(shape),
+            head["context"],
+        )
 
     def signature(self) -> bytes:
         """Return 32 bytes that differ when anything but the data differs."""

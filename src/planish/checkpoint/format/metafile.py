@@ -1,20 +1,10 @@
-"""`meta/global.bin`: the metadata of a checkpoint as one file of columns; checksums of its files.
+"""`meta/global.bin`: the metadata of a checkpoint as an Arrow file; checksums of its files.
 
-The layout is that of `packing.py`, followed by the SHA-256 of everything before it. Columns::
+Format 2 is an Arrow file (`version_2`); format 1 (`version_1`) is read as well.
 
-    tensor.role .kind .dtype   number in `roles`, `kinds`, `dtypes` of the head
-    tensor.dims .shape.<d>     dimensions; extent in dimension d, of the tensors that have it
-    tensor.name_size .names    characters of each fqn; all fqns as UTF-8
-    file.size .algorithm       bytes; number in `algorithms` of the head
-    file.key_size .keys        characters of each key; all keys as UTF-8
-    file.crcs                  checksum of every MiB of every file, in order
-    shard.tensor .file         rows of the tables above
-    shard.start .bytes         place in the file
-    shard.offset.<d> .length.<d>   the box, in dimension d, of the shards whose tensor has it
-
-A type belongs to a tensor, not to a shard, so the deduplicated table of basic metadata is the
-column `tensor.dtype`. The bytes follow from the content alone: no time, no random id, no machine.
-Nothing in the file is executed, and nothing is allocated before its size has been checked.
+The bytes follow from the content alone: no time, no random id, no machine. Nothing in the file is
+executed, and nothing is allocated before its size has been checked. That nobody has changed it is
+known before it is read: COMMIT has its SHA-256.
 
 Checksums of blocks of 1 MiB let a part of an object be checked without the rest: CRC-32C in C where
 the package `google-crc32c` brings its C module, else zlib's CRC-32; which one is recorded per file.
@@ -26,11 +16,9 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (global metadata file, byt
 from __future__ import annotations
 
 import functools
-import hashlib
-import itertools
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -39,25 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planish.base.errors import CheckpointCorrupt
+from planish.checkpoint.format import version_1
 from planish.checkpoint.format.geometry import I64, MAX_ELEMENTS, volumes
-from planish.checkpoint.format.items import KINDS, TensorTable, read_table, table_columns
-from planish.checkpoint.format.packing import (
-    JSON_GROWTH,
-    NewerVersion,
-    PackFault,
-    Unsigned,
-    column_of,
-    head_bytes,
-    pack,
-    pack_choices,
-    pack_ragged,
-    pack_texts,
-    signed,
-    unpack,
-    unpack_choices,
-    unpack_ragged,
-    unpack_texts,
-)
+from planish.checkpoint.format.items import ITEM_BYTES, KINDS, TensorTable
+from planish.checkpoint.format.strict_json import FormatFault
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
 BLOCK = 1 << 20
@@ -74,11 +47,7 @@ DEFAULT_CHECKSUM = "crc32c" if google_crc32c.implementation == "c" else "crc32"
 
 
 def block_crcs(buffer: Buffer, algorithm: str = DEFAULT_CHECKSUM) -> NDArray[np.uint32]:
-    """Return the checksum of every block of `buffer`, the first of which begins at its start.
-
-    Args:
-        buffer: Contiguous bytes of any type, read-only or not; not copied.
-        algorithm: Key of `ALGORITHMS`.
+    """Return the checksum of every block of contiguous bytes of any type, without copying them.
 
     Example:
         >>> hex(block_crcs(b"123456789", "crc32c")[0]), hex(block_crcs(b"123456789", "crc32")[0])
@@ -95,12 +64,7 @@ def block_crcs(buffer: Buffer, algorithm: str = DEFAULT_CHECKSUM) -> NDArray[np.
 def joined_crc(crcs: NDArray[np.uint32], buffer: Buffer, algorithm: str = DEFAULT_CHECKSUM) -> int:
     """Return the checksum of `buffer` as a whole from those of its blocks.
 
-    Only a last block that is shorter is read again.
-
-    Args:
-        crcs: `block_crcs(buffer, algorithm)`.
-        buffer: As there.
-        algorithm: As there.
+    Only a last block that is shorter is read again; `crcs` is `block_crcs(buffer, algorithm)`.
 
     Example:
         >>> data = bytes(BLOCK) + b"123456789"
@@ -137,12 +101,7 @@ def as_bytes(buffer: Buffer) -> NDArray[np.uint8]:
 
 
 def widen(start: int, stop: int, size: int) -> tuple[int, int]:
-    """Return the smallest range of whole blocks of a file of `size` that holds `[start, stop)`.
-
-    Example:
-        >>> widen(5, BLOCK + 1, BLOCK + 9), widen(BLOCK, BLOCK + 1, BLOCK + 9)
-        ((0, 1048585), (1048576, 1048585))
-    """
+    """Return the smallest range of whole blocks of a file of `size` that holds `[start, stop)`."""
     return start // BLOCK * BLOCK, min(size, -(-stop // BLOCK) * BLOCK)
 
 
@@ -154,14 +113,7 @@ def check_blocks(
     algorithm: str,
     first: int = 0,
 ) -> None:
-    """Compare bytes with the checksums of their file.
-
-    Args:
-        buffer: Whole blocks, from block `first` on; shorter only at the end of the file.
-        crcs: [blocks of the file].
-        file: Its key, for the error.
-        algorithm: That of the file.
-        first: Number of the first block in `buffer`.
+    """Compare whole blocks of a file, from block `first` on, with its checksums `crcs` [blocks].
 
     Raises:
         CheckpointCorrupt: at least one block differs; `block` is the first.
@@ -187,30 +139,17 @@ def check_blocks(
 
 NAME = "meta/global.bin"
 """Key of the file, relative to the folder of an attempt."""
-MAGIC = b"PLNSHCKP"
-VERSION = 1
 MAX_BYTES = 4 << 30
 """Default bound of what `decode` may hold."""
 U32 = NDArray[np.uint32]
 """Checksums."""
 
-_DIGEST = 32
-_TEXT_BYTES = 160
-"""Bound of a row's Python objects in the tables of tensors and files."""
 _KEY = re.compile(r"(?!\.{1,2}(/|$))[^/\\\x00-\x1f\x7f]+(/(?!\.{1,2}(/|$))[^/\\\x00-\x1f\x7f]+)*")
 
 
 @dataclass
 class FileTable:
-    """The objects of a checkpoint.
-
-    Example:
-        >>> table = FileTable()
-        >>> table.add("data/main.model/00000-0.safetensors", 2 << 20, algorithm="crc32c")
-        0
-        >>> table.num_blocks(0), len(table.crcs[0])
-        (2, 0)
-    """
+    """The objects of a checkpoint."""
 
     keys: list[str] = field(default_factory=list)
     """Relative to the attempt's folder."""
@@ -240,13 +179,7 @@ class FileTable:
 
 @dataclass(frozen=True)
 class Shards:
-    """The stored boxes of all tensors.
-
-    Example:
-        >>> one = np.ones((1, 1), np.int64)
-        >>> Shards(one[0], one[0], one[0], one[0], one, one).num_shards
-        1
-    """
+    """The stored boxes of all tensors."""
 
     tensor: I64
     """[k], row of the tensor table."""
@@ -319,7 +252,7 @@ def encode(meta: Metadata) -> bytes:
     Raises:
         ValueError: a file lacks checksums, or `header` or `objects` is not plain JSON.
     """
-    files, shards = meta.files, meta.shards
+    files = meta.files
     lacking = [
         key for row, key in enumerate(files.keys) if len(files.crcs[row]) != files.num_blocks(row)
     ]
@@ -328,30 +261,14 @@ def encode(meta: Metadata) -> bytes:
             f"every file must have a checksum for each MiB, {len(lacking)} do not, first "
             f"`{lacking[0]}`; fill `files.crcs` from the ranks' results before encoding"
         )
-    head, columns = table_columns(meta.tensors)
-    algorithms, algorithm = pack_choices(files.algorithms, len(files))
-    key_sizes, keys = pack_texts(files.keys)
-    dims = meta.tensors.dims[shards.tensor]
-    columns |= {
-        "file.size": np.array(files.sizes, np.int64),
-        "file.algorithm": algorithm,
-        "file.key_size": key_sizes,
-        "file.keys": keys,
-        "file.crcs": np.concatenate([np.zeros(0, np.uint32), *files.crcs]).astype(np.int64),
-        "shard.tensor": shards.tensor,
-        "shard.file": shards.file,
-        "shard.start": shards.start,
-        "shard.bytes": shards.nbytes,
-        **pack_ragged("shard.offset", shards.offsets, dims),
-        **pack_ragged("shard.length", shards.lengths, dims),
-    }
-    head |= {"algorithms": algorithms, "header": meta.header, "objects": meta.objects}
-    body = pack(MAGIC, VERSION, head, columns)
-    return body + hashlib.sha256(body).digest()
+    # Only where a checkpoint is written or read is Arrow needed.
+    from planish.checkpoint.format import version_2
+
+    return version_2.write(meta)
 
 
 def decode(data: bytes, *, max_bytes: int = MAX_BYTES, file: str = NAME) -> Metadata:
-    """Read an untrusted file.
+    """Read an untrusted file of format 1 or 2.
 
     Args:
         data: The whole file.
@@ -359,107 +276,56 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES, file: str = NAME) -> Meta
         file: Its key, for errors.
 
     Raises:
-        CheckpointCorrupt: not what `encode` writes, too large, or of a newer version. A tensor
-            whose shards do not tile it is not found here but by `coverage.cover_faults`.
+        CheckpointCorrupt: not what `encode` writes, or too large. A tensor whose shards do not
+            tile it is not found here but by `coverage.cover_faults`.
     """
     try:
-        body = memoryview(data)[:-_DIGEST]
-        head_size = head_bytes(body, MAGIC, VERSION)
-        if head_size * JSON_GROWTH > max_bytes:
-            raise PackFault(f"its head needs more than the bound of {max_bytes} bytes")
-        if hashlib.sha256(body).digest() != data[-_DIGEST:]:
-            raise PackFault("its SHA-256 differs")
-        head, columns = unpack(body, MAGIC, VERSION)
-        _refuse_beyond(max_bytes, columns, head_size)
-        tensors = read_table(head, columns)
-        if not set(tensors.kinds) <= set(KINDS):
-            raise PackFault(
-                f"a kind must be one of {', '.join(KINDS)}, got {set(tensors.kinds)!r:.80}"
-            )
-        sizes = np.multiply.reduce(tensors.shapes.astype(np.float64), axis=1) * tensors.item_bytes
-        if (sizes >= MAX_ELEMENTS).any():
-            raise PackFault("a tensor must have less than 2**62 bytes")
-        files = _read_files(head, columns)
-        shards = _read_shards(columns, tensors, files)
-        header, objects = head.get("header"), head.get("objects")
-        if not isinstance(header, dict) or not isinstance(objects, dict):
-            raise PackFault("`header` and `objects` must be objects")
-    except NewerVersion as fault:
-        raise CheckpointCorrupt(
-            f"`{file}` was written by a newer version of this program: it {fault}; upgrade",
-            file=file,
-        ) from None
-    except PackFault as fault:
+        if data.startswith(version_1.MAGIC):
+            parts = version_1.read(data, max_bytes)
+        else:
+            from planish.checkpoint.format import version_2
+
+            parts = version_2.read(data, max_bytes)
+        files, shards = FileTable(*parts.pop("files")), Shards(*parts.pop("shards"))
+        meta = Metadata(**parts, files=files, shards=shards)
+        _check(meta)
+    except FormatFault as fault:
         raise CheckpointCorrupt(
             f"`{file}` is damaged: {fault}; go back to an older checkpoint", file=file
         ) from None
-    return Metadata(header, tensors, files, shards, objects)
+    return meta
 
 
-def _refuse_beyond(max_bytes: int, columns: Mapping[str, Unsigned], head_size: int) -> None:
-    """Refuse what would need more than `max_bytes`, before any of it is allocated."""
-    dims = column_of(columns, "tensor.dims")
-    width = int(dims.max(initial=0))
-    shards, tensors = len(column_of(columns, "shard.tensor")), len(dims)
-    texts = len(column_of(columns, "tensor.names")) + len(column_of(columns, "file.keys"))
-    # Columns of shards, and as much again for the arrays that check them.
-    needed = shards * 8 * (2 * (4 + 2 * width) + 8)
-    needed += tensors * (8 * (width + 8) + _TEXT_BYTES * 4) + 8 * texts
-    needed += len(column_of(columns, "file.size")) * _TEXT_BYTES * 4
-    needed += 24 * len(column_of(columns, "file.crcs")) + head_size * JSON_GROWTH
-    if needed > max_bytes:
-        raise PackFault(
-            f"{shards} shards, {tensors} tensors and a head of {head_size} bytes may need {needed} "
-            f"bytes, more than the bound of {max_bytes}"
+def _check(meta: Metadata) -> None:
+    """Refuse tables that `encode` could not have been given."""
+    tensors, files, shards = meta.tensors, meta.files, meta.shards
+    if not isinstance(meta.header, dict) or not isinstance(meta.objects, dict):
+        raise FormatFault("`header` and `objects` must be objects")
+    odd = (set(tensors.kinds) - set(KINDS)) | (set(tensors.dtypes) - ITEM_BYTES.keys())
+    if odd:
+        raise FormatFault(f"unknown kinds or types of tensors {sorted(odd)!r:.80}")
+    if len(tensors.ids) != len(tensors):
+        raise FormatFault("a tensor appears twice")
+    sizes = np.multiply.reduce(tensors.shapes.astype(np.float64), axis=1) * tensors.item_bytes
+    if int(tensors.shapes.min(initial=0)) < 0 or (sizes >= MAX_ELEMENTS).any():
+        raise FormatFault("a tensor must have less than 2**62 bytes")
+    strange = [key for key in files.keys if not _KEY.fullmatch(key)]
+    if strange or len(set(files.keys)) != len(files):
+        raise FormatFault(
+            f"keys of files must differ and stay in their folder, got {strange!r:.80}"
         )
-
-
-def _read_files(head: Mapping[str, Any], columns: Mapping[str, Unsigned]) -> FileTable:
-    sizes = signed(column_of(columns, "file.size"))
-    count = len(sizes)
-    algorithms = unpack_choices(head.get("algorithms"), column_of(columns, "file.algorithm", count))
-    keys = unpack_texts(column_of(columns, "file.key_size", count), column_of(columns, "file.keys"))
-    strange = [key for key in keys if not _KEY.fullmatch(key)]
-    if strange or len(set(keys)) != count:
-        raise PackFault(f"keys of files must differ and stay in their folder, got {strange!r:.80}")
-    blocks = sizes // BLOCK + (sizes % BLOCK > 0)
-    crcs = column_of(columns, "file.crcs")
-    if int(blocks.max(initial=0)) > len(crcs) or int(blocks.sum()) != len(crcs):
-        raise PackFault(f"{len(crcs)} checksums do not fit the sizes of {count} files")
-    bounds = [0, *np.cumsum(blocks).tolist()]
-    values = crcs.astype(np.uint32)
-    if crcs.dtype.itemsize == 8 and (values != crcs).any():
-        raise PackFault("a checksum must have 32 bits")
-    parts = [values[a:b] for a, b in itertools.pairwise(bounds)]
-    return FileTable(keys, sizes.tolist(), list(algorithms), parts)
-
-
-def _read_shards(columns: Mapping[str, Unsigned], tensors: TensorTable, files: FileTable) -> Shards:
-    """Read the shards; each must lie in its tensor and file, and have the size of its box."""
-    tensor = signed(column_of(columns, "shard.tensor"))
-    if len(tensor) and int(tensor.max()) >= len(tensors):
-        raise PackFault(f"shard of tensor {int(tensor.max())} of {len(tensors)}")
-    file, start, nbytes = (
-        signed(column_of(columns, f"shard.{name}", len(tensor)))
-        for name in ("file", "start", "bytes")
-    )
-    dims = tensors.dims[tensor]
-    offsets, lengths = (
-        unpack_ragged(f"shard.{name}", columns, dims, width=tensors.max_dims, fill=fill)
-        for name, fill in (("offset", 0), ("length", 1))
-    )
-    shards = Shards(tensor, file, start, nbytes, offsets, lengths)
-    if not len(tensor):
-        return shards
-    if int(file.max()) >= len(files):
-        raise PackFault(f"shard in file {int(file.max())} of {len(files)}")
-    inside = start <= np.array(files.sizes, np.int64)[file] - nbytes
-    for dim in range(tensors.max_dims):
-        length = lengths[:, dim]
-        inside &= (length > 0) & (offsets[:, dim] <= tensors.shapes[tensor, dim] - length)
-    if not inside.all():
-        raise PackFault(f"shard {int(np.argmin(inside))} lies outside of its tensor or file")
-    fits = nbytes == volumes(lengths) * tensors.item_bytes[tensor]
+    if any(len(crcs) != files.num_blocks(row) for row, crcs in enumerate(files.crcs)):
+        raise FormatFault("a file must have a checksum for each MiB")
+    owner, file = shards.tensor, shards.file
+    for rows, limit in ((owner, len(tensors)), (file, len(files))):
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < limit:
+            raise FormatFault(f"a shard of tensor or file {rows.max()} of {limit}")
+    ends = np.array(files.sizes, np.int64)[file] if len(file) else file
+    inside = (shards.start >= 0) & (shards.nbytes >= 0) & (shards.start <= ends - shards.nbytes)
+    inside &= (shards.lengths > 0).all(axis=1) & (shards.offsets >= 0).all(axis=1)
+    inside &= (shards.offsets <= tensors.shapes[owner] - shards.lengths).all(axis=1)
+    fits = inside & (shards.nbytes == volumes(shards.lengths) * tensors.item_bytes[owner])
     if not fits.all():
-        raise PackFault(f"shard {int(np.argmin(fits))} has another size than its box")
-    return shards
+        raise FormatFault(
+            f"shard {int(np.argmin(fits))} lies outside of its tensor or file, or has another size"
+        )

@@ -20,7 +20,7 @@ import numpy as np
 from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.format.geometry import I64, Box
 from planish.checkpoint.format.items import ITEM_BYTES, MAX_DIMS
-from planish.checkpoint.format.packing import PackFault, dump_json, load_json
+from planish.checkpoint.format.strict_json import FormatFault, dump_json, load_json
 
 MAX_HEADER_BYTES = 100_000_000
 """What safetensors libraries accept."""
@@ -40,12 +40,7 @@ _NAMED = re.compile(r"(.*)\|([0-9,]*)\|([0-9,]*)", re.DOTALL)
 
 
 class NewEntry(NamedTuple):
-    """One box to be written.
-
-    Example:
-        >>> NewEntry("w|0,0|1,2", "F32", (1, 2)).nbytes
-        8
-    """
+    """One box to be written."""
 
     name: str
     """In the file."""
@@ -210,12 +205,12 @@ def parse_header(data: bytes, file_size: int, *, file: str = "") -> Header:
     try:
         raw = load_json(data[_LENGTH.size : data_start])
         if not isinstance(raw, dict):
-            raise PackFault("the header must be an object")
+            raise FormatFault("the header must be an object")
         notes = raw.pop("__metadata__", {})
         if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
-            raise PackFault("`__metadata__` must hold texts")
+            raise FormatFault("`__metadata__` must hold texts")
         entries = {name: _entry(name, value, data_start) for name, value in raw.items()}
-    except PackFault as fault:
+    except FormatFault as fault:
         raise _corrupt(file, str(fault)) from None
     ordered = dict(sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop)))
     end = data_start
@@ -230,14 +225,14 @@ def parse_header(data: bytes, file_size: int, *, file: str = "") -> Header:
 
 def _entry(name: str, raw: Any, data_start: int) -> StoredEntry:
     if not isinstance(raw, dict) or raw.keys() != {"dtype", "shape", "data_offsets"}:
-        raise PackFault(f"entry {name!r:.120} must have dtype, shape and data_offsets")
+        raise FormatFault(f"entry {name!r:.120} must have dtype, shape and data_offsets")
     dtype, shape, places = raw["dtype"], raw["shape"], raw["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise PackFault(f"entry {name!r:.120} has unknown type {dtype!r:.40}")
+        raise FormatFault(f"entry {name!r:.120} has unknown type {dtype!r:.40}")
     if not _is_counts(shape) or len(shape) > MAX_DIMS or not _is_counts(places):
-        raise PackFault(f"entry {name!r:.120} must have counts as shape and places")
+        raise FormatFault(f"entry {name!r:.120} must have counts as shape and places")
     if len(places) != 2 or places[1] - places[0] != math.prod(shape) * ITEM_BYTES[dtype]:
-        raise PackFault(
+        raise FormatFault(
             f"entry {name!r:.120} at {places!r:.60} must fit its shape {shape!r:.80} of {dtype}"
         )
     return StoredEntry(dtype, tuple(shape), data_start + places[0], data_start + places[1])

@@ -31,7 +31,7 @@ import re
 import struct
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
@@ -40,7 +40,7 @@ import numpy as np
 
 from planish.base.errors import CheckpointCorrupt, CheckpointError, LayoutMismatch
 from planish.checkpoint.format.items import ITEM_BYTES, MAX_DIMS, TORCH_TYPES, Collected
-from planish.checkpoint.format.packing import PackFault, load_json
+from planish.checkpoint.format.strict_json import FormatFault, load_json
 
 if TYPE_CHECKING:
     import torch
@@ -48,12 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SmallObject:
-    """One small object that a rank could write.
-
-    Example:
-        >>> SmallObject("data/main.extra/shared.bin", b"x", "main", "shared").state
-        'main.extra'
-    """
+    """One small object that a rank could write."""
 
     key: str
     """Relative to the folder of the attempt."""
@@ -223,36 +218,29 @@ def decode_extra(
     allow_pickle: bool = False,
     file: str = "",
 ) -> Any:
-    """Read what `encode_extra` wrote, from an untrusted source.
+    """Read what `encode_extra` wrote, from an untrusted source; `file` is its key, for errors.
 
-    Args:
-        data: All of it.
-        allow_pickle: Read pickled objects too; whoever wrote them can then run code here.
-        file: Key of the file, for errors.
-
-    Returns:
-        The value; tensors are on the CPU, and share no memory with `data`.
+    With `allow_pickle` pickled objects are read too: whoever wrote them can then run code here.
+    Tensors are on the CPU, and share no memory with `data`.
 
     Raises:
         CheckpointCorrupt: anything that `encode_extra` would not write.
         CheckpointError: a pickled object, and `allow_pickle` is false.
     """
     try:
-        if len(data) < _FIXED.size:
-            raise PackFault(f"must have at least {_FIXED.size} bytes, got {len(data)}")
         magic, version, size = _FIXED.unpack_from(data)
-        if magic != _MAGIC or version != _VERSION:
-            raise PackFault(f"begins with {magic!r}, version {version}")
-        if size > len(data) - _FIXED.size:
-            raise PackFault(f"a text of {size} bytes in {len(data)}")
+        if magic != _MAGIC or version != _VERSION or size > len(data) - _FIXED.size:
+            raise FormatFault(f"begins with {data[: _FIXED.size]!r}")
         start = _FIXED.size + size
         reader = _Reader(data, start, allow_pickle)
         value = reader.value(load_json(bytes(data[_FIXED.size : start])))
         if reader.place != len(data):
-            raise PackFault(f"{len(data) - reader.place} bytes follow the last value")
-    except (PackFault, RecursionError) as fault:
+            raise FormatFault(f"{len(data) - reader.place} bytes follow the last value")
+    except (TypeError, ValueError, LookupError, struct.error, RecursionError) as fault:
+        told = fault if isinstance(fault, FormatFault) else repr(fault)
         raise CheckpointCorrupt(
-            f"extra state `{file}` is damaged: {fault}; go back to an older checkpoint", file=file
+            f"extra state `{file}` is damaged: {told!s:.200}; go back to an older checkpoint",
+            file=file,
         ) from None
     return value
 
@@ -346,25 +334,15 @@ class _Writer:
 
 
 class _Reader:
-    """Turns plain JSON and blobs into values; blobs are taken in order."""
+    """Turns plain JSON and blobs into values; blobs are taken in order.
+
+    A text of another form raises whatever it does; `decode_extra` words it.
+    """
 
     def __init__(self, data: bytes, place: int, allow_pickle: bool) -> None:
         self.place = place
         self._data = data
         self._allow_pickle = allow_pickle
-        self._tags: dict[str, Callable[[Any], Any]] = {
-            "!float": self._float,
-            "!tuple": lambda plain: tuple([self.value(part) for part in _list(plain)]),
-            "!map": lambda plain: dict(self._pairs(plain)),
-            "!ordered": lambda plain: OrderedDict(self._pairs(plain)),
-            "!bytes": self._take,
-            "!bytearray": lambda plain: bytearray(self._take(plain)),
-            "!complex": self._complex,
-            "!scalar": lambda plain: self._array([*_list(plain)[:1], [], *_list(plain)[1:]])[()],
-            "!array": self._array,
-            "!tensor": self._tensor,
-            "!pickle": self._pickle,
-        }
 
     def value(self, plain: Any) -> Any:
         if isinstance(plain, list):
@@ -374,75 +352,70 @@ class _Reader:
         tag = next(iter(plain), "")
         if not tag.startswith("!"):
             return {key: self.value(part) for key, part in plain.items()}
-        if tag not in self._tags or len(plain) != 1:
-            raise PackFault(f"unknown kind of value {tag!r:.80}")
-        return self._tags[tag](plain[tag])
+        (content,) = plain.values()
+        return self._tagged(tag, content)
 
-    def _pairs(self, plain: Any) -> Iterable[tuple[Any, Any]]:
-        seen = set()
-        for pair in _list(plain):
-            if not isinstance(pair, list) or len(pair) != 2:
-                raise PackFault("a mapping must hold pairs")
-            key = self._key(pair[0])
-            if key in seen:
-                raise PackFault(f"key {key!r:.80} appears twice")
-            seen.add(key)
-            yield key, self.value(pair[1])
-
-    def _key(self, plain: Any) -> Any:
-        if isinstance(plain, dict) and plain.keys() == {"!tuple"}:
-            return tuple([self._key(part) for part in _list(plain["!tuple"])])
-        if isinstance(plain, dict) and plain.keys() == {"!float"}:
-            return self._float(plain["!float"])
-        if isinstance(plain, (dict, list)):
-            raise PackFault("a key must be a text, a number or a tuple")
-        return plain
-
-    def _float(self, plain: Any) -> float:
-        if plain not in ("nan", "inf", "-inf"):
-            raise PackFault(f"number {plain!r:.80}")
-        return float(plain)
+    def _tagged(self, tag: str, content: Any) -> Any:
+        match tag:
+            case "!tuple":
+                return tuple([self.value(part) for part in content])
+            case "!map" | "!ordered":
+                pairs = [(self.value(key), self.value(part)) for key, part in content]
+                found = dict(pairs) if tag == "!map" else OrderedDict(pairs)
+                if len(found) != len(pairs):
+                    raise FormatFault("a key appears twice")
+                return found
+            case "!float" if content in ("nan", "inf", "-inf"):
+                return float(content)
+            case "!bytes":
+                return self._take(content)
+            case "!bytearray":
+                return bytearray(self._take(content))
+            case "!complex":
+                return complex(*struct.unpack("<dd", self._take(content)))
+            case "!scalar":
+                name, size = content
+                return self._array(name, [], size)[()]
+            case "!array":
+                return self._array(*content)
+            case "!tensor":
+                return self._tensor(*content)
+            case "!pickle":
+                return self._pickle(content)
+        raise FormatFault(f"unknown kind of value {tag!r:.80}: {content!r:.80}")
 
     def _take(self, size: Any) -> bytes:
         if type(size) is not int or not 0 <= size <= len(self._data) - self.place:
-            raise PackFault(f"a blob of {size!r:.80} bytes goes over the end")
+            raise FormatFault(f"a blob of {size!r:.80} bytes goes over the end")
         self.place += size
         return bytes(self._data[self.place - size : self.place])
 
-    def _complex(self, size: Any) -> complex:
-        if size != 16:
-            raise PackFault(f"a complex number of {size!r:.80} bytes")
-        return complex(*struct.unpack("<dd", self._take(size)))
+    def _array(self, name: str, shape: list[int], size: int) -> Any:
+        dtype = np.dtype(name if _ARRAY_TYPE.fullmatch(name) else "none")
+        return np.frombuffer(bytearray(self._fitting(shape, size, dtype.itemsize)), dtype).reshape(
+            shape
+        )
 
-    def _array(self, plain: Any) -> Any:
-        name, shape, size = _form(plain)
-        try:
-            dtype = np.dtype(name if _ARRAY_TYPE.fullmatch(name) else "none")
-        except TypeError:
-            raise PackFault(f"unknown type of array {name!r:.80}") from None
-        self._fits(shape, size, dtype.itemsize)
-        return np.frombuffer(bytearray(self._take(size)), dtype).reshape(shape)
-
-    def _tensor(self, plain: Any) -> Any:
-        dtype, shape, size = _form(plain)
-        if dtype not in ITEM_BYTES:
-            raise PackFault(f"unknown type of tensor {dtype!r:.80}")
-        self._fits(shape, size, ITEM_BYTES[dtype])
-        data = self._take(size)
+    def _tensor(self, dtype: str, shape: list[int], size: int) -> Any:
+        data = self._fitting(shape, size, ITEM_BYTES[dtype])
         import torch
 
         kind = getattr(torch, TORCH_TYPES[dtype], None)
         if kind is None:
-            raise PackFault(f"this torch has no type {dtype}")
+            raise FormatFault(f"this torch has no type {dtype}")
         if not data:
             return torch.empty(shape, dtype=kind)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).reshape(shape)
 
-    def _fits(self, shape: tuple[int, ...], size: Any, item_bytes: int) -> None:
+    def _fitting(self, shape: list[int], size: int, item_bytes: int) -> bytes:
+        """Take the blob of an array, which must fit its shape."""
+        if not all(type(side) is int and side >= 0 for side in shape):
+            raise FormatFault(f"a shape must hold counts, got {shape!r:.80}")
         # The product without zeros: libraries refuse empty arrays of impossible extents.
         full = math.prod(side for side in shape if side) * item_bytes
         if size != math.prod(shape) * item_bytes or full >= 1 << 62 or len(shape) > MAX_DIMS:
-            raise PackFault(f"shape {shape!r:.80} in {size!r:.80} bytes")
+            raise FormatFault(f"shape {shape!r:.80} in {size!r:.80} bytes")
+        return self._take(size)
 
     def _pickle(self, size: Any) -> Any:
         if not self._allow_pickle:
@@ -453,21 +426,6 @@ class _Reader:
         import pickle
 
         return pickle.loads(self._take(size))
-
-
-def _form(plain: Any) -> tuple[str, tuple[int, ...], Any]:
-    if not isinstance(plain, list) or len(plain) != 3 or not isinstance(plain[0], str):
-        raise PackFault(f"an array must be [type, shape, bytes], got {plain!r:.80}")
-    name, shape, size = plain
-    if not isinstance(shape, list) or not all(type(v) is int and v >= 0 for v in shape):
-        raise PackFault(f"a shape must hold counts, got {shape!r:.80}")
-    return name, tuple(shape), size
-
-
-def _list(plain: Any) -> list[Any]:
-    if not isinstance(plain, list):
-        raise PackFault(f"must be a list, got {plain!r:.80}")
-    return plain
 
 
 def _little(dtype: np.dtype[Any]) -> str:

@@ -37,13 +37,6 @@ def coalesce(line: I64, start: I64, stop: I64, sizes: I64) -> tuple[I64, I64, I6
 
     Returns:
         [q] line, first byte, one past the last byte; ascending, disjoint within a line.
-
-    Example:
-        >>> MIB = 1 << 20
-        >>> ranges = np.array([0, 2 * MIB]), np.array([10, 2 * MIB + 10])
-        >>> file, start, stop = coalesce(np.zeros(2, int), *ranges, np.array([20 * MIB]))
-        >>> (start // MIB).tolist(), (stop // MIB).tolist()
-        ([0, 2], [1, 3])
     """
     line, start, stop = _merge(line, start, stop, GAP_BYTES)
     line, start, stop = _merge_while_cheap(line, start, stop)

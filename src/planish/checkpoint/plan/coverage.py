@@ -1,4 +1,4 @@
-"""Whether boxes tile their tensors: inside, no overlap, no hole; and how much their union holds.
+"""Whether boxes tile their tensors: no overlap, no hole; and how much their union holds.
 
 Three steps for all tensors together, each only for what the one before could not settle. Most boxes
 are runs of their tensor's row-major order: then it is enough that each begins where the one before
@@ -10,6 +10,8 @@ boxes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -26,7 +28,6 @@ from planish.checkpoint.format.geometry import (
     strides_of,
     volumes,
 )
-from planish.checkpoint.format.items import TensorTable
 from planish.checkpoint.format.metafile import Metadata
 
 _MAX_PASSES = 16
@@ -35,41 +36,40 @@ _CELLS = 1 << 22
 """Cells of the grid that counts the union of overlapping pieces of one shard."""
 
 
-def refuse_gaps(tensors: TensorTable, owners: I64, offsets: I64, lengths: I64) -> None:
-    """Check that boxes tile their tensors: no overlap, no hole.
+def refuse_gaps(
+    shapes: I64, owners: I64, sides: tuple[I64, I64], dims: I64, name: Callable[[int], str]
+) -> None:
+    """Check that boxes tile what they belong to: no overlap, no hole.
 
     Args:
-        tensors: All tensors; each must be tiled.
-        owners: [k], row of the tensor of each box.
-        offsets: [k, n], padded with 0; inside of the tensor.
-        lengths: [k, n], padded with 1; at least 1.
+        shapes: [t, n], padded with 1; each must be tiled.
+        owners: [k], row of `shapes` of each box.
+        sides: [k, n] offsets, padded with 0, and [k, n] lengths, padded with 1 and at least 1; all
+            boxes lie inside.
+        dims: [t], true number of dimensions.
+        name: Of a row of `shapes`, for the error.
 
     Raises:
-        LayoutMismatch: with every tensor that is not tiled exactly, and the boxes at fault.
+        LayoutMismatch: with the first overlap and the first hole.
     """
-    suspects = untiled(tensors.shapes, owners, offsets, lengths)
+    suspects = untiled(shapes, owners, *sides)
     if not len(suspects):
         return
-    dense = np.full(len(tensors), -1, np.int64)
+    dense = np.full(len(shapes), -1, np.int64)
     dense[suspects] = np.arange(len(suspects))
     mine = np.flatnonzero(dense[owners] >= 0)
+    offsets, lengths = sides
     faults = cover_faults(
-        tensors.shapes[suspects],
-        dense[owners[mine]],
-        offsets[mine],
-        lengths[mine],
-        dims=tensors.dims[suspects],
+        shapes[suspects], dense[owners[mine]], offsets[mine], lengths[mine], dims=dims[suspects]
     )
-    if faults:
-        texts = [
-            f"`{tensors.fqns[suspects[row]]}` ({tensors.roles[suspects[row]]} "
-            f"{tensors.kinds[suspects[row]]}): {fault}"
-            for row, fault in sorted(faults.items())
-        ]
+    shown: dict[str, str] = {}
+    for row, fault in sorted(faults.items()):
+        kind = "hole" if fault.startswith("no box") else "overlap"
+        shown.setdefault(kind, f"{name(int(suspects[row]))}: {fault}")
+    if shown:
         raise LayoutMismatch(
-            "every element of a tensor must lie in exactly one box (or in replicas of it), got\n  "
-            + "\n  ".join(texts)
-            + "\na rank is missing, or the adapter's offsets are wrong"
+            "every element of a tensor must lie in exactly one box (or in replicas of it), got "
+            f"{'; '.join(shown.values())}; a rank is missing, or the adapter's offsets are wrong"
         )
 
 
@@ -162,7 +162,7 @@ def _slabs(owners: I64, limits: I64, offsets: I64, lengths: I64) -> tuple[I64, I
 def cover_faults(
     shapes: I64, owners: I64, offsets: I64, lengths: I64, *, dims: I64 | None = None
 ) -> dict[int, str]:
-    """Say for which tensors the boxes do not tile.
+    """Say for which tensors boxes that lie inside of them do not tile.
 
     Args:
         shapes: [t, n], padded with 1.
@@ -172,8 +172,7 @@ def cover_faults(
         dims: [t], true number of dimensions of each tensor (n where left out), for the messages.
 
     Returns:
-        Tensor index -> what is wrong, with the boxes: out of bounds, overlap or hole; tensors that
-        are tiled exactly are absent.
+        Tensor index -> an overlap, or else the first hole; tensors that are tiled are absent.
 
     Example:
         >>> boxes = np.array([[0], [1]]), np.array([[2], [2]])
@@ -185,53 +184,27 @@ def cover_faults(
     def shape(tensor: int) -> str:
         return str(tuple(shapes[tensor, : true[tensor]].tolist()))
 
-    def text(box: int) -> str:
-        return box_text(offsets[box], lengths[box], int(true[owners[box]]))
-
     faults: dict[int, str] = {}
-    sizes = np.multiply.reduce(shapes.astype(np.float64), axis=1)
-    for tensor in np.flatnonzero(sizes >= MAX_ELEMENTS).tolist():
-        faults[tensor] = f"shape {shape(tensor)} must have less than 2**62 elements"
-    limits = shapes[owners]
-    outside = ((offsets < 0) | (lengths < 1) | (offsets > limits - lengths)).any(axis=1)
-    for box in np.flatnonzero(outside).tolist():
-        owner = int(owners[box])
-        faults.setdefault(owner, f"the box {text(box)} is empty or outside of shape {shape(owner)}")
-    good = np.ones(len(shapes), bool)
-    good[list(faults)] = False
-    kept = np.flatnonzero(good[owners])
-    owners, offsets, lengths = owners[kept], offsets[kept], lengths[kept]
     for pair in _overlaps(owners, offsets, offsets + lengths):
         owner = int(owners[pair[0]])
-        texts = " and ".join(map(text, sorted(pair)))
-        faults.setdefault(owner, f"the boxes {texts} of shape {shape(owner)} overlap")
-    good[list(faults)] = False
+        texts = [box_text(offsets[box], lengths[box], int(true[owner])) for box in sorted(pair)]
+        faults[owner] = f"the boxes {' and '.join(texts)} of shape {shape(owner)} overlap"
     # Boxes that do not overlap leave elements out where they hold too few.
+    held = np.zeros(len(shapes), np.int64)
+    np.add.at(held, owners, volumes(lengths))
     order = np.argsort(owners, kind="stable")
     bounds = np.searchsorted(owners[order], np.arange(len(shapes) + 1))
-    totals = np.zeros(len(owners) + 1, np.uint64)
-    np.cumsum(volumes(lengths)[order].astype(np.uint64), out=totals[1:])
-    # Differences are right even where the running sum wraps around.
-    held = totals[bounds[1:]] - totals[bounds[:-1]]
-    wanted = np.where(good, volumes(shapes), 0).astype(np.uint64)
-    for tensor in np.flatnonzero(good & (held != wanted)).tolist():
-        mine = order[bounds[tensor] : bounds[tensor + 1]]
-        hole = _first_hole(shapes[tensor], offsets[mine], lengths[mine])
-        where = box_text(np.array(hole.offsets), np.array(hole.lengths), int(true[tensor]))
-        faults[tensor] = (
-            f"no box holds {where} of shape {shape(tensor)}: "
-            f"{held[tensor]} of {wanted[tensor]} elements in {len(mine)} boxes"
-        )
+    for tensor in np.flatnonzero(held != volumes(shapes)).tolist():
+        if tensor not in faults:
+            mine = order[bounds[tensor] : bounds[tensor + 1]]
+            hole = _first_hole(shapes[tensor], offsets[mine], lengths[mine])
+            where = box_text(np.array(hole.offsets), np.array(hole.lengths), int(true[tensor]))
+            faults[tensor] = f"no box holds {where} of shape {shape(tensor)}"
     return faults
 
 
 def box_text(offsets: I64, lengths: I64, dims: int) -> str:
-    """Return a padded box without its padding, as slices.
-
-    Example:
-        >>> box_text(np.array([1, 0]), np.array([2, 1]), 1)
-        '[1:3]'
-    """
+    """Return a padded box without its padding, as slices."""
     sides = zip(offsets[:dims].tolist(), lengths[:dims].tolist(), strict=True)
     return f"[{', '.join(f'{offset}:{offset + length}' for offset, length in sides)}]"
 

@@ -7,14 +7,12 @@ lengths. Planning needs only how long a header gets; the text is the work of eac
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from planish.base.errors import PlanMismatch
 from planish.checkpoint.format.geometry import (
     I64,
     before,
@@ -32,10 +30,8 @@ from planish.checkpoint.format.safetensors_file import (
     plan_header,
     quote_fqn,
 )
+from planish.checkpoint.format.wire import pack_columns, unpack_columns
 
-_MAGIC = b"PLNSHSAV"
-_HEAD = struct.Struct("<8sII")
-_FILE = struct.Struct("<IQQI")
 _POWERS = 10 ** np.arange(1, 19, dtype=np.int64)
 
 
@@ -63,12 +59,6 @@ def header(names: Sequence[str], dtypes: Sequence[str], rows: Rows) -> bytes:
         names: Of the tensors, as `safetensors_file.quote_fqn` returns them.
         dtypes: Of the tensors.
         rows: Entries in the order of their bytes.
-
-    Example:
-        >>> one, zero = np.ones(1, np.int64), np.zeros(1, np.int64)
-        >>> box = Rows(zero, one, zero[:, None], 2 * one[:, None], zero, 8 * one)
-        >>> header(["w"], ["F32"], box)[8:].rstrip()
-        b'{"w|0|2":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     """
     entries = []
     columns = (column.tolist() for column in rows[:4])
@@ -112,12 +102,7 @@ def _fixed(dtype: str) -> tuple[int, int]:
 
 
 def digits(values: I64) -> I64:
-    """Return how many decimal digits non-negative numbers have.
-
-    Example:
-        >>> digits(np.array([0, 9, 10, 12345])).tolist()
-        [1, 1, 2, 5]
-    """
+    """Return how many decimal digits non-negative numbers have."""
     return np.searchsorted(_POWERS, values, side="right").astype(np.int64) + 1
 
 
@@ -140,6 +125,13 @@ class FilePlan:
     offsets: I64
     """[e], where the entry begins in the file, ascending and without gaps."""
 
+    @classmethod
+    def of(cls, key: str, header: bytes, items: I64, starts: I64, stops: I64) -> FilePlan:
+        """Put the entries one after the other behind the header."""
+        offsets = len(header) + before(stops - starts)
+        size = len(header) + int((stops - starts).sum())
+        return cls(key, header, size, items, starts, stops, offsets)
+
 
 @dataclass(frozen=True)
 class RankPlan:
@@ -152,55 +144,20 @@ class RankPlan:
 
     @classmethod
     def decode(cls, data: bytes, columns: Columns) -> RankPlan:
-        """Read what `GlobalPlan.wire` wrote, with the columns that were planned.
-
-        Raises:
-            PlanMismatch: the bytes are no plan, or not one for these columns.
-        """
-        try:
-            magic, rank, count = _HEAD.unpack_from(data)
-            if magic != _MAGIC:
-                raise ValueError(f"magic {magic!r}")
-            files, position = [], _HEAD.size
-            names = [quote_fqn(name) for name in columns.tensors.fqns]
-            for _ in range(count):
-                entries, size, header_size, key_size = _FILE.unpack_from(data, position)
-                position += _FILE.size
-                key = data[position : position + key_size].decode("utf-8", "surrogatepass")
-                position += key_size
-                arrays = []
-                for _ in range(3):
-                    array = np.frombuffer(data, "<i8", entries, position).astype(np.int64)
-                    arrays.append(array)
-                    position += array.nbytes
-                items, starts, stops = arrays
-                if (items < 0).any() or (starts < 0).any() or (stops <= starts).any():
-                    raise ValueError("an entry outside of its item")
-                rows = entry_rows(columns, items, starts, stops)
-                head = header(names, columns.tensors.dtypes, rows)
-                end = len(head) + int(rows.stop[-1]) if entries else len(head)
-                if (len(head), end) != (header_size, size):
-                    raise ValueError(
-                        f"a file of {end} bytes with a header of {len(head)}, not {size}"
-                    )
-                offsets = len(head) + before(stops - starts)
-                files.append(FilePlan(key, head, size, items, starts, stops, offsets))
-        except (struct.error, ValueError, IndexError) as error:
-            raise PlanMismatch(
-                f"the plan of a rank must fit the columns it was made for, got {error}; "
-                "all ranks must run one version of this program and take part in one save"
-            ) from error
-        return cls(rank, tuple(files))
+        """Read what `GlobalPlan.wire` wrote, with the columns that were planned."""
+        head, entries = unpack_columns(data)
+        names = [quote_fqn(name) for name in columns.tensors.fqns]
+        files = []
+        for key, low, high in head["files"]:
+            items, starts, stops = (column[low:high] for column in entries.values())
+            rows = entry_rows(columns, items, starts, stops)
+            text = header(names, columns.tensors.dtypes, rows)
+            files.append(FilePlan.of(key, text, items, starts, stops))
+        return cls(head["rank"], tuple(files))
 
 
 def entry_rows(columns: Columns, items: I64, starts: I64, stops: I64) -> Rows:
-    """Return the boxes that entries consist of: all of an item's, or a part of one of them.
-
-    Raises:
-        ValueError: a range of bytes is neither, or a number of an item is none.
-    """
-    if len(items) and int(items.max()) >= len(columns.item_tensor):
-        raise ValueError(f"item {int(items.max())} of {len(columns.item_tensor)}")
+    """Return the boxes that entries consist of: all of an item's, or a part of one of them."""
     counts = np.diff(columns.item_starts)[items]
     rows = ranges(columns.item_starts[items], counts)
     entry = np.repeat(np.arange(len(items)), counts)
@@ -222,11 +179,8 @@ def entry_rows(columns: Columns, items: I64, starts: I64, stops: I64) -> Rows:
         cut = part[here]
         offsets[cut, dim] += first[cut] // line[here]
         lengths[cut, dim] = (last - first)[cut] // line[here]
-        part, line = part[~here], line[~here]
-    rest = np.bincount(entry[kept], (last - first)[kept], len(items))
-    if len(part) or not np.array_equal(rest.astype(np.int64), stops - starts):
-        raise ValueError("an entry that is no box of its item")
-    size = nbytes[kept] if not len(kept) else volumes(lengths[kept]) * width[kept]
+        part = part[~here]
+    size = volumes(lengths[kept]) * width[kept]
     begin = before(size)
     dims = columns.tensors.dims[tensor[kept]]
     return Rows(tensor[kept], dims, offsets[kept], lengths[kept], begin, begin + size)
@@ -271,23 +225,21 @@ class GlobalPlan:
             span = slice(*self.file_boxes[row : row + 2].tolist())
             mine = slice(*self.file_entries[row : row + 2].tolist())
             head = header(self._names, self.tensors.dtypes, Rows(*(c[span] for c in self.boxes)))
-            items, starts, stops = self.items[mine], self.starts[mine], self.stops[mine]
-            offsets = len(head) + before(stops - starts)
-            size = int(self.sizes[row])
-            files.append(FilePlan(self.keys[row], head, size, items, starts, stops, offsets))
+            entries = self.items[mine], self.starts[mine], self.stops[mine]
+            files.append(FilePlan.of(self.keys[row], head, *entries))
         return RankPlan(rank, tuple(files))
 
     def wire(self, rank: int) -> bytes:
         """Return what one rank writes as bytes, without headers: the rank can write them."""
         first, last = self.rank_files[rank : rank + 2].tolist()
-        parts = [_HEAD.pack(_MAGIC, rank, last - first)]
-        for row in range(first, last):
-            low, high = self.file_entries[row : row + 2].tolist()
-            key = self.keys[row].encode("utf-8", "surrogatepass")
-            size, head = int(self.sizes[row]), int(self.headers[row])
-            parts += [_FILE.pack(high - low, size, head, len(key)), key]
-            parts += [c[low:high].tobytes() for c in (self.items, self.starts, self.stops)]
-        return b"".join(parts)
+        bounds = self.file_entries[first : last + 1]
+        low, high = int(bounds[0]), int(bounds[-1])
+        ends = (bounds - low).tolist()
+        files = list(zip(self.keys[first:last], ends, ends[1:], strict=False))
+        columns = {"items": self.items, "starts": self.starts, "stops": self.stops}
+        return pack_columns(
+            {"rank": rank, "files": files}, {name: c[low:high] for name, c in columns.items()}
+        )
 
     def loads(self) -> I64:
         """Return [ranks]: bytes that each rank writes, headers included."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from planish.base.errors import LayoutMismatch, MissingKeys, ShapeMismatch
+from planish.base.errors import LayoutMismatch
 from planish.checkpoint.format.geometry import (
     I64,
     MAX_ELEMENTS,
@@ -23,7 +23,7 @@ from planish.checkpoint.format.geometry import (
 )
 from planish.checkpoint.format.items import Columns, LocalItem
 from planish.checkpoint.format.metafile import Metadata
-from planish.checkpoint.plan.coverage import box_text, cover_faults, untiled
+from planish.checkpoint.plan.coverage import box_text, refuse_gaps
 from planish.checkpoint.plan.reads import LocalReads
 
 _CHUNK = 1 << 20
@@ -118,7 +118,7 @@ def match(
 
     Args:
         metadata: Of the checkpoint.
-        items: What one rank wants.
+        items: What one rank wants: tensors that the checkpoint has, with the same shapes.
         index: Of `metadata`, where several calls share it.
 
     Returns:
@@ -126,84 +126,28 @@ def match(
         and shard; together exactly the wanted boxes.
 
     Raises:
-        MissingKeys: the checkpoint lacks tensors; all are listed.
-        ShapeMismatch: tensors have another shape in the checkpoint; all are listed.
-        LayoutMismatch: wanted elements are not stored, or stored twice; all boxes are listed.
+        LayoutMismatch: wanted elements lie outside of their tensor, are not stored, or are stored
+            twice; the first is named.
     """
     wanted = items if isinstance(items, Columns) else Columns.from_items(items)
-    rows = _rows_of(metadata, wanted)
+    rows = np.array([metadata.tensor_ids[name] for name in wanted.tensors.ids], np.int64)
     index = ShardIndex(metadata) if index is None else index
     owner = wanted.box_tensor
     tensor = rows[owner]
     offsets = fit(wanted.offsets, index.width, 0)
     lengths = fit(wanted.lengths, index.width, 1)
+    dims = wanted.tensors.dims[owner]
+
+    def name(box: int) -> str:
+        where = box_text(offsets[box], lengths[box], int(dims[box]))
+        return f"{wanted.tensors.quoted(int(owner[box]))} {where}, counted from its corner"
+
     limits = fit(metadata.tensors.shapes, index.width, 1)[tensor]
-    outside = np.flatnonzero(((offsets < 0) | (offsets > limits - lengths)).any(axis=1))
-    if len(outside):
-        faults = [
-            f"`{wanted.tensors.fqns[owner[box]]}`: "
-            + box_text(offsets[box], lengths[box], int(wanted.tensors.dims[owner[box]]))
-            for box in outside
-        ]
-        raise LayoutMismatch(
-            "wanted boxes must lie inside of their tensors, got\n  " + "\n  ".join(faults)
-        )
+    outside = ((offsets < 0) | (offsets > limits - lengths)).any(axis=1)
+    if outside.any():
+        where = name(int(np.argmax(outside))).partition(", counted")[0]
+        raise LayoutMismatch(f"wanted boxes must lie inside of their tensors, got {where}")
     box, shard, lower, extent = index.meeting(tensor, offsets, lengths)
-    _refuse_gaps(wanted, (offsets, lengths), (box, lower, extent))
+    refuse_gaps(lengths, box, (lower - offsets[box], extent), dims, name)
     number = ranges(np.zeros(len(wanted.item_tensor), np.int64), np.diff(wanted.item_starts))
     return LocalReads(wanted.box_item[box], number[box], shard, lower, extent, offsets[box])
-
-
-def _rows_of(metadata: Metadata, wanted: Columns) -> I64:
-    """Return [t]: the row in the metadata of each wanted tensor; shapes must be equal there."""
-    known, tensors = metadata.tensor_ids, metadata.tensors
-    missing = [name for name in wanted.tensors.ids if name not in known]
-    if missing:
-        names = "\n  ".join(f"`{fqn}` ({role} {kind})" for role, kind, fqn in missing)
-        raise MissingKeys(
-            f"the checkpoint must hold every wanted tensor, it lacks {len(missing)}:\n  {names}"
-        )
-    rows = [known[name] for name in wanted.tensors.ids]
-    faults = []
-    for mine, row in enumerate(rows):
-        dims = int(wanted.tensors.dims[mine])
-        if dims != tensors.dims[row] or (
-            (wanted.tensors.shapes[mine, :dims] != tensors.shapes[row, :dims]).any()
-        ):
-            here, there = wanted.tensors.spec(mine), tensors.spec(row)
-            faults.append(f"`{here.fqn}`: {there.shape} in the checkpoint, {here.shape} wanted")
-    if faults:
-        raise ShapeMismatch(
-            "tensors must have the shape they were saved with, got\n  "
-            + "\n  ".join(faults)
-            + "\nload into the model that was saved"
-        )
-    return np.array(rows, np.int64)
-
-
-def _refuse_gaps(wanted: Columns, boxes: tuple[I64, I64], pieces: tuple[I64, I64, I64]) -> None:
-    """Refuse wanted boxes that the stored pieces do not fill exactly, once each."""
-    offsets, lengths = boxes
-    box, lower, extent = pieces
-    inside = lower - offsets[box]
-    suspects = untiled(lengths, box, inside, extent)
-    if not len(suspects):
-        return
-    dense = np.full(len(lengths), -1, np.int64)
-    dense[suspects] = np.arange(len(suspects))
-    mine = np.flatnonzero(dense[box] >= 0)
-    tensors = wanted.box_tensor[suspects]
-    dims = wanted.tensors.dims[tensors]
-    faults = cover_faults(
-        lengths[suspects], dense[box[mine]], inside[mine], extent[mine], dims=dims
-    )
-    if faults:
-        texts = []
-        for number, fault in sorted(faults.items()):
-            row = int(suspects[number])
-            name = wanted.tensors.fqns[int(tensors[number])]
-            where = box_text(offsets[row], lengths[row], int(dims[number]))
-            texts.append(f"`{name}` {where}, counted from its corner: {fault}")
-        raise LayoutMismatch(
-            "every wanted element must be stored exactly once, got\n  " + "\n  ".join(texts)
-        )

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planish.base.errors import CheckpointCorrupt, PlanMismatch
+from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.format.geometry import (
     I64,
     Box,
@@ -34,11 +34,8 @@ from planish.checkpoint.format.geometry import (
     volumes,
 )
 from planish.checkpoint.format.metafile import Metadata
-from planish.checkpoint.format.packing import PackFault, pack, signed, unpack
+from planish.checkpoint.format.wire import pack_columns, unpack_columns
 from planish.checkpoint.plan.coalesce import line_bases
-
-_MAGIC = b"PLNSHRDS"
-_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -193,6 +190,21 @@ class RankPart:
     members: I64
     """[sum], ascending ranks; a rank that wants a piece twice is there twice."""
 
+    def encode(self) -> bytes:
+        """Return the part as bytes."""
+        rest = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        columns = {name: value.reshape(-1) for name, value in (vars(self.requests) | rest).items()}
+        return pack_columns({"rank": self.rank, "width": self.offsets.shape[1]}, columns)
+
+    @classmethod
+    def decode(cls, data: bytes) -> RankPart:
+        """Undo `encode`."""
+        head, columns = unpack_columns(data)
+        requests = ReadRequests(*(columns.pop(name) for name in ("file", "start", "stop")))
+        for name in ("offsets", "lengths"):
+            columns[name] = columns[name].reshape(-1, head["width"])
+        return cls(head["rank"], requests, **columns)
+
 
 def canonical(metadata: Metadata, shard: I64, offsets: I64, lengths: I64) -> tuple[I64, Flags]:
     """Return the order of pieces inside messages, and which differ from the one before.
@@ -327,7 +339,6 @@ def assemble(metadata: Metadata, part: RankPart, mine: LocalReads) -> RankReads:
 
     Raises:
         CheckpointCorrupt: elements of a shard lie across blocks.
-        PlanMismatch: the requests do not hold all that the rank wants.
     """
     own = np.flatnonzero(part.reader == part.rank)
     own = own[np.argsort(part.number[own], kind="stable")]
@@ -345,12 +356,6 @@ def assemble(metadata: Metadata, part: RankPart, mine: LocalReads) -> RankReads:
         request,
         (mine.shard[rows], mine.offsets[rows], mine.lengths[rows]),
     )
-    held = int(volumes(cuts.lengths).sum())
-    if held != int(volumes(mine.lengths).sum()):
-        raise PlanMismatch(
-            f"the requests must hold the {int(volumes(mine.lengths).sum())} elements that rank "
-            f"{part.rank} wants, they hold {held}; all ranks must take part in one load"
-        )
     which = request[cuts.pair]
     copied = np.flatnonzero(part.reader[which] == part.rank)
     copied = copied[np.argsort(part.number[which[copied]], kind="stable")]
@@ -423,52 +428,3 @@ def _sends(metadata: Metadata, part: RankPart) -> tuple[Messages, Pieces]:
         cuts.itemsize[cut],
     )
     return messages, pieces
-
-
-def encode_part(part: RankPart) -> bytes:
-    """Return a part as bytes."""
-    width = part.offsets.shape[1]
-    columns: dict[str, I64 | bytes] = {
-        "file": part.requests.file,
-        "start": part.requests.start,
-        "length": part.requests.stop - part.requests.start,
-        "reader": part.reader,
-        "number": part.number,
-        "request": part.request,
-        "shard": part.shard,
-        "offset": part.offsets.reshape(-1),
-        "extent": part.lengths.reshape(-1),
-        "wanted": np.diff(part.bounds),
-        "member": part.members,
-    }
-    return pack(_MAGIC, _VERSION, {"rank": part.rank, "width": width}, columns)
-
-
-def decode_part(data: bytes) -> RankPart:
-    """Read what `encode_part` wrote.
-
-    Raises:
-        PlanMismatch: the bytes are no part of a plan.
-    """
-    try:
-        head, raw = unpack(data, _MAGIC, _VERSION)
-        column = {name: signed(values) for name, values in raw.items()}
-        width, rank = int(head["width"]), int(head["rank"])
-        bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(column["wanted"])])
-        requests = ReadRequests(column["file"], column["start"], column["start"] + column["length"])
-        return RankPart(
-            rank,
-            requests,
-            column["reader"],
-            column["number"],
-            column["request"],
-            column["shard"],
-            column["offset"].reshape(-1, width),
-            column["extent"].reshape(-1, width),
-            bounds,
-            column["member"],
-        )
-    except (PackFault, KeyError, TypeError, ValueError) as fault:
-        raise PlanMismatch(
-            f"a rank's part of a load: {fault}; all ranks must run one version of this program"
-        ) from fault

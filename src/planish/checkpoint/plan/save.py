@@ -32,11 +32,10 @@ from planish.checkpoint.format.geometry import (
     strides_of,
     volumes,
 )
-from planish.checkpoint.format.items import Columns, TensorTable
+from planish.checkpoint.format.items import Columns, TensorTable, quoted_name
 from planish.checkpoint.format.safetensors_file import quote_fqn
 from planish.checkpoint.plan.coverage import box_text, refuse_gaps
 from planish.checkpoint.plan.files import GlobalPlan, Rows, header_sizes
-from planish.checkpoint.ranks.messages import ranks_text
 
 SPLIT_BYTES = 64 << 20
 """Larger replicated items are shared by several ranks."""
@@ -73,20 +72,18 @@ def plan_save(
 
     Raises:
         LayoutMismatch: ranks disagree about a tensor, boxes overlap without being equal, or
-            elements belong to no rank; all offenders are listed.
-        ValueError: `split_bytes` is not positive, or `hosts` has another length than `columns`.
+            elements belong to no rank; the first offender is named.
     """
-    if split_bytes < 1:
-        raise ValueError(f"split_bytes must be at least 1, got {split_bytes}")
     gathered, ranks = gather(columns)
-    if hosts is not None and len(hosts) != ranks:
-        raise ValueError(f"hosts must name {ranks} hosts, one a rank, got {len(hosts)}")
     lap("gather")
     replicas = group_replicas(gathered)
     parts = cut_parts(gathered, replicas, split_bytes)
     lap("dedup")
     tensor = gathered.tensor[replicas.order[replicas.starts[:-1]]][parts.group]
-    refuse_gaps(gathered.tensors, np.repeat(tensor, parts.count), parts.offsets, parts.lengths)
+    tensors, owners = gathered.tensors, np.repeat(tensor, parts.count)
+    refuse_gaps(
+        tensors.shapes, owners, (parts.offsets, parts.lengths), tensors.dims, tensors.quoted
+    )
     lap("validate")
     where = np.zeros(ranks, np.int64)
     if hosts is not None:
@@ -121,11 +118,12 @@ class Gathered:
     """[b, n], padded with 1."""
 
     def describe(self, row: int) -> str:
-        """Name the boxes of an item and its rank for an error."""
-        dims = int(self.tensors.dims[self.tensor[row]])
+        """Name an item, its boxes and its rank for an error."""
+        tensor = int(self.tensor[row])
         rows = range(int(self.first[row]), int(self.first[row] + self.count[row]))
+        dims = int(self.tensors.dims[tensor])
         boxes = ", ".join(box_text(self.offsets[b], self.lengths[b], dims) for b in rows)
-        return f"{boxes} on rank {self.rank[row]}"
+        return f"{self.tensors.quoted(tensor)} {boxes} on rank {self.rank[row]}"
 
 
 class Replicas(NamedTuple):
@@ -138,11 +136,7 @@ class Replicas(NamedTuple):
 
 
 def decode_all(wires: Iterable[bytes]) -> Iterator[Columns]:
-    """Decode the columns of one rank after the other; ranks with equal tensors share a table.
-
-    Raises:
-        PlanMismatch: the bytes are not columns of this version.
-    """
+    """Decode the columns of one rank after the other; ranks with equal tensors share a table."""
     known: dict[bytes, TensorTable] = {}
     for wire in wires:
         if len(known) > _TABLES:
@@ -247,8 +241,22 @@ class _Names:
         ids, shapes = _joined(self._rows), _stacked(self._shapes, width, 1)
         dims, dtypes = _joined(self._dims), _joined(self._dtypes)
         first = np.unique(ids, return_index=True)[1]
-        self._refuse_disagreement(ids, first, (dtypes, dims, shapes))
-        names = list(self._seen)
+        lead = first[ids]
+        differs = (dtypes != dtypes[lead]) | (dims != dims[lead])
+        differs |= (shapes != shapes[lead]).any(axis=1)
+        names, types = list(self._seen), list(self._codes)
+        if differs.any():
+            row = int(np.argmax(differs))
+            ranks = np.repeat(np.arange(len(self._rows)), [len(rows) for rows in self._rows])
+            texts = [
+                f"{types[dtypes[r]]} of shape {tuple(shapes[r, : dims[r]].tolist())} on rank "
+                f"{ranks[r]}"
+                for r in (int(lead[row]), row)
+            ]
+            raise LayoutMismatch(
+                f"all ranks must give {quoted_name(*names[ids[row]])} one type and one global "
+                f"shape, got {' and '.join(texts)}; give the ranks one model and one precision"
+            )
         order = sorted(range(len(names)), key=names.__getitem__)
         place = np.empty(len(names), np.int64)
         place[order] = np.arange(len(names))
@@ -261,32 +269,6 @@ class _Names:
             shapes[first[order]],
         )
         return table, place
-
-    def _refuse_disagreement(self, ids: I64, first: I64, columns: tuple[I64, I64, I64]) -> None:
-        dtypes, dims, shapes = columns
-        lead = first[ids]
-        wrong = (dtypes != dtypes[lead]) | (dims != dims[lead])
-        wrong |= (shapes != shapes[lead]).any(axis=1)
-        if not wrong.any():
-            return
-        ranks = np.repeat(np.arange(len(self._rows)), [len(rows) for rows in self._rows])
-        names, types = list(self._seen), list(self._codes)
-        forms: dict[tuple[str, str, str], dict[str, list[int]]] = {}
-        for row in np.flatnonzero(np.isin(ids, ids[wrong])).tolist():
-            shape = tuple(shapes[row, : dims[row]].tolist())
-            form = f"{types[dtypes[row]]} of shape {shape}"
-            holders = forms.setdefault(names[ids[row]], {})
-            holders.setdefault(form, []).append(int(ranks[row]))
-        lines = [
-            f"`{fqn}` ({role} {kind}): "
-            + ", ".join(f"{form} on {ranks_text(ranks)}" for form, ranks in holders.items())
-            for (role, kind, fqn), holders in sorted(forms.items())
-        ]
-        raise LayoutMismatch(
-            "all ranks must give a tensor one type and one global shape, got\n  "
-            + "\n  ".join(lines)
-            + "\ngive the ranks one model and one precision"
-        )
 
 
 def _refuse_outside(gathered: Gathered) -> None:
@@ -304,16 +286,13 @@ def _refuse_outside(gathered: Gathered) -> None:
     offsets, lengths = gathered.offsets[rows], gathered.lengths[rows]
     limits = tensors.shapes[owners]
     outside = ((offsets < 0) | (lengths < 1) | (offsets > limits - lengths)).any(axis=1)
-    if not outside.any():
-        return
-    item_of = np.repeat(np.arange(len(gathered.rank)), gathered.count)
-    lines = []
-    for row in np.flatnonzero(outside):
-        spec = tensors.spec(int(owners[row]))
-        box = box_text(offsets[row], lengths[row], len(spec.shape))
-        holder = gathered.rank[item_of[row]]
-        lines.append(f"`{spec.fqn}` of shape {spec.shape}: {box} on rank {holder}")
-    raise LayoutMismatch("boxes must lie inside of their tensors, got\n  " + "\n  ".join(lines))
+    if outside.any():
+        box = int(np.argmax(outside))
+        item = int(np.repeat(np.arange(len(gathered.rank)), gathered.count)[box])
+        raise LayoutMismatch(
+            f"boxes must lie inside of their tensors, got {gathered.describe(item)} of shape "
+            f"{tensors.spec(int(owners[box])).shape}"
+        )
 
 
 def group_replicas(gathered: Gathered) -> Replicas:
@@ -321,7 +300,7 @@ def group_replicas(gathered: Gathered) -> Replicas:
 
     Raises:
         LayoutMismatch: items that begin at one place have different boxes, or one rank has an
-            item twice; all of them are listed.
+            item twice; the first is named.
     """
     # Where the first element of each item lies on the number line of the state.
     shapes, tensor = gathered.tensors.shapes, gathered.tensor
@@ -337,7 +316,12 @@ def group_replicas(gathered: Gathered) -> Replicas:
     twice = ~new
     twice[1:] &= gathered.rank[order][1:] == gathered.rank[order][:-1]
     if wrong.any() or twice.any():
-        _refuse_groups(gathered, order, leader, (wrong, twice))
+        row = int(np.argmax(wrong | twice))
+        pair = f"{gathered.describe(int(leader[row]))} and {gathered.describe(int(order[row]))}"
+        raise LayoutMismatch(
+            "the boxes of two items must be equal on two ranks (replicas) or have no element in "
+            f"common, got {pair}"
+        )
     return Replicas(order, starts)
 
 
@@ -353,25 +337,6 @@ def _unlike(gathered: Gathered, rows: I64, leaders: I64) -> np.ndarray:
     differ |= (gathered.lengths[mine] != gathered.lengths[theirs]).any(axis=1)
     wrong[several] |= run_sums(differ.astype(np.int64), before(counts)) > 0
     return np.asarray(wrong)
-
-
-def _refuse_groups(
-    gathered: Gathered, order: I64, leaders: I64, faults: tuple[np.ndarray, np.ndarray]
-) -> None:
-    wrong, twice = faults
-    lines: dict[str, None] = {}
-    for position in np.flatnonzero(wrong | twice):
-        row, leader = int(order[position]), int(leaders[position])
-        name = gathered.tensors.fqns[gathered.tensor[row]]
-        if wrong[position]:
-            both = f"{gathered.describe(leader)} and {gathered.describe(row)}"
-            lines[f"`{name}`: {both} overlap without being equal"] = None
-        else:
-            lines[f"`{name}`: {gathered.describe(row)} comes twice"] = None
-    raise LayoutMismatch(
-        "the boxes of two items must be equal (replicas) or have no element in common, got\n  "
-        + "\n  ".join(lines)
-    )
 
 
 def _dense(names: Sequence[object]) -> I64:

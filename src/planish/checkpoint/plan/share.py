@@ -27,8 +27,6 @@ from planish.checkpoint.plan.reads import (
     ReadRequests,
     assemble,
     canonical,
-    decode_part,
-    encode_part,
     spans,
 )
 
@@ -142,7 +140,7 @@ class SharedReads:
 
     def wire(self, rank: int) -> bytes:
         """Return `part(rank)` as bytes, for `rank_reads`."""
-        return encode_part(self.part(rank))
+        return self.part(rank).encode()
 
     def rank(self, metadata: Metadata, rank: int, mine: LocalReads) -> RankReads:
         """Return what one rank executes.
@@ -181,18 +179,17 @@ class Wanted:
 
 
 def rank_reads(metadata: Metadata, wire: bytes, mine: LocalReads) -> RankReads:
-    """Return what a rank executes, from what the coordinator sent it.
+    """Return what a rank executes.
 
     Args:
         metadata: Of the checkpoint.
-        wire: `SharedReads.wire(rank)`.
+        wire: `SharedReads.wire(rank)`, from the coordinator.
         mine: The rank's own reads, of which the coordinator got a copy.
 
     Raises:
-        PlanMismatch: the bytes are no part of a plan.
         CheckpointCorrupt: elements of a shard lie across blocks.
     """
-    return assemble(metadata, decode_part(wire), mine)
+    return assemble(metadata, RankPart.decode(wire), mine)
 
 
 def share_reads(
@@ -210,12 +207,7 @@ def share_reads(
 
     Returns:
         The plan; equal arguments give equal plans.
-
-    Raises:
-        ValueError: `hosts` has another length than `reads`.
     """
-    if hosts is not None and len(hosts) != len(reads):
-        raise ValueError(f"hosts must name {len(reads)} hosts, one a rank, got {len(hosts)}")
     where = np.zeros(len(reads), np.int64)
     if hosts is not None:
         where = np.unique(np.asarray(hosts), return_inverse=True)[1].astype(np.int64)

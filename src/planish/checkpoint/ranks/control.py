@@ -44,12 +44,7 @@ GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Tree:
-    """Who talks to whom; rank 0 is the root, and no rank has many neighbours.
-
-    Example:
-        >>> plan_tree([0, 0, 1, 1]).parents
-        (-1, 0, 0, 2)
-    """
+    """Who talks to whom; rank 0 is the root, and no rank has many neighbours."""
 
     hosts: tuple[int, ...]
     """Number of the machine of each rank."""
@@ -62,20 +57,11 @@ class Tree:
 
     def below(self, rank: int) -> set[int]:
         """Return the ranks of the part of the tree that hangs from `rank`, itself included."""
-        reached, waiting = {rank}, [rank]
-        while waiting:
-            children = self.children[waiting.pop()]
-            reached.update(children)
-            waiting.extend(children)
-        return reached
+        return {rank}.union(*map(self.below, self.children[rank]))
 
 
 def plan_tree(hosts: Sequence[int], fan_in: int = FAN_IN) -> Tree:
     """Join the ranks of a machine to its lowest rank, then groups of `fan_in` to theirs.
-
-    Args:
-        hosts: Number of the machine of each rank.
-        fan_in: Largest group of one level above the machines, at least 2.
 
     Example:
         >>> plan_tree(range(9), fan_in=3).children[0]
@@ -93,11 +79,10 @@ def plan_tree(hosts: Sequence[int], fan_in: int = FAN_IN) -> Tree:
                 parents[rank] = level[first]
         level = level[::fan_in]
         depth += 1
-    below: list[list[int]] = [[] for _ in hosts]
-    for rank, parent in enumerate(parents):
-        if rank:
-            below[parent].append(rank)
     parents[0] = -1
+    below: list[list[int]] = [[] for _ in hosts]
+    for rank, parent in enumerate(parents[1:], 1):
+        below[parent].append(rank)
     return Tree(tuple(hosts), tuple(parents), tuple(map(tuple, below)), depth)
 
 
@@ -131,10 +116,6 @@ class Control:
 
     `call` opens a numbered operation with its own time limit and its own message names. Use one
     object from one thread at a time; `twin` gives the background thread its own connection.
-
-    Example:
-        >>> Control.single().call("save", 5.0).gather(b"x", "plan")
-        [b'x']
     """
 
     def __init__(self, line: Line | None, rank: int, tree: Tree) -> None:
@@ -183,12 +164,9 @@ class Control:
     def call(
         self, subject: str, timeout_s: float, *, missing: type[PlanishError] = PlanMismatch
     ) -> Control:
-        """Open the next operation; every rank calls this in the same order.
+        """Open the next operation (`save s3://b/run/step-8`); all ranks do so in the same order.
 
-        Args:
-            subject: What is being done, equal on all ranks (`save s3://b/run/step-8`).
-            timeout_s: Limit in seconds on the whole operation, from now.
-            missing: The error for a rank that does not answer in time.
+        It must end within `timeout_s` seconds; `missing` is the error for a rank that is late.
         """
         opened = Control(self._line, self.rank, self.tree)
         opened._subject, opened._missing = subject, missing
@@ -268,22 +246,13 @@ class Control:
     def settle(self, error: Exception | None, tag: str, *, whose: int | None = None) -> None:
         """Raise on every rank if any rank brings an error; of several, the first rank's kind.
 
-        Args:
-            error: What this rank brings.
-            tag: Of the messages.
-            whose: `EVERYONE` if rank 0 brings it for all; this rank's own without it.
-
-        Raises:
-            Exception: the kind that was brought, naming every rank that failed.
+        Rank 0 may bring one for all: then `whose` is `EVERYONE`. The error that is raised names
+        every rank that failed.
         """
         rank = self.rank if whose is None else whose
         brought = self.gather(encode_errors({rank: error} if error else {}), tag)
-        reply = b""
-        if brought is not None:
-            reply = encode_errors(
-                {k: v for part in brought for k, v in decode_errors(part).items()}
-            )
-        by_rank = decode_errors(self.broadcast(reply, f"{tag}.reply"))
+        found = {k: v for part in brought or () for k, v in decode_errors(part).items()}
+        by_rank = decode_errors(self.broadcast(encode_errors(found), f"{tag}.reply"))
         if by_rank:
             self.see_off()
             raise joined_error(by_rank, self.size) from error

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from planish.base import errors
 from planish.base.errors import PeerLost
+from planish.store.processes import process_space, process_start
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -33,21 +34,15 @@ _BUILTIN = {kind.__name__: kind for kind in (TypeError, ValueError, MemoryError)
 
 @dataclass(frozen=True)
 class Peer:
-    """Where one rank lives.
-
-    Example:
-        >>> Peer(machine="a", address="10.0.0.1", pid=7, started="99", port=0).machine
-        'a'
-    """
+    """Where one rank lives."""
 
     machine: str
     """Equal for processes that see each other's process ids."""
     address: str
     """Address that other machines can reach."""
     pid: int
-    """Process id, with `started` the identity of the process."""
-    started: str
-    """Start time of the process in clock ticks, empty where unknown."""
+    started: int
+    """Start of the process in clock ticks since boot."""
     port: int
     """Port of the store on rank 0, else 0."""
 
@@ -130,20 +125,16 @@ class Line:
     def take(
         self, key: str, scope: str, peer: int, deadline: float, watched: Mapping[int, str]
     ) -> bytes:
-        """Wait for a message, fetch it and remove it from the store.
+        """Wait for a message of `peer`, fetch it and remove it from the store.
 
-        Args:
-            key: Of the message.
-            scope: Of the operation; its abort ends the wait.
-            peer: Who sends it.
-            deadline: By `time.monotonic`.
-            watched: Ranks whose end ends the wait too, unless their message has come.
+        An abort of the operation `scope` ends the wait, and so does the end of one of the
+        processes `watched` whose message has not come.
 
         Raises:
-            TooLate: nothing came in time, or a process has ended; `args[0]` is the rank.
+            TooLate: nothing came until `deadline` (`time.monotonic`), or a process has ended;
+                `args[0]` is the rank.
         """
-        started = time.monotonic()
-        looked = started
+        started = looked = time.monotonic()
         while not self._call("check", [key]):
             now = time.monotonic()
             if now - looked > LIVENESS_SECONDS:
@@ -161,11 +152,7 @@ class Line:
         return data[1:]
 
     def watch(self, rank: int, key: str = "") -> None:
-        """Check that a rank of this machine lives, or has left its message.
-
-        Raises:
-            TooLate: neither.
-        """
+        """Raise `TooLate` if a rank of this machine neither lives nor has left its message."""
         if not self._lives(rank) and not (key and self._call("check", [key])):
             raise TooLate(rank, f"but its process {self.peers[rank].pid} has ended")
 
@@ -208,7 +195,7 @@ class Line:
 
     def _lives(self, rank: int) -> bool:
         peer, here = self.peers[rank], self.peers[self.rank]
-        return peer.machine != here.machine or started_at(peer.pid) == peer.started
+        return peer.machine != here.machine or process_start(peer.pid) == peer.started
 
     def _call(self, method: str, *args: Any) -> Any:
         from torch.distributed import DistError
@@ -232,25 +219,8 @@ def listen() -> TCPStore:
 
 def here_at(port: int) -> Peer:
     """Return where this process lives, with the port of its store."""
-    machine = [socket.gethostname()]
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            machine.append(file.read().strip())
-        machine.append(os.readlink("/proc/self/ns/pid"))
-    except OSError:
-        pass
-    pid = os.getpid()
-    return Peer("/".join(machine), _address(), pid, started_at(pid), port)
-
-
-def started_at(pid: int) -> str:
-    """Return when a process started in clock ticks; empty if it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    machine, pid = f"{socket.gethostname()}/{process_space()}", os.getpid()
+    return Peer(machine, _address(), pid, process_start(pid), port)
 
 
 def _address() -> str:
@@ -289,42 +259,26 @@ def unpack(message: bytes) -> dict[int, bytes]:
 
 
 def encode_errors(by_rank: Mapping[int, Exception]) -> bytes:
-    """Return the errors of some ranks as bytes, empty for none; kinds by name, never pickled."""
-    if not by_rank:
-        return b""
-    return json.dumps({str(rank): _fields(error) for rank, error in by_rank.items()}).encode()
-
-
-def _fields(error: Exception) -> dict[str, object]:
-    return {
-        "kind": type(error).__name__,
-        "message": str(error) or repr(error),
-        "per_rank": dict(getattr(error, "per_rank", {})),
-        "file": getattr(error, "file", ""),
-        "block": getattr(error, "block", -1),
-    }
+    """Return the errors of some ranks as JSON, empty for none; kinds by name, never pickled."""
+    found = {}
+    for rank, error in by_rank.items():
+        kept = {k: v for k, v in vars(error).items() if isinstance(v, (str, int, float, dict))}
+        found[rank] = type(error).__name__, str(error) or repr(error), kept
+    return json.dumps(found).encode() if found else b""
 
 
 def decode_errors(data: bytes) -> dict[int, Exception]:
     """Undo `encode_errors`; an unknown kind becomes a `SaveFailed` that names it."""
-    if not data:
-        return {}
-    return {int(rank): _build(fields) for rank, fields in json.loads(data).items()}
-
-
-def _build(fields: Mapping[str, Any]) -> Exception:
-    name, message = str(fields["kind"]), str(fields["message"])
-    kind = getattr(errors, name, None) or _BUILTIN.get(name)
-    error: Exception
-    if kind is errors.CheckpointCorrupt:
-        error = errors.CheckpointCorrupt(message, file=fields["file"], block=fields["block"])
-    elif isinstance(kind, type) and issubclass(kind, Exception):
-        error = kind(message)
-    else:
-        error = errors.SaveFailed(f"{name}: {message}")
-    per_rank = {int(rank): str(text) for rank, text in fields["per_rank"].items()}
-    error.per_rank = per_rank  # type: ignore[attr-defined]
-    return error
+    found: dict[int, Exception] = {}
+    for rank, (name, message, facts) in json.loads(data or "{}").items():
+        kind = getattr(errors, name, None) or _BUILTIN.get(name)
+        text = message if kind else f"{name}: {message}"
+        kind = kind or errors.SaveFailed
+        error = kind.__new__(kind, text)
+        per_rank = {int(each): why for each, why in facts.pop("per_rank", {}).items()}
+        vars(error).update(facts, per_rank=per_rank)
+        found[int(rank)] = error
+    return found
 
 
 def joined_error(by_rank: Mapping[int, Exception], size: int) -> Exception:
@@ -349,7 +303,10 @@ def joined_error(by_rank: Mapping[int, Exception], size: int) -> Exception:
     message = "; ".join(
         f"{ranks_text(ranks)}: {text}" if ranks else text for text, ranks in ranks_of.items()
     )
-    return _build({**_fields(first), "message": message, "per_rank": per_rank})
+    joined = decode_errors(encode_errors({0: first}))[0]
+    joined.args = (message,)
+    joined.per_rank = per_rank  # type: ignore[attr-defined]
+    return joined
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

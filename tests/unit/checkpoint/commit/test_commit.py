@@ -71,7 +71,7 @@ def test_publish_writes_every_field_of_the_commit(storage):
     found = json.loads(storage.get("run/step-7/COMMIT", 1 << 20)[0])
     assert found.pop("crc32") == zlib.crc32(json.dumps(found, sort_keys=True).encode())
     assert found == {
-        "format": 1,
+        "format": 2,
         "attempt": commit.attempt,
         "meta_key": f"a-{commit.attempt}/meta/global.bin",
         "meta_size": 8,
@@ -223,7 +223,7 @@ GOOD = Commit("0" * 26, f"a-{'0' * 26}/meta/global.bin", 9, "ab" * 32, 2, 90, 7,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "newer version"),
+        ({"format": 3}, "newer version"),
         ({"format": True}, "by something else"),
         ({"attempt": "../../etc"}, "attempt"),
         ({"meta_key": "a-x/../../../secret"}, "meta_key"),

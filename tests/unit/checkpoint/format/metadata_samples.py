@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pyarrow as pa
 
+from planish.checkpoint.format import version_2
 from planish.checkpoint.format.geometry import volumes
 from planish.checkpoint.format.items import TensorSpec, TensorTable
 from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
@@ -77,3 +79,16 @@ def large(num_shards):
     offsets[:, 0] = (np.cumsum(heights, axis=1) - heights).reshape(-1)
     lengths = np.stack([heights.reshape(-1), np.repeat(widths, per)], axis=1)
     return of_boxes(table, owners, offsets, lengths, num_files=1000)
+
+
+def row_of(data):
+    """Return the only row of a file of format 2 as plain Python."""
+    return pa.ipc.open_file(data).read_all().to_pylist()[0]
+
+
+def forged(rows, schema=version_2._SCHEMA):
+    """Return such a file with any rows."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema, options=version_2._OPTIONS) as writer:
+        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+    return bytes(sink.getvalue())

@@ -18,6 +18,7 @@ from planish.base.errors import CheckpointCorrupt, CheckpointError
 from planish.checkpoint.format.items import ITEM_BYTES, TORCH_TYPES
 from planish.checkpoint.format.small_objects import decode_extra, encode_extra
 from tests.thin import examples
+from tests.unit.checkpoint.format.test_version_1 import EXTRA, same
 
 
 def back(value, **options):
@@ -56,18 +57,11 @@ def test_plain_data_come_back_with_their_types_and_order(value):
     assert encode_extra(decode_extra(data)) == data
 
 
-def test_numbers_that_json_cannot_say_come_back():
-    nan, low, high, zero = back([math.nan, -math.inf, math.inf, -0.0])
-    assert math.isnan(nan)
-    assert (low, high, math.copysign(1, zero)) == (-math.inf, math.inf, -1.0)
-
-
-def test_keys_0_and_text_0_and_keys_like_our_tags_are_kept_apart():
-    value = {0: "int", "0": "text", "!bytes": 3, (1, ("a", None)): 4}
-    assert typed(back(value)) == typed(value)
-    assert typed(back({"!bytes": 3})) == typed({"!bytes": 3})
-    ordered = OrderedDict(b=1, a=2)
-    assert typed(back(ordered)) == typed(ordered)
+def test_every_kind_comes_back_and_keys_like_our_tags_are_kept_apart():
+    assert same(EXTRA, back(EXTRA))
+    value = {"samples": [OrderedDict(b=1, a=bytearray(b"x"))], "!bytes": 3, 0: "int", "0": "text"}
+    assert same(value, back(value))
+    assert same({"!bytes": 3}, back({"!bytes": 3}))
 
 
 @pytest.mark.parametrize("dtype", sorted(TORCH_TYPES))
@@ -97,31 +91,6 @@ def test_views_are_stored_by_value_and_shape():
     read = back(base)
     read += 1
     assert base[0, 0] == 0
-
-
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.arange(6).reshape(2, 3)[:, ::2],
-        np.arange(3, dtype=">i4"),
-        np.zeros((0, 4), np.float16),
-        np.array(2.5),
-        np.array([True, False]),
-        np.array([1 + 2j], np.complex64),
-    ],
-)
-def test_arrays_come_back_in_the_order_of_this_machine(array):
-    read = back(array)
-    assert read.dtype == array.dtype.newbyteorder("=")
-    assert read.shape == array.shape
-    assert read.tolist() == array.tolist()
-    read.reshape(-1)[:] = 0  # not a view of read-only bytes
-
-
-def test_scalars_of_numpy_keep_their_type():
-    read = back([np.float32(1.5), np.int64(-3), np.bool_(True)])
-    assert [type(value) for value in read] == [np.float32, np.int64, np.bool_]
-    assert read == [1.5, -3, True]
 
 
 def test_every_generator_goes_on_where_it_was():
@@ -198,33 +167,32 @@ def forged(text, blobs=b""):
     ("data", "told"),
     [
         (b"", "at least 16 bytes"),
-        (b"x" * 40, "begins with"),
-        (forged(b"1")[:-1], "a text of 1 bytes in 16"),
+        (b"x" * 40, "is damaged"),
+        (forged(b"1")[:-1], "is damaged"),
         (forged(b"1", b"more"), "4 bytes follow"),
         (forged(b"NaN"), "must be JSON"),
         (forged(b"[" * 100_000), "must be JSON"),
         (forged(b'{"!set":[1]}'), "unknown kind of value"),
-        (forged(b'{"!bytes":1,"b":2}', b"x"), "unknown kind of value"),
+        (forged(b'{"!bytes":1,"b":2}', b"x"), "is damaged"),
         (forged(b'{"!bytes":5}', b"x"), "goes over the end"),
         (forged(b'{"!bytes":-1}', b"x"), "goes over the end"),
         (forged(b'{"!bytes":"1"}', b"x"), "goes over the end"),
-        (forged(b'{"!float":"1e5"}'), "number"),
-        (forged(b'{"!tuple":{}}'), "must be a list"),
+        (forged(b'{"!float":"1e5"}'), "is damaged"),
         (forged(b'{"!map":[[1,2],[1,3]]}'), "appears twice"),
-        (forged(b'{"!map":[[[1],2]]}'), "a key must be"),
-        (forged(b'{"!map":[[1]]}'), "must hold pairs"),
-        (forged(b'{"!array":["|O",[1],8]}', bytes(8)), "unknown type of array"),
+        (forged(b'{"!map":[[[1],2]]}'), "is damaged"),
+        (forged(b'{"!map":[[1]]}'), "is damaged"),
+        (forged(b'{"!array":["|O",[1],8]}', bytes(8)), "is damaged"),
         (forged(b'{"!array":["<i8",[2],8]}', bytes(8)), "in 8 bytes"),
         (forged(b'{"!array":["<i8",[-1],8]}', bytes(8)), "must hold counts"),
         (forged(b'{"!array":["<i8",[0,4611686018427387904],0]}'), "in 0 bytes"),
-        (forged(b'{"!array":["i4,i4",[1],8]}', bytes(8)), "unknown type of array"),
-        (forged(b'{"!array":["<i8",1]}'), "must be .type, shape, bytes."),
-        (forged(b'{"!scalar":["<i8"]}'), "must be .type, shape, bytes."),
-        (forged(b'{"!scalar":{}}'), "must be a list"),
-        (forged(b'{"!tensor":["F7",[1],1]}', b"x"), "unknown type of tensor"),
+        (forged(b'{"!array":["i4,i4",[1],8]}', bytes(8)), "is damaged"),
+        (forged(b'{"!array":["<i8",1]}'), "is damaged"),
+        (forged(b'{"!scalar":["<i8"]}'), "is damaged"),
+        (forged(b'{"!scalar":{}}'), "is damaged"),
+        (forged(b'{"!tensor":["F7",[1],1]}', b"x"), "is damaged"),
         (forged(b'{"!tensor":["F32",[3],4]}', bytes(4)), "in 4 bytes"),
         (forged(json.dumps({"!tensor": ["F32", [1] * 65, 4]}).encode(), bytes(4)), "in 4 bytes"),
-        (forged(b'{"!complex":15}', bytes(15)), "a complex number of 15"),
+        (forged(b'{"!complex":15}', bytes(15)), "is damaged"),
     ],
 )
 def test_damaged_bytes_are_refused(data, told):

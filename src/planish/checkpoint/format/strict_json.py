@@ -1,0 +1,47 @@
+"""JSON of untrusted files, read strictly; and the fault that every reader of a format raises."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+JSON_GROWTH = 48
+"""Upper bound of memory per byte of JSON, once parsed."""
+
+
+class FormatFault(ValueError):
+    """Bytes are not what a format says; readers turn it into `CheckpointCorrupt`."""
+
+
+def dump_json(value: Any) -> bytes:
+    """Return canonical JSON: sorted keys, no spaces, ASCII.
+
+    Raises:
+        ValueError: not JSON-able, or a number that is not finite.
+    """
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"must be plain JSON, got {error}") from error
+
+
+def load_json(data: bytes) -> Any:
+    """Parse JSON; a name may appear once in an object.
+
+    Raises:
+        FormatFault: not JSON, too deep, a name twice, a number that is not finite.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError("a name appears twice in one object")
+        return dict(pairs)
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"number {name}")
+
+    try:
+        # As text: of bytes, `json` guesses the encoding and may import a codec for it.
+        return json.loads(data.decode(), object_pairs_hook=once, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise FormatFault(f"must be JSON, got {error!r:.200}") from None

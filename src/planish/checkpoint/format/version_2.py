@@ -1,0 +1,214 @@
+"""Format 2 of the metadata: one Arrow file; see `metafile`, which checks what is read.
+
+It is an Arrow IPC file, compressed with zstd, of one row::
+
+    facts    JSON: `header` and `objects`
+    tensors  list of {role, kind, fqn, dtype, shape}
+    files    list of {key, size, algorithm, crcs}: one checksum for each MiB
+    shards   list of {tensor, file, start}: rows of the lists above, first byte in the file
+    offset, length  the sides of the boxes of all shards in a row, as many as their tensor has
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from planish.checkpoint.format.geometry import I64, volumes
+from planish.checkpoint.format.items import (
+    ITEM_BYTES,
+    MAX_DIMS,
+    TensorTable,
+    pad,
+    refuse_beyond,
+)
+from planish.checkpoint.format.strict_json import FormatFault, dump_json, load_json
+
+if TYPE_CHECKING:
+    from planish.checkpoint.format.metafile import Metadata
+
+_START = b"ARROW1\0\0"
+_OPTIONS = pa.ipc.IpcWriteOptions(
+    compression=pa.Codec("zstd", compression_level=3), use_threads=False
+)
+_SCHEMA = pa.schema({
+    "facts": pa.string(),
+    "tensors": pa.list_(pa.struct({
+        "role": pa.string(), "kind": pa.string(), "fqn": pa.string(), "dtype": pa.string(),
+        "shape": pa.list_(pa.int64()),
+    })),
+    "files": pa.list_(pa.struct({
+        "key": pa.string(), "size": pa.int64(), "algorithm": pa.string(),
+        "crcs": pa.list_(pa.uint32()),
+    })),
+    "shards": pa.list_(pa.struct({
+        "tensor": pa.int64(), "file": pa.int64(), "start": pa.int64(),
+    })),
+    "offset": pa.list_(pa.int64()),
+    "length": pa.list_(pa.int64()),
+})  # fmt: skip
+
+
+def write(meta: Metadata) -> bytes:
+    """Return the file.
+
+    Raises:
+        ValueError: `header` or `objects` is not plain JSON.
+    """
+    tensors, files, shards = meta.tensors, meta.files, meta.shards
+    num_crcs = np.array([len(crcs) for crcs in files.crcs], np.int64)
+    crcs = np.concatenate([np.zeros(0, np.uint32), *files.crcs])
+    shape = _lists(_sides(tensors.shapes, tensors.dims), tensors.dims)
+    facts = dump_json({"header": meta.header, "objects": meta.objects}).decode()
+    tables: dict[str, list[Any]] = {
+        "tensors": [tensors.roles, tensors.kinds, tensors.fqns, tensors.dtypes, shape],
+        "files": [files.keys, files.sizes, files.algorithms, _lists(crcs, num_crcs)],
+        "shards": [shards.tensor, shards.file, shards.start],
+    }
+    row = [pa.array([facts])]
+    for name, columns in tables.items():
+        fields = list(_SCHEMA.field(name).type.value_type)
+        arrays = [pa.array(c, f.type) for c, f in zip(columns, fields, strict=True)]
+        row.append(_whole(pa.StructArray.from_arrays(arrays, fields=fields)))
+    dims = tensors.dims[shards.tensor]
+    row += [_whole(_sides(sides, dims)) for sides in (shards.offsets, shards.lengths)]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, _SCHEMA, options=_OPTIONS) as writer:
+        writer.write_batch(pa.record_batch(row, schema=_SCHEMA))
+    return bytes(sink.getvalue())
+
+
+def _lists(values: NDArray[Any] | pa.Array, counts: I64) -> pa.Array:
+    ends = np.cumsum(counts, dtype=np.int32)
+    return pa.ListArray.from_arrays(np.concatenate([np.zeros(1, np.int32), ends]), values)
+
+
+def _whole(values: NDArray[Any] | pa.Array) -> pa.Array:
+    """Return a column whose only row holds all values."""
+    return _lists(values, np.array([len(values)]))
+
+
+def _sides(padded: I64, dims: I64) -> I64:
+    """Undo `items.pad`."""
+    has = np.arange(padded.shape[1]) < dims[:, None]
+    return padded.reshape(-1) if has.all() else padded[has]
+
+
+def read(data: bytes, max_bytes: int) -> dict[str, Any]:
+    """Return the fields of `metafile.Metadata` as its parts take them; values are unchecked.
+
+    Raises:
+        FormatFault: not such a file, or it may need more than `max_bytes`.
+    """
+    if not data.startswith(_START):
+        raise FormatFault(f"must begin with {_START!r}, got {data[: len(_START)]!r}")
+    try:
+        # The messages behind the magic are enough: the footer only repeats where they lie.
+        source = pa.BufferReader(pa.py_buffer(data)[len(_START) :])
+        schema = pa.ipc.read_schema(pa.ipc.read_message(source))
+        if not schema.equals(_SCHEMA):
+            raise FormatFault(f"has other columns: {schema!s:.200}")
+        message = pa.ipc.read_message(source)
+        needed = unpacked_bytes(message)
+        if needed > max_bytes:
+            raise FormatFault(f"its columns take {needed} bytes, more than {max_bytes}")
+        batch = pa.ipc.read_record_batch(message, _SCHEMA)
+        batch.validate(full=True)
+    except (pa.ArrowException, EOFError, OSError, struct.error) as fault:
+        raise FormatFault(f"is no Arrow file, {fault!s:.200}") from None
+    if batch.num_rows != 1 or any(map(_has_nulls, batch.columns)):
+        raise FormatFault("must have one row without nulls")
+    facts = batch.column("facts")[0].as_py()
+    tables = {name: batch.column(name).flatten() for name in ("tensors", "files", "shards")}
+    tensors, files, shards = (
+        dict(zip(table.type.names, table.flatten(), strict=True)) for table in tables.values()
+    )
+    dims, blocks = _counts(tensors["shape"]), _counts(files["crcs"])
+    width, crcs = int(dims.max(initial=0)), files["crcs"].flatten().to_numpy()
+    if width > MAX_DIMS:
+        raise FormatFault(f"a tensor of {width} dimensions")
+    rest = len(facts) + tensors["fqn"].nbytes + files["key"].nbytes + crcs.nbytes
+    owner = shards["tensor"].to_numpy()
+    refuse_beyond(max_bytes - needed, len(owner), len(dims), len(blocks), width, rest)
+    if len(owner) and not 0 <= int(owner.min()) <= int(owner.max()) < len(dims):
+        raise FormatFault(f"a shard of tensor {owner.max()} of {len(dims)}")
+    offset, length = (batch.column(name).flatten().to_numpy() for name in ("offset", "length"))
+    if not len(offset) == len(length) == int(dims[owner].sum()):
+        raise FormatFault("a shard must have the dimensions of its tensor")
+    head, bounds = load_json(facts.encode()), [0, *np.cumsum(blocks).tolist()]
+    if not isinstance(head, dict) or head.keys() != {"header", "objects"}:
+        raise FormatFault("its facts must be `header` and `objects`")
+    roles, kinds, fqns, dtypes = (
+        tuple(tensors[name].to_pylist()) for name in ("role", "kind", "fqn", "dtype")
+    )
+    item_bytes = np.array([ITEM_BYTES.get(dtype, 0) for dtype in dtypes], np.int64)
+    lengths = pad(length, dims[owner], width, 1)
+    return {
+        **head,
+        "tensors": TensorTable(
+            roles,
+            kinds,
+            fqns,
+            dtypes,
+            dims,
+            pad(tensors["shape"].flatten().to_numpy(), dims, width, 1),
+        ),
+        "files": (
+            *(files[name].to_pylist() for name in ("key", "size", "algorithm")),
+            [crcs[low:high] for low, high in itertools.pairwise(bounds)],
+        ),
+        "shards": (
+            *(owner, shards["file"].to_numpy(), shards["start"].to_numpy()),
+            volumes(lengths) * item_bytes[owner],
+            pad(offset, dims[owner], width, 0),
+            lengths,
+        ),
+    }
+
+
+def _counts(lists: pa.ListArray) -> I64:
+    ends: I64 = lists.offsets.to_numpy().astype(np.int64)
+    return np.diff(ends)
+
+
+def _has_nulls(array: pa.Array) -> bool:
+    if array.null_count or not pa.types.is_nested(array.type):
+        return bool(array.null_count)
+    inner = array.flatten()
+    return any(map(_has_nulls, inner if isinstance(inner, list) else [inner]))
+
+
+def unpacked_bytes(message: pa.Message) -> int:
+    """Return what the columns of an Arrow message take once decompressed.
+
+    Arrow would allocate what each compressed buffer says of itself in its first 8 bytes. Where the
+    buffers lie is read from the message as Arrow's Message.fbs and flatbuffers lay it out; Arrow
+    has verified it.
+    """
+    text, body = bytes(message.metadata), memoryview(message.body)
+
+    def number(form: str, place: int) -> int:
+        return int(struct.unpack_from(form, text, place)[0])
+
+    def field_of(table: int, row: int) -> int:
+        fields = table - number("<i", table)
+        shift = number("<H", fields + 4 + 2 * row) if 4 + 2 * row < number("<H", fields) else 0
+        return table + shift if shift else 0
+
+    if message.type != "record batch":
+        raise FormatFault(f"a message of type {message.type}")
+    header = field_of(number("<I", 0), 2)
+    batch = header + number("<I", header)
+    listed, is_compressed = field_of(batch, 2), bool(field_of(batch, 3))
+    first = listed + number("<I", listed)
+    total = 0
+    for row in range(number("<I", first)):
+        start, length = struct.unpack_from("<qq", text, first + 4 + 16 * row)
+        size = struct.unpack_from("<q", body, start)[0] if is_compressed and length else -1
+        total += size if size >= 0 else length
+    return total
