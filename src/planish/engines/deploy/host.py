@@ -141,8 +141,10 @@ class RankHost:
             if rank.connection.fileno() in ready:
                 rank.end_by = time.monotonic() + _END_S
             if rank.ended in ready or time.monotonic() > rank.end_by:
+                # The page says that the host is idle only once the rank is gone.
+                code = rank.close()
                 self._rank = None
-                logger.info("ended exit_code=%d", rank.close())
+                logger.info("ended exit_code=%d", code)
         if self._listener.fileno() in ready:
             self.take_call()
 
