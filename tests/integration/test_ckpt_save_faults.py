@@ -50,6 +50,9 @@ def held_up(rank, size, folder, root, victim):
         os.kill(engine.uploader.pid, signal.SIGSTOP)
     state = state_of(rank, size, seed=2, **BIG)
     handle = engine.save(state, SaveOptions(f"{root}/2", step=2, timeout_s=60))
+    if rank == victim:
+        # Killed before it has the job it would only be started anew.
+        wait_for(lambda: engine.uploader._working is not None, 60, "the job at its uploader")
     tell(folder, f"held-{rank}", engine.uploader.pid)
     begin = time.monotonic()
     try:
