@@ -150,6 +150,18 @@ def test_writing_and_reading_a_set_imports_no_pandas(tmp_path):
     assert modules_after(statement) & set(HEAVY) == set()
 
 
+def test_a_checkpoint_is_saved_and_read_without_pandas(tmp_path):
+    statement = (
+        "from planish.checkpoint.format import metafile\n"
+        "from planish.checkpoint.format.wire import pack_columns, unpack_columns\n"
+        "from tests.unit.checkpoint.format.metadata_samples import small\n"
+        "import numpy as np\n"
+        "metafile.decode(metafile.encode(small()))\n"
+        "unpack_columns(pack_columns({}, {'a': np.arange(3), 'b': ['x', 'y']}))"
+    )
+    assert "pandas" not in modules_after(statement)
+
+
 def test_no_code_of_a_task_imports_kfp():
     # Inside a task kfp is imported in part: it has no client there (`_KFP_RUNTIME=true`).
     found = set()

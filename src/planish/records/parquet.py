@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from planish.base import arrow
 from planish.base.errors import RecordError
 from planish.records.ragged import Array, Ragged
 from planish.records.schema import Column, ColumnData, Kind, join, limit_bytes
@@ -35,9 +36,6 @@ _SCALARS: dict[str, pa.DataType] = {
 }
 _DICTIONARY = {"text": "{}", "list<int8|int16>": "{}.list.element"}
 """Kinds of which few different values are many, to the path of their values in Parquet."""
-_DTYPES = {
-    _SCALARS[name]: np.dtype(name) for name in ("int64", "int32", "int16", "int8", "float32")
-}
 
 
 def _list_of(value: pa.DataType) -> pa.DataType:
@@ -142,11 +140,10 @@ def encode(columns: Mapping[str, ColumnData], specs: Sequence[Column], bounds: l
 
 
 def _to_arrow(data: Any, kind: Kind, start: int, stop: int) -> pa.Array:
-    """Build from buffers: `pa.array` would import pandas, which takes longer than our work."""
     if isinstance(data, Ragged):
         rows = data.slice(start, stop)
-        cells = _numbers(rows.values)
-        return _list_array(rows.offsets, cells, arrow_type(kind, _dtype(data)))
+        cells = arrow.numbers(rows.values)
+        return arrow.lists(rows.offsets, cells, arrow_type(kind, _dtype(data)))
     part = data[start:stop]
     if kind == "text":
         return _texts(part)
@@ -155,32 +152,18 @@ def _to_arrow(data: Any, kind: Kind, start: int, stop: int) -> pa.Array:
         fields = [_texts([m["role"] for m in flat]), _texts([m["content"] for m in flat])]
         offsets = np.cumsum([0, *(len(messages) for messages in part)], dtype=np.int64)
         cells = pa.StructArray.from_arrays(fields, fields=list(arrow_type(kind).value_type))
-        return _list_array(offsets, cells, arrow_type(kind))
-    return _numbers(part)
-
-
-def _list_array(offsets: Array, values: pa.Array, kind: pa.DataType) -> pa.Array:
-    buffer = pa.py_buffer(offsets.astype(np.int32))
-    return pa.Array.from_buffers(kind, len(offsets) - 1, [None, buffer], children=[values])
+        return arrow.lists(offsets, cells, arrow_type(kind))
+    return arrow.numbers(part)
 
 
 def _texts(values: Sequence[str]) -> pa.Array:
     data = [value.encode("utf-8") for value in values]
-    offsets = np.cumsum([0, *(len(d) for d in data)], dtype=np.int64)
-    if offsets[-1] >= _MAX_TEXT_BYTES:
+    if (num_bytes := sum(map(len, data))) >= _MAX_TEXT_BYTES:
         raise RecordError(
-            f"the text of one row group must be under {_MAX_TEXT_BYTES} bytes, got {offsets[-1]}; "
+            f"the text of one row group must be under {_MAX_TEXT_BYTES} bytes, got {num_bytes}; "
             "shorten the responses"
         )
-    buffers = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(b"".join(data))]
-    return pa.Array.from_buffers(pa.string(), len(values), buffers)
-
-
-def _numbers(values: Array) -> pa.Array:
-    is_bool = values.dtype == np.bool_
-    packed = np.packbits(values, bitorder="little") if is_bool else np.ascontiguousarray(values)
-    kind = pa.bool_() if is_bool else pa.from_numpy_dtype(values.dtype)
-    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(packed)])
+    return arrow.texts(data)
 
 
 def decode(data: bytes, specs: Sequence[Column], *, name: str) -> dict[str, Any]:
@@ -298,7 +281,7 @@ def _text_bytes(array: pa.Array) -> int:
         ends = np.frombuffer(entries.buffers()[1] or b"\0" * 4, np.int32)
         lengths = np.diff(ends[entries.offset : entries.offset + len(entries) + 1])
         used = array.indices.drop_null()
-        return int(lengths[_from_numbers(used)].sum(dtype=np.int64)) if len(used) else 0
+        return int(lengths[arrow.to_numpy(used)].sum(dtype=np.int64)) if len(used) else 0
     if pa.types.is_struct(kind) or pa.types.is_nested(kind):
         inner = array.flatten()
         return sum(_text_bytes(part) for part in (inner if isinstance(inner, list) else [inner]))
@@ -346,22 +329,12 @@ def _from_arrow(array: pa.Array, spec: Column, name: str) -> Any:
             "the set was not written by this program"
         )
     if spec.kind.startswith("list<"):
-        offsets = _from_numbers(array.offsets).astype(np.int64)
-        return Ragged(_from_numbers(values), offsets - offsets[0])
+        offsets = arrow.to_numpy(array.offsets).astype(np.int64)
+        # Copies are writable and keep no file in memory.
+        return Ragged(arrow.to_numpy(values).copy(), offsets - offsets[0])
     if spec.kind == "text":
         entries = array.dictionary.to_pylist()
-        return [entries[index] for index in _from_numbers(array.indices).tolist()]
+        return [entries[index] for index in arrow.to_numpy(array.indices).tolist()]
     if spec.kind == "messages":
         return array.to_pylist()
-    return _from_numbers(array)
-
-
-def _from_numbers(array: pa.Array) -> Array:
-    """Copy out of the buffer: writable, keeps no file in memory, does not import pandas."""
-    buffer = array.buffers()[1]
-    first, last = array.offset, array.offset + len(array)
-    if array.type == pa.bool_():
-        bits = np.frombuffer(buffer, np.uint8) if buffer else np.empty(0, np.uint8)
-        return np.unpackbits(bits, bitorder="little")[first:last].astype(np.bool_)
-    dtype = _DTYPES[array.type]
-    return np.frombuffer(buffer, dtype)[first:last].copy() if buffer else np.empty(0, dtype)
+    return arrow.to_numpy(array).copy()

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from planish.base import arrow
 from planish.checkpoint.format.geometry import I64, volumes
 from planish.checkpoint.format.items import (
     ITEM_BYTES,
@@ -63,32 +63,39 @@ def write(meta: Metadata) -> bytes:
     tensors, files, shards = meta.tensors, meta.files, meta.shards
     num_crcs = np.array([len(crcs) for crcs in files.crcs], np.int64)
     crcs = np.concatenate([np.zeros(0, np.uint32), *files.crcs])
-    shape = _lists(_sides(tensors.shapes, tensors.dims), tensors.dims)
-    facts = dump_json({"header": meta.header, "objects": meta.objects}).decode()
+    shape = _lists(arrow.numbers(_sides(tensors.shapes, tensors.dims)), tensors.dims)
+    facts = dump_json({"header": meta.header, "objects": meta.objects})
     tables: dict[str, list[Any]] = {
         "tensors": [tensors.roles, tensors.kinds, tensors.fqns, tensors.dtypes, shape],
-        "files": [files.keys, files.sizes, files.algorithms, _lists(crcs, num_crcs)],
+        "files": [files.keys, files.sizes, files.algorithms, _lists(arrow.numbers(crcs), num_crcs)],
         "shards": [shards.tensor, shards.file, shards.start],
     }
-    row = [pa.array([facts])]
+    row = [arrow.texts([facts])]
     for name, columns in tables.items():
         fields = list(_SCHEMA.field(name).type.value_type)
-        arrays = [pa.array(c, f.type) for c, f in zip(columns, fields, strict=True)]
+        arrays = [_column(c, f.type) for c, f in zip(columns, fields, strict=True)]
         row.append(_whole(pa.StructArray.from_arrays(arrays, fields=fields)))
     dims = tensors.dims[shards.tensor]
-    row += [_whole(_sides(sides, dims)) for sides in (shards.offsets, shards.lengths)]
+    row += [_whole(arrow.numbers(_sides(s, dims))) for s in (shards.offsets, shards.lengths)]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, _SCHEMA, options=_OPTIONS) as writer:
         writer.write_batch(pa.record_batch(row, schema=_SCHEMA))
     return bytes(sink.getvalue())
 
 
-def _lists(values: NDArray[Any] | pa.Array, counts: I64) -> pa.Array:
-    ends = np.cumsum(counts, dtype=np.int32)
-    return pa.ListArray.from_arrays(np.concatenate([np.zeros(1, np.int32), ends]), values)
+def _column(values: Any, kind: pa.DataType) -> pa.Array:
+    if isinstance(values, pa.Array):
+        return values
+    if kind == pa.string():
+        return arrow.texts([text.encode() for text in values])
+    return arrow.numbers(np.asarray(values, np.int64))
 
 
-def _whole(values: NDArray[Any] | pa.Array) -> pa.Array:
+def _lists(values: pa.Array, counts: I64) -> pa.Array:
+    return arrow.lists(np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]), values)
+
+
+def _whole(values: pa.Array) -> pa.Array:
     """Return a column whose only row holds all values."""
     return _lists(values, np.array([len(values)]))
 
@@ -129,15 +136,15 @@ def read(data: bytes, max_bytes: int) -> dict[str, Any]:
         dict(zip(table.type.names, table.flatten(), strict=True)) for table in tables.values()
     )
     dims, blocks = _counts(tensors["shape"]), _counts(files["crcs"])
-    width, crcs = int(dims.max(initial=0)), files["crcs"].flatten().to_numpy()
+    width, crcs = int(dims.max(initial=0)), arrow.to_numpy(files["crcs"].flatten())
     if width > MAX_DIMS:
         raise FormatFault(f"a tensor of {width} dimensions")
     rest = len(facts) + tensors["fqn"].nbytes + files["key"].nbytes + crcs.nbytes
-    owner = shards["tensor"].to_numpy()
+    owner = arrow.to_numpy(shards["tensor"])
     refuse_beyond(max_bytes - needed, len(owner), len(dims), len(blocks), width, rest)
     if len(owner) and not 0 <= int(owner.min()) <= int(owner.max()) < len(dims):
         raise FormatFault(f"a shard of tensor {owner.max()} of {len(dims)}")
-    offset, length = (batch.column(name).flatten().to_numpy() for name in ("offset", "length"))
+    offset, length = (arrow.to_numpy(batch.column(n).flatten()) for n in ("offset", "length"))
     if not len(offset) == len(length) == int(dims[owner].sum()):
         raise FormatFault("a shard must have the dimensions of its tensor")
     head, bounds = load_json(facts.encode()), [0, *np.cumsum(blocks).tolist()]
@@ -156,14 +163,14 @@ def read(data: bytes, max_bytes: int) -> dict[str, Any]:
             fqns,
             dtypes,
             dims,
-            pad(tensors["shape"].flatten().to_numpy(), dims, width, 1),
+            pad(arrow.to_numpy(tensors["shape"].flatten()), dims, width, 1),
         ),
         "files": (
             *(files[name].to_pylist() for name in ("key", "size", "algorithm")),
             [crcs[low:high] for low, high in itertools.pairwise(bounds)],
         ),
         "shards": (
-            *(owner, shards["file"].to_numpy(), shards["start"].to_numpy()),
+            *(owner, arrow.to_numpy(shards["file"]), arrow.to_numpy(shards["start"])),
             volumes(lengths) * item_bytes[owner],
             pad(offset, dims[owner], width, 0),
             lengths,
@@ -172,7 +179,7 @@ def read(data: bytes, max_bytes: int) -> dict[str, Any]:
 
 
 def _counts(lists: pa.ListArray) -> I64:
-    ends: I64 = lists.offsets.to_numpy().astype(np.int64)
+    ends: I64 = arrow.to_numpy(lists.offsets).astype(np.int64)
     return np.diff(ends)
 
 

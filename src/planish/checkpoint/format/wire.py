@@ -22,9 +22,15 @@ def pack_columns(
     """
     import pyarrow as pa
 
-    arrays = [
-        pa.ListArray.from_arrays([0, len(column)], pa.array(column)) for column in columns.values()
-    ]
+    from planish.base import arrow
+
+    arrays = []
+    for column in columns.values():
+        if isinstance(column, np.ndarray):
+            values = arrow.numbers(column)
+        else:
+            values = arrow.texts([text.encode() for text in column])
+        arrays.append(arrow.lists(np.array([0, len(column)]), values))
     batch = pa.record_batch(arrays, names=list(columns), metadata={"head": json.dumps(head)})
     options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
     sink = pa.BufferOutputStream()
@@ -37,8 +43,14 @@ def unpack_columns(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     """Undo `pack_columns`; the columns are read-only arrays."""
     import pyarrow as pa
 
+    from planish.base import arrow
+
     reader = pa.ipc.open_stream(data)
     batch = reader.read_next_batch()
     head: dict[str, Any] = json.loads(reader.schema.metadata[b"head"])
-    columns = zip(batch.schema.names, batch.columns, strict=True)
-    return head, {name: np.asarray(column.values) for name, column in columns}
+    found: dict[str, Any] = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        is_text = column.values.type == pa.string()
+        values = column.values.to_pylist() if is_text else arrow.to_numpy(column.values)
+        found[name] = np.array(values, object) if is_text else values
+    return head, found

@@ -1,0 +1,60 @@
+"""Arrow arrays of numpy arrays and texts, and back, by their buffers.
+
+`pa.array`, `to_numpy` and lists made of numpy arrays import pandas where it is installed, which
+takes a quarter of a second in each process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+_DTYPES = {
+    pa.from_numpy_dtype(dtype): np.dtype(dtype)
+    for dtype in ("int64", "int32", "int16", "int8", "uint32", "uint8", "float32")
+}
+
+
+def numbers(values: Array) -> pa.Array:
+    """Return an array of numbers or of bool, which keeps the memory of numbers."""
+    is_bool = values.dtype == np.bool_
+    packed = np.packbits(values, bitorder="little") if is_bool else np.ascontiguousarray(values)
+    kind = pa.bool_() if is_bool else pa.from_numpy_dtype(values.dtype)
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(packed)])
+
+
+def texts(values: Sequence[bytes]) -> pa.Array:
+    """Return an array of texts, given in UTF-8; together they must be shorter than 2 GiB."""
+    offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))]
+    return pa.Array.from_buffers(pa.string(), len(values), buffers)
+
+
+def lists(offsets: Array, values: pa.Array, kind: pa.DataType | None = None) -> pa.Array:
+    """Return an array of lists.
+
+    Args:
+        offsets: [lists + 1] where each list begins in `values`, and the end of the last one.
+        values: the items of all lists.
+        kind: of the lists; None: plain lists of the type of `values`.
+    """
+    buffer = pa.py_buffer(offsets.astype(np.int32))
+    kind = kind or pa.list_(values.type)
+    return pa.Array.from_buffers(kind, len(offsets) - 1, [None, buffer], children=[values])
+
+
+def to_numpy(array: pa.Array) -> Array:
+    """Return numbers without nulls, read-only and in the memory of `array`; bool as a copy."""
+    buffer = array.buffers()[1]
+    first, last = array.offset, array.offset + len(array)
+    if array.type == pa.bool_():
+        bits = np.frombuffer(buffer, np.uint8) if buffer else np.empty(0, np.uint8)
+        return np.unpackbits(bits, bitorder="little")[first:last].astype(np.bool_)
+    dtype = _DTYPES[array.type]
+    return np.frombuffer(buffer, dtype)[first:last] if buffer else np.empty(0, dtype)
