@@ -37,6 +37,7 @@ from planish.run.stage import stage_parser
 from planish.run.stage_metrics import NUM_PORTS
 from planish.stages.prepare.cluster import CLUSTER_PERMISSIONS, PERMISSIONS, RUNTIME_PERMISSION
 from tests.contract.kfp_needs import NEEDS
+from tests.contract.pipeline_rules import walk
 from tests.unit.engines.deploy.plans import tiny_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -112,17 +113,6 @@ def launcher_settings():
     ((_, added),) = load(FOLDER / "runs" / LAUNCHER)
     assert (added["op"], added["path"]) == ("add", "/data/providers")
     return yaml.safe_load(added["value"])
-
-
-def walk(node, key):
-    if isinstance(node, dict):
-        for name, value in node.items():
-            if name == key:
-                yield value
-            yield from walk(value, key)
-    elif isinstance(node, list):
-        for value in node:
-            yield from walk(value, key)
 
 
 @pytest.fixture(scope="module", params=OVERLAYS)

@@ -25,13 +25,14 @@
           ShapeMismatch                a tensor has another global shape
           DtypeMismatch                a tensor has another type
         PlanMismatch                   ranks do not take part in the same save or load
-        SaveFailed                     at least one rank could not do its part
+        SaveFailed(RanksError)         at least one rank could not do its part
       EngineError                      a rollout engine failed
         EngineBusy                     the call needs an engine with nothing in flight
         NotSupported                   this engine lacks an optional ability
         ProtocolError                  a rank sent what no rank of its instance may send
       VerifierFailure                  too many verifier errors in one batch
-      PeerLost                         a rank did not answer in time
+      RanksError                       some ranks failed, each for a reason of its own
+        PeerLost                       a rank did not answer in time
       ClusterError                     Kubernetes or Kubeflow refused, or did not answer
       BackendUnavailable               a monitoring server did not answer, or not as it must
 
@@ -207,7 +208,7 @@ class BackendUnavailable(PlanishError):
     """Prometheus or Alertmanager did not answer, or not as it must."""
 
     def __init__(self, message: str, *, code: str) -> None:
-        """Keep the HTTP status, or timeout, connection, tls, invalid, too_large, stopped."""
+        """Keep the HTTP status, or timeout, connection, tls, invalid, empty, unknown, stopped."""
         super().__init__(message)
         self.code = code
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from planish.base.errors import EngineError
 from planish.models.experts import expert_faults
+from planish.models.headers import dtype_name
 from planish.models.policy import read_model_config
 from planish.models.tokens import Tokenizer, load_tokenizer
 
@@ -24,7 +25,7 @@ def check_policy(folder: Path, names: Collection[str]) -> tuple[dict[str, Any], 
     """
     config, tokenizer = read_model_config(folder), load_tokenizer(folder)
     faults = []
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    dtype = dtype_name(config)
     if dtype not in _DTYPES:
         faults.append(f"`dtype` {dtype!r} in place of one of {', '.join(_DTYPES)}")
     if config.get("quantization_config"):

@@ -5,10 +5,8 @@ Deliberately left out: prompts as messages, groups as objects, rewards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -88,8 +86,6 @@ class Request:
     """Response tokens of earlier windows; never tokenised again."""
     priority: int = 0
     """Higher starts first; equal priorities start in the order of submission."""
-    meta: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """The driver's own notes; no engine reads them."""
 
 
 @dataclass

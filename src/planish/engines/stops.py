@@ -23,7 +23,7 @@ from torch import Tensor
 
 from planish.base.errors import ConfigError
 from planish.engines.requests import Request
-from planish.models.tokens import check_stop_strings
+from planish.models.tokens import Tokenizer, check_stop_strings
 
 Table = npt.NDArray[np.int32]
 
@@ -59,6 +59,22 @@ class StopTable:
         """Return the string that is complete in a state; None where none is."""
         index = int(self.found[state])
         return None if index < 0 else self.strings[index]
+
+
+def tokenizer_stops(tokenizer: Tokenizer, vocab_size: int) -> StopTable | None:
+    """Return what finds the stop strings of a tokenizer; None where it has none.
+
+    Args:
+        tokenizer: of the policy.
+        vocab_size: rows of the LM head, which may be more or fewer than the tokens.
+
+    Raises:
+        ConfigError: the tokenizer does not say what its tokens add to the text.
+    """
+    if not tokenizer.stop_strings:
+        return None
+    texts = tokenizer.token_bytes()[:vocab_size]
+    return stop_table(tokenizer.stop_strings, texts + [b""] * (vocab_size - len(texts)))
 
 
 def stop_table(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopTable:

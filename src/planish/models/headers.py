@@ -89,6 +89,11 @@ def vocabulary(config: Mapping[str, Any]) -> int:
     return size if isinstance(size, int) else 0
 
 
+def dtype_name(config: Mapping[str, Any]) -> str:
+    """Return the dtype that a config.json names, under either of its two keys."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
 def context_tokens(config: Mapping[str, Any]) -> int:
     """Return the tokens of prompt and response for which a model is the same in all that run it.
 

@@ -19,6 +19,7 @@ import torch
 from planish.base.errors import ConfigError, RecordError
 from planish.models.config import ModelConfig
 from planish.models.experts import on_disk
+from planish.models.headers import dtype_name
 from planish.models.library import load_transformers
 from planish.models.tokens import Tokenizer, character_tokenizer, load_tokenizer
 from planish.records.io import fetch_files, read_manifest, write_files
@@ -274,7 +275,7 @@ def save_policy(
             generation.save_pretrained(folder)
         policy.tokenizer.save(folder)
         config = read_model_config(folder)
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        dtype = dtype_name(config)
         tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
         weights = {
             # The writer refuses a part of a larger storage, which one expert of many is.

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from planish.run.gang.cluster import RESOURCES
+from planish.run.gang.manifests import RUN_LABEL, STAGE_LABEL
 from planish.run.kube import Kube
 from planish.submit.server import ENDED, Kubeflow
-
-RUN_LABEL = "pipeline/runid"
-"""Label that Kubeflow puts on every pod of a run, and we on every job of one."""
-
-STAGE_LABEL = "planish/stage"
-"""Label of every pod and job of ours."""
 
 
 def delete_labelled(kube: Kube, selector: str) -> list[str]:

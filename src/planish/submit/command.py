@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planish.base.errors import ConfigError, PlanishError
+from planish.base.errors import ClusterError, ConfigError, PlanishError
 from planish.base.text import Table
 
 if TYPE_CHECKING:
@@ -343,7 +343,12 @@ def cleanup(options: argparse.Namespace) -> Lines:
             server.namespace_of_runs(options.namespace),
             patience_seconds=0,
         )
-        yield from clean_up(server, kube, options.run)
+        try:
+            yield from clean_up(server, kube, options.run)
+        except ClusterError as error:
+            if not 400 <= error.status < 500:
+                raise
+            raise ConfigError(f"`cleanup` must reach Kubernetes, got {error}") from None
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], Lines]] = {

@@ -20,6 +20,7 @@ from planish.checkpoint.plan.share import share_reads
 from planish.checkpoint.ranks.control import plan_tree
 from planish.checkpoint.save.agree import plan_key
 from tests.benchmarks.planner.layouts import Layout
+from tests.unit.checkpoint.plan.pieces import unique_bytes
 
 Result = TypeVar("Result")
 
@@ -191,10 +192,11 @@ def _load(
     watch.timed("assemble_one_rank", lambda: shared.rank(metadata, 0, reads[0]))
     held = shared.requests.stop - shared.requests.start
     loads = np.bincount(shared.reader, held, layout.ranks)
+    unique = unique_bytes(metadata, shared.wanted)
     counts["pieces"] = float(sum(map(len, reads)))
     counts["requests"] = float(len(shared.requests))
-    counts["read_over_unique_bytes"] = shared.bytes_from_store / shared.unique_bytes
-    counts["wanted_over_unique_bytes"] = shared.wanted_bytes / shared.unique_bytes
+    counts["read_over_unique_bytes"] = shared.bytes_from_store / unique
+    counts["wanted_over_unique_bytes"] = shared.wanted_bytes / unique
     counts["read_max_over_mean"] = float(loads.max() / loads.mean())
 
 

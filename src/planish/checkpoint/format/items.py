@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -273,36 +273,6 @@ class LocalItem:
         return sum(box.volume for box in self.boxes)
 
 
-class DescribedItems(Sequence[LocalItem]):
-    """Items that are put together when they are asked for: a rank writes few of its replicas."""
-
-    def __init__(
-        self,
-        tensors: Sequence[TensorSpec],
-        boxes: Sequence[tuple[Box, ...]],
-        data: Sequence[torch.Tensor | None],
-    ) -> None:
-        """Take the fields of all items, each in their order."""
-        self._columns = tensors, boxes, data
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-        return len(self._columns[0])
-
-    @overload
-    def __getitem__(self, index: int) -> LocalItem: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> DescribedItems: ...
-
-    def __getitem__(self, index: int | slice) -> LocalItem | DescribedItems:
-        """Return an item, or some of them."""
-        tensors, boxes, data = self._columns
-        if isinstance(index, slice):
-            return DescribedItems(tensors[index], boxes[index], data[index])
-        return LocalItem(tensors[index], boxes[index], data[index])
-
-
 @dataclass
 class Collected:
     """What an adapter finds in one role's state on this rank."""
@@ -317,8 +287,6 @@ class Collected:
     """`loader_state.LoaderState` of ranks that read data, else None."""
     facts: dict[str, Any] = field(default_factory=dict)
     """JSON that a load needs before it plans (`aliases` of tied weights); rank 0's counts."""
-    description: object | None = None
-    """The same object for items that differ in values alone; None where that is not known."""
     finish: list[Finish] = field(default_factory=list)
     """What ends a load, in this order, once every item has been filled."""
     report: dict[str, str] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from planish.checkpoint.format.items import PARTS, Columns, LocalItem, quoted_na
 from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.load.reader import Opened, check_objects
 from planish.checkpoint.plan.match import ShardIndex, match
-from planish.checkpoint.plan.reads import LocalReads, RankReads
+from planish.checkpoint.plan.reads import RankReads
 from planish.checkpoint.plan.share import SharedReads, rank_reads, share_reads
 from planish.checkpoint.ranks.messages import EVERYONE, ranks_text
 from planish.checkpoint.watch.monitor import CheckpointInfo
@@ -317,8 +317,7 @@ def plan_job(
     if findings is not None and wishes is not None:
         try:
             facts = [json.loads(data) for data in findings]
-            wanted = [Columns.decode(data) for data in wishes]
-            heads, wires = _plan_for_all(opened, options, call.hosts, facts, wanted)
+            heads, wires = _plan_for_all(opened, options, call.hosts, facts, wishes)
         except Exception as caught:
             error = caught
     is_of_all = isinstance(error, (LayoutMismatch, PlanMismatch))
@@ -338,19 +337,17 @@ def _plan_for_all(
     options: LoadOptions,
     hosts: Sequence[int],
     findings: Sequence[Mapping[str, Any]],
-    columns: Sequence[Columns],
+    wishes: Sequence[bytes],
 ) -> tuple[list[bytes], list[bytes]]:
     """Return for every rank the head and the reads of its plan; no reads: it plans them alone."""
     metadata = opened.metadata
-    keys = {key for wanted in columns for key in wanted.tensors.ids}
+    # Replicas want the same, in equal bytes, which are decoded and matched once.
+    wanted = {data: Columns.decode(data) for data in dict.fromkeys(wishes)}
+    keys = {key for columns in wanted.values() for key in columns.tensors.ids}
     missing, unexpected = judge(metadata, findings, keys, options)
-    # Replicas want the same, which is matched once.
-    index, matched, reads = ShardIndex(metadata), dict[bytes, LocalReads](), []
-    for wanted in columns:
-        signature = wanted.signature()
-        if signature not in matched:
-            matched[signature] = match(metadata, wanted, index=index)
-        reads.append(matched[signature])
+    index = ShardIndex(metadata)
+    matched = {data: match(metadata, columns, index=index) for data, columns in wanted.items()}
+    reads = [matched[data] for data in wishes]
     shards = np.unique(np.concatenate([mine.shard for mine in reads]))
     faults = check_objects(opened, set(metadata.shards.file[shards].tolist()))
     if faults:

@@ -1,4 +1,4 @@
-"""Whether boxes tile their tensors: no overlap, no hole; and how much their union holds.
+"""Whether boxes tile their tensors: no overlap, no hole.
 
 Three steps for all tensors together, each only for what the one before could not settle. Most boxes
 are runs of their tensor's row-major order: then it is enough that each begins where the one before
@@ -22,18 +22,14 @@ from planish.checkpoint.format.geometry import (
     Box,
     Flags,
     before,
-    fit,
     fresh,
     order_by,
     strides_of,
     volumes,
 )
-from planish.checkpoint.format.metafile import Metadata
 
 _MAX_PASSES = 16
 """Boxes that fall apart one by one only, like a spiral, are better swept."""
-_CELLS = 1 << 22
-"""Cells of the grid that counts the union of overlapping pieces of one shard."""
 
 
 def refuse_gaps(
@@ -292,49 +288,3 @@ def _sweep(offsets: I64, ends: I64) -> tuple[int, int] | None:
             return int(active[int(np.argmax(meets))]), int(box)
         active = np.append(active, box)
     return None
-
-
-def unique_elements(metadata: Metadata, shard: I64, offsets: I64, lengths: I64) -> int:
-    """Return the bytes that lie in at least one of different pieces, each counted once.
-
-    Args:
-        metadata: Of the checkpoint.
-        shard: [u], the shard of each piece.
-        offsets: [u, d], first element, in the coordinates of the tensor.
-        lengths: [u, d], extent.
-    """
-    shards = metadata.shards
-    itemsize = metadata.tensors.item_bytes[shards.tensor]
-    width = offsets.shape[1]
-    shapes = fit(shards.lengths, width, 1)
-    inside = offsets - fit(shards.offsets, width, 0)[shard]
-    held = np.zeros(shards.num_shards, np.int64)
-    np.add.at(held, shard, volumes(lengths))
-    size = volumes(shapes)
-    full = np.zeros(shards.num_shards, bool)
-    full[shard[(lengths == shapes[shard]).all(axis=1)]] = True
-    held[full] = size[full]
-    rest = np.flatnonzero(~full[shard])
-    for row in overlapping(shapes, shard[rest], inside[rest], lengths[rest]).tolist():
-        mine = rest[shard[rest] == row]
-        held[row] = min(_union(inside[mine], lengths[mine]), int(size[row]))
-    return int((held * itemsize).sum())
-
-
-def _union(offsets: I64, lengths: I64) -> int:
-    """Return the elements in the union of boxes; their sum where the grid would be too large."""
-    cuts, cells = [], 1
-    for dim in range(offsets.shape[1]):
-        sides = np.concatenate([offsets[:, dim], offsets[:, dim] + lengths[:, dim]])
-        cuts.append(np.unique(sides))
-        cells *= len(cuts[-1]) - 1
-    if cells > _CELLS:
-        return int(volumes(lengths).sum())
-    grid = np.zeros([len(cut) - 1 for cut in cuts], bool)
-    for low, length in zip(offsets, lengths, strict=True):
-        spans = zip(cuts, low, low + length, strict=True)
-        grid[tuple(slice(*np.searchsorted(c, (a, b)).tolist()) for c, a, b in spans)] = True
-    area = np.ones((), np.int64)
-    for cut in cuts:
-        area = np.multiply.outer(area, np.diff(cut))
-    return int(area[grid].sum())

@@ -19,7 +19,6 @@ import numpy as np
 from planish.checkpoint.format.geometry import I64, fresh, order_by, ranges, run_sums
 from planish.checkpoint.format.metafile import BLOCK, Metadata
 from planish.checkpoint.plan.coalesce import REQUEST_BYTES, coalesce, line_bases, piece_ranges
-from planish.checkpoint.plan.coverage import unique_elements
 from planish.checkpoint.plan.reads import (
     LocalReads,
     RankPart,
@@ -106,8 +105,6 @@ class SharedReads:
     """[ranks + 1] and [sum]: the requests that each rank reads or needs bytes of, ascending."""
     piece_of: tuple[I64, I64]
     """[q + 1] and [sum]: the pieces that may have elements in each request, ascending."""
-    unique_bytes: int
-    """Of the tensors' bytes: those that at least one rank needs, each counted once."""
     wanted_bytes: int
     """Of the tensors' bytes: what the ranks need, added up."""
     replication: float
@@ -228,7 +225,6 @@ def share_reads(
         wanted,
         _involved(needs, wanted.sets, len(reads)),
         _piece_of(metadata, wanted, requests),
-        unique_elements(metadata, wanted.shard, wanted.offsets, wanted.lengths),
         wanted_bytes,
         replication,
     )

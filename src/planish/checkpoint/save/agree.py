@@ -16,7 +16,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain
 from typing import Any, Literal
 
 from planish.base import telemetry
@@ -245,8 +244,7 @@ class Planner:
         )
 
     def _collect(self, rank: int, roles: Roles, options: SaveOptions) -> _Local:
-        several = [collected.items for collected in roles.values()]
-        items = several[0] if len(several) == 1 else list(chain.from_iterable(several))
+        items = [item for collected in roles.values() for item in collected.items]
         small = encode_objects(rank, roles, allow_pickle=options.allow_pickle)
         specs: list[Any] = [options.context, *((item.tensor, item.boxes) for item in items)]
         # Comparing with the last save's items is much cheaper than making columns of them.

@@ -91,10 +91,8 @@ class Channel:
 
 
 def encode_request(request: Request) -> Message:
-    """Return a request as JSON holds it, without the driver's own notes."""
-    plain = {**vars(request), "sampling": vars(request.sampling)}
-    del plain["meta"]
-    return plain
+    """Return a request as JSON holds it."""
+    return {**vars(request), "sampling": vars(request.sampling)}
 
 
 def decode_request(plain: Mapping[str, Any]) -> Request:

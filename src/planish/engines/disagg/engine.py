@@ -49,7 +49,7 @@ from planish.engines.weights import (
     local_policy,
 )
 from planish.models.experts import expert_names, num_experts, routing_dtype, spread_fault
-from planish.models.headers import context_tokens
+from planish.models.headers import context_tokens, dtype_name
 from planish.records.refs import is_pin
 from planish.records.rollouts import FinishReason
 
@@ -260,7 +260,7 @@ class DisaggEngine(BaseEngine):
             folder=str(folder),
             version=version,
             device=self._device,
-            dtype=str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32"),
+            dtype=dtype_name(model_config),
             hidden_size=int(model_config["hidden_size"]),
             top_k=int(model_config["num_experts_per_tok"]),
             local_experts=num_experts(model_config) // self._config.expert_ranks

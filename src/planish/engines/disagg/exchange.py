@@ -198,8 +198,7 @@ class ExpertExchange:
                 raise item
             if not isinstance(item, Frame):
                 raise EngineError(f"the coordinator stopped the iteration: {item.get('reason')}")
-            waiting = self.deliver(item)
-            if len(waiting.frames) == len(waiting.num_rows):
+            if self.deliver(item):
                 complete.append(item.header.micro_batch)
 
     def _give_up(self) -> None:
@@ -214,8 +213,8 @@ class ExpertExchange:
             per_rank=late,
         )
 
-    def deliver(self, frame: Frame) -> _Waiting:
-        """Give a reply to the micro-batch that waits for it, and return what that waits for."""
+    def deliver(self, frame: Frame) -> bool:
+        """Give a reply to the micro-batch that waits for it; tell whether that has all now."""
         header = frame.header
         waiting = self._waiting.get(header.micro_batch)
         seen = (header.kind, header.weight_version, header.iteration, header.layer, len(frame.rows))
@@ -234,11 +233,12 @@ class ExpertExchange:
             )
         waiting.frames[header.source] = frame
         self.traffic.add(header)
-        if len(waiting.frames) == len(waiting.num_rows):
-            spent = time.monotonic() - waiting.sent_at
-            self.traffic.reply_seconds += spent
-            self.traffic.reply_counts[bisect.bisect_left(REPLY_SECONDS, spent)] += 1
-        return waiting
+        if len(waiting.frames) < len(waiting.num_rows):
+            return False
+        spent = time.monotonic() - waiting.sent_at
+        self.traffic.reply_seconds += spent
+        self.traffic.reply_counts[bisect.bisect_left(REPLY_SECONDS, spent)] += 1
+        return True
 
 
 class ExchangingRank:

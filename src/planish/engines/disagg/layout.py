@@ -20,8 +20,8 @@ class ExpertLayout:
 
     Example:
         >>> layout = ExpertLayout.of([[1.0, 1.0], [5.0, 1.0]], num_nodes=2, num_redundant=0)
-        >>> layout.held(0), layout.num_local, ExpertLayout.parse(layout.plain()) == layout
-        ([(0,), (0,)], 1, True)
+        >>> layout.held(0), ExpertLayout.parse(layout.plain()) == layout
+        ([(0,), (0,)], True)
     """
 
     version: int
@@ -53,11 +53,6 @@ class ExpertLayout:
     def num_experts(self) -> int:
         """Experts of a layer."""
         return self.layers[0].num_experts
-
-    @property
-    def num_local(self) -> int:
-        """Experts of the node and layer that have most; every frame counts so many."""
-        return max(placement.num_local for placement in self.layers)
 
     def held(self, node: int) -> list[tuple[int, ...]]:
         """Return the experts of a node, by layer."""

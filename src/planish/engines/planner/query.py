@@ -19,6 +19,8 @@ from planish.engines.planner.models import MoeModel, find_model
 from planish.engines.planner.performance import Constants, Workload
 
 Objective = Literal["gpu", "cost", "watt"]
+FIGURES: dict[Objective, str] = {"gpu": "flops", "cost": "price", "watt": "watts"}
+"""Figure of a GPU that an objective needs."""
 BaselineName = Literal["ideal", "framework"]
 
 
@@ -104,7 +106,7 @@ def read_query(options: argparse.Namespace) -> Query:
             f"{', '.join(named)}; add {measured.name} or leave the profile out"
         )
     compared = gpus(options.baseline_gpu) if options.baseline_gpu else list(named.values())
-    figure = {"gpu": "flops", "cost": "price", "watt": "watts"}[options.objective]
+    figure = FIGURES[options.objective]
     if options.baseline_gpu and not all(getattr(gpu, figure) for gpu in compared):
         raise ConfigError(
             f"the objective `{options.objective}` needs the {figure} of the baseline's GPU, "

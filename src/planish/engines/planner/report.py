@@ -16,6 +16,7 @@ from typing import Any
 from planish.base.errors import ConfigError
 from planish.base.text import Table
 from planish.engines.planner.baseline import ColocatedPlan, baselines
+from planish.engines.planner.deployment import expert_bytes
 from planish.engines.planner.models import BYTES
 from planish.engines.planner.query import BaselineName, Query, read_query
 from planish.engines.planner.search import Plan, Search, search
@@ -164,7 +165,7 @@ def resources(best: Plan, redundancy: float) -> dict[str, float]:
     one, times, model = best.deployment, best.times, best.deployment.model
     passes = best.m * model.layers
     rows = model.experts_per_token / one.n_e
-    expert = BYTES * model.expert_parameters * model.num_experts / one.n_e
+    expert = expert_bytes(model, one.n_e, 0.0)
     flops = best.b_a * one.expert_rows * 6 * model.hidden_size * model.expert_size
     cached = best.m * best.b_a * one.row_bytes
     read = best.m * model.attention_bytes(one.tp_a) + cached

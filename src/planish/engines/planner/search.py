@@ -21,7 +21,7 @@ from planish.engines.planner.deployment import Deployment, Times, expert_bytes, 
 from planish.engines.planner.gpus import Gpu
 from planish.engines.planner.models import MoeModel
 from planish.engines.planner.performance import most_rows
-from planish.engines.planner.query import Objective, Query, Space
+from planish.engines.planner.query import FIGURES, Objective, Query, Space
 
 MOST_REPLICAS = 1024
 """Attention replicas that are tried at most, where nothing else ends the search."""
@@ -120,7 +120,7 @@ def search(query: Query) -> Search:
             experts.
     """
     gpus = {gpu.name: gpu for gpu in (*query.attention_gpus, *query.expert_gpus)}
-    figure = {"cost": "price", "watt": "watts"}.get(query.objective, "flops")
+    figure = FIGURES[query.objective]
     unknown = [gpu.name for gpu in gpus.values() if not getattr(gpu, figure)]
     if unknown:
         raise ConfigError(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from planish.engines.policy_folder import check_policy
 from planish.engines.requests import ModelRef
-from planish.engines.stops import StopTable, stop_table
+from planish.engines.stops import StopTable, tokenizer_stops
 from planish.engines.transformers import fused_decoder
 from planish.engines.weights import FolderWeights, WeightSource, check_weights, local_policy
 from planish.models.experts import on_disk
@@ -53,11 +53,7 @@ class ServedModel:
         Raises:
             ConfigError: the tokenizer does not say what its tokens add to the text.
         """
-        if not self.tokenizer.stop_strings:
-            return None
-        texts = self.tokenizer.token_bytes()[: self.vocab_size]
-        texts += [b""] * (self.vocab_size - len(texts))
-        return stop_table(self.tokenizer.stop_strings, texts)
+        return tokenizer_stops(self.tokenizer, self.vocab_size)
 
     def fits_fused(self) -> bool:
         """Return whether the fused decoder computes this model."""

@@ -26,7 +26,7 @@ from planish.engines.config import EngineConfig
 from planish.engines.policy_folder import check_policy
 from planish.engines.requests import Capabilities, ModelRef, Output, Request, Sampling, WeightUpdate
 from planish.engines.sampling import request_seed
-from planish.engines.stops import StopTable, stop_table
+from planish.engines.stops import StopTable, tokenizer_stops
 from planish.engines.transformers.batch import COUNTERS
 from planish.engines.vllm.plugin import LOAD_FORMAT, WEIGHT_TRANSFER, register
 from planish.engines.vllm.routing import SlotRouting, inputs_routing, layers_with_experts
@@ -38,7 +38,7 @@ from planish.engines.weights import (
     local_policy,
 )
 from planish.models.experts import is_expert, num_experts, routing_dtype
-from planish.models.headers import context_tokens
+from planish.models.headers import context_tokens, dtype_name
 from planish.records.rollouts import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -135,10 +135,7 @@ class VllmEngine(BaseEngine):
         self._max_model_len = min(self._max_model_len or limit, limit)
         self._vocab_size = int(config["vocab_size"])
         self._eos = frozenset(tokenizer.eos_token_ids)
-        if tokenizer.stop_strings:
-            texts = tokenizer.token_bytes()[: self._vocab_size]
-            texts += [b""] * (self._vocab_size - len(texts))
-            self._strings = stop_table(tokenizer.stop_strings, texts)
+        self._strings = tokenizer_stops(tokenizer, self._vocab_size)
         self._experts = layers_with_experts(self._names)
         try:
             self._routing_dtype = routing_dtype(config) if self._routing else ""
@@ -218,7 +215,7 @@ class VllmEngine(BaseEngine):
             skip_tokenizer_init=True,
             load_format=self._load_format,
             generation_config="vllm",
-            dtype=str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32"),
+            dtype=dtype_name(model_config),
             max_model_len=self._max_model_len,
             max_num_seqs=self._max_rows,
             max_num_batched_tokens=batch_tokens or None,

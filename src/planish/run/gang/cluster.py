@@ -11,7 +11,7 @@ from typing import Any
 
 from planish.base.errors import ClusterError, ConfigError
 from planish.run.gang.manifests import GANG_LABEL, RUN_LABEL, Launcher
-from planish.run.kube import PATIENCE_SECONDS, REQUEST_SECONDS, Kube, in_pod, own_namespace
+from planish.run.kube import PATIENCE_SECONDS, REQUEST_SECONDS, Kube, in_pod
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class GangCluster(Kube):
                 "outside of one; submit the run to a cluster, or set `train.num_nodes=1` and "
                 "`train.num_processes`"
             )
-        return cls.connect(namespace=own_namespace(), pod=pod, launcher=launcher)
+        return cls.connect(pod=pod, launcher=launcher)
 
     def with_other_launcher(self) -> GangCluster:
         """Return the same namespace, seen by who makes jobs of the other kind."""

@@ -24,11 +24,11 @@ from planish.stages.curate.columns import (
 )
 from planish.stages.curate.config import SET_KEY, CurateConfig
 from planish.stages.curate.filters import remove_unverifiable
-from planish.stages.curate.gsm8k import is_gsm8k, step_problems
+from planish.stages.curate.gsm8k import step_problems
 from planish.stages.curate.problem import CurationLedger, Drop, Problem, add_drop
 from planish.stages.curate.records import DataRow, DataTable, read_data
 from planish.stages.curate.report import drop_warnings
-from planish.stages.curate.select import select
+from planish.stages.curate.select import is_steps, select
 from planish.stages.curate.tasks import task_stream
 from planish.verifiers import (
     FORMS,
@@ -162,7 +162,7 @@ class Opened:
         self.problems, self.drops = read_problems(self.config, rows)
         self.drops += later
         check_types(self.config, self.drops, len(rows) + self.num_later)
-        if is_gsm8k(rows) and self.config.gsm8k_as == "steps":
+        if is_steps(self.config, self.table):
             digits = self.config.max_operand_digits
             self.problems = step_problems(rows, digits, CurationLedger())
 

@@ -66,7 +66,7 @@ def curate(
     alike = [problem for problems in sets.values() for problem in problems]
     train, evaluation = select(config, seed, tables, ledger, pass_rates, sets=alike)
     traced = _traced(config, train, ledger)
-    if config.trace_mistakes and (not tables or _is_steps(config, tables[0])):
+    if config.trace_mistakes and (not tables or is_steps(config, tables[0])):
         traced = [with_mistake(problem, config.trace_mistakes, seed) for problem in traced]
     return Curated(train, evaluation, traced, ledger, sets)
 
@@ -194,7 +194,7 @@ def _generate(
     return sides
 
 
-def _is_steps(config: CurateConfig, table: DataTable) -> bool:
+def is_steps(config: CurateConfig, table: DataTable) -> bool:
     """Return whether the problems are arithmetic made of GSM8K's steps."""
     return config.gsm8k_as == "steps" and is_gsm8k(table.rows)
 
@@ -207,7 +207,7 @@ def _prepare(
     most_judged: int | None,
 ) -> list[Problem]:
     """Turn rows into problems and apply the filters that look at one set."""
-    if _is_steps(config, table):
+    if is_steps(config, table):
         problems = step_problems(table.rows, config.max_operand_digits, ledger)
     else:
         read = read_problems(config, table.rows)

@@ -18,6 +18,7 @@ from planish.checkpoint.plan.match import match
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.plan.share import rank_reads, share_reads
 from tests.thin import examples
+from tests.unit.checkpoint.plan.pieces import unique_bytes
 from tests.unit.checkpoint.planned import (
     World,
     item_bytes,
@@ -67,7 +68,7 @@ def test_every_rank_gets_exactly_its_bytes_and_no_byte_is_read_twice(seed, small
         for item, boxes in zip(items, held, strict=True):
             assert b"".join(box.tobytes() for box in boxes) == item_bytes(target, item)
     check_requests(metadata, shared, 256 if small else 16 * MIB)
-    assert shared.unique_bytes == union_bytes(target)
+    assert unique_bytes(metadata, shared.wanted) == union_bytes(target)
 
 
 def check_requests(metadata, shared, limit):
@@ -120,7 +121,7 @@ def replicas(one, ranks):
 def test_replicas_are_read_once_and_spread_over_the_readers():
     one = spec("w", (64 * MIB,))
     metadata, reads, shared = planned(replicas(one, 1), replicas(one, 4))
-    assert shared.unique_bytes == 256 * MIB
+    assert unique_bytes(metadata, shared.wanted) == 256 * MIB
     assert shared.wanted_bytes == 1024 * MIB
     assert shared.bytes_from_store == metadata.files.sizes[0]
     load = np.bincount(shared.reader, shared.requests.stop - shared.requests.start)
@@ -143,7 +144,7 @@ def test_the_same_layout_needs_no_exchange():
         plan = shared.rank(metadata, rank, reads[rank])
         assert len(plan.sends) == len(plan.receives) == 0
         assert int((plan.requests.stop - plan.requests.start).sum()) == metadata.files.sizes[rank]
-    assert shared.bytes_from_store / shared.unique_bytes < 1.00001
+    assert shared.bytes_from_store / unique_bytes(metadata, shared.wanted) < 1.00001
 
 
 def test_two_to_four_ranks_share_only_the_blocks_at_the_seams():
@@ -169,7 +170,7 @@ def test_many_small_tensors_of_other_owners_are_read_together():
     metadata, _, shared = planned(source, targets)
     assert shared.bytes_from_store <= 8 * MIB + 400_000
     assert shared.bytes_from_store == metadata.files.sizes[0]
-    assert shared.unique_bytes == 8_192_000
+    assert unique_bytes(metadata, shared.wanted) == 8_192_000
     assert len(shared.requests) <= 2
 
 
@@ -234,8 +235,13 @@ def test_a_column_is_fetched_in_runs_or_as_a_whole_by_what_it_costs(monkeypatch)
 
 def test_nothing_wanted_is_nothing_read():
     one = spec("w", (4,))
-    _, reads, shared = planned(replicas(one, 1), [[], []])
-    assert len(shared.requests) == shared.bytes_from_store == shared.unique_bytes == 0
+    metadata, reads, shared = planned(replicas(one, 1), [[], []])
+    assert (
+        len(shared.requests)
+        == shared.bytes_from_store
+        == unique_bytes(metadata, shared.wanted)
+        == 0
+    )
     assert len(rank_reads(planned(replicas(one, 1), [[]])[0], shared.wire(1), reads[1]).copies) == 0
 
 

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from planish.base.errors import EngineError, PeerLost, PlanishError
+from planish.base.errors import EngineError, PeerLost
 from planish.engines.config import DEAD_S
 from planish.engines.deploy.connections import HELLO_S, dial, proven
 from planish.engines.disagg.m2n.frames import (
@@ -126,6 +126,10 @@ class _Peer:
                     raise ConnectionError("closed its connection")
                 _advance(self._missing, got)
         return not self._missing
+
+
+def _loss(peer: _Peer, reason: str) -> PeerLost:
+    return PeerLost(f"rank {peer.rank} is lost: {reason}", per_rank={peer.rank: reason})
 
 
 def _views(*tensors: Tensor) -> list[memoryview]:
@@ -247,10 +251,7 @@ class SocketTransport:
         try:
             is_kept = peer.send([memoryview(header.encode()), *views])
         except OSError:
-            reason = peer.lost or "closed its connection"
-            raise PeerLost(
-                f"rank {peer.rank} is lost: {reason}", per_rank={peer.rank: reason}
-            ) from None
+            raise _loss(peer, peer.lost or "closed its connection") from None
         if is_kept:
             self._wake()
 
@@ -341,7 +342,4 @@ class SocketTransport:
             peer.end.close()
             peer.outbox.clear()
         if not self._is_closing:
-            lost: PlanishError = PeerLost(
-                f"rank {peer.rank} is lost: {reason}", per_rank={peer.rank: reason}
-            )
-            self._deliver(lost)
+            self._deliver(_loss(peer, reason))

@@ -224,13 +224,14 @@ def _task_timeline(facts: ReportFacts) -> Chart | None:
     """Draw when each task ran; None without stage logs."""
     if not facts.tasks:
         return None
-    zero = min(task.start_seconds for task in facts.tasks)
     rows: list[str] = []
     shards = {task.shard for task in facts.tasks if task.stage == "rollout"}
     for name in _stage_order({task.stage for task in facts.tasks}):
         is_split = name == "rollout" and 1 < len(shards) <= 8
         rows += [f"rollout {shard}" for shard in sorted(shards)] if is_split else [name]
-    return timeline(TIMELINE, rows, [s for task in facts.tasks for s in _spans(task, rows, zero)])
+    return timeline(
+        TIMELINE, rows, [s for task in facts.tasks for s in _spans(task, rows, facts.began)]
+    )
 
 
 def _spans(task: TaskLog, rows: Collection[str], zero: float) -> list[Span]:
