@@ -31,8 +31,7 @@ from planish.base.parallel import Grid
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy, save_policy
 from planish.stages.train.config import TrainConfig
-from planish.stages.train.model_trainer import set_up_torch
-from planish.stages.train.trainer import TRAINERS, open_trainer
+from planish.stages.train.trainer import TRAINERS, Trainer, set_up_torch
 from tests.benchmarks.facts import write_result
 from tests.unit.algorithms.batches import random_batch
 
@@ -62,7 +61,7 @@ class Ours:
     """A trainer of the program with the real algorithm."""
 
     def __init__(self, pin: str, config: TrainConfig, algorithm) -> None:
-        self.trainer = open_trainer(config, pin, temperature=1.0, seed=0, grid=Grid(), device=CPU)
+        self.trainer = Trainer(config, pin, temperature=1.0, seed=0, grid=Grid(), device=CPU)
         self.algorithm = algorithm
 
     def step(self, batch: TrainBatch, counts: Denominators) -> None:

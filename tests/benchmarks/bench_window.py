@@ -25,7 +25,7 @@ from planish.base.parallel import Grid
 from planish.models.config import ModelConfig
 from planish.models.policy import Policy, build_policy, save_policy
 from planish.stages.train.config import TrainConfig
-from planish.stages.train.trainer import Trainer, open_trainer
+from planish.stages.train.trainer import Trainer
 from tests.benchmarks.bench_train import make_batch
 from tests.benchmarks.facts import write_result
 
@@ -77,7 +77,7 @@ def measure(vocab_size: int, shape: str, rounds: int, folder: str) -> dict:
         "window": whole.updated(policy_mask=window_mask(whole, 0.25)),
     }
     trainers = {
-        name: open_trainer(config, ref.pin(), temperature=1.0, seed=0, grid=Grid(), device=CPU)
+        name: Trainer(config, ref.pin(), temperature=1.0, seed=0, grid=Grid(), device=CPU)
         for name in MASKS
     }
     seconds: dict[str, list[float]] = {name: [] for name in MASKS}

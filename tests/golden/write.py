@@ -20,7 +20,7 @@ from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.train.batching import train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.progress import Progress
-from planish.stages.train.trainer import Trainer, open_trainer
+from planish.stages.train.trainer import Trainer
 from planish.stages.train.update import run_update
 from tests.unit.stages.train.runs import TINY, random_rollouts, rewards_for, start_run
 
@@ -76,7 +76,7 @@ def ten_steps(
     """
     critic = CriticConfig(learning_rate=1e-3, warmup_iterations=0, pretrain_iterations=0)
     built = build_algorithm(ALGORITHMS[algorithm])
-    trainer = open_trainer(
+    trainer = Trainer(
         config,
         tiny.policy_pin,
         temperature=1.0,

@@ -19,7 +19,7 @@ from planish.models.policy import load_policy
 from planish.models.shapes import shape_of
 from planish.stages.prepare.memory import engine_parts
 from planish.stages.train.config import TrainConfig
-from planish.stages.train.trainer import open_trainer
+from planish.stages.train.trainer import Trainer
 from tests.gpu.models import DEVICE, HALF, peak_bytes, save_random
 from tests.unit.stages.train.runs import TINY, start_run
 
@@ -89,7 +89,7 @@ def test_speed_memory_and_refresh_of_half_a_billion(tmp_path, figures):
     shape = shape_of(HALF.config().to_dict())
     parts = engine_parts(config, shape, "rollout", 80 << 30, on_cpu=False)
     planned = sum(part.num_bytes for part in parts)
-    trainer = open_trainer(
+    trainer = Trainer(
         TrainConfig(**{**TINY, "device": "auto", "compute_dtype": "bfloat16"}), pin,
         temperature=1.0, seed=0, grid=Grid(), device=DEVICE,
     )  # fmt: skip

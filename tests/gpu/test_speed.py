@@ -16,7 +16,7 @@ from planish.models.policy import load_policy
 from planish.models.shapes import shape_of
 from planish.stages.prepare.memory import Sharing, train_parts
 from planish.stages.train.config import TrainConfig
-from planish.stages.train.trainer import open_trainer
+from planish.stages.train.trainer import Trainer
 from tests.gpu.models import (
     DEVICE,
     HALF,
@@ -116,7 +116,7 @@ def test_a_step_takes_the_memory_that_is_planned(size, checkpointing, has_peer, 
         return algorithm.loss(logprobs, entropy, micro, Denominators(counts, counts, 1))
 
     began = time.perf_counter()
-    trainer = open_trainer(settings, pin, temperature=1.0, seed=0, grid=Grid(), device=DEVICE)
+    trainer = Trainer(settings, pin, temperature=1.0, seed=0, grid=Grid(), device=DEVICE)
     opened = time.perf_counter() - began
     peak_bytes()
     scored = seconds_of(lambda: trainer.logprobs(batch), 2)

@@ -11,7 +11,7 @@ from planish.models.adapters import Adapters
 from planish.models.packing import attend, pack_rows
 from planish.stages.train.batching import train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
-from planish.stages.train.trainer import open_trainer
+from planish.stages.train.trainer import Trainer
 from tests.gpu.models import DEVICE, HALF, save_random, uneven_batch
 from tests.unit.algorithms.batches import value_step, whole_step
 from tests.unit.stages.train.runs import (
@@ -46,7 +46,7 @@ def batch_of(tiny, algorithm):
 
 
 def trainer_of(tiny, device, *, critic=None, adapters=None, **changes):
-    return open_trainer(
+    return Trainer(
         TrainConfig(**{**TINY, "device": "auto", **changes}), tiny.policy_pin,
         temperature=1.0, seed=3, grid=Grid(), device=device, critic=critic, adapters=adapters,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def test_equal_bits_of_half_a_billion(tmp_path):
     config = TrainConfig(compute_dtype="bfloat16", tokens_per_microbatch=8192, learning_rate=1e-5)
     seen = []
     for _ in range(2):
-        trainer = open_trainer(config, pin, temperature=1.0, seed=0, grid=Grid(), device=DEVICE)
+        trainer = Trainer(config, pin, temperature=1.0, seed=0, grid=Grid(), device=DEVICE)
         metrics = one_step(trainer, batch, algorithm)
         seen.append((metrics, {n: p.detach() for n, p in trainer.policy.parameters.items()}))
     assert seen[0][0] == seen[1][0]

@@ -39,7 +39,7 @@ from planish.stages.train.batching import train_batch
 from planish.stages.train.progress import Progress
 from planish.stages.train.ranks.job import TrainJob, read_inputs
 from planish.stages.train.ranks.worker import train_iteration
-from planish.stages.train.trainer import open_trainer
+from planish.stages.train.trainer import Trainer
 from planish.stages.train.update import run_update
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.test_train_stage import all_tensors
@@ -112,7 +112,7 @@ def job_of(tiny: TinyRun, iteration: int, hop: Hop | None = None, state_pin: str
 def undisturbed(rank: int, size: int, folder: Path, *, jobs: list[str]) -> list[list[list[float]]]:
     """Train all iterations in one process that keeps its trainer; return the numbers of each."""
     first = TrainJob.from_json(jobs[0])
-    trainer = open_trainer(
+    trainer = Trainer(
         first.train,
         first.policy_pin,
         temperature=first.temperature,
@@ -149,7 +149,7 @@ def hop_ranks(rank: int, size: int, folder: Path, *, job: str, again: str) -> tu
     """
     work, ranks, saved = TrainJob.from_json(job), Ranks(rank, size), ""
     if work.state_pin:
-        trainer = open_trainer(
+        trainer = Trainer(
             work.train,
             work.policy_pin,
             temperature=work.temperature,

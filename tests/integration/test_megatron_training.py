@@ -17,7 +17,7 @@ from planish.models.logprobs import TokenScorer
 from planish.models.policy import load_policy
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.stage import train
-from planish.stages.train.trainer import open_trainer
+from planish.stages.train.trainer import Trainer
 from tests.golden.write import (
     EXPERT_ALGORITHMS,
     EXPERTS,
@@ -161,7 +161,7 @@ def hops(rank, size, folder, *, pin, state_pin, root, settings):
     for name in ("megatron", "fsdp2"):
         config = TrainConfig(**TINY, trainer=name, **(settings if name == "megatron" else {}))
         grid = config.grid(Ranks(rank, size))
-        trainer = open_trainer(
+        trainer = Trainer(
             config, pin, temperature=1.0, seed=1, grid=grid, device=CPU,
             critic=CriticConfig(head_std=0.5),
         )  # fmt: skip

@@ -10,12 +10,12 @@ from planish.algorithms import build_algorithm
 from planish.base.parallel import Ranks
 from planish.stages.train.batching import train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
-from planish.stages.train.trainer import open_trainer
+from planish.stages.train.trainer import Trainer
 from tests.golden.write import WIDE, ten_steps
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.test_megatron_training import CPU, Run, preload
 from tests.unit.stages.train.runs import TINY, random_rollouts, rewards_for, start_run
-from tests.unit.stages.train.test_critic_trainer import policy_step, value_step
+from tests.unit.stages.train.test_trainer import policy_step, value_step
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ def steps(rank, size, folder, *, pin, settings):
             assert trainer.policy.sharding.packs is packing
             trainer.close()
             numbers += [x for row in rows for x in row]
-        trainer = open_trainer(
+        trainer = Trainer(
             config, pin, temperature=1.0, seed=3, grid=grid, device=CPU, critic=CriticConfig()
         )
         alone = build_algorithm({"name": "vapo"}).advantages(batch).take(torch.tensor([3]))

@@ -10,7 +10,7 @@ from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.base.parallel import Grid, Ranks
 from planish.stages.train.batching import split_by_gradient
 from planish.stages.train.config import CriticConfig, TrainConfig
-from planish.stages.train.trainer import open_trainer
+from planish.stages.train.trainer import Trainer
 from tests.integration.ckpt_forks import run_ranks
 from tests.unit.algorithms.batches import make_batch, ragged_mask
 from tests.unit.stages.train.runs import TINY, start_run
@@ -28,7 +28,7 @@ def preload():
 
 def constant_values(rank, size, folder, *, pin):
     """Return the values of a critic whose head is nothing but a bias."""
-    trainer = open_trainer(
+    trainer = Trainer(
         TrainConfig(**TINY, compute_dtype="bfloat16"), pin, temperature=1.0, seed=3,
         grid=Grid(Ranks(rank, size)), device=CPU, critic=CriticConfig(head_std=0.0),
     )  # fmt: skip
@@ -40,7 +40,7 @@ def constant_values(rank, size, folder, *, pin):
 
 def half_of_a_step(rank, size, folder, *, pin):
     """Return the metrics of a step with ten rows that have an advantage and ten that have none."""
-    trainer = open_trainer(
+    trainer = Trainer(
         TrainConfig(**TINY), pin, temperature=1.0, seed=3, grid=Grid(Ranks(rank, size)), device=CPU
     )
     mask = ragged_mask([4 + row % 5 for row in range(20)], 9) & (torch.arange(9) > 1)

@@ -10,7 +10,7 @@ from planish.base.parallel import Grid
 from planish.stages.train.batching import train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.progress import Progress
-from planish.stages.train.trainer import open_trainer
+from planish.stages.train.trainer import Trainer
 from planish.stages.train.update import run_update
 from tests.unit.stages.train.runs import TINY, random_rollouts, rewards_for, start_run
 
@@ -26,7 +26,7 @@ def trained(table, root):
     """Update four times from fixed weights; every weight and moment, and every metric."""
     tiny = start_run(root)
     config, critic = TrainConfig(**TINY), CriticConfig(learning_rate=1e-3, pretrain_iterations=0)
-    trainer = open_trainer(
+    trainer = Trainer(
         config, tiny.policy_pin, temperature=1.0, seed=7, grid=Grid(),
         device=torch.device("cpu"), critic=critic,
     )  # fmt: skip

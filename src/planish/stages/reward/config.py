@@ -19,7 +19,7 @@ class RewardFunction(Section):
     name: str
     """Any verifier: a built-in one, `package.module:function`, or an entry point."""
     weight: float = 1.0
-    """What a score of 1 adds to the reward; it may be negative."""
+    """Addition to the reward for a score of 1; it may be negative."""
 
     @model_validator(mode="before")
     @classmethod

@@ -25,12 +25,10 @@ from planish.verifiers.shaping import equal_rows, overlong_penalty, rows_of_grou
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards, and metrics that describe them."""
+    """Rewards, one row per rollout, and their counts and means; a mean over no row is left out."""
 
     rewards: RewardSet
-    """One row per rollout."""
     metrics: dict[str, float]
-    """Counts and means; a mean over no row is left out."""
 
 
 def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
@@ -41,13 +39,6 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
     Unfinished responses (WINDOW) and failed ones (ABORT) get no reward. A group with a failed
     response is dropped whole; a finished group whose outcomes are all equal is dropped unless
     `keep_uniform_groups` is set.
-
-    Args:
-        rollouts: R rows.
-        config: constants of the rule.
-
-    Returns:
-        R rewards in the same order, and metrics.
 
     Raises:
         ConfigError: a row names a verifier that is not here.
@@ -99,11 +90,7 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
 def _judge(
     rollouts: RolloutSet, names: Sequence[str], rows: Sequence[int], config: RewardConfig
 ) -> list[Verdict]:
-    """Return a verdict for each rollout, by the verifiers `names` [R]; wrong where not in `rows`.
-
-    Raises:
-        VerifierFailure: a verifier failed on too many of `rows`, or hangs.
-    """
+    """Return a verdict for each rollout, by verifiers `names` [R]; wrong where not in `rows`."""
     options = VerifierOptions(config.accept_integral_decimals, config.verifier_timeout_seconds)
     verdicts = [Verdict(accuracy=0.0)] * rollouts.num_rows
     every = rollouts.to_verify()
@@ -137,7 +124,6 @@ def _check_error_rate(
     verified: int,
     config: RewardConfig,
 ) -> None:
-    """Refuse scores when the verifier itself failed on too many of the verified rows."""
     errors = [row for row, verdict in enumerate(verdicts) if verdict.error]
     if len(errors) <= config.max_verifier_error_rate * verified:
         return
@@ -159,7 +145,6 @@ def _check_error_rate(
 
 
 def _metrics(rollouts: RolloutSet, rewards: RewardSet, verdicts: list[Verdict]) -> dict[str, float]:
-    """Return counts and means; a mean over no row is left out."""
     scored = rewards.has_reward
     finish = rollouts.finish
     first = rollouts.group_starts()

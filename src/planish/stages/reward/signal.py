@@ -1,4 +1,4 @@
-"""Whether anything can be learnt from the rewards of an iteration."""
+"""Iterations whose rewards carry no signal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planish.records.rewards import RewardSet
 from planish.records.rollouts import RolloutSet
 
 _EQUAL = 1e-6
-"""Rewards that differ by less are the same."""
+"""Least difference between two rewards."""
 
 
 def groups_without_signal(
@@ -21,13 +21,8 @@ def groups_without_signal(
     Rewards are compared within a group, and over the iteration where no group has two scored
     responses: there a critic makes the difference.
 
-    Args:
-        rollouts: R rows of the iteration.
-        rewards: their R scores.
-        shards: metrics of each shard; they know the groups that dynamic sampling has dropped.
-
-    Returns:
-        `num_groups_wrong` and `num_groups_right`; {} too where no response has a reward yet.
+    The metrics of each shard know the groups that dynamic sampling has dropped. {} is returned too
+    where no response has a reward yet.
     """
     used = rewards.has_reward & rewards.keep
     groups = rollouts.group_index

@@ -60,25 +60,15 @@ def reward(context: Context, num_shards: int, policy_pin: str) -> Outcome:
     if ready is not None:
         numbers = read_manifest(target, sha256=ready.manifest_sha256).attributes["metrics"]
         return _outcome(context, ready, dict(numbers), already_done=True)
-    shards = []
+    shards: list[RolloutSet] = []
+    sampled: list[dict[str, float]] = []
     for shard, digest in enumerate(digests):
         uri = layout.rollouts(context.root, context.iteration, shard)
-        try:
-            shards.append(read_set(RolloutSet, uri, sha256=digest, with_optional=False))
-        except (ObjectMissing, RecordError) as error:
-            raise RecordError(
-                f"rollout shard {shard} must be readable with manifest {digest}, got: {error}; "
-                f"delete that shard and run the rollout task of shard {shard} again"
-            ) from None
+        shards.append(read_set(RolloutSet, uri, sha256=digest, with_optional=False))
+        sampled.append(read_manifest(uri, sha256=digest).attributes.get("metrics", {}))
     rollouts = RolloutSet.concat(shards)
     scores = score(rollouts, config)
-    facts = [
-        read_manifest(layout.rollouts(context.root, context.iteration, shard), sha256=digest)
-        for shard, digest in enumerate(digests)
-    ]
-    lacking = groups_without_signal(
-        rollouts, scores.rewards, [fact.attributes.get("metrics", {}) for fact in facts]
-    )
+    lacking = groups_without_signal(rollouts, scores.rewards, sampled)
     if lacking:
         try:
             before = read_manifest(layout.rewards(context.root, context.iteration - 1)).attributes
@@ -109,7 +99,7 @@ def reward(context: Context, num_shards: int, policy_pin: str) -> Outcome:
 def _outcome(
     context: Context, ref: Ref, metrics: dict[str, float], *, already_done: bool = False
 ) -> Outcome:
-    """Return the scores; with a failure where too many iterations in a row could teach nothing."""
+    """Return the outcome, a failure where too many iterations in a row could teach nothing."""
     outcome = Outcome(refs={"rewards": ref}, metrics=metrics, already_done=already_done)
     told = nothing_learnt(metrics)
     if not told:

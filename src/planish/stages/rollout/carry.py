@@ -1,4 +1,4 @@
-"""Slots of successive batching: who generates in this iteration, who waits, who goes on.
+"""Slots of successive batching: responses that generate in this iteration, wait, or go on.
 
 A shard has a fixed number of slots. Responses with tokens keep theirs, then samples that wait for
 one in the order of their entry, then new prompts: a prompt enters with all its samples. No engine
@@ -10,15 +10,9 @@ ever dropped, are ours.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from planish.base.errors import RecordError
-from planish.records.rollouts import FinishReason
-from planish.records.stream import Cursor
 from planish.stages.rollout.config import Unfinished
 from planish.stages.rollout.groups import Group, from_set
 from planish.stages.rollout.side_sets import read_side_set
@@ -99,47 +93,28 @@ def settle(groups: Sequence[Group], unfinished: Unfinished) -> tuple[list[Group]
 
 
 def group_facts(groups: Sequence[Group]) -> dict[str, list[int]]:
-    """Return what the manifest of a carry set says of each group."""
+    """Return the numbers of each group in the manifest of a carry set."""
     return {
         "ordinals": [group.ordinal for group in groups],
         "drawn": [group.drawn for group in groups],
     }
 
 
-def read_carry(pins: Sequence[str], cursor: Cursor) -> list[list[Group]]:
+def read_carry(pins: Sequence[str]) -> list[list[Group]]:
     """Read the groups of each carry set; nothing in them is of the iteration to come.
-
-    Args:
-        pins: carry sets in the order of their shards.
-        cursor: of the same train state: the ordinals of carried groups are consumed.
 
     Raises:
         ObjectMissing: a set is gone.
-        RecordError: a set is damaged, or belongs to another train state.
+        RecordError: a set is damaged.
     """
     sets: list[list[Group]] = []
     for pin in pins:
-        rollouts, facts = read_side_set(pin, tuple(group_facts([])), kind="carry")
-        aborted = np.flatnonzero(rollouts.finish == FinishReason.ABORT)
-        if len(aborted):
-            raise RecordError(
-                f"a carried response must go on or wait for its group, got ABORT in "
-                f"{rollouts.rollout_id[aborted[0]]} of `{pin}`; resume from an earlier state"
-            )
+        rollouts, facts = read_side_set(pin)
         groups = from_set(rollouts, facts["ordinals"], facts["drawn"])
         sets.append(
             [
                 replace(g, slots=tuple(replace(s, start=s.num_tokens) for s in g.slots))
                 for g in groups
             ]
-        )
-    counts = Counter(group.ordinal for part in sets for group in part)
-    free = set(cursor["pending"])
-    wrong = [k for k, n in counts.items() if n > 1 or k >= cursor["next"] or k in free]
-    if wrong:
-        raise RecordError(
-            f"carried groups must be of prompts that were drawn once, got ordinals {wrong[:8]} "
-            f"({len(wrong)} in all) twice, or free by the cursor whose next is {cursor['next']}; "
-            "carry sets and cursor come from different train states: resume from an earlier one"
         )
     return sets

@@ -1,4 +1,4 @@
-"""What a shard has sampled so far, kept beside its rollouts until these are written.
+"""Commits of a shard: its samples so far, kept beside its rollouts until these are written.
 
 Each commit is a set of its own that names the groups which have changed since the one before, so
 that what is committed is never touched again. A retry reads them in order, and the last word on a
@@ -23,12 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Committed:
-    """What earlier attempts have left.
-
-    Example:
-        >>> Committed().steps
-        0
-    """
+    """Samples that earlier attempts have left."""
 
     groups: dict[int, Group] = field(default_factory=dict)
     """Newest state of each group that has entered, by ordinal."""
@@ -42,18 +37,12 @@ class Commits:
     """The commits of one shard of one iteration."""
 
     def __init__(self, uri: str, *, parents: Mapping[str, str], facts: Mapping[str, Any]) -> None:
-        """Bind the place.
-
-        Args:
-            uri: folder of the commits.
-            parents: digests of prompts and policy.
-            facts: what must be equal for a commit to be used again.
-        """
+        """Bind a folder; a commit is used again if it has these digests of inputs and facts."""
         self._uri, self._parents, self._facts = uri, dict(parents), dict(facts)
         self._next = 0
 
     def read(self) -> Committed:
-        """Return what earlier attempts with the same inputs have committed; drop what others have.
+        """Return the commits of earlier attempts with the same inputs; drop those of others.
 
         A damaged commit ends the row: what it and later ones held is sampled again.
         """

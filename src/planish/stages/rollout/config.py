@@ -13,7 +13,7 @@ from planish.base.config import Section
 from planish.records.rewards import MAX_ITERATIONS_WITHOUT_SIGNAL
 
 Unfinished = Literal["train", "hold", "hold_group"]
-"""What train gets of a response that goes on; `RolloutConfig.unfinished` explains it."""
+"""The part of a response that goes on which train gets, as `RolloutConfig.unfinished` explains."""
 
 
 class RolloutConfig(Section):

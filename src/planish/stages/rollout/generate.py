@@ -51,11 +51,7 @@ class GroupSampler:
         self._judge(self.flight.enter_committed())
 
     def __call__(self, ordinals: Sequence[int], ahead: LookAhead) -> list[Group]:
-        """Return one group per ordinal, in order.
-
-        Args:
-            ordinals: of one round.
-            ahead: of the next round; its groups take the rows that this round leaves free.
+        """Return one group per ordinal of a round; groups ahead take the rows that it leaves free.
 
         Raises:
             ConfigError: prompt and response do not fit in the model.
@@ -82,7 +78,7 @@ class GroupSampler:
         return [self._judged.pop(ordinal) for ordinal in ordinals]
 
     def _upcoming(self, ahead: LookAhead, ended: Sequence[Group]) -> deque[int]:
-        """Return what may enter of the next round, after these groups of the present one."""
+        """Return the prompts of the next round that may enter, after these groups of this one."""
         wanted = ahead.ordinals[: ahead.num_wanted(ended)]
         return deque(ordinal for ordinal in wanted if not self.flight.has(ordinal))
 
@@ -119,11 +115,7 @@ class GroupSampler:
         return group
 
     def check_room(self, group: Group) -> None:
-        """Refuse a prompt that leaves no room for the longest response.
-
-        Raises:
-            ConfigError: prompt and response do not fit in the model.
-        """
+        """Refuse a prompt that leaves no room for the longest response in the model."""
         fault = room_fault(
             self._engine.capabilities.max_model_len,
             len(group.prompt_tokens),

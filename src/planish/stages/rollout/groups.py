@@ -1,4 +1,4 @@
-"""Responses row by row, with all that a rollout set says of them, and the groups that they form."""
+"""Responses with all columns of a rollout set, and the groups that they form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planish.records.ragged import Ragged
 from planish.records.rollouts import FinishReason, RolloutSet
 
 ENDED = (FinishReason.STOP, FinishReason.LENGTH)
-"""What an engine says of a response that did not fail."""
+"""Finish reasons of responses that did not fail."""
 
 
 def _none(dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
@@ -98,7 +98,7 @@ class Slot:
 
 
 class Fate(StrEnum):
-    """What the filter of dynamic sampling sees in a group."""
+    """A group as the filter of dynamic sampling sees it."""
 
     MIXED = "mixed"
     """Scores differ: it carries a signal."""
@@ -117,13 +117,10 @@ class Group:
     drawn: int
     """Iteration in which the group entered: it keys the seeds of its responses."""
     prompt_id: str
-    """16 hex digits."""
     prompt_tokens: tuple[int, ...]
     """Prompt after the chat template."""
     answer: str
-    """Ground truth."""
     verifier: str
-    """Key of the verifier table."""
     slots: tuple[Slot, ...]
     """None where the prompt is too long to be sampled."""
     num_right: int | None = None
@@ -137,7 +134,7 @@ class Group:
 
     @property
     def fate(self) -> Fate:
-        """What the filter sees; it looks at the verifier's scores, never at shaped rewards."""
+        """The fate by the verifier's scores, never by shaped rewards."""
         if self.num_right is None:
             return Fate.INCOMPLETE
         if self.scores_differ:

@@ -52,13 +52,9 @@ class InFlight:
         commits: Commits,
         request: Callable[[Group, Slot, int], Request],
     ) -> None:
-        """Read what is committed; nothing generates yet.
+        """Read the commits of the shard; nothing generates yet.
 
-        Args:
-            engine: idle.
-            config: limits, retries, and steps between commits.
-            commits: of this shard.
-            request: makes the request for a response and a number of further tokens.
+        `request` makes the request for a response and a number of further tokens.
         """
         self._engine, self._config, self._commits = engine, config, commits
         self._request = request

@@ -1,4 +1,4 @@
-"""What one shard of the rollouts samples: its inputs, and the engine that serves it."""
+"""One shard of the rollouts: its inputs, and the engine that serves it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RolloutJob:
-    """What one shard of an iteration samples, and with what."""
+    """The inputs of one shard of an iteration."""
 
     context: Context
     """Run, iteration and shard."""
     config: RolloutConfig
-    """Settings."""
     num_shards: int
-    """Shards of the iteration."""
     policy_pin: str
-    """The policy that samples."""
     data: StreamState
     """Prompt cursor and sets of the train state; pins are whole URIs."""
     parents: dict[str, str]
@@ -70,7 +67,7 @@ class RolloutJob:
         return facts
 
     def commits(self) -> Commits:
-        """Return what this shard commits while it samples."""
+        """Return the commits of this shard."""
         context = self.context
         uri = layout.commits(context.root, context.iteration, context.shard)
         return Commits(uri, parents=self.parents, facts=self.facts())
@@ -120,10 +117,9 @@ class RolloutJob:
 
 @dataclass
 class Session:
-    """A sampler, and what is known of its engine; the numbers are there after the `with` block."""
+    """A sampler and its engine; the numbers are there after the `with` block."""
 
     sampler: GroupSampler
-    """Generates with the engine."""
     version: int
     """Policy version of the engine."""
     stats: dict[str, Any] = field(default_factory=dict)
@@ -155,18 +151,16 @@ class Session:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What one way of sampling hands back."""
+    """The rollouts of a shard, whole or by windows."""
 
     rollouts: RolloutSet
-    """The rollouts of this shard."""
     attributes: dict[str, Any]
     """Attributes of their manifest, beside the facts of the job."""
     timing: dict[str, float]
-    """Numbers for people."""
 
 
 def read_data(state_pin: str) -> StreamState:
-    """Return what a train state says about data, with whole pins; a fresh start for ""."""
+    """Return cursor and sets of a train state, with whole pins; a fresh start for ""."""
     if not state_pin:
         return StreamState(fresh_cursor())
     from planish.checkpoint.train_state import read_state_info

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from planish.records.rollouts import FinishReason, RolloutSet
+from planish.stages.rollout.extra_groups import SurplusExchange
 from planish.stages.rollout.groups import Fate, Group, Slot
 from planish.stages.rollout.sampler import Batch
-from planish.stages.rollout.surplus import SurplusExchange
 from planish.verifiers import Verdict
 
 
@@ -19,11 +19,8 @@ def batch_metrics(batch: Batch, exchange: SurplusExchange | None = None) -> dict
     """Return counts, shares of the fates of groups, and lengths.
 
     Response lengths and accuracy are those of all complete groups that were generated, not of the
-    kept ones: they describe the policy. `kept_*` describe the batch.
-
-    Args:
-        batch: what was drawn.
-        exchange: what became of surplus groups; None where there is no reuse.
+    kept ones: they describe the policy. `kept_*` describe the batch. The exchange of surplus groups
+    is None where there is no reuse.
     """
     groups = batch.generated()
     complete = [g for g in groups if g.fate is not Fate.INCOMPLETE]
@@ -76,13 +73,8 @@ def batch_metrics(batch: Batch, exchange: SurplusExchange | None = None) -> dict
 def engine_metrics(stats: Mapping[str, Any], num_tokens: int) -> dict[str, float]:
     """Return how many decode iterations the tokens took, and how full these were.
 
-    Args:
-        stats: counters of the engine; one that does not count gives no metrics.
-        num_tokens: response tokens generated.
-
-    Returns:
-        `decode_iterations`, and `slot_utilisation`: tokens per decode iteration over the most rows
-        that the engine held at once.
+    `slot_utilisation` is tokens per decode iteration over the most rows that the engine held at
+    once; an engine that does not count gives no metrics.
     """
     if not {"steps", "most_rows"} <= set(stats):
         return {}
@@ -103,14 +95,11 @@ def staleness_metrics(rollouts: RolloutSet, version: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Growth:
-    """What one window did to one response; a failed one is the same before and after."""
+    """One response before and after its window; a failed one is the same."""
 
     group: Group
-    """Its group."""
     before: Slot
-    """The response as it was carried."""
     after: Slot
-    """The response with its window."""
 
     @property
     def num_new_tokens(self) -> int:
@@ -124,7 +113,7 @@ def window_metrics(
     kept: Sequence[Group],
     verdicts: Sequence[Verdict],
 ) -> dict[str, float]:
-    """Return counts of slots, and lengths and accuracy of what this iteration has finished.
+    """Return counts of slots, and lengths and accuracy of responses that are finished just now.
 
     Args:
         growths: one for each slot.

@@ -12,27 +12,16 @@ from planish.base import telemetry
 logger = logging.getLogger(__name__)
 
 LEVEL_SECONDS = 1.0
-"""How often the levels are set."""
-
+"""Seconds between levels."""
 LINE_SECONDS = 5.0
-"""How often the log gets a line."""
+"""Seconds between lines of the log."""
 
 
 class SamplingProgress:
-    """Counts what has become of the work of one shard.
-
-    Example:
-        >>> progress = SamplingProgress(goal=64, clock=lambda: 0.0)
-        >>> progress.look(kept=3, dropped=1, num_rows=8, stats=lambda: {"tokens": 900})
-    """
+    """Levels and log lines of one shard."""
 
     def __init__(self, goal: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to count.
-
-        Args:
-            goal: groups, or windows of responses, that the shard is to have in the end.
-            clock: seconds.
-        """
+        """Begin to count towards a goal of groups, or of windows of responses."""
         self._goal, self._clock = goal, clock
         self._began = self._levels_at = self._line_at = clock()
         self._kept_before: int | None = None
@@ -49,11 +38,10 @@ class SamplingProgress:
         """Tell the present state, at most as often as the constants above say.
 
         Args:
-            kept: of the goal.
+            kept: groups or windows of the goal that are there.
             dropped: groups without a signal.
             num_rows: responses that are in the engine now.
-            stats: returns the counters of the engine, which this process has started; asked at
-                most as often.
+            stats: returns the counters of the engine, and is asked at most as often.
         """
         if self._kept_before is None:
             self._kept_before = kept
@@ -87,11 +75,7 @@ class SamplingProgress:
         )
 
     def show_ranks(self, stats: Mapping[str, Any]) -> None:
-        """Show what the ranks of an engine have done; an engine without ranks shows nothing.
-
-        Args:
-            stats: counters of the engine.
-        """
+        """Show the counters of an engine's ranks; an engine without ranks shows nothing."""
         if "imbalance" in stats:
             telemetry.set_level("planish_rollout_expert_imbalance_ratio", stats["imbalance"])
         for facts in stats.get("ranks", ()):

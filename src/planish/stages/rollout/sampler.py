@@ -29,14 +29,10 @@ class LookAhead:
     """Prompts of the next round, which may begin while the last responses of this one run.
 
     They change nothing of what is kept or consumed: a round counts its own groups alone.
-
-    Example:
-        >>> LookAhead([8, 9], lambda ended: 2 - len(ended)).num_wanted([])
-        2
     """
 
     ordinals: Sequence[int]
-    """All that the next round can draw, in the order of the stream."""
+    """All prompts that the next round can draw, in the order of the stream."""
     num_wanted: Callable[[Sequence[Group]], int]
     """How many of them the batch is likely to need, by the ended groups of this round."""
 
@@ -53,12 +49,7 @@ _SPARE = 1.25
 
 @dataclass
 class Batch:
-    """What the rounds of one shard gave; kept + dropped + surplus = all that was generated.
-
-    Example:
-        >>> Batch(kept=[], dropped=[], surplus=[], num_rounds=1).consumed()
-        []
-    """
+    """The groups of one shard's rounds; kept + dropped + surplus = all that were generated."""
 
     kept: list[Group] = field(default_factory=list)
     """Groups to train on, in the order of the stream."""
@@ -67,7 +58,6 @@ class Batch:
     surplus: list[Group] = field(default_factory=list)
     """Groups with a signal that the batch has no room for."""
     num_rounds: int = 0
-    """Generation rounds."""
     starved: bool = False
     """The rounds ended before the batch was full."""
 
@@ -78,8 +68,7 @@ class Batch:
     def consumed(self, *, with_surplus: bool = False) -> list[int]:
         """Return the sorted ordinals that must not be drawn again.
 
-        Args:
-            with_surplus: also those of surplus groups, since the groups themselves are kept.
+        Those of surplus groups are among them where the groups themselves are kept.
         """
         surplus = self.surplus if with_surplus else []
         return sorted(group.ordinal for group in [*self.kept, *self.dropped, *surplus])
@@ -130,7 +119,6 @@ def qualifies(group: Group, config: RolloutConfig) -> bool:
 
 
 def _largest_round(num_groups: int, config: RolloutConfig) -> int:
-    """Return the most prompts of any round."""
     factor = config.generation_prompts_factor if config.dynamic_sampling else 1.0
     return math.ceil(num_groups * factor)
 
@@ -154,15 +142,9 @@ def _num_wanted(
     config: RolloutConfig,
     ended: Sequence[Group],
 ) -> int:
-    """Return how many prompts the round after this one is likely to draw.
+    """Return how many prompts the round after this one, of `size` groups, is likely to draw.
 
-    Args:
-        num_groups: groups that the batch has room for.
-        num_kept: groups that qualified in the rounds before.
-        num_tried: groups of the rounds before.
-        size: groups of this round.
-        config: filter and sizes of rounds.
-        ended: groups of this round that are judged; the others are taken to qualify as often.
+    Groups of this round that have not `ended` are taken to qualify as often as those before.
     """
     num_kept += sum(qualifies(group, config) for group in ended)
     num_tried += len(ended)
@@ -174,7 +156,6 @@ def _num_wanted(
 
 
 def _starve(batch: Batch, num_groups: int, config: RolloutConfig) -> None:
-    """Apply the starvation policy to a batch with fewer than `num_groups` groups."""
     missing = num_groups - len(batch.kept)
     logger.warning(
         "dynamic_sampling_starved kept=%d missing=%d rounds=%d policy=%s",

@@ -7,12 +7,12 @@ from planish.records import layout
 from planish.records.prompts import PromptSet
 from planish.records.stream import assign
 from planish.stages.rollout.carry import read_carry
+from planish.stages.rollout.extra_groups import group_facts, read_surplus, settle, share, take_over
 from planish.stages.rollout.groups import as_set
 from planish.stages.rollout.job import RolloutJob, Sampled
 from planish.stages.rollout.metrics import batch_metrics, engine_metrics, staleness_metrics
 from planish.stages.rollout.sampler import draw_batch
 from planish.stages.rollout.side_sets import write_side_set
-from planish.stages.rollout.surplus import group_facts, read_surplus, settle, share, take_over
 
 
 def sample_whole(job: RolloutJob, prompts: PromptSet) -> Sampled:
@@ -22,7 +22,7 @@ def sample_whole(job: RolloutJob, prompts: PromptSet) -> Sampled:
         ConfigError: starved under the policy `raise`, or responses of the last iteration go on.
     """
     config, context = job.config, job.context
-    carried = read_carry(job.data.carry, job.data.cursor)
+    carried = read_carry(job.data.carry)
     num_left = sum(group.num_open for groups in carried for group in groups)
     if num_left:
         raise ConfigError(

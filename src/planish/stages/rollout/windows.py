@@ -40,7 +40,7 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
         ConfigError: a response is longer than allowed, or no prompt fits.
     """
     context = job.context
-    sets = read_carry(job.data.carry, job.data.cursor)
+    sets = read_carry(job.data.carry)
     carried = deal(sets, context.shard, job.num_shards)
     with job.serve(prompts) as session:
         sampler = session.sampler

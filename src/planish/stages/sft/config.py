@@ -15,7 +15,7 @@ class SftConfig(Section):
     force: bool = False
     """Train on the traces although `model.path` gives a trained model."""
     learning_rate: float = Field(default=5e-3, gt=0.0)
-    """Of AdamW, constant after the warm-up."""
+    """Rate of AdamW, constant after the warm-up."""
     warmup_steps: int = Field(default=50, ge=0)
     """Linear warm-up, optimizer steps."""
     adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)

@@ -1,4 +1,4 @@
-"""What the same seconds of more supervised training would have given, beside a finished run.
+"""Control arm of a finished run: the same seconds of more supervised training.
 
     python -m planish.stages.sft.control --root file:///runs/a --seconds 60
 
@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planish.base.config import parse_section
 from planish.base.errors import PlanishError, exit_code
@@ -25,9 +25,6 @@ from planish.records.prompts import PromptSet, TraceSet
 from planish.run.stage import read_run
 from planish.stages.sft.config import SftConfig
 from planish.store import normal_uri
-
-if TYPE_CHECKING:
-    from planish.models.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +52,8 @@ def measure_control(
     from planish.engines.config import EngineConfig
     from planish.models.policy import DTYPES, load_policy
     from planish.stages.sft.probe import Probe
+    from planish.stages.sft.traces import start_traces
+    from planish.stages.sft.training import train_steps
 
     tables: dict[str, dict[str, Any]] = read_run(root)["config"]
     config = parse_section(SftConfig, tables.get("sft", {}), section="sft")
@@ -67,7 +66,16 @@ def measure_control(
         uri = layout.policy(root, 0)
         policy_pin = f"{uri}#sha256={read_manifest(uri).sha256}"
     policy = load_policy(policy_pin, dtype=torch.float32, device=pick_device(config.device))
-    learnt = _learn(root, policy, config, seconds, seed=seed, learning_rate=learning_rate)
+    learnt = read_set(PromptSet, layout.prompts(root))
+    _, traces = start_traces(learnt, read_set(TraceSet, layout.traces(root)), policy, config)
+    warmup = config.warmup_steps
+    steps = train_steps(
+        policy, traces, config, seed=seed, learning_rate=learning_rate, warmup_steps=warmup
+    )
+    begin, number = time.monotonic(), 0
+    while time.monotonic() - begin < seconds:
+        number = next(steps).number
+    spent = time.monotonic() - begin
     prompts = read_set(PromptSet, layout.evaluation_prompts(root))
     with Probe(policy, config, engine, run_seed=seed, dtype=DTYPES[served]) as probe:
         accuracy = probe.accuracy(
@@ -77,39 +85,12 @@ def measure_control(
             top_p=float(measured["top_p"]),
         )
         greedy = probe.accuracy(prompts, num_samples=1, temperature=0.0)
-    return {"accuracy": accuracy, "greedy": greedy, "learning_rate": learning_rate, **learnt}
-
-
-def _learn(
-    root: str,
-    policy: Policy,
-    config: SftConfig,
-    seconds: float,
-    *,
-    seed: int,
-    learning_rate: float,
-) -> dict[str, float]:
-    """Train on the traces of the cold start until the time is up."""
-    from planish.stages.sft.traces import start_traces
-    from planish.stages.sft.training import train_steps
-
-    prompts = read_set(PromptSet, layout.prompts(root))
-    _, traces = start_traces(prompts, read_set(TraceSet, layout.traces(root)), policy, config)
-    steps = train_steps(
-        policy,
-        traces,
-        config,
-        seed=seed,
-        learning_rate=learning_rate,
-        warmup_steps=config.warmup_steps,
-    )
-    begin = time.monotonic()
-    number = 0
-    while time.monotonic() - begin < seconds:
-        number = next(steps).number
     return {
+        "accuracy": accuracy,
+        "greedy": greedy,
+        "learning_rate": learning_rate,
         "num_traces": float(len(traces.tokens)),
-        "seconds": time.monotonic() - begin,
+        "seconds": spent,
         "steps": float(number),
     }
 

@@ -37,14 +37,14 @@ class Probe:
         run_seed: int,
         dtype: torch.dtype,
     ) -> None:
-        """Start the engine.
+        """Start the engine of rollouts and evaluation.
 
         Args:
             policy: the one that is trained; each measurement reads its weights anew.
-            config: of the responses and of the engine's rows.
-            engine: that of rollouts and evaluation.
-            run_seed: of the run.
-            dtype: of the weights while they are measured, as the policy is saved in the end.
+            config: responses and rows of the engine.
+            engine: settings of the engine.
+            run_seed: seed of the run.
+            dtype: type of the weights while they are measured, as the policy is saved in the end.
 
         Raises:
             ConfigError: the engine is not there, or does not fit this device.

@@ -29,12 +29,11 @@ FIRST_VERSION = 0
 
 
 class FirstPolicy(NamedTuple):
-    """What the first iteration begins with."""
+    """Pinned URIs that the first iteration begins with."""
 
     policy_pin: str
-    """Pinned URI of the policy."""
     state_pin: str
-    """Pinned URI of the train state; empty unless the run resumes."""
+    """Train state; empty unless the run resumes."""
 
 
 def run(
@@ -48,9 +47,6 @@ def run(
         prompts: Ref of the training prompts.
         policy: gets the Ref of the policy.
         metrics: gets steps, loss and accuracy.
-
-    Returns:
-        Pins of the policy and of the train state.
     """
     outcome = execute(
         "sft",
@@ -77,17 +73,9 @@ def first_policy(context: Context, prompts: Ref) -> Outcome:
     """Resume, import or train the first policy unless an earlier attempt has.
 
     Raises:
-        ConfigError: `run.json` does not say where the run begins, or the accuracy to begin with
-            lies outside the band that is enforced.
+        ConfigError: the accuracy to begin with lies outside the band that is enforced.
     """
-    initial = context.run.get("initial")
-    pins = initial if isinstance(initial, dict) else {}
-    policy_pin, state_pin = pins.get("policy"), pins.get("state")
-    if not (isinstance(policy_pin, str) and isinstance(state_pin, str)):
-        raise ConfigError(
-            f"`{layout.run_file(context.root)}` must hold initial with the pins policy and state, "
-            f"got {initial!r:.200}; choose a new root"
-        )
+    policy_pin, state_pin = context.run["initial"]["policy"], context.run["initial"]["state"]
     if policy_pin:
         uri, digest = parse_pin(policy_pin)
         ref = read_manifest(uri, sha256=digest).ref(uri)
@@ -154,7 +142,6 @@ def first_policy(context: Context, prompts: Ref) -> Outcome:
 def _train(
     context: Context, policy: Policy, config: SftConfig, prompts_ref: Ref
 ) -> dict[str, float]:
-    """Train until the target or the cap; return steps, loss and accuracy."""
     from planish.base.parallel import pick_device
     from planish.engines.config import EngineConfig
     from planish.models.lora import add_adapters, merge_adapters

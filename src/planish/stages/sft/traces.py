@@ -26,14 +26,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class EncodedTraces:
-    """Prompt and response tokens of worked traces.
-
-    Example:
-        >>> traces = EncodedTraces([np.array([1, 5, 6, 2])], np.array([2]))
-        >>> ids, select = traces.batch([0])
-        >>> select.tolist()
-        [[False, False, True, True]]
-    """
+    """Prompt and response tokens of worked traces."""
 
     tokens: list[Ids]
     """Prompt and response of each trace, the end token last."""
@@ -78,7 +71,7 @@ def encode_traces(
 
     Args:
         traces: worked solutions.
-        tokenizer: of the policy.
+        tokenizer: tokenizer of the policy.
         without: prompt ids whose traces are left out.
         max_traces: take only so many; 0 takes all.
         max_tokens: leave out longer traces; 0 takes all.
@@ -114,13 +107,7 @@ def encode_traces(
 def start_traces(
     prompts: PromptSet, traces: TraceSet, policy: Policy, config: SftConfig
 ) -> tuple[PromptSet, EncodedTraces]:
-    """Return the prompts that the cold start is measured on, and the traces that it learns from.
-
-    Args:
-        prompts: of training.
-        traces: of the same run; those of the measured prompts are left out.
-        policy: gives the tokenizer and the longest sequence.
-        config: how many of each.
+    """Return the training prompts that the cold start is measured on, and the traces of the others.
 
     Raises:
         ConfigError: no trace is left.
@@ -136,12 +123,9 @@ def start_traces(
 
 
 def minibatches(lengths: Ids, size: int, seed: int) -> Iterator[list[int]]:
-    """Yield rows of mini-batches without end; every epoch holds each row once.
+    """Yield rows of mini-batches of `size` traces without end; every epoch holds each row once.
 
-    Args:
-        lengths: [traces] tokens of each trace.
-        size: traces of a mini-batch; the last of an epoch may be smaller.
-        seed: of the shuffles; epoch e is a function of (seed, e).
+    The last mini-batch of an epoch may be smaller. Epoch e is a function of (seed, e).
     """
     epoch = 0
     while True:

@@ -27,15 +27,9 @@ MAX_SKIPPED_IN_A_ROW = 3
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step.
-
-    Example:
-        >>> Step(1, 2.0, 0.5, 640, False).number
-        1
-    """
+    """One optimizer step."""
 
     number: int
-    """1, 2, ..."""
     loss: float
     """Mean negative log-probability of the response tokens, natural log."""
     grad_norm: float
@@ -59,7 +53,7 @@ def train_steps(
 
     Args:
         policy: its model is trained in its own type and on its own device.
-        traces: what to learn; the loss is the mean over response tokens of a mini-batch.
+        traces: traces to learn; the loss is the mean over response tokens of a mini-batch.
         config: AdamW, mini-batch size, clipping.
         seed: of the order of the traces.
         learning_rate: after the warm-up.
@@ -118,9 +112,9 @@ def train_until(
 
     Args:
         policy: trained in place.
-        traces: what to learn.
+        traces: traces to learn.
         config: target, cap, and how often to measure.
-        seed: of the order of the traces.
+        seed: seed of the order of the traces.
         measure: returns the accuracy of the present weights.
 
     Returns:

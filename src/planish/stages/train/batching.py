@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from planish.algorithms.base import TrainBatch
-from planish.base.errors import RecordError
 from planish.records.ragged import Ragged
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
@@ -36,20 +35,11 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
     Returns:
         B sequences of S columns, S the longest; old and reference log-probabilities, values,
         advantages and returns are 0 until they are computed.
-
-    Raises:
-        RecordError: the sets do not belong together, or a kept rollout is empty.
     """
-    if rewards.num_rows != rollouts.num_rows:
-        raise RecordError(
-            f"`rewards` must have one row per rollout, got {rewards.num_rows} rows for "
-            f"{rollouts.num_rows} rollouts; they come from different iterations"
-        )
     rows = np.flatnonzero(rewards.keep)
     groups = rollouts.group_index[rows]
     prompts = rollouts.prompt_tokens.take(groups)
     responses = rollouts.response_tokens.take(rows)
-    _refuse_empty(rows, prompts, responses, rollouts)
     lengths = prompts.lengths + responses.lengths
     shape = (len(rows), int(lengths.max()) if len(rows) else 1)
     input_ids, real, in_response = join_tokens(prompts, responses, shape[1])
@@ -93,7 +83,7 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
 def join_tokens(
     prompts: Ragged, responses: Ragged, num_columns: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Put each prompt and its response side by side, from column 0, padded on the right.
+    """Put each of B prompts and its response side by side, from column 0, padded on the right.
 
     Args:
         prompts: B rows of tokens.
@@ -121,18 +111,6 @@ def row_positions(num_rows: int, num_columns: int) -> Tensor:
     return torch.arange(num_columns).repeat(num_rows, 1)
 
 
-def _refuse_empty(rows: Rows, prompts: Ragged, responses: Ragged, rollouts: RolloutSet) -> None:
-    """Column 0 is never trained and a rollout without a token has no last one to reward."""
-    for name, ragged in (("prompt", prompts), ("response", responses)):
-        empty = np.flatnonzero(ragged.lengths == 0)
-        if len(empty):
-            first = rollouts.rollout_id[int(rows[empty[0]])]
-            raise RecordError(
-                f"the {name} of a kept rollout must have at least one token, got 0 in "
-                f"{len(empty)} rows, first {first!r}; the reward stage must set `keep` to False"
-            )
-
-
 def split_minibatches(
     num_rows: int, rollouts_per_minibatch: int, num_passes: int, *, seed: Sequence[int]
 ) -> list[Rows]:
@@ -142,7 +120,7 @@ def split_minibatches(
         num_rows: rows of the train batch.
         rollouts_per_minibatch: largest size; sizes differ by at most one.
         num_passes: how often each row is used.
-        seed: what the shuffle depends on.
+        seed: of the shuffle.
 
     Returns:
         Row numbers per optimizer step; none for an empty batch.

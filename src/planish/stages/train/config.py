@@ -47,8 +47,8 @@ class TrainConfig(Section):
     pod of the stage submits them as one job and waits. 0 is as many as the profile was made for
     (`gpu-4x8`: 4), in other profiles and outside a cluster 1."""
     launcher: Literal["job", "trainjob"] = "job"
-    """What those pods are submitted as: `job` is an Indexed Job with a Service, which every cluster
-    has; `trainjob` is a TrainJob of Kubeflow Trainer 2.1 on the runtime of `manifests/trainer`."""
+    """Form of those pods: `job` is an Indexed Job with a Service, which every cluster has;
+    `trainjob` is a TrainJob of Kubeflow Trainer 2.1 on the runtime of `manifests/trainer`."""
     queue: str = ""
     """Queue of Kueue that lets the pods of `num_nodes` start together; empty is none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -113,26 +113,14 @@ class TrainConfig(Section):
     near; empty is the one that training began with, after the supervised start: its train states
     name it, so chained and forked runs keep it."""
 
-    @model_validator(mode="after")
-    def _is_pinned(self) -> TrainConfig:
-        if self.reference_policy and not is_pin(self.reference_policy):
-            raise ValueError(
-                "`reference_policy` must read `<uri>#sha256=<64 hex digits>`, got "
-                f"{self.reference_policy!r}; the report of a run names its policies like that"
-            )
-        return self
-
     def grid(self, ranks: Ranks) -> Grid:
         """Return where a process stands.
 
         Raises:
             ConfigError: there are too few processes, or some would be left over.
         """
-        sizes = {
-            "tp": self.tensor_parallel,
-            "pp": self.pipeline_parallel,
-            "ep": self.expert_parallel,
-        }
+        tp, pp, ep = self.tensor_parallel, self.pipeline_parallel, self.expert_parallel
+        sizes = {"tp": tp, "pp": pp, "ep": ep}
         if fault := grid_fault(ranks.size, **sizes):
             raise ConfigError(fault)
         return Grid(ranks, **sizes)
@@ -147,7 +135,12 @@ class TrainConfig(Section):
         return off + ([] if self.reference_policy else ["reference_policy"])
 
     @model_validator(mode="after")
-    def _has_its_trainer(self) -> TrainConfig:
+    def _check(self) -> TrainConfig:
+        if self.reference_policy and not is_pin(self.reference_policy):
+            raise ValueError(
+                "`reference_policy` must read `<uri>#sha256=<64 hex digits>`, got "
+                f"{self.reference_policy!r}; the report of a run names its policies like that"
+            )
         sizes = (self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
         if max(sizes) > 1 and self.trainer == "fsdp2":
             raise ValueError(
@@ -164,10 +157,6 @@ class TrainConfig(Section):
                 f"`num_processes` must be a multiple of `tensor_parallel` ({self.tensor_parallel}),"
                 f" got {self.num_processes}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_its_limit(self) -> TrainConfig:
         if (self.selection == "all") != (self.max_groups is None):
             raise ValueError(
                 "`max_groups` must be given for selection 'mixed_first' and for no other, got "

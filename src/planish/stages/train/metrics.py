@@ -1,4 +1,4 @@
-"""What an iteration of training says about itself: rollouts, advantages, values, steps."""
+"""Metrics of an iteration of training: rollouts, advantages, values, steps."""
 
 from __future__ import annotations
 
@@ -58,11 +58,8 @@ def group_metrics(batch: TrainBatch) -> dict[str, float]:
 def mask_metrics(batch: TrainBatch, *, has_values: bool) -> dict[str, float]:
     """Count the loss masks of a rollout batch that hold no token at all.
 
-    A mean over such a mask is left out of the metrics, or is 0 where a number is needed.
-
-    Args:
-        batch: as the algorithm's `advantages` returned it.
-        has_values: the value mask counts too, not only the policy mask.
+    A mean over such a mask is left out of the metrics, or is 0 where a number is needed. With
+    `has_values` the value mask counts too.
     """
     masks = [batch.policy_mask, batch.value_mask] if has_values else [batch.policy_mask]
     return {"empty_mask": float(sum(not bool(mask.any()) for mask in masks))}
@@ -70,9 +67,6 @@ def mask_metrics(batch: TrainBatch, *, has_values: bool) -> dict[str, float]:
 
 def value_metrics(batch: TrainBatch) -> dict[str, float]:
     """Compare the critic before the iteration with its targets, over `value_mask`.
-
-    Args:
-        batch: as the algorithm's `advantages` returned it.
 
     Returns:
         Counts alone where no token has a target. `ev_undefined` is 1 where all targets are equal.

@@ -1,4 +1,4 @@
-"""Which groups of an iteration train the policy, where not all of them are to.
+"""Selection of the groups that train the policy, where not all of an iteration are to.
 
 A group is taken or left as a whole. Nothing is dropped: responses of a group that is left out go
 on in their slots, and train the critic when they are finished like all others.
@@ -21,12 +21,7 @@ from planish.stages.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class Selection:
-    """The rows that train the policy.
-
-    Example:
-        >>> Selection(None).chosen is None
-        True
-    """
+    """The rows that train the policy."""
 
     chosen: Tensor | None
     """[B] bool; None where all rows train the policy."""
@@ -48,13 +43,9 @@ class Selection:
         return batch if self.chosen is None else batch.take(self.chosen.nonzero().flatten())
 
     def metrics(self, batch: TrainBatch) -> dict[str, float]:
-        """Count the groups that train the policy, and the tokens of those that do not.
+        """Count groups that train the policy of a batch before `apply`, and tokens left out.
 
-        Args:
-            batch: before `apply`.
-
-        Returns:
-            Nothing where all rows train the policy.
+        Returns nothing where all rows train the policy.
         """
         if self.chosen is None:
             return {}
@@ -68,13 +59,7 @@ class Selection:
 def select_groups(
     batch: TrainBatch, config: TrainConfig, places: Sequence[int] | None = None
 ) -> Selection:
-    """Select the groups that train the policy.
-
-    Args:
-        batch: the kept rollouts, masks as they were made.
-        config: of the train stage.
-        places: of each group index in the stream of prompts; the index itself when None.
-    """
+    """Select the groups that train the policy; arguments as for `preferred_groups`."""
     if config.selection == "all" or config.max_groups is None:
         return Selection(None)
     taken = preferred_groups(batch, places)[: config.max_groups]

@@ -31,14 +31,14 @@ from planish.stages.train.config import TrainConfig
 
 
 class Micro(NamedTuple):
-    """What one forward pass computes."""
+    """One forward pass."""
 
     rows: Rows
-    """[b] of the batch; none where this rank only keeps step with the others."""
+    """Numbers of the b rows; none where this rank only keeps step with the others."""
     batch: TrainBatch
-    """On the device: b rows, or one of padding where there is none."""
+    """The b rows on the device, or one of padding where there is none."""
     select: Tensor
-    """Of the batch's shape, bool: the tokens whose results are needed."""
+    """[b, S] bool, the tokens whose results are needed."""
     packing: Packing | None = None
     """How the rows are laid end to end; None computes them padded."""
 
@@ -51,29 +51,22 @@ class Sharding(Protocol):
     """How one model lies on the ranks of a grid, and what these do together."""
 
     framework: ClassVar[str]
-    """How `stored` says which part of the whole a tensor is, as `HeldState.framework`."""
+    """Form of the tensors that `stored` returns, as `HeldState.framework`."""
     scorer: nn.Module
-    """Its forward is the whole computation: a `TokenScorer` or a `ValueScorer`."""
+    """A `TokenScorer` or a `ValueScorer`, whose forward is the whole computation."""
     parameters: dict[str, Tensor]
-    """What this rank has of each parameter, by any name."""
+    """This rank's part of each parameter, by any name."""
     buffers: dict[str, Tensor]
-    """What is saved with them as it is."""
+    """Tensors that are saved with the parameters as they are."""
     routing: RoutingReplay
-    """What the routers of the model ask."""
+    """The replay that the routers of the model ask."""
     packs: bool
     """The scorer takes a `Packing`."""
 
     def __init__(
         self, model: Any, *, config: TrainConfig, grid: Grid, device: torch.device, is_frozen: bool
     ) -> None:
-        """Take over a model on the CPU.
-
-        Args:
-            model: causal LM of transformers (untyped, hence Any), or a critic.
-            config: of the train stage.
-            grid: where this process stands among those of the training.
-            device: of this rank.
-            is_frozen: the model is never trained.
+        """Take over a causal LM of transformers (untyped, hence Any), or a critic, on the CPU.
 
         Raises:
             ConfigError: such a model can not be sharded like this.
@@ -98,14 +91,13 @@ class Sharding(Protocol):
         """
 
     def clip(self, limit: float) -> float:
-        """Sum the gradients of all ranks, limit their norm and return what it was."""
+        """Sum the gradients of all ranks, limit their norm and return the norm before."""
 
     def stored(self, values: Mapping[str, Tensor], suffix: str = "") -> dict[str, Any]:
         """Return values as a train state takes them: name in transformers to this rank's part.
 
         Args:
-            values: name of a parameter, as in `parameters`, to a tensor of its shape, or to one
-                number.
+            values: name in `parameters` to a tensor of that parameter's shape, or to one number.
             suffix: of the names.
         """
 
@@ -113,9 +105,8 @@ class Sharding(Protocol):
 class ShardedModel:
     """A scorer, the optimizer of its parameters and the loop over micro-batches.
 
-    A frozen one only computes: it has neither optimizer nor moments.
-
-    Rows without a selected token are not computed, nor are the columns behind the last one.
+    A frozen one only computes: it has neither optimizer nor moments. Rows without a selected token
+    are not computed, nor are the columns behind the last one.
     """
 
     def __init__(
@@ -128,10 +119,8 @@ class ShardedModel:
         device: torch.device,
         is_frozen: bool = False,
     ) -> None:
-        """Shard a model and build its optimizer; arguments as `Sharding`, which is `shard`."""
-        self.config = config
-        self.grid = grid
-        self.device = device
+        """Shard a model by `shard`, and build its optimizer."""
+        self.config, self.grid, self.device = config, grid, device
         self.sharding = shard(model, config=config, grid=grid, device=device, is_frozen=is_frozen)
         self.scorer = self.sharding.scorer
         self.parameters = self.sharding.parameters
@@ -162,11 +151,7 @@ class ShardedModel:
     ) -> Tensor:
         """Return the first results of `score` for every token in `mask`, without gradients.
 
-        Args:
-            batch: on CPU, equal on all ranks.
-            mask: [B, S] bool.
-            score: how the scorer is called.
-            num_results: how many of its results to keep.
+        Batch and mask, [B, S] bool, are on CPU and equal on all ranks.
 
         Returns:
             [num_results, B, S] float32 on CPU, 0 outside the mask, equal on all ranks.
@@ -203,9 +188,9 @@ class ShardedModel:
             score: how the scorer is called.
             loss_fn: takes the results, [B, S] each and 0 outside the mask, and the micro-batch.
             learning_rate: of this step.
-            tally: what was measured for the same step; None is nothing.
+            tally: metrics that were measured for the same step.
         """
-        assert self.optimizer is not None, "a frozen model makes no step"
+        assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         measured = tally or Tally()
@@ -233,7 +218,6 @@ class ShardedModel:
         *,
         learns: bool,
     ) -> None:
-        """Compute this rank's part of a batch; `take` gets [B, S] results, 0 outside the mask."""
 
         def forward(micro: Micro) -> list[Tensor]:
             results = score(micro)
@@ -270,7 +254,7 @@ class ShardedModel:
 
     def moments(self) -> dict[str, Any]:
         """Return the optimizer's moments as a train state takes them."""
-        assert self.optimizer is not None, "a frozen model has no moments"
+        assert self.optimizer is not None
         held: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self.trained.items():
             for key, value in self.optimizer.state[parameter].items():

@@ -45,10 +45,9 @@ logger = logging.getLogger(__name__)
 
 
 class TrainResult(NamedTuple):
-    """Output parameters."""
+    """Output parameters: the pinned URI of the train state after the iteration."""
 
     state_pin: str
-    """Pinned URI of the train state after the iteration."""
 
 
 def run(
@@ -114,9 +113,7 @@ def run(
 def train(job: TrainJob, cluster: GangCluster | None = None) -> Outcome:
     """Do the job unless an earlier attempt has: in one process, in several, or in several pods.
 
-    Args:
-        job: what to do.
-        cluster: of the pod of this stage; None asks for it where pods are needed.
+    The cluster is that of this stage's pod; None asks for it where pods are needed.
     """
     done = already_done(job, _next_step(job))
     pods = GangPods.of_this_pod()
@@ -238,12 +235,8 @@ def launch_gang(job: TrainJob, cluster: GangCluster, num_nodes: int, pods: GangP
     telemetry.forget("planish_stage_progress_timestamp_seconds")
     lost, end, began = None, "left by the stage", time.time()
     grid = job.train.grid(Ranks(0, num_nodes * processes)).to_json()
-    facts: dict[str, Any] = {
-        "name": gang.name,
-        "nodes": num_nodes,
-        "trainer": job.train.trainer,
-        **grid,
-    }
+    facts: dict[str, Any] = {"name": gang.name, "nodes": num_nodes, "trainer": job.train.trainer}
+    facts |= grid
     record_event(job.root, "gang", job.iteration, begin_seconds=began, **facts)
     try:
         run_gang(cluster, gang, before=lambda: forget_result(pin))
@@ -257,7 +250,7 @@ def launch_gang(job: TrainJob, cluster: GangCluster, num_nodes: int, pods: GangP
 
 
 def forget_result(pin: str) -> None:
-    """Delete what an earlier attempt at a job has told."""
+    """Delete result and error of an earlier attempt at a job."""
     folder = parse_pin(pin)[0].rpartition("/")[0]
     for name in ("result.json", "error.json"):
         if store.exists(f"{folder}/{name}"):
@@ -265,7 +258,7 @@ def forget_result(pin: str) -> None:
 
 
 def result_of(pin: str, lost: PeerLost | None) -> JobResult:
-    """Return what the first rank told of a job; raise what a rank told, else `lost`."""
+    """Return the result of the first rank; raise the error that a rank wrote, else `lost`."""
     folder = parse_pin(pin)[0].rpartition("/")[0]
     if store.exists(f"{folder}/error.json"):
         fault = read_json(f"{folder}/error.json")

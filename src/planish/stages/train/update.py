@@ -33,7 +33,7 @@ from planish.stages.train.metrics import (
 from planish.stages.train.progress import Progress, critic_learning_rate, judge
 from planish.stages.train.selection import Selection, select_groups
 from planish.stages.train.trainer import Trainer
-from planish.stages.train.waiting import StepPlan, plan_steps
+from planish.stages.train.wait import StepPlan, plan_steps
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ Step = dict[str, float]
 
 
 class Boundaries(Protocol):
-    """What happens between the steps of an iteration, on every rank alike."""
+    """Work between the steps of an iteration, on every rank alike."""
 
     def resume(
         self, trainer: Trainer, progress: Progress, num_steps: int
@@ -63,7 +63,7 @@ class Boundaries(Protocol):
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one iteration of training gives back."""
+    """Metrics, counters and leftovers of one iteration of training."""
 
     scalars: dict[str, float]
     """Metrics over the iteration."""

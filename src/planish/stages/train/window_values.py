@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from planish.algorithms.base import TrainBatch
-from planish.base.errors import RecordError
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.records.values import ValueSet
@@ -20,12 +19,7 @@ Key = tuple[int, int]
 
 
 def row_keys(rollouts: RolloutSet, ordinals: list[int]) -> list[Key]:
-    """Return (ordinal, sample_index) of each rollout.
-
-    Args:
-        rollouts: all shards of the iteration.
-        ordinals: of each group.
-    """
+    """Return (ordinal, sample_index) of each rollout; `ordinals` are those of its groups."""
     groups, samples = rollouts.group_index.tolist(), rollouts.sample_index.tolist()
     return [(ordinals[group], sample) for group, sample in zip(groups, samples, strict=True)]
 
@@ -48,21 +42,11 @@ def earlier_values(
 
     Returns:
         [B, S] float32, NaN for tokens without a stored value.
-
-    Raises:
-        RecordError: a response has more stored values than tokens from before this iteration.
     """
     known, keys = stored.to_rows(), row_keys(rollouts, ordinals)
     kept = torch.full(batch.values.shape, float("nan"))
     for position, row in enumerate(np.flatnonzero(rewards.keep).tolist()):
         values = known.get(keys[row], np.zeros(0, np.float32))
-        start = int(rollouts.window_start[row])
-        if len(values) > start:
-            raise RecordError(
-                f"a response must have a stored value for its first {start} tokens at most, got "
-                f"{len(values)} for {rollouts.rollout_id[row]!r}; the values and the rollouts come "
-                "from different iterations"
-            )
         columns = batch.value_mask[position].nonzero().flatten()[: len(values)]
         kept[position, columns] = torch.from_numpy(values.copy())
     return kept
@@ -78,15 +62,9 @@ def values_to_store(
 ) -> ValueSet:
     """Return the values that the next iteration needs: of every response that goes on.
 
-    A response that waits, or took no part in the update, keeps what was stored of it.
-
-    Args:
-        batch: made of `rollouts` and `rewards`, with the masks that it was made with.
-        values: [B, S] float32 of the critic before the iteration; None for an empty batch.
-        rollouts: all shards of the iteration.
-        rewards: of the rollouts.
-        ordinals: of each group.
-        stored: from the iteration before.
+    A response that waits, or took no part in the update, keeps what was stored of it. Arguments are
+    those of `earlier_values`, and `values`, [B, S] float32 of the critic before the iteration;
+    None for an empty batch.
     """
     keys, kept = row_keys(rollouts, ordinals), stored.to_rows()
     goes_on = rollouts.finish == FinishReason.WINDOW

@@ -92,16 +92,14 @@ def test_a_missing_shard_is_named(file_root, tmp_path, caplog):
     assert layout.rollouts(file_root, 3, 2) in text
 
 
-def test_a_damaged_shard_is_named_with_its_digest(file_root, tmp_path, caplog):
+def test_a_damaged_shard_is_named(file_root, tmp_path, caplog):
     prepare(file_root)
     uri = layout.rollouts(file_root, 3, 1)
     path = Path(uri.removeprefix("file://")) / read_manifest(uri).shards[0].name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    text = refused(file_root, tmp_path, caplog)
-    assert "rollout shard 1" in text
-    assert read_manifest(uri).sha256 in text
+    assert f"`{uri}/shard-00000.parquet`" in refused(file_root, tmp_path, caplog)
 
 
 def test_a_shard_of_another_policy_or_configuration_is_refused(file_root, tmp_path, caplog):

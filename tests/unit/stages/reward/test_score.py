@@ -91,15 +91,6 @@ def test_a_failed_response_drops_its_group_and_gets_no_reward():
     assert done.metrics["num_aborted_rollouts"] == 1
 
 
-def test_an_unfinished_response_has_no_reward_and_keeps_its_group():
-    done = score(rollouts([("=7", 5, STOP), ("=7", 60, WINDOW)]), CONFIG)
-    assert done.rewards.has_reward.tolist() == [True, False]
-    assert done.rewards.keep.tolist() == [True, True]
-    assert done.rewards.reward.tolist() == [1, 0]
-    assert done.rewards.length_penalty.tolist() == [0, 0]
-    assert done.metrics["num_window_rollouts"] == 1
-
-
 def test_windows_of_a_group_are_kept_with_what_is_finished_of_it():
     config = CONFIG.model_copy(update={"keep_uniform_groups": True})
     batch = rollouts(

@@ -17,7 +17,7 @@ from planish.records.io import read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet, prompt_id
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.records.stream import StreamState, advance, position
-from planish.run.stage import is_stopped, stage_parser
+from planish.run.stage import is_stopped
 from planish.stages.reward.config import RewardConfig
 from planish.stages.reward.score import score
 from planish.stages.rollout import stage
@@ -315,8 +315,3 @@ def test_without_reuse_nothing_new_is_written(new_run):
     assert not {"surplus_sha256", "surplus_sources"} & set(run.attributes())
     uri = layout.surplus(run.root, 1, 0) + "/manifest.json"
     assert not store.exists(uri)
-
-
-def test_the_command_line_names_every_parameter():
-    options = {a.dest for a in stage_parser(stage.run)._actions}
-    assert options >= {"root", "number", "offset", "shard", "num_shards", "policy_pin", "state_pin"}

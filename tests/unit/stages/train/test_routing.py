@@ -21,8 +21,8 @@ from planish.records.reports import UpdateReport, read_report
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.train.batching import gather_rows, train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
-from planish.stages.train.trainer import TRAINERS, open_trainer
-from planish.stages.train.waiting import as_waiting, with_waiting
+from planish.stages.train.trainer import TRAINERS, Trainer
+from planish.stages.train.wait import as_waiting, with_waiting
 from tests.integration.ckpt_forks import run_ranks
 from tests.unit.algorithms.batches import make_batch, ragged_mask
 from tests.unit.engines.tiny import family_policy, prompt
@@ -124,7 +124,7 @@ def shuffled(batch, seed=0):
 def trainer_of(pin, ranks=None, critic=None, **changes):
     config = TrainConfig(**{**TINY, "tokens_per_microbatch": 4096, **changes})
     grid = config.grid(ranks or SINGLE)
-    return open_trainer(config, pin, temperature=1.0, seed=3, grid=grid, device=CPU, critic=critic)
+    return Trainer(config, pin, temperature=1.0, seed=3, grid=grid, device=CPU, critic=critic)
 
 
 def one_step(trainer, batch):

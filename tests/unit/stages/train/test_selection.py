@@ -223,16 +223,23 @@ def test_a_limit_that_could_leave_out_nothing_is_refused(name, most):
         resolve_config(merge(preset, overrides=[*on, f"train.max_groups={most}"]))
 
 
-def test_only_a_run_that_selects_has_another_digest():
+@pytest.mark.parametrize(
+    ("off", "on"),
+    [
+        (["train.selection=all"], ["train.selection=mixed_first", "train.max_groups=2"]),
+        (["critic.min_finished=1"], ["critic.min_finished=2"]),
+    ],
+)
+def test_a_setting_changes_the_digest_only_where_it_is_on(off, on):
     for name in preset_names():
         plain = resolve_config(load_preset(name))
-        assert not {"selection", "max_groups"} & set(plain["train"])
-        off = resolve_config(merge(load_preset(name), overrides=["train.selection=all"]))
-        assert config_sha256(off) == config_sha256(plain)
-        on = ["train.selection=mixed_first", "train.max_groups=2"]
-        table = resolve_config(merge(load_preset(name), overrides=on))["train"]
-        assert (table["selection"], table["max_groups"]) == ("mixed_first", 2)
-        assert parse_section(TrainConfig, table, section="train").max_groups == 2
+        without = resolve_config(merge(load_preset(name), overrides=off))
+        assert config_sha256(without) == config_sha256(plain)
+        given = {word.partition("=")[0].partition(".")[2] for word in on}
+        section = on[0].partition(".")[0]
+        assert not given & set(plain[section])
+        table = resolve_config(merge(load_preset(name), overrides=on))[section]
+        assert set(table) - set(plain[section]) == given
 
 
 def test_shards_that_draw_in_turns_have_the_places_of_the_stream():

@@ -11,7 +11,7 @@ import torch
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.algorithms.mismatch import mismatch_limit
 from planish.base import telemetry
-from planish.base.errors import CheckpointError, ConfigError
+from planish.base.errors import ConfigError
 from planish.stages.train.config import TrainConfig
 from planish.stages.train.metrics import batch_metrics
 from planish.stages.train.progress import Progress
@@ -207,15 +207,6 @@ def test_the_metrics_of_a_step_cover_rows_that_train_nothing_too():
     assert step["clipfrac_high"] == pytest.approx(0.3)
     assert step["clipfrac_low"] == 0.0
     assert step["mean_upclipped_prob"] == pytest.approx(math.exp(-1.5))
-
-
-def test_progress_survives_json_and_refuses_what_is_no_count():
-    progress = Progress(1, 2, 3, 4, 5)
-    assert Progress.from_json(progress.to_json() | {"data": {}}) == progress
-    with pytest.raises(CheckpointError, match="'step': '1'"):
-        Progress.from_json(progress.to_json() | {"step": "1"})
-    with pytest.raises(CheckpointError, match="updates"):
-        Progress.from_json({"step": 1})
 
 
 def test_truncated_fraction_is_a_mean_over_rollouts():

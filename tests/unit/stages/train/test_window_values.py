@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from planish.base.errors import RecordError
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy
 from planish.records.rollouts import FinishReason
@@ -65,14 +64,6 @@ def test_stored_values_come_back_in_their_columns_and_all_others_are_unknown(rol
     assert (~found.isnan()).sum() == 1
     prompt = len(rollouts.prompt_tokens.row(rollouts.group_index[row]))
     assert found[row, prompt] == 0.25
-
-
-def test_more_stored_values_than_earlier_tokens_are_refused(rollouts):
-    rewards = rewards_for(rollouts, 2)
-    batch = train_batch(rollouts, rewards)
-    stored = ValueSet.from_rows({(10, 0): np.zeros(3, np.float32)})
-    with pytest.raises(RecordError, match=rf"got 3 for '{rollouts.rollout_id[0]}'"):
-        earlier_values(batch, rollouts, rewards, ORDINALS, stored)
 
 
 def test_rows_that_wait_or_take_no_part_keep_what_was_stored_and_finished_ones_vanish(rollouts):

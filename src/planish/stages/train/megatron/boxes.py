@@ -1,4 +1,4 @@
-"""Which rows of a parameter of megatron-core are which box of a tensor of transformers.
+"""Rows of parameters of megatron-core, as boxes of the tensors of transformers.
 
 Megatron keeps queries, keys and values of a group next to each other and the gate above the up
 projection, cuts matrices over tensor-parallel ranks, spreads experts and pads the vocabulary. All
@@ -32,28 +32,24 @@ Shape = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """Consecutive rows of a local parameter, and what they are in the model of transformers."""
+    """Consecutive rows of a local parameter, and the box of a tensor of transformers they are."""
 
     name: str
-    """Of the tensor of transformers."""
+    """Name of that tensor."""
     offset: Shape
-    """Where the box begins in the whole tensor."""
+    """Beginning of the box in the whole tensor."""
     extent: Shape
     """Lengths of the box; as many elements as the rows have."""
     rows: slice
-    """Of the local parameter."""
 
     def of(self, value: Tensor) -> Tensor:
         """Return the rows of a value of the parameter's shape, as the box; shares memory."""
         return value[self.rows].view(self.extent)
 
     def shard(self, suffix: str, shape: Shape, value: Tensor) -> FlatShard:
-        """Return the rows as the checkpoint takes them.
+        """Return the rows of a contiguous value of the parameter's shape, for the checkpoint.
 
-        Args:
-            suffix: of the name: "" for a weight, `.exp_avg` and the like for a moment.
-            shape: of the whole tensor.
-            value: [...] of the parameter's shape, contiguous.
+        `suffix` is `.exp_avg` and the like for a moment, `shape` that of the whole tensor.
         """
         part = value.detach()[self.rows].reshape(-1)
         return FlatShard(self.name + suffix, shape, self.offset, self.extent, 0, part.numel(), part)
@@ -61,33 +57,24 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Boxes:
-    """The boxes of one model on one rank.
-
-    Example:
-        >>> boxes = Boxes({"model.norm.weight": (8,)}, {}, Grid())
-        >>> boxes.pieces("decoder.final_layernorm.weight", (8,))[0].name
-        'model.norm.weight'
-    """
+    """The boxes of one model on one rank."""
 
     wholes: Mapping[str, Shape]
     """Shape of each parameter of the model of transformers."""
     config: Mapping[str, Any]
     """Its `num_attention_heads`, `num_key_value_heads` and `head_dim`."""
     grid: Grid
-    """Where this rank stands."""
     prefix: str = "model."
-    """What names of the decoder begin with there: `body.` in a critic."""
+    """Beginning of the names of the decoder there: `body.` in a critic."""
     is_tied: bool = False
     """The LM head is the input embedding."""
     first_layer: int = 0
     """Number of the first layer that is here."""
 
     def pieces(self, name: str, shape: Shape) -> list[Piece]:
-        """Return what a local parameter is made of; nothing for rows of padding alone.
+        """Return the pieces of a local parameter of a GPTModel, or of the value head.
 
-        Args:
-            name: in megatron-core's GPTModel, or the name of the value head.
-            shape: of the local parameter.
+        Rows of padding alone have none.
         """
         match = _LAYER.fullmatch(name)
         if match is None:
@@ -152,10 +139,7 @@ def fill_pieces(
 ) -> None:
     """Copy this rank's boxes of the weights of transformers; rows of padding become 0.
 
-    Args:
-        parameters: local parameter by name; one that is also in `weights` is left as it is.
-        pieces: of each parameter.
-        weights: whole tensors by the names of transformers.
+    A local parameter whose name is also in `weights` is left as it is.
     """
     with torch.no_grad():
         for name in parameters.keys() - weights.keys():

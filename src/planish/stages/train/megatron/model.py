@@ -92,7 +92,6 @@ def without_accelerator(device: torch.device) -> Iterator[None]:
         return
 
     def count_splits(sender: Any, point: str, tokens_per_expert: Tensor) -> Tensor:
-        """Take the place of copies from an accelerator: the tokens to and from each rank."""
         if point == sender.cuda_dtoh_point and sender.ep_size > 1:
             sender.input_splits = sender.input_splits.tolist()
             sender.output_splits = sender.output_splits.tolist()
@@ -113,7 +112,7 @@ def without_accelerator(device: torch.device) -> Iterator[None]:
 
 
 class _TorchOnCpu:
-    """torch, whose `zeros` lie on the CPU: schedules count tokens on an accelerator."""
+    """`torch` with `zeros` on the CPU: schedules allocate their token counter on an accelerator."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "zeros":
@@ -222,14 +221,14 @@ class _Experts(nn.Module):
 
 
 class RecordedChoice:
-    """What a router asks for its choice, in place of the library's `RouterReplay`.
+    """Choice of a layer's experts by a replay, in place of the library's `RouterReplay`.
 
     That one knows no unknown choice, and recomputes micro-batches in the order of their forward
     passes alone.
     """
 
     def __init__(self, replay: RoutingReplay, layer: int) -> None:
-        """Ask `replay` for a layer of the whole model."""
+        """Bind a layer of the whole model."""
         self._replay, self._layer = replay, layer
 
     def get_replay_topk(
@@ -242,12 +241,7 @@ class RecordedChoice:
     ) -> tuple[Tensor, Tensor]:
         """Return the scores of the chosen experts and these, [tokens, topk] each.
 
-        Args:
-            scores: [tokens, experts].
-            topk: experts of a token.
-            num_groups: of experts.
-            group_topk: groups of a token.
-            choose: makes the router's own choice of the arguments before.
+        `scores` is [tokens, experts]; `choose` is the router's own choice of the arguments before.
         """
         own_scores, own = choose(scores, topk, num_groups, group_topk)
         chosen = self._replay.choose(self._layer, own)
@@ -255,13 +249,7 @@ class RecordedChoice:
 
 
 def replay_in_gpt(gpt: Any, model: Any, *, forces: bool) -> RoutingReplay:
-    """Let the routers of a stage ask a new `RoutingReplay`.
-
-    Args:
-        gpt: what `build_gpt` has returned (untyped, hence Any).
-        model: configuration that it was built of.
-        forces: as for `RoutingReplay`.
-    """
+    """Let the routers of a `build_gpt`, made of the configuration `model`, ask a new replay."""
     experts = num_experts(model.to_dict())
     replay = RoutingReplay(model.num_hidden_layers if experts else 0, experts, forces=forces)
     for layer in gpt.decoder.layers if experts else ():
@@ -292,8 +280,8 @@ def build_gpt(
         has_head: there is an LM head beside the embedding. Between pipeline stages there always is
             one; where it is the same matrix, gradients are to be added up.
         config: of the train stage.
-        grid: where this rank stands.
-        device: that the model will be moved to.
+        grid: place of this rank.
+        device: place that the model will be moved to.
 
     Raises:
         ConfigError: the decoder is none that the library computes alike.
@@ -370,11 +358,7 @@ def padded_vocabulary(size: int, tp: int) -> int:
 
 
 def _check(model: Any, config: TrainConfig, grid: Grid) -> None:
-    """Refuse what a GPTModel would compute in another way.
-
-    Raises:
-        ConfigError: names what it is.
-    """
+    """Refuse a decoder that a GPTModel would compute in another way."""
     turn = getattr(model, "rope_parameters", None) or {}
     windows = "sliding_attention" in (getattr(model, "layer_types", None) or ())
     experts = num_experts(model.to_dict())
@@ -425,11 +409,9 @@ class Decoder(nn.Module):
     frequencies: Tensor
 
     def __init__(self, gpt: Any, frequencies: Tensor) -> None:
-        """Wrap a GPTModel.
+        """Wrap a GPTModel (untyped, hence Any).
 
-        Args:
-            gpt: of megatron-core (untyped, hence Any).
-            frequencies: [head size / 2] float32 of the rotation, radians for each position.
+        `frequencies` of the rotation are [head size / 2] float32, radians for each position.
         """
         super().__init__()
         self.gpt = gpt
@@ -449,7 +431,7 @@ class Decoder(nn.Module):
         return SimpleNamespace(last_hidden_state=hidden[: input_ids.shape[1]].transpose(0, 1))
 
     def stage(self, input_ids: Tensor, packing: Packing | None) -> Tensor:
-        """Return what the layers of this rank make of [B, S] int64: [S, B, H], or [T, 1, H] packed.
+        """Return the states after the layers of this rank, [S, B, H], or [T, 1, H] packed.
 
         Behind the first stage the layers take what the stage before has sent. With sequence
         parallelism S is that of this rank.
@@ -513,7 +495,7 @@ class LanguageModel(nn.Module):
         self.config = config
 
     def get_output_embeddings(self) -> Any:
-        """Return what turns [K, H] hidden states into the scores of this rank's tokens."""
+        """Return the function from [K, H] hidden states to the scores of this rank's tokens."""
         return self.scores
 
     def scores(self, hidden: Tensor) -> Tensor:

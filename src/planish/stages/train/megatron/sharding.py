@@ -94,7 +94,7 @@ class MegatronSharding:
             for name, part in self.pieces.items()
             if all(piece.extent == self.wholes[piece.name] for piece in part)
         }
-        # Of these the gradient is that of a part: norms of queries and keys see the heads of one
+        # Each rank has a part of these gradients: norms of queries and keys see the heads of one
         # rank, and with sequence parallelism all norms see the tokens of one rank.
         self.partial = {
             name
@@ -154,7 +154,6 @@ class MegatronSharding:
                     torch.autograd.backward(loss)
 
     def _recorded(self, micro: Micro) -> AbstractContextManager[None]:
-        """Let the routers of this rank meet the recorded experts of their tokens."""
         routing, packing = micro.batch.routing_by_column(), micro.packing
         if routing is None:
             return nullcontext()
@@ -211,7 +210,7 @@ class MegatronSharding:
                     take(micro, list(results))
 
     def clip(self, limit: float) -> float:
-        """Sum the gradients of all ranks, limit their norm and return what it was."""
+        """Sum the gradients of all ranks, limit their norm and return the norm before."""
         trained = {name: p for name, p in self.parameters.items() if p.grad is not None}
         _sum(
             (p.grad for name, p in trained.items() if name in self.partial),
@@ -238,12 +237,7 @@ class MegatronSharding:
         return float(norm)
 
     def stored(self, values: Mapping[str, Tensor], suffix: str = "") -> dict[str, Any]:
-        """Return values by the names of transformers, as the flat shards of this rank.
-
-        Args:
-            values: local parameter to a tensor of its shape, or to one number.
-            suffix: of the names.
-        """
+        """Return values by the names of transformers, as the flat shards of this rank."""
         found: dict[str, Any] = {}
         for name, value in values.items():
             for piece in self.pieces[name]:
@@ -256,7 +250,6 @@ class MegatronSharding:
 
 
 def _sum(gradients: Iterable[Tensor | None], group: Any) -> None:
-    """Add up tensors over the ranks of a group, in place."""
     if group.size() == 1:
         return
     pending = [dist.all_reduce(g, group=group, async_op=True) for g in gradients if g is not None]

@@ -1,1 +1,1 @@
-"""What the training processes run: the job, the program of a rank, and how ranks leave together."""
+"""The training processes: the job, the program of a rank, and how ranks leave together."""

@@ -1,4 +1,4 @@
-"""What ranks do between two steps: commit what they have done, leave together once one is asked to.
+"""Boundaries between two steps, where ranks commit, and leave together once one is asked to.
 
 With `train.commit_steps` a retry of the stage goes on from the newest commit of its iteration, on
 any number of ranks and with any trainer; without, it repeats the iteration. On the same ranks both
@@ -48,12 +48,7 @@ KEEP_LAST = 2
 
 
 class StartOver(Exception):
-    """No commit can be loaded, and the attempt may have changed weights: begin the iteration anew.
-
-    Example:
-        >>> str(StartOver("step-00000002 is damaged"))
-        'step-00000002 is damaged'
-    """
+    """No commit can be loaded, and weights may have changed: the iteration begins anew."""
 
 
 class Sigterm(threading.Event):
@@ -61,10 +56,6 @@ class Sigterm(threading.Event):
 
     Ranks look at it before each step. Until the first one there is nothing to keep, and a rank may
     be loading or scoring for long: it ends at once.
-
-    Example:
-        >>> Sigterm().is_set()
-        False
     """
 
     _is_heard = False
@@ -82,13 +73,7 @@ class StepBoundaries:
     """The boundaries between the steps of one iteration; all ranks call every method alike."""
 
     def __init__(self, job: TrainJob, ranks: Ranks, asked: threading.Event | None) -> None:
-        """Commit nothing yet.
-
-        Args:
-            job: of the iteration.
-            ranks: this process among those that leave together.
-            asked: set where this process was asked to end; None where nobody asks.
-        """
+        """Commit nothing yet; `asked` is set once this process is to end, None if nobody asks."""
         self._job, self._ranks, self._asked = job, ranks, asked
         self._manager: CheckpointManager | None = None
         self._saves: list[tuple[int, float, SaveHandle]] = []
@@ -99,15 +84,7 @@ class StepBoundaries:
     def resume(
         self, trainer: Trainer, progress: Progress, num_steps: int
     ) -> tuple[list[Step], Progress]:
-        """Load the newest commit of this iteration into the trainer.
-
-        Args:
-            trainer: needs the weights before the iteration no more.
-            progress: counters before the first step.
-            num_steps: of the iteration.
-
-        Returns:
-            The metrics of the steps that are done, and the counters after them.
+        """Load the newest commit of this iteration, as `update.Boundaries` says.
 
         Raises:
             StartOver: there are commits, but none that can be loaded; they are gone now.
@@ -147,16 +124,9 @@ class StepBoundaries:
             steps, progress = committed["steps"], Progress.from_json(committed["progress"])
         self._steps = self.resumed = len(steps)
         if steps and self._ranks.is_first:
-            grid = config.grid(self._ranks).to_json()
-            record_event(
-                self._job.root,
-                "resumed",
-                self._job.iteration,
-                step=len(steps),
-                of=num_steps,
-                trainer=config.trainer,
-                **grid,
-            )
+            facts: dict[str, Any] = {"step": len(steps), "of": num_steps}
+            facts |= {"trainer": config.trainer} | config.grid(self._ranks).to_json()
+            record_event(self._job.root, "resumed", self._job.iteration, **facts)
         logger.info(
             "resumed steps=%d of=%d commit_steps=%d", len(steps), num_steps, config.commit_steps
         )
@@ -164,11 +134,6 @@ class StepBoundaries:
 
     def reach(self, trainer: Trainer, steps: Sequence[Step], progress: Progress) -> None:
         """Commit if it is time, and leave if one rank was asked to; called before each step.
-
-        Args:
-            trainer: after the last of `steps`.
-            steps: metrics of the steps that are done.
-            progress: counters after them.
 
         Raises:
             Terminated: with the exit code of what may be tried again.

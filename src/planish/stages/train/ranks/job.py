@@ -22,7 +22,6 @@ from planish.models.adapters import Adapters, configured
 from planish.models.config import ModelConfig
 from planish.records import layout
 from planish.records.io import finished, read_manifest, read_set
-from planish.records.manifest import Manifest
 from planish.records.reference import find_reference
 from planish.records.refs import Ref, parse_pin
 from planish.records.rewards import RewardSet
@@ -36,7 +35,7 @@ from planish.stages.train.config import PLACEMENT, CriticConfig, TrainConfig
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What the training processes of one iteration need to know.
+    """Everything that the training processes of one iteration need to know.
 
     Example:
         >>> job = TrainJob("file:///r", {}, "0" * 64, 1, 2, "p", "", "r")
@@ -51,7 +50,6 @@ class TrainJob:
     config_sha256: str
     """Digest of `config`."""
     iteration: int
-    """1, 2, ..."""
     num_shards: int
     """Rollout sets of the iteration."""
     policy_pin: str
@@ -59,7 +57,6 @@ class TrainJob:
     state_pin: str
     """Train state before the iteration; empty before the first."""
     rewards_pin: str
-    """Rewards of the iteration."""
 
     def to_json(self) -> str:
         """Return the job as JSON."""
@@ -87,20 +84,13 @@ class TrainJob:
 
     @property
     def adapters(self) -> Adapters | None:
-        """What is trained in place of all weights."""
+        """Adapters that are trained in place of all weights."""
         return configured(parse_section(ModelConfig, self.config.get("model", {}), section="model"))
 
     @property
     def temperature(self) -> float:
-        """Temperature that the rollouts were sampled at.
-
-        Raises:
-            ConfigError: the configuration does not say; there is no safe default.
-        """
-        value = self.config.get("rollout", {}).get("temperature")
-        if not isinstance(value, float) or value <= 0:
-            raise ConfigError(f"`rollout.temperature` must be a number above 0, got {value!r}")
-        return value
+        """Temperature that the rollouts were sampled at."""
+        return float(self.config["rollout"]["temperature"])
 
     @property
     def max_staleness(self) -> int:
@@ -109,8 +99,12 @@ class TrainJob:
 
     def parents(self) -> dict[str, str]:
         """Return the digests of the inputs by name."""
-        pins = {"policy": self.policy_pin, "rewards": self.rewards_pin, "state": self.state_pin}
-        pins |= {"reference": self.reference_pin}
+        pins = {
+            "policy": self.policy_pin,
+            "rewards": self.rewards_pin,
+            "state": self.state_pin,
+            "reference": self.reference_pin,
+        }
         return {name: parse_pin(pin)[1] for name, pin in pins.items() if pin}
 
     @cached_property
@@ -153,15 +147,13 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a train job hands back."""
+    """The new train state, and scalars of the iteration."""
 
     state: Ref
-    """The new train state."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Scalars of the iteration."""
 
     def to_json(self) -> str:
-        """Return the result as JSON; numbers that are not finite are kept by Python's names."""
+        """Return the result as JSON, numbers that are not finite by Python's names."""
         return json.dumps({"state": self.state.to_json(), "metrics": self.metrics})
 
     @classmethod
@@ -199,19 +191,18 @@ def read_job(pin: str) -> TrainJob:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What an iteration of training reads, all shards together."""
+    """Records that an iteration of training reads, all shards together."""
 
     rollouts: RolloutSet
-    """In shard order."""
+    """Rollouts in the order of their shards."""
     rewards: RewardSet
     """Row `r` scores row `r` of the rollouts."""
     stream: StreamState
     """Where prompts, surplus and carry stand afterwards; its values are still to be written."""
     ordinals: list[int] | None
-    """Of each group; None where responses are not cut by windows."""
+    """Place of each group's prompt in the stream; None where no window cuts responses."""
     places: list[int]
-    """Of each group among those of the iteration, in the order of the stream of prompts, whatever
-    the number of shards."""
+    """Rank of each group in the order of the stream of prompts, whatever the number of shards."""
     values: ValueSet
     """Values of the tokens that earlier iterations sampled; none where nothing was stored."""
     waiting: WaitingSet
@@ -242,16 +233,18 @@ def read_inputs(job: TrainJob) -> Inputs:
                 f"({sorted(scored)}); run the reward stage of iteration {job.iteration} again"
             )
         sets.append(read_set(RolloutSet, place, sha256=manifest.sha256))
-        consumed += _ordinals(manifest, place, "consumed")
-        side = _side_set(job, layout.surplus(job.root, job.iteration, shard), manifest, "surplus")
-        if side is not None:
+        facts = manifest.attributes
+        consumed += facts["consumed"]
+        if digest := facts.get("surplus_sha256"):
+            side = layout.surplus(job.root, job.iteration, shard)
             # Groups that are too old for the next iteration are not named any more.
-            newest = max(side[1].attributes["versions"])
-            surplus += [side[0]] if job.iteration - newest <= job.max_staleness else []
-        side = _side_set(job, layout.carry(job.root, job.iteration, shard), manifest, "carry")
-        if side is not None:
-            carry.append(side[0])
-            ordinals += _ordinals(manifest, place, "ordinals", count=sets[-1].num_groups)
+            newest = max(read_manifest(side, sha256=digest).attributes["versions"])
+            if job.iteration - newest <= job.max_staleness:
+                surplus.append(relative_pin(job, side, digest))
+        if digest := facts.get("carry_sha256"):
+            side = layout.carry(job.root, job.iteration, shard)
+            carry.append(relative_pin(job, side, read_manifest(side, sha256=digest).sha256))
+            ordinals += facts["ordinals"]
     rollouts = RolloutSet.concat(sets)
     if job.train.replay_routing and rollouts.num_rows and rollouts.routing is None:
         raise ConfigError(
@@ -259,7 +252,7 @@ def read_inputs(job: TrainJob) -> Inputs:
             f"{rollouts.num_rows} rollouts without it in iteration {job.iteration}; the rollout "
             "stage keeps it under this setting, and `train.replay_routing = false` needs none"
         )
-    # The sets that the state before names are used up: the rollouts took over all their groups.
+    # The rollouts took over all groups of the sets that the state before names.
     before = parse_data(job.info.get("data", fresh_cursor()))
     places = ordinals if carry else draw_order([part.num_groups for part in sets])
     return Inputs(
@@ -274,10 +267,7 @@ def read_inputs(job: TrainJob) -> Inputs:
 
 
 def draw_order(counts: Sequence[int]) -> list[int]:
-    """Return the place of each group, shard after shard, where the shards draw in turns.
-
-    Args:
-        counts: groups of each shard.
+    """Return the place of each group, shard after shard; shards of `counts` groups draw in turns.
 
     Example:
         >>> draw_order([3, 2])
@@ -297,33 +287,6 @@ def _stored(job: TrainJob, record: type[RecordT], pin: str) -> RecordT | None:
 def relative_pin(job: TrainJob, place: str, digest: str) -> str:
     """Return a pin without the root of the run, so that equal runs have equal states."""
     return f"{place.removeprefix(f'{job.root}/')}#sha256={digest}"
-
-
-def _side_set(
-    job: TrainJob, place: str, rollouts: Manifest, kind: str
-) -> tuple[str, Manifest] | None:
-    """Return pin and manifest of a set that rollouts name beside themselves; None for none.
-
-    Raises:
-        RecordError: the set at its place is not the one that the rollouts name.
-    """
-    digest = rollouts.attributes.get(f"{kind}_sha256", "")
-    if not digest:
-        return None
-    return relative_pin(job, place, digest), read_manifest(place, sha256=digest)
-
-
-def _ordinals(manifest: Manifest, place: str, name: str, *, count: int = -1) -> list[int]:
-    """Return a list of prompt ordinals from a manifest, of a certain length where one is given."""
-    ordinals = manifest.attributes.get(name, [])
-    good = isinstance(ordinals, list) and all(type(k) is int and k >= 0 for k in ordinals)
-    if not good or (count >= 0 and len(ordinals) != count):
-        many = "" if count < 0 else f"{count} "
-        raise RecordError(
-            f"`{name}` of `{place}` must be a list of {many}prompt ordinals, got {ordinals!r:.80}; "
-            "run the rollout stage again"
-        )
-    return list(ordinals)
 
 
 def already_done(job: TrainJob, next_step: int) -> Ref | None:

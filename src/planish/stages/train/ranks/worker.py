@@ -41,7 +41,7 @@ from planish.stages.train.batching import train_batch
 from planish.stages.train.progress import Progress
 from planish.stages.train.ranks.boundaries import Sigterm, StartOver, StepBoundaries
 from planish.stages.train.ranks.job import JobResult, TrainJob, read_inputs, read_job, relative_pin
-from planish.stages.train.trainer import Trainer, open_trainer
+from planish.stages.train.trainer import Trainer
 from planish.stages.train.update import UpdateResult, run_update
 from planish.stages.train.window_values import earlier_values, values_to_store
 
@@ -73,7 +73,7 @@ def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult
     config, info, inputs = job.train, job.info, read_inputs(job)
     algorithm = build_algorithm(job.config.get("algorithm", {}))
     grid, device = config.grid(ranks), pick_device(config.device, ranks.rank)
-    trainer = open_trainer(
+    trainer = Trainer(
         config,
         job.policy_pin,
         temperature=job.temperature,
@@ -90,7 +90,6 @@ def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult
     started = time.perf_counter()
     rollouts, rewards = inputs.rollouts, inputs.rewards
     batch = train_batch(rollouts, rewards)
-    # None where responses are not cut by windows, or no value is kept of them
     ordinals = inputs.ordinals if algorithm.needs_values else None
     stored = None
     if ordinals is not None:
@@ -151,7 +150,7 @@ def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult
 
 
 def _spent(seconds: float, speed: float, device: torch.device) -> dict[str, float]:
-    """Return what the updates took, and the most memory that this rank has held so far."""
+    """Return the time of the updates, and the most memory that this rank has held so far."""
     import torch
 
     spent = {"update_seconds": seconds, "tokens_per_second": speed}

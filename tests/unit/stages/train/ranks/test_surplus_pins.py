@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -8,28 +7,15 @@ from planish.base.errors import RecordError
 from planish.checkpoint.train_state import save
 from planish.records import layout
 from planish.records.io import read_manifest, write_set
-from planish.records.ragged import Ragged
-from planish.records.rewards import RewardSet
 from planish.records.rollouts import RolloutSet
+from planish.stages.rollout.groups import as_set
 from planish.stages.train.ranks.job import TrainJob, read_inputs
+from tests.unit.stages.rollout.test_sampler import group
+from tests.unit.stages.train.runs import rewards_for
 
 
 def one_group(version):
-    return RolloutSet(
-        group_index=np.zeros(1, np.int32),
-        sample_index=np.zeros(1, np.int32),
-        prompt_tokens=Ragged.from_lists([[7, 8]], np.int32),
-        response_tokens=Ragged.from_lists([[5, 1]], np.int32),
-        rollout_logprobs=Ragged.from_lists([[-0.5, -0.1]], np.float32),
-        policy_version=Ragged.from_lists([[version] * 2], np.int32),
-        window_start=np.zeros(1, np.int32),
-        finish=np.zeros(1, np.int8),
-        rollout_id=["00112233aabbccdd-000"],
-        prompt_id=["00112233aabbccdd"],
-        response=["5"],
-        answer=["5"],
-        verifier=["exact"],
-    )
+    return as_set([group(0, "m", version)])
 
 
 def job_after(root, iteration, surplus_versions, *, state_pin="", staleness=1):
@@ -49,16 +35,7 @@ def job_after(root, iteration, surplus_versions, *, state_pin="", staleness=1):
         uri = layout.rollouts(root, iteration, shard)
         ref = write_set(uri, rollouts, parents={}, attributes=facts)
         parents[f"rollouts-{shard:02d}"] = ref.manifest_sha256
-    column = np.zeros(num_shards, np.float32)
-    rewards = RewardSet(
-        accuracy=column,
-        outcome=column,
-        length_penalty=column,
-        reward=column,
-        has_reward=np.ones(num_shards, bool),
-        keep=np.ones(num_shards, bool),
-        extracted=["5"] * num_shards,
-    )
+    rewards = rewards_for(RolloutSet.concat([rollouts] * num_shards), 0)
     ref = write_set(layout.rewards(root, iteration), rewards, parents=parents, attributes={})
     config = {"rollout": {"max_staleness": staleness}}
     return TrainJob(root, config, "c", iteration, num_shards, "", state_pin, ref.pin())

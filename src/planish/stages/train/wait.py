@@ -1,4 +1,4 @@
-"""What the critic trains on beside each mini-batch, and which finished responses wait for more.
+"""Finished responses that the critic trains on beside each mini-batch, or that wait for more.
 
 By default the critic steps on the finished responses of each mini-batch, as few as there are. With
 `critic.min_finished` above 1 those of an iteration are pooled with what earlier iterations left:
@@ -30,7 +30,7 @@ class StepPlan:
     parts: Sequence[Rows]
     """Rows of the rollout batch, per mini-batch."""
     values: TrainBatch
-    """What the critic trains on; the rollout batch itself where nothing is pooled."""
+    """Batch of the critic: the rollout batch itself where nothing is pooled."""
     value_parts: Sequence[Rows]
     """Rows of `values`, per mini-batch; a mini-batch without any makes no critic step."""
     num_policy_steps: int
@@ -63,7 +63,7 @@ def plan_steps(
         waiting: responses that earlier iterations left; None or no rows for none.
         min_finished: fewest responses of a critic step.
         num_passes: how often each row is in `parts`.
-        seed: what the order of pooled responses depends on.
+        seed: of the order of pooled responses.
     """
     minibatches = len(parts) // num_passes
     if min_finished == 1 and (waiting is None or waiting.num_rows == 0):
@@ -87,7 +87,7 @@ def pooled_parts(
         num_minibatches: of one pass.
         num_passes: how often each row is used.
         min_finished: fewest rows of a step; fewer in all make no step.
-        seed: what the shuffle depends on.
+        seed: of the shuffle.
 
     Returns:
         Row numbers for each mini-batch of all passes, with none for those without a step.
@@ -107,12 +107,7 @@ def pooled_parts(
 
 
 def with_waiting(batch: TrainBatch, waiting: WaitingSet) -> TrainBatch:
-    """Put waiting responses before the rows of a batch; they train no policy.
-
-    Args:
-        batch: any rows; may be none.
-        waiting: what earlier iterations left.
-    """
+    """Put waiting responses before the rows of a batch; they train no policy."""
     lengths = waiting.prompt_tokens.lengths + waiting.response_tokens.lengths
     width = max(batch.input_ids.shape[1], int(lengths.max(initial=0)))
     ids, real, response = join_tokens(waiting.prompt_tokens, waiting.response_tokens, width)
@@ -122,7 +117,7 @@ def with_waiting(batch: TrainBatch, waiting: WaitingSet) -> TrainBatch:
     known = {"input_ids": ids, "attention_mask": real, "value_mask": response, **numbers}
     known["is_finished"] = np.ones(len(ids), np.bool_)
     joined: dict[str, Tensor] = {}
-    # What the policy's experts were is nothing to the critic.
+    # The critic chooses its own experts.
     for name, own in batch.without_routing().tensors().items():
         if own.dim() == 2:
             own = torch.cat([own, own.new_zeros((len(own), width - own.shape[1]))], 1)

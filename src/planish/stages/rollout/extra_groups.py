@@ -18,25 +18,25 @@ from planish.stages.rollout.side_sets import read_side_set
 
 @dataclass(frozen=True)
 class SurplusExchange:
-    """What becomes of all surplus groups of one shard.
+    """The fate of all surplus groups of one shard.
 
     taken + surplus of this batch = used + carried + undrawn + expired.
     """
 
     used: list[Group]
-    """Go into the batch before anything is generated."""
+    """Groups that enter the batch before anything is generated."""
     carried: list[Group]
-    """Young enough, but the batch has no room: written for the next iteration."""
+    """Young groups that the batch has no room for: written for the next iteration."""
     num_taken: int
     """Groups of earlier sets that are this shard's."""
     num_expired: int
-    """Too old for this iteration or for the next."""
+    """Groups that are too old for this iteration or for the next."""
     num_undrawn: int = 0
     """Surplus groups of this batch whose prompts are to be drawn again."""
 
 
 def share(groups: Sequence[Group], shard: int, num_shards: int) -> list[Group]:
-    """Return what one shard takes over: every `num_shards`-th group, oldest first."""
+    """Return the groups that one shard takes over: every `num_shards`-th, oldest first."""
     ordered = sorted(groups, key=lambda group: (group.oldest_version, group.ordinal))
     return ordered[shard::num_shards]
 
@@ -44,13 +44,9 @@ def share(groups: Sequence[Group], shard: int, num_shards: int) -> list[Group]:
 def take_over(
     mine: Sequence[Group], *, room: int, version: int, max_staleness: int
 ) -> SurplusExchange:
-    """Fill the batch from a shard's share.
+    """Fill the batch, which has `room` groups, from a shard's share, oldest first.
 
-    Args:
-        mine: the share, oldest first.
-        room: groups of the batch.
-        version: of the policy that samples now.
-        max_staleness: highest age that may be trained on, in policy versions.
+    `version` is that of the policy that samples now, `max_staleness` the highest age to train on.
     """
     usable = [group for group in mine if version - group.oldest_version <= max_staleness]
     return SurplusExchange(usable[:room], usable[room:], len(mine), len(mine) - len(usable))
@@ -62,9 +58,9 @@ def settle(
     """Decide which groups the next iteration gets: those that it may still train on.
 
     Args:
-        taken: what `take_over` returned.
+        taken: result of `take_over`.
         fresh: surplus of this batch. Without reuse its prompts are to be drawn again.
-        next_version: of the policy that samples next.
+        next_version: version of the policy that samples next.
         max_staleness: highest age that may be trained on, in policy versions; 0 is no reuse.
     """
     kept = [*taken.carried, *(fresh if max_staleness else ())]
@@ -78,7 +74,7 @@ def settle(
 
 
 def group_facts(groups: Sequence[Group]) -> dict[str, list[int]]:
-    """Return what the manifest of a surplus set says of each group."""
+    """Return the numbers of each group in the manifest of a surplus set."""
     return {
         "ordinals": [group.ordinal for group in groups],
         "versions": [group.oldest_version for group in groups],
@@ -95,7 +91,7 @@ def read_surplus(pins: Sequence[str]) -> list[Group]:
     """
     groups: list[Group] = []
     for pin in pins:
-        rollouts, facts = read_side_set(pin, tuple(group_facts([])), kind="surplus")
+        rollouts, facts = read_side_set(pin)
         # only responses that go on need the iteration in which they entered
         read = from_set(rollouts, facts["ordinals"], [0] * rollouts.num_groups)
         groups += [
