@@ -86,32 +86,35 @@ def prompt_text(rollouts, row):
     return by_id[rollouts.prompt_id[row]]
 
 
-def test_equal_inputs_give_equal_digests_and_other_seeds_do_not(new_run):
-    digests = [new_run().call()[0].manifest_sha256 for _ in range(2)]
-    assert digests[0] == digests[1]
-    other = new_run(temperature=0.9)
-    assert other.call()[0].manifest_sha256 != digests[0]
-
-
-def test_manifests_hold_no_time_and_no_place(new_run):
-    run = new_run()
-    run.call()
-    uri = layout.rollouts(run.root, 1, 0) + "/manifest.json"
-    text = store.read(uri).decode()
-    assert "seconds" not in text
-    assert str(run.folder) not in text
-    assert "sample_seconds" in run.log()["metrics"]
-    assert run.attributes()["policy_version"] == 0
-
-
-def test_a_second_call_is_already_done_with_the_same_metrics(new_run):
-    run = new_run()
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("", {}),
+        ("surplus", {"generation_prompts_factor": 4.0, "max_staleness": 1}),
+        ("carry", {"dynamic_sampling": False, "window_tokens": 3, "temperature": 5.0}),
+    ],
+)
+def test_a_second_call_is_already_done_only_while_all_its_sets_are_there(new_run, kind, changes):
+    run = new_run(**changes)
     first, metrics = run.call()
+    assert "sample_seconds" in run.log()["metrics"]
     again, numbers = run.call()
     assert again == first
     assert run.log()["already_done"] is True
     assert numbers == {k: metrics[k] for k in numbers}
-    assert numbers["num_groups"] == 6
+    assert numbers["num_groups"] == run.attributes()["metrics"]["num_groups"] == 6
+    places = [layout.rollouts(run.root, 1, 0)]
+    if kind:
+        places.append(getattr(layout, kind)(run.root, 1, 0))
+        store.delete(f"{places[-1]}/manifest.json")
+        assert run.call()[0] == first
+        assert run.log()["already_done"] is False
+        assert read_manifest(places[-1]).sha256 == run.attributes()[f"{kind}_sha256"]
+    for place in places:
+        text = store.read(f"{place}/manifest.json").decode()
+        assert "seconds" not in text
+        assert str(run.folder) not in text
+    assert new_run(**changes).call()[0].manifest_sha256 == first.manifest_sha256
 
 
 def test_another_cursor_is_not_already_done(new_run, monkeypatch):
@@ -291,20 +294,6 @@ def test_surplus_groups_fill_the_next_batch_first(new_run):
     assert len(consumed) == len(set(consumed))
     total = sum(a["metrics"]["num_generated_groups"] for a in [*first, *second])
     assert len(consumed) == total
-
-
-def test_reuse_is_already_done_only_while_its_surplus_set_is_there(new_run):
-    run = new_run(generation_prompts_factor=4.0, max_staleness=1)
-    first, _ = run.call()
-    assert run.call()[0] == first
-    assert run.log()["already_done"] is True
-    store.delete(layout.surplus(run.root, 1, 0) + "/manifest.json")
-    assert run.call()[0] == first
-    assert run.log()["already_done"] is False
-    digest = run.attributes()["surplus_sha256"]
-    assert read_manifest(layout.surplus(run.root, 1, 0)).sha256 == digest
-    other = new_run(generation_prompts_factor=4.0, max_staleness=1)
-    assert other.call()[0].manifest_sha256 == first.manifest_sha256
 
 
 def test_without_reuse_nothing_new_is_written(new_run):

@@ -119,23 +119,6 @@ def test_other_numbers_of_shards_go_on_with_all_responses(new_run):
     assert all(found[key][: len(tokens)] == tokens for key, tokens in carried.items() if tokens)
 
 
-def test_a_second_call_is_already_done_only_while_its_carry_set_is_there(new_run):
-    run = new_run(**WINDOWS)
-    first, metrics = run.call()
-    again, numbers = run.call()
-    assert again == first
-    assert run.log()["already_done"] is True
-    assert numbers == {k: metrics[k] for k in numbers}
-    store.delete(layout.carry(run.root, 1, 0) + "/manifest.json")
-    assert run.call()[0] == first
-    assert run.log()["already_done"] is False
-    digest = run.attributes()["carry_sha256"]
-    assert read_manifest(layout.carry(run.root, 1, 0)).sha256 == digest
-    text = store.read(layout.carry(run.root, 1, 0) + "/manifest.json").decode()
-    assert "seconds" not in text
-    assert str(run.folder) not in text
-
-
 def test_a_stopped_iteration_leaves_the_carry_to_the_state_before(new_run):
     run = new_run(**WINDOWS)
     run.call()

@@ -72,10 +72,14 @@ def test_two_roots_give_equal_bits_and_another_seed_other_ones(tmp_path):
     assert digests[0] != digests[2]
 
 
+def given_model(tmp_path):
+    policy = build_policy(tiny_model(), seed=5)
+    save_policy((tmp_path / "given").as_uri(), policy, version=9, parents={}, attributes={})
+    return tmp_path / "given", policy
+
+
 def test_trained_model_is_imported_as_it_is(file_root, tmp_path):
-    folder = tmp_path / "given"
-    given = build_policy(tiny_model(), seed=5)
-    save_policy(f"file://{folder}", given, version=9, parents={}, attributes={})
+    folder, given = given_model(tmp_path)
     prompts = write_data(file_root)
     digest = make_run(file_root, model={"path": str(folder), "dtype": "bfloat16"})
     result, ref, metrics = start(file_root, tmp_path, digest, prompts)
@@ -89,9 +93,7 @@ def test_trained_model_is_imported_as_it_is(file_root, tmp_path):
 
 
 def test_trained_model_can_be_trained_on_by_force(file_root, tmp_path):
-    folder = tmp_path / "given"
-    given = build_policy(tiny_model(), seed=5)
-    save_policy(f"file://{folder}", given, version=9, parents={}, attributes={})
+    folder, given = given_model(tmp_path)
     prompts = write_data(file_root)
     digest = make_run(file_root, model={"path": str(folder)}, sft={"force": True})
     result, _, metrics = start(file_root, tmp_path, digest, prompts)
@@ -102,9 +104,7 @@ def test_trained_model_can_be_trained_on_by_force(file_root, tmp_path):
 
 @pytest.mark.slow
 def test_adapters_change_linear_layers_alone_and_are_merged(file_root, tmp_path):
-    folder = tmp_path / "given"
-    given = build_policy(tiny_model(), seed=5)
-    save_policy(f"file://{folder}", given, version=9, parents={}, attributes={})
+    folder, given = given_model(tmp_path)
     prompts = write_data(file_root)
     model = {"path": str(folder), "lora_rank": 2, "lora_target_modules": ["q_proj", "up_proj"]}
     digest = make_run(file_root, model=model, sft={"force": True})

@@ -20,10 +20,10 @@ from tests.unit.algorithms.batches import make_batch, ragged_mask
 from tests.unit.stages.train.tables import TableTrainer, batch_of, table_config
 
 
-def update(trainer, batch, progress=None, cfg=None):
+def update(trainer, batch, progress=None, cfg=None, *, algorithm=None, **more):
     return run_update(
-        trainer, Dapo(DapoConfig()), batch,
-        config=cfg or table_config(), progress=progress or Progress(), seed=(0, 1),
+        trainer, Dapo(algorithm or DapoConfig()), batch,
+        config=cfg or table_config(), progress=progress or Progress(), seed=(0, 1), **more,
     )  # fmt: skip
 
 
@@ -62,19 +62,13 @@ def test_counters_and_scalars_after_one_batch():
 @pytest.mark.parametrize("algorithm", [DapoConfig(), DapoConfig(correction="bypass")])
 def test_rollouts_of_another_network_end_the_run_before_a_step(algorithm):
     """The batch has log-probabilities of 0, and the table gives -1."""
-
-    def run(limit):
-        return run_update(
-            trainer, Dapo(algorithm), batch_of(), config=table_config(), progress=Progress(),
-            seed=(0, 1), mismatch_limit=limit,
-        )  # fmt: skip
-
     trainer = TableTrainer(3)
     told = r"of 0\.0000 by the engine and -1\.0000 by the trainer in .*, 1\.0000 apart where"
     with pytest.raises(ConfigError, match=told):
-        run(0.25)
+        update(trainer, batch_of(), algorithm=algorithm, mismatch_limit=0.25)
     assert trainer.table.tolist() == [-1.0] * 3
-    assert run(1.0).progress.updates == 2
+    result = update(trainer, batch_of(), algorithm=algorithm, mismatch_limit=1.0)
+    assert result.progress.updates == 2
 
 
 @pytest.mark.parametrize(
@@ -109,11 +103,9 @@ def test_denominators_count_the_whole_minibatch_not_the_group():
 
 @pytest.mark.parametrize("num_passes", [1, 2, 4])
 def test_the_loss_over_the_tokens_of_the_batch_does_not_grow_with_the_passes(num_passes):
-    algorithm = Dapo(DapoConfig(aggregation="batch-token"))
     cfg = table_config(rollouts_per_minibatch=4, num_passes=num_passes)
-    result = run_update(
-        TableTrainer(3), algorithm, batch_of(), config=cfg, progress=Progress(), seed=(0, 1)
-    )
+    whole = DapoConfig(aggregation="batch-token")
+    result = update(TableTrainer(3), batch_of(), cfg=cfg, algorithm=whole)
     # One mini-batch holds all 10 tokens: as in the token-mean above, whatever follows it.
     assert result.minibatches[0]["loss"] == pytest.approx(-math.sqrt(2) / 10, abs=1e-6)
 
@@ -130,11 +122,8 @@ def test_no_rollouts_leave_the_policy_and_advance_the_step():
 
 def test_a_minibatch_without_tokens_makes_no_optimizer_step():
     batch = batch_of(truncated=[True] * 4)
-    algorithm = Dapo(DapoConfig(overlong_filtering=True))
     trainer = TableTrainer(3)
-    result = run_update(
-        trainer, algorithm, batch, config=table_config(), progress=Progress(), seed=(0, 1)
-    )
+    result = update(trainer, batch, algorithm=DapoConfig(overlong_filtering=True))
     assert result.progress == Progress(step=2, updates=0, iterations=1)
     assert trainer.rates == []
     assert result.scalars["empty_minibatches"] == 2.0
@@ -171,13 +160,10 @@ def test_groups_without_signal_and_groups_that_differ_by_length_are_counted():
 
 
 def test_a_batch_whose_policy_mask_is_empty_is_counted():
-    filtered = Dapo(DapoConfig(overlong_filtering=True))
+    filtered = DapoConfig(overlong_filtering=True)
     counts = []
     for truncated in ([False] * 4, [True] * 4):
-        batch = batch_of(truncated=truncated)
-        result = run_update(
-            TableTrainer(3), filtered, batch, config=table_config(), progress=Progress(), seed=(0,)
-        )
+        result = update(TableTrainer(3), batch_of(truncated=truncated), algorithm=filtered)
         counts.append(result.scalars["empty_mask"])
         assert "whiten_undefined" not in result.scalars
     assert counts == [0.0, 1.0]
@@ -197,10 +183,8 @@ def test_the_metrics_of_a_step_cover_rows_that_train_nothing_too():
     old = torch.full((4, 3), -1.5)
     old[3] = -1.0
     batch = batch_of(reward=[1.0, 1.0, 1.0, -1.0], rollout=old)
-    result = run_update(
-        TableTrainer(3), Dapo(DapoConfig(correction="bypass")), batch,
-        config=table_config(rollouts_per_minibatch=4), progress=Progress(), seed=(0, 1),
-    )  # fmt: skip
+    cfg, bypass = table_config(rollouts_per_minibatch=4), DapoConfig(correction="bypass")
+    result = update(TableTrainer(3), batch, cfg=cfg, algorithm=bypass)
     (step,) = result.minibatches
     # 8 of 10 tokens have moved by 0.5; the 3 tokens of row 2 alone have an advantage above 0.
     assert step["approx_kl"] == pytest.approx(-0.4)
@@ -227,8 +211,7 @@ def test_bypass_scores_one_minibatch_and_trains_on_the_engines_logprobs():
     batch = batch_of(rollout=engine)
     full, short = TableTrainer(3), TableTrainer(3)
     wanted = update(full, batch)
-    bypass = Dapo(DapoConfig(correction="bypass"))
-    seen = run_update(short, bypass, batch, config=table_config(), progress=Progress(), seed=(0, 1))
+    seen = update(short, batch, algorithm=DapoConfig(correction="bypass"))
     assert (full.scored, short.scored) == ([4], [2])
     # The engine agrees with the trainer here, so everything else is equal.
     assert torch.equal(full.table, short.table)
