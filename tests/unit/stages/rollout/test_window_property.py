@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planish.stages.rollout.config import RolloutConfig
+from planish.stages.rollout.progress import SamplingProgress
 from tests import thin
 from tests.unit.stages.rollout import simulation
-from tests.unit.stages.rollout.scripted_engine import EOS, fails
+from tests.unit.stages.rollout.scripted_engine import EOS, ScriptedEngine, fails
 from tests.unit.stages.rollout.simulation import Simulation
 
 counter = itertools.count()
@@ -179,3 +180,26 @@ def before_of(place, run: Simulation) -> list[list[int]]:
     again = begin(place, window_tokens=run.config.window_tokens)
     again.iterate(1)
     return list(again.carried.values())
+
+
+def test_the_pace_counts_the_tokens_that_steps_of_any_size_give(place, monkeypatch):
+    runs, looks = [], []
+
+    def look(self, *, num_rows, stats, **_):
+        looks.append((num_rows, stats()["tokens"]))
+
+    monkeypatch.setattr(SamplingProgress, "look", look)
+    for step_sizes in ((1,), (0, 3)):
+        looks.clear()
+        monkeypatch.setattr(ScriptedEngine, "step_sizes", step_sizes)
+        runs.append(begin(place, window_tokens=8, max_rows=5))
+        runs[-1].iterate(1)
+    plain, uneven = runs
+    assert (uneven.windows, uneven.carried) == (plain.windows, plain.carried)
+    counts = [num_tokens for _, num_tokens in looks]
+    grown = [after - before for before, after in zip([0, *counts], counts, strict=False)]
+    assert counts[-1] == uneven.num_generated
+    # All rows are taken, and of responses that end inside of a step the rest is not counted.
+    assert grown.count(0) >= len(grown) // 2
+    assert 5 < max(grown) <= 3 * 5
+    assert sum(num_rows for num_rows, _ in looks) != counts[-1]
