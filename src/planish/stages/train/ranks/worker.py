@@ -23,7 +23,7 @@ from planish import store
 from planish.algorithms import build_algorithm
 from planish.algorithms.mismatch import mismatch_limit
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
-from planish.base.parallel import SINGLE, Grid, Ranks, join, leave, local_rank, pick_device
+from planish.base.parallel import SINGLE, Ranks, join, leave, local_rank, pick_device
 from planish.base.startup import spare_collections
 from planish.checkpoint import train_state as checkpoint
 from planish.models.adapters import KEY
@@ -131,7 +131,7 @@ def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult
             stream = replace(stream, waiting=_write(job, layout.waiting, result.waiting))
         report = UpdateReport(scalars, result.minibatches, attributes)
         write_report(layout.update(job.root, job.iteration), report)
-    extra = _extra(job, trainer, result, stream, grid, device.type)
+    extra = _extra(job, trainer, result, stream)
     held = trainer.state()
     state = checkpoint.save(
         layout.state(job.root, result.progress.step),
@@ -161,12 +161,7 @@ def _spent(seconds: float, speed: float, device: torch.device) -> dict[str, floa
 
 
 def _extra(
-    job: TrainJob,
-    trainer: Trainer,
-    result: UpdateResult,
-    stream: StreamState,
-    grid: Grid,
-    device: str,
+    job: TrainJob, trainer: Trainer, result: UpdateResult, stream: StreamState
 ) -> dict[str, Any]:
     """Return the JSON part of the train state; that of the first rank is written."""
     # A run without a penalty passes the name of the reference on to one that has it again.
@@ -179,8 +174,8 @@ def _extra(
         **result.progress.to_json(),
         "data": stream.to_data(),
         "policy_version": job.iteration,
-        "grid": grid.to_json(),
-        "device": device,
+        "grid": trainer.grid.to_json(),
+        "device": trainer.device.type,
         "config_sha256": job.config_sha256,
     }
 
