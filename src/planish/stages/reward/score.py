@@ -64,6 +64,12 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
         outcome = outcome + function.weight * named[function.name]
     outcome = np.where(has_reward, outcome, 0.0).astype(np.float32)
     penalty = np.where(has_reward, penalty, np.float32(0.0)).astype(np.float32)
+    scores = None
+    if named:
+        scores = [
+            json.dumps({name: float(part)} | {key: float(s[row]) for key, s in named.items()})
+            for row, (name, part) in enumerate(zip(rollouts.verifier, parts, strict=True))
+        ]
     group = rollouts.group_index
     keep = ~rows_of_groups_with(rollouts.finish == FinishReason.ABORT, group)
     if not config.keep_uniform_groups:
@@ -77,7 +83,7 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
         has_reward=has_reward,
         keep=keep,
         extracted=[v.extracted for v in verdicts],
-        scores=_by_name(rollouts.verifier, parts, named) if named else None,
+        scores=scores,
         rollout_id=rollouts.rollout_id,
     )
     metrics = _metrics(rollouts, rewards, verdicts)
@@ -97,41 +103,14 @@ def _judge(
     asked = ((names[row], *every[row][1:]) for row in rows)
     for row, verdict in zip(rows, verify_many(asked, options), strict=True):
         verdicts[row] = verdict
-    _check_error_rate(rollouts, names, verdicts, len(rows), config)
-    return verdicts
-
-
-def _scores(verdicts: Sequence[Verdict]) -> npt.NDArray[np.float64]:
-    return np.array([v.accuracy if v.score is None else v.score for v in verdicts])
-
-
-def _by_name(
-    verifiers: Sequence[str],
-    parts: npt.NDArray[np.float64],
-    named: dict[str, npt.NDArray[np.float64]],
-) -> list[str]:
-    """Return the scores of each rollout as JSON: of its verifier, and of each function."""
-    return [
-        json.dumps({name: float(part)} | {key: float(s[row]) for key, s in named.items()})
-        for row, (name, part) in enumerate(zip(verifiers, parts, strict=True))
-    ]
-
-
-def _check_error_rate(
-    rollouts: RolloutSet,
-    names: Sequence[str],
-    verdicts: list[Verdict],
-    verified: int,
-    config: RewardConfig,
-) -> None:
+    limit = config.max_verifier_error_rate * len(rows)
     errors = [row for row, verdict in enumerate(verdicts) if verdict.error]
-    if len(errors) <= config.max_verifier_error_rate * verified:
-        return
-    timeouts = sum(verdicts[row].timeout for row in errors)
-    row = errors[0]
+    if len(errors) <= limit:
+        return verdicts
+    timeouts, row = sum(verdicts[row].timeout for row in errors), errors[0]
     raise VerifierFailure(
         f"verifier errors must not exceed `reward.max_verifier_error_rate` = "
-        f"{config.max_verifier_error_rate!r}, got {len(errors)} of {verified} rows "
+        f"{config.max_verifier_error_rate!r}, got {len(errors)} of {len(rows)} rows "
         f"({timeouts} timeouts); first in {rollouts.rollout_id[row]} with verifier "
         f"{names[row]!r} and answer {rollouts.answer[row]!r:.80}: "
         + (
@@ -140,8 +119,12 @@ def _check_error_rate(
             "installed"
         ),
         # Whatever did not answer in time may do so on a machine with less to do.
-        is_final=len(errors) - timeouts > config.max_verifier_error_rate * verified,
+        is_final=len(errors) - timeouts > limit,
     )
+
+
+def _scores(verdicts: Sequence[Verdict]) -> npt.NDArray[np.float64]:
+    return np.array([v.accuracy if v.score is None else v.score for v in verdicts])
 
 
 def _metrics(rollouts: RolloutSet, rewards: RewardSet, verdicts: list[Verdict]) -> dict[str, float]:

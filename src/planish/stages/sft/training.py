@@ -83,19 +83,17 @@ def train_steps(
         loss = -logprobs.mean()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf)
-        step = Step(number, loss.item(), norm.item(), len(logprobs), False)
-        if math.isfinite(step.loss) and math.isfinite(step.grad_norm):
+        is_finite = math.isfinite(loss.item()) and math.isfinite(norm.item())
+        step = Step(number, loss.item(), norm.item(), len(logprobs), not is_finite)
+        skipped = 0 if is_finite else skipped + 1
+        if is_finite:
             optimizer.step()
-            skipped = 0
-        else:
-            step = Step(number, step.loss, step.grad_norm, step.num_tokens, True)
-            skipped += 1
-            if skipped >= MAX_SKIPPED_IN_A_ROW:
-                raise ConfigError(
-                    f"the loss of supervised training must be finite, got {step.loss} with a "
-                    f"gradient norm of {step.grad_norm} in {skipped} steps up to step {number}; "
-                    f"lower the learning rate, now {learning_rate}"
-                )
+        elif skipped >= MAX_SKIPPED_IN_A_ROW:
+            raise ConfigError(
+                f"the loss of supervised training must be finite, got {step.loss} with a "
+                f"gradient norm of {step.grad_norm} in {skipped} steps up to step {number}; "
+                f"lower the learning rate, now {learning_rate}"
+            )
         telemetry.mark_progress()
         yield step
 

@@ -175,7 +175,7 @@ def plan_packed(
 
     Sequences go, from the longest down, to the micro-batch with the fewest tokens so far; there are
     as few micro-batches as keep to the budget. Those of length 0 are left out; every rank gets the
-    same number, as from `plan_microbatches`.
+    same number.
 
     Args:
         lengths: [B] int64, tokens of each sequence that are to be computed.
@@ -215,16 +215,9 @@ def plan_microbatches(
     """Cut the sequences of an optimizer step into micro-batches of similar length, for each rank.
 
     Sequences are sorted by length, so that little is padding, and filled into micro-batches up to
-    the budget; those of length 0 are left out. Every rank gets the same number of micro-batches,
-    since sharded models compute in step; a rank short of sequences gets empty ones.
-
-    Args:
-        lengths: [B] int64, tokens of each sequence that are to be computed.
-        tokens_per_microbatch: rows * longest row must not exceed it; a longer row goes alone.
-        num_ranks: data-parallel processes.
-
-    Returns:
-        Per rank a list of row numbers; together each row of a length above 0 exactly once.
+    the budget: rows * longest row must not exceed it. Every rank gets the same number, since
+    sharded models compute in step; a rank short of sequences gets empty ones. Arguments and result
+    are those of `plan_packed`.
 
     Example:
         >>> plan = plan_microbatches(np.array([3, 9, 4, 8]), 18, 1)
