@@ -235,15 +235,15 @@ def read_inputs(job: TrainJob) -> Inputs:
         sets.append(read_set(RolloutSet, place, sha256=manifest.sha256))
         facts = manifest.attributes
         consumed += facts["consumed"]
-        if digest := facts.get("surplus_sha256"):
+        if side_digest := facts.get("surplus_sha256"):
             side = layout.surplus(job.root, job.iteration, shard)
             # Groups that are too old for the next iteration are not named any more.
-            newest = max(read_manifest(side, sha256=digest).attributes["versions"])
+            newest = max(read_manifest(side, sha256=side_digest).attributes["versions"])
             if job.iteration - newest <= job.max_staleness:
-                surplus.append(relative_pin(job, side, digest))
-        if digest := facts.get("carry_sha256"):
+                surplus.append(relative_pin(job, side, side_digest))
+        if side_digest := facts.get("carry_sha256"):
             side = layout.carry(job.root, job.iteration, shard)
-            carry.append(relative_pin(job, side, read_manifest(side, sha256=digest).sha256))
+            carry.append(relative_pin(job, side, read_manifest(side, sha256=side_digest).sha256))
             ordinals += facts["ordinals"]
     rollouts = RolloutSet.concat(sets)
     if job.train.replay_routing and rollouts.num_rows and rollouts.routing is None:
