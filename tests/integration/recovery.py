@@ -46,7 +46,7 @@ from planish.run.chain import with_settings
 from planish.run.signals import stops_with
 from planish.run.stage import PathArtifact
 from planish.stages.export import stage as export_stage
-from planish.stages.prepare.cluster import KubernetesApi
+from planish.stages.prepare.cluster import ClusterApi
 from planish.stages.prepare.stage import Wish, prepare
 from planish.stages.report import stage as report_stage
 from planish.stages.report.events import ROWS
@@ -152,7 +152,7 @@ class Site:
             "certificate": str(self.plane.folder / "certificates" / "apiserver.crt"),
             "token": token.strip(),
         }
-        self.api = KubernetesApi(connect(**self.access, pod="").client.configuration, "planish")
+        self.api = ClusterApi(connect(**self.access, pod="").client.configuration, "planish")
         stack.enter_context(running_scheduler(self.plane))
         self.machines = [f"machine-{number}" for number in range(MACHINES)]
         self.nodes = {

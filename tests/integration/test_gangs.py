@@ -30,7 +30,7 @@ from planish.run.gang.cluster import PERMISSIONS, TRAINER_PERMISSIONS
 from planish.run.gang.launch import run_gang
 from planish.run.gang.manifests import GANG_LABEL, Gang, GangPods, job_manifest
 from planish.run.kube import Kube
-from planish.stages.prepare.cluster import KubernetesApi, Permission
+from planish.stages.prepare.cluster import ClusterApi, Permission
 from planish.stages.train.ranks.job import TrainJob
 from planish.stages.train.stage import launch, train
 from planish.submit.cleanup import delete_labelled
@@ -237,7 +237,7 @@ def run_in_thread(cluster, gang):
 
 
 def test_the_role_that_ships_allows_every_request_and_no_more(site):
-    api = KubernetesApi(site.cluster("none").client.configuration, "planish")
+    api = ClusterApi(site.cluster("none").client.configuration, "planish")
     asked = [Permission(*each) for each in {*PERMISSIONS, *TRAINER_PERMISSIONS}]
     assert [each.describe() for each in asked if not api.allowed(each, namespaced=True)] == []
     for other in (("batch", "jobs", "list"), ("", "pods", "delete"), ("", "services", "delete")):

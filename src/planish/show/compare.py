@@ -153,7 +153,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
         ]
         if len(lines) > 1:
             chart = line_chart(panel, lines, marks=marks)
-            found.append(replace(chart, legend=chart.legend[: len(lines)]))
+            found.append(chart._replace(legend=chart.legend[: len(lines)]))
     return found
 
 

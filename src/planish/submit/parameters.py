@@ -20,6 +20,7 @@ from planish.stages.prepare.devices import (
     device_faults,
     device_warnings,
     find_shape,
+    memory_faults,
 )
 from planish.stages.prepare.settings import build_config
 from planish.store.sources import parse_source
@@ -165,9 +166,10 @@ def check_settings(
     except (PlanishError, OSError) as error:
         # The model may lie where pods can read and this machine can not.
         return [*warnings, f"only `prepare` will count the memory of the model: {error}"]
-    if faults := [each.fault for each in demands(config, shape, requests) if each.fault]:
+    faults, tight = memory_faults(config, shape, demands(config, shape, requests))
+    if faults:
         raise ConfigError("; ".join(faults))
-    return warnings
+    return [*warnings, *tight]
 
 
 def pipeline_root(root: str) -> str:

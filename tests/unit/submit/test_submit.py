@@ -193,7 +193,6 @@ def test_a_setting_that_is_given_as_a_parameter_is_told_its_place(package):
         ),
         ("cpu-tiny", ["preset=dapo-qwen2.5-7b"], "fit in the 1.5 GiB that the host memory leaves"),
         ("cpu-tiny", ["model=Qwen/Qwen2.5-7B"], "fit in the 1.5 GiB that the host memory leaves"),
-        ("gpu-1x8", ["preset=dapo-paper"], "`train` must fit in the 68.5 GiB that each of 8 GPUs"),
         ("gpu-1x8", ["preset=", "overrides=train.lerning_rate=1"], "did you mean `learning_rate`"),
         (
             "gpu-1x8",
@@ -239,8 +238,7 @@ def test_what_this_machine_can_not_see_is_left_to_prepare():
     assert "bfloat16" in line
     big = {"preset": "dapo-qwen2.5-7b", "model": "Qwen/Qwen2.5-32B"}
     assert check(big, 250) == []
-    with pytest.raises(ConfigError, match="take a smaller model"):
-        check(big)
+    assert "that each of 8 GPUs leaves for it" in check(big)[0]
 
 
 def test_the_command_line_starts_a_run(server, capsys):

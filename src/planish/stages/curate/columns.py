@@ -53,8 +53,7 @@ def read_problems(
     """Find prompt, answer, verifier and trace in the columns of each row.
 
     Raises:
-        ConfigError: `dataset_map` names a column that no row has, or a row holds something of
-            another type than text; the first such rows are named unless `skip_bad` is set.
+        ConfigError: `dataset_map` names a column that no row has, or as `check_types`.
     """
     for name, column in parse_map(config.dataset_map).items():
         if rows and all(field_of(row.fields, column) is None for row in rows):
@@ -100,11 +99,6 @@ def reward_columns(config: CurateConfig, problem: Problem, fields: Mapping[str, 
 def check_types(config: CurateConfig, drops: Sequence[Drop], num_rows: int) -> None:
     """Refuse rows that hold something of another type than text, unless `skip_bad` is set.
 
-    Args:
-        config: says so.
-        drops: rows without a problem.
-        num_rows: all rows.
-
     Raises:
         ConfigError: there are such rows; the first ones are named.
     """
@@ -126,13 +120,7 @@ def column_names(rows: Iterable[DataRow]) -> list[str]:
 
 
 def read_problem(config: CurateConfig, fields: dict[str, Any], origin: str) -> Problem | str:
-    """Return the problem of one row, or the code of what is wrong with it.
-
-    Args:
-        config: names of columns, and prefix, suffix and verifier of plain problems.
-        fields: the row.
-        origin: `line 12`.
-    """
+    """Return the problem of one row, or the code of what is wrong with it."""
     columns = parse_map(config.dataset_map)
 
     def look(name: str) -> Any:

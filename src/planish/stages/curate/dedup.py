@@ -89,16 +89,10 @@ def _sketches(sets: Sequence[frozenset[str]], workers: int) -> list[Any]:
 def remove_near_duplicates(
     problems: Sequence[Problem], *, threshold: float, min_words: int, workers: int = 1
 ) -> tuple[list[Problem], list[Drop]]:
-    """Drop problems whose shingles overlap with an earlier kept problem; frames do not count.
+    """Drop problems that are like an earlier kept one; frames do not count.
 
-    Args:
-        problems: in order of precedence.
-        threshold: Jaccard similarity from which two problems count as one.
-        min_words: shorter problems are kept as they are.
-        workers: processes for the signatures.
-
-    Returns:
-        Kept problems in the same order, and the dropped ones.
+    `threshold` is the Jaccard similarity from which two problems count as one; problems of fewer
+    than `min_words` are kept as they are.
     """
     tokens = without_frames([words(problem.question) for problem in problems])
     long = {i: ngrams(t, SHINGLE_WORDS) for i, t in enumerate(tokens) if len(t) >= min_words}
@@ -130,13 +124,7 @@ def without_frames(texts: Sequence[Sequence[str]]) -> list[list[str]]:
     """Take out the instructions that stand before, behind or around the problems of a data set.
 
     A word is part of such a frame when five words in a row that cover it stand in more than a
-    fifth of all texts.
-
-    Args:
-        texts: the words of each problem; all problems that are compared.
-
-    Returns:
-        The words that are left of each.
+    fifth of all `texts`, which are lists of words.
 
     Example:
         >>> without_frames([["please", "solve", "this", "for", "me", name] for name in "abcdef"])

@@ -73,12 +73,8 @@ def split(
 ) -> tuple[list[Problem], list[Problem]]:
     """Return (training, held-out) problems in order; a family is never divided.
 
-    Equal problems in different frames are one family.
-
-    Args:
-        problems: without duplicates.
-        fraction: part that is held out by hash; of a small set at least one family.
-        most: held-out problems at most but for that family; further ones are trained on.
+    Equal problems in different frames are one family. Held out by hash is this fraction, of a small
+    set at least one family, and at most `most` problems but for that family.
     """
     rests = without_frames([words(problem.question) for problem in problems])
     places = [

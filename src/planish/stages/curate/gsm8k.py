@@ -53,13 +53,8 @@ def step_problems(
 ) -> list[Problem]:
     """Turn every `<<expression=result>>` of every solution into a column-arithmetic prompt.
 
-    Args:
-        rows: rows in GSM8K's form; others are dropped and counted.
-        max_digits: longest operand.
-        ledger: gets three filters that account for every row and every step.
-
-    Returns:
-        Different expressions in the order in which they first appear.
+    Different expressions are kept in the order in which they first appear; three filters of the
+    ledger account for every row and every step.
     """
     good: list[DataRow] = []
     bad: list[Drop] = []

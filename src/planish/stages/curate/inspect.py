@@ -66,11 +66,7 @@ _KINDS = {
 
 
 def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> None:
-    """Open the configured data sets and add what they hold.
-
-    Args:
-        config: resolved tables.
-        found: gets rows, faults and warnings.
+    """Open the data sets of resolved tables and add what they hold to `found`.
 
     Raises:
         StoreUnavailable: the store does not answer.
@@ -174,17 +170,9 @@ def inspect_source(
     found: Inspection,
     key: str = "curate.dataset",
 ) -> Opened:
-    """Open one data set and add what it holds.
+    """Open one data set and add what it holds to `found`; the result has no rows after a fault.
 
-    Args:
-        label: what it is called.
-        config: names it as `dataset`.
-        options: of the verifiers of the user.
-        found: gets rows, faults and warnings.
-        key: setting that names it, for messages.
-
-    Returns:
-        Without rows where there is a fault.
+    `config` names it as `dataset`, and `key` is the setting that does so, for messages.
     """
     opened, ledger = Opened(config, label), CurationLedger()
     try:
@@ -222,11 +210,8 @@ def try_curation(
 ) -> None:
     """Select problems as the stage will, without pass rates, and add what people must know.
 
-    Args:
-        config: what the stage will do.
-        opened: data and held-out data; nothing is sure where they have further rows.
-        sets: problems of all evaluation sets.
-        found: gets faults and warnings.
+    Nothing is sure where the data sets have further rows; `sets` are the problems of all evaluation
+    sets.
     """
     is_part = any(source.is_part for source in opened)
     # A rewriter of the user may take a model and minutes.
@@ -267,12 +252,8 @@ def verifier_faults(
     """Call the verifiers of the user on the first ground truths; return what they must not do.
 
     A ground truth stands for a response too. Any number from 0 to 1 is right: what a response
-    must look like is the verifier's own affair.
-
-    Args:
-        problems: rows with a ground truth.
-        options: as those of the reward stage.
-        functions: verifiers to call on any rows; empty: those that the rows name.
+    must look like is the verifier's own affair. `functions` are called on any rows; without them
+    each verifier that rows name is called on those.
     """
     faults = []
     for name in filter(is_own, dict.fromkeys(functions or (p.verifier for p in problems))):

@@ -217,11 +217,7 @@ def _root(value: Any) -> Any:
 
 
 def load_rewriter(reference: str) -> Rewriter | None:
-    """Return the configured rewriter, or None when it is off.
-
-    Raises:
-        ConfigError: no such module or callable.
-    """
+    """Return the configured rewriter, or None when it is off; a ConfigError says what is wrong."""
     if not reference:
         return None
     module, _, name = reference.partition(":")
@@ -245,13 +241,7 @@ def rewrite_problems(
 ) -> tuple[list[Problem], list[Drop]]:
     """Rewrite every problem that is verified as `math` or `integer`; others pass.
 
-    Args:
-        problems: in any order, which is kept.
-        compose: makes messages from (question, verifier).
-        rewriter: gets what the rules reject.
-
-    Returns:
-        Problems with integer answers and the rejected ones.
+    `compose` makes messages from (question, verifier); `rewriter` gets what the rules reject.
     """
     kept: list[Problem] = []
     drops: list[Drop] = []

@@ -87,9 +87,10 @@ def read_data(
 ) -> DataTable:
     """Read the data set of a configuration, fetching it from where it lies.
 
+    A file holds JSONL, or Parquet where its name or its first bytes say so; gzip may pack JSONL.
+
     Args:
-        config: names it as `dataset`. A file holds JSONL, or Parquet where its name or its first
-            bytes say so, and JSONL may be packed by gzip.
+        config: names it as `dataset`.
         ledger: gets one filter.
         skip_bad: leave out unreadable rows and count them in the ledger.
         key: setting that holds the address, for messages.
@@ -163,8 +164,7 @@ def _lines(path: Path) -> Iterator[bytes | BadRow]:
 def bounded_lines(file: BinaryIO, name: str) -> Iterator[bytes | BadRow]:
     """Yield the lines of a file, unpacked where gzip has packed it; a longer one is a bad row.
 
-    A byte order mark at the begin is left out. No more than `MAX_LINE_BYTES` of a line are ever
-    held.
+    No more than `MAX_LINE_BYTES` of a line are ever held.
 
     Raises:
         ConfigError: it unpacks to far more than data would, or is damaged.
@@ -244,13 +244,7 @@ def read_hub(
 ) -> Iterable[Any]:
     """Return the rows of a Hugging Face data set; never runs code of the data set.
 
-    Args:
-        source: a repository of the hub.
-        config: configuration name; empty for the only one.
-        split: name of the split.
-        revision: branch, tag or commit where the source names none; empty for the newest.
-        key: setting that names it, for messages.
-        streaming: fetch rows as they are asked for; needs the network even for what is cached.
+    `streaming` fetches rows as they are asked for, and needs the network even for what is cached.
 
     Raises:
         ConfigError: offline and not cached, unknown, private, or without that split.

@@ -55,12 +55,7 @@ def drop_warnings(ledger: CurationLedger) -> list[str]:
 
 
 def curation_report(curated: Curated, source_sha256: str) -> str:
-    """Return the report as Markdown; text of the data is shown as code, never as markup.
-
-    Args:
-        curated: what was selected.
-        source_sha256: digest of the data set; empty for generated tasks.
-    """
+    """Return the report as Markdown; text of the data is shown as code, never as markup."""
     source = ", ".join(sorted({problem.source for problem in curated.train}))
     lines = [
         "# Curation report",

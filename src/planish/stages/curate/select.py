@@ -58,10 +58,7 @@ def curate(
     *,
     sets: Mapping[str, list[Problem]] | None = None,
 ) -> Curated:
-    """Select problems, and the worked traces among them.
-
-    Args and errors are those of `select`, but for `sets`, which are by name here.
-    """
+    """Select problems as `select` does, and the worked traces among those to train on."""
     sets = dict(sets or {})
     alike = [problem for problems in sets.values() for problem in problems]
     train, evaluation = select(config, seed, tables, ledger, pass_rates, sets=alike)
@@ -77,11 +74,6 @@ def set_problems(
     """Return all problems of each evaluation set, but for those that nothing can judge.
 
     Scores are compared with published ones, so that nothing else is left out or rewritten.
-
-    Args:
-        config: names the sets.
-        tables: rows of each.
-        ledger: gets the filters of each.
 
     Raises:
         ConfigError: nothing is left of a set.

@@ -26,14 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(root: str, config_sha256: str, prompts: Artifact, report: Artifact) -> None:
-    """Make the prompts of a run.
-
-    Args:
-        root: URI of the run.
-        config_sha256: digest of the run's configuration.
-        prompts: gets the Ref of the training prompts.
-        report: gets the curation report (Markdown).
-    """
+    """Make the prompts of a run; `components/curate.py` says what the parameters are."""
     execute(
         "curate",
         make_prompts,
@@ -122,11 +115,7 @@ def _write_sets(context: Context, curated: Curated, parents: dict[str, str]) -> 
 
 
 def read_tables(config: CurateConfig, ledger: CurationLedger) -> list[DataTable]:
-    """Read the configured data sets: none for generated tasks, else one or two.
-
-    Raises:
-        ConfigError: a data set cannot be read.
-    """
+    """Read the configured data sets: none for generated tasks, else one or two."""
     named = [("", config), ("held-out ", config.of_held_out())]
     return [
         read_data(settings, ledger, skip_bad=config.skip_bad, label=label)

@@ -20,12 +20,8 @@ logger = logging.getLogger(__name__)
 def run(root: str, config_sha256: str, number: int, offset: int, policy_pin: str) -> None:
     """Measure the policy before an iteration on all sets of prompts, if its turn has come.
 
-    Args:
-        root: URI of the run.
-        config_sha256: digest of the run's configuration.
-        number: iteration within this run, from 1.
-        offset: iterations before this run.
-        policy_pin: pinned URI of the policy that the iteration starts from.
+    The policy is that of `policy_pin`; `number` counts iterations of this run from 1, and `offset`
+    those before it.
     """
     root, iteration = root.rstrip("/"), offset + number
     try:

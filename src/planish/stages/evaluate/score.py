@@ -102,12 +102,9 @@ def scalars(
 def rise_error(before: Sequence[str], after: Sequence[str]) -> float:
     """Return the standard error of the rise of avg@n between two policies, prompts held fixed.
 
-    Sample k of a prompt has the same seed under both, so that much of their noise is common: the
-    error is that of the differences, sample by sample.
-
-    Args:
-        before: what `Judged.marks` returned of the first policy.
-        after: the same of the second, on the same prompts.
+    Both are what `Judged.marks` returned on the same prompts. Sample k of a prompt has the same
+    seed under both, so that much of their noise is common: the error is that of the differences,
+    sample by sample.
 
     Example:
         >>> rise_error(["01", "11"], ["01", "11"])
@@ -123,14 +120,10 @@ def average(accuracy: Accuracies) -> float:
 
 
 def sampling_error(accuracy: Accuracies) -> float:
-    """Return the standard error of avg@n with the prompts held fixed.
+    """Return the standard error of avg@n with the prompts held fixed, NaN for n = 1.
 
-    Args:
-        accuracy: [P, n] accuracies; or the differences of two policies whose samples share their
-            seeds, for the error of the difference.
-
-    Returns:
-        sqrt(sum_p var_p / n) / P with the sample variance of each prompt; NaN for n = 1.
+    That is sqrt(sum_p var_p / n) / P with the sample variance of each prompt, of accuracies [P, n]
+    or of the differences of two policies whose samples share their seeds.
     """
     num_prompts, num_samples = accuracy.shape
     if num_samples < 2:
@@ -143,11 +136,6 @@ def bootstrap(
     accuracy: Accuracies, *, num_resamples: int, seed: int
 ) -> tuple[float, tuple[float, float]]:
     """Draw P prompts with replacement to see how avg@n depends on the choice of prompts.
-
-    Args:
-        accuracy: [P, n] accuracies.
-        num_resamples: number of draws.
-        seed: of the draws.
 
     Returns:
         Standard deviation of avg@n over the draws, and its 2.5 % and 97.5 % quantiles.

@@ -58,13 +58,7 @@ def run(
 ) -> None:
     """Measure the policies before and after a run on held-out prompts and evaluation sets.
 
-    Args:
-        root: URI of the run.
-        config_sha256: digest of the run's configuration.
-        baseline_pin: pinned URI of the policy that training began with.
-        policy_pin: pinned URI of the newest policy.
-        evaluation: gets the Ref of the newest policy's report.
-        metrics: gets the scores before and after.
+    `components/evaluate.py` says what the parameters are.
     """
 
     def work(context: Context) -> Outcome:
@@ -127,15 +121,7 @@ def metric_name(name: str, score: str) -> str:
 
 
 def measure(context: Context, pins: Iterable[str]) -> Measured:
-    """Evaluate policies on all sets unless an earlier attempt has, and pin the best of the run.
-
-    Args:
-        context: of the task.
-        pins: of the policies; equal ones are evaluated once.
-
-    Raises:
-        RecordError: there is no held-out prompt.
-    """
+    """Evaluate policies on all sets unless an earlier attempt has, and pin the best of the run."""
     names = evaluation_names(context.config)
     scores: dict[str, list[Scored]] = {name: [] for name in names}
     for pin in dict.fromkeys(pins):
@@ -146,11 +132,6 @@ def measure(context: Context, pins: Iterable[str]) -> Measured:
 
 def measure_policy(context: Context, pin: str, names: Iterable[str]) -> Iterator[Scored]:
     """Evaluate a policy on one set after the other; one engine serves all that are not done.
-
-    Args:
-        context: of the task.
-        pin: of the policy.
-        names: of the sets, whose prompts `curate` has written; empty for the held-out prompts.
 
     Raises:
         RecordError: a set has no prompt.

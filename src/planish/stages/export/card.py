@@ -58,15 +58,7 @@ def base_licence(config: Mapping[str, Any]) -> str:
 def model_card(
     title: str, root: str, run: Mapping[str, Any], manifest: Manifest, licence: str
 ) -> str:
-    """Return the card as Markdown, the same for the same records.
-
-    Args:
-        title: heading.
-        root: URI of the run.
-        run: content of `run.json`.
-        manifest: of the policy.
-        licence: identifier of the hub; empty leaves the field out.
-    """
+    """Return the card as Markdown, the same for the same records; an empty licence is left out."""
     config: Mapping[str, Mapping[str, Any]] = run["config"]
     model, data = config.get("model", {}), config.get("curate", {})
     base, is_hub_base = _public_name(str(model.get("path", "")), "model.path")

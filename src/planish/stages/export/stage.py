@@ -31,14 +31,7 @@ def run(
 ) -> CheckpointResult:
     """Export the policy that an iteration has trained.
 
-    Args:
-        root: URI of the run.
-        config_sha256: digest of the resolved configuration.
-        number: iteration within this run, from 1.
-        offset: iterations before this run.
-        policy_pin: policy before the iteration; gives configuration, tokenizer and types.
-        state: Ref of the train state after the iteration.
-        policy: gets the Ref of the new policy.
+    `components/checkpoint.py` says what the parameters are.
     """
     root = root.rstrip("/")
     iteration = offset + number

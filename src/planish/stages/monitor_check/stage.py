@@ -63,20 +63,7 @@ def run(
     result: Artifact,
     metrics: Artifact,
 ) -> CheckResult:
-    """Look for a faulty machine.
-
-    Args:
-        root: URI of the run.
-        config_sha256: digest of the resolved configuration.
-        number: iteration within this run, from 1.
-        offset: iterations before this run.
-        settings: URI of the monitor's TOML; empty for what is built in, which a trace needs only.
-        trace: URI of a recorded trace (npz, CSV or Parquet) to look at; empty for Prometheus.
-        job: name of the job; empty for that of this run.
-        watch_seconds: how long to look while the iteration trains; 0 for once.
-        result: gets the result object as JSON.
-        metrics: gets counts.
-    """
+    """Look for a faulty machine; `components/monitor_check.py` says what the parameters are."""
     root = root.rstrip("/")
     iteration = offset + number
 
@@ -164,16 +151,6 @@ def watch(
 
     A server that does not answer is no reason to fail: what is watched goes on without. Neither is
     a job with too few machines to compare, which is logged once; others may still join it.
-
-    Args:
-        settings: of the service.
-        job: its name or key; empty for the job of this run.
-        seconds: how long at most; 0 to look once.
-        is_over: whether what is watched has ended.
-        sleep: waits so many seconds.
-
-    Raises:
-        ConfigError: no such job, or no models.
     """
     from planish.minder.detect.job_monitor import JobMonitor, too_few_machines
     from planish.minder.service.build import models_of, pull_once

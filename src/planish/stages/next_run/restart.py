@@ -28,12 +28,6 @@ def restart(root: str, state: str, max_restarts: int, connect: Callable[[], Runs
     The record of a restart is written before the run is submitted, and the name of that run is
     made of root and counter: a second attempt of the exit task finds both and adds nothing.
 
-    Args:
-        root: URI of the run.
-        state: final state of the run.
-        max_restarts: restarts on this root; 0 for none.
-        connect: reaches the Kubeflow installation; asked only when a restart is due.
-
     Returns:
         What was decided, for people; empty where restarts are off or the run has not failed.
     """

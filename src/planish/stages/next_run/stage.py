@@ -26,11 +26,7 @@ Decision = Literal["submitted", "exists", "last run", "stop file", "not in a clu
 def run(root: str, config_sha256: str, chain_index: int, chain: str) -> None:
     """Submit the following run of the chain, once.
 
-    Args:
-        root: URI of the run.
-        config_sha256: digest of the run's configuration.
-        chain_index: place of the present run in its chain.
-        chain: run parameter of that name, the JSON of `planish.run.chain.Chain`.
+    `components/next_run.py` says what the parameters are.
     """
 
     def work(context: Context) -> Outcome:
@@ -47,12 +43,7 @@ def submit_next(
 ) -> Decision:
     """Submit run `chain_index + 1` unless the chain ends here or that run exists already.
 
-    Args:
-        root: URI of the run.
-        chain_index: place of the present run.
-        max_runs: runs of the chain.
-        connect: reaches the Kubeflow installation; asked only when a run is due, since the import
-            of its client takes a second.
+    `connect` is called only when a run is due: the import of Kubeflow's client takes a second.
     """
     run_id = os.environ.get("RUN_ID", "")
     if chain_index + 1 >= max_runs:

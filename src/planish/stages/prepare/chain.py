@@ -65,10 +65,7 @@ def count_links(root: str) -> int:
 def find_link(root: str, chain_index: int, num_iterations: int) -> Link:
     """Decide which iterations the run does; writes nothing.
 
-    Args:
-        root: URI of the run.
-        chain_index: 0, 1, ... or -1 for the last run if unfinished, else one more.
-        num_iterations: iterations of this run.
+    `chain_index` is 0, 1, ... or -1 for the last run if unfinished, else one more.
 
     Raises:
         ConfigError: the run before is not finished, or a later one builds on this one.

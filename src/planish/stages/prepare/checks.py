@@ -159,14 +159,11 @@ def _ranks(parsed: Sections) -> Iterator[str]:
 
 
 def check_run(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[str]:
-    """Return what stands in the way of running a resolved configuration.
+    """Return what stands in the way of running resolved tables.
 
     A configuration can be sound and yet lack a thing that only a run needs: the published values
-    name no model, and the small one that is built from scratch is too short for them.
-
-    Args:
-        config: resolved tables.
-        num_shards: rollout tasks of an iteration, from the compiled pipeline.
+    name no model, and the small one that is built from scratch is too short for them. `num_shards`
+    are the rollout tasks of an iteration, from the compiled pipeline.
     """
     faults = []
     prompts = config["rollout"]["prompts_per_iteration"]

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -28,16 +28,13 @@ DRIVER_LABEL = "nvidia.com/cuda.driver.major"
 """Label by which GPU feature discovery tells the major version of a node's driver."""
 
 
-@dataclass(frozen=True)
-class Permission:
+class Permission(NamedTuple):
     """One thing that a service account may do."""
 
     group: str
     """API group; empty for the core group."""
     resource: str
-    """Plural name of the kind."""
     verb: str
-    """get, list, create ..."""
 
     def describe(self) -> str:
         """Return `list workflows.argoproj.io`."""
@@ -52,49 +49,20 @@ PERMISSIONS: tuple[Permission, ...] = (
 
 CLUSTER_PERMISSIONS: tuple[Permission, ...] = (Permission("", "nodes", "list"),)
 """What they do outside any namespace."""
-
 RUNTIME_PERMISSION = Permission("trainer.kubeflow.org", "clustertrainingruntimes", "get")
 """The same for a training that Kubeflow Trainer runs."""
-
-
 CONTROLLER = "workflow-controller-configmap"
 """Settings of Argo's controller, beside the pods of a run where Kubeflow serves one user."""
 
 
-class ClusterApi(Protocol):
+class ClusterApi(Kube):
     """The questions that the checks ask."""
 
     def allowed(self, permission: Permission, *, namespaced: bool) -> bool:
         """Tell whether this service account has a permission."""
-
-    def quotas(self) -> Sequence[Mapping[str, Mapping[str, str]]]:
-        """Return `{"hard": {...}, "used": {...}}` of each ResourceQuota of the namespace."""
-
-    def nodes(self) -> Sequence[Mapping[str, str]]:
-        """Return what each schedulable node can allocate, by resource, and `DRIVER_LABEL`."""
-
-    def run_is_active(self, run_id: str) -> bool:
-        """Tell whether the workflow of a run exists and has not ended."""
-
-    def has_runtime(self, name: str) -> bool:
-        """Tell whether Kubeflow Trainer is there and has a ClusterTrainingRuntime."""
-
-    def controller(self) -> Mapping[str, str] | None:
-        """Return the settings of Argo's controller by key; None where they may not be read."""
-
-
-class KubernetesApi(Kube):
-    """Meets `ClusterApi`: a real API server."""
-
-    def allowed(self, permission: Permission, *, namespaced: bool) -> bool:
-        """Ask by a SelfSubjectAccessReview."""
         from kubernetes.client import AuthorizationV1Api
 
-        attributes = {
-            "group": permission.group,
-            "resource": permission.resource,
-            "verb": permission.verb,
-        }
+        attributes = permission._asdict()
         if namespaced:
             attributes["namespace"] = self.namespace
         review = self.call(
@@ -104,26 +72,25 @@ class KubernetesApi(Kube):
         return bool(review["status"]["allowed"])
 
     def quotas(self) -> Sequence[Mapping[str, Mapping[str, str]]]:
-        """List the ResourceQuotas of the namespace."""
+        """Return `{"hard": {...}, "used": {...}}` of each ResourceQuota of the namespace."""
         listed = self.items(self.core.list_namespaced_resource_quota, self.namespace)
         states = [item.get("status", {}) for item in listed]
         return [{"hard": s.get("hard", {}), "used": s.get("used", {})} for s in states]
 
     def nodes(self) -> Sequence[Mapping[str, str]]:
-        """List the nodes that take pods."""
-        return [
-            {
-                **node["status"].get("allocatable", {}),
-                **{
-                    k: v for k, v in node["metadata"].get("labels", {}).items() if k == DRIVER_LABEL
-                },
-            }
-            for node in self.items(self.core.list_node)
-            if not node["spec"].get("unschedulable")
-        ]
+        """Return what each schedulable node can allocate, by resource, and `DRIVER_LABEL`."""
+        nodes = []
+        for node in self.items(self.core.list_node):
+            driver = node["metadata"].get("labels", {}).get(DRIVER_LABEL, "")
+            if not node["spec"].get("unschedulable"):
+                nodes.append({**node["status"].get("allocatable", {}), DRIVER_LABEL: driver})
+        return nodes
 
     def run_is_active(self, run_id: str) -> bool:
-        """Look for the workflow of a run: by label with Kubeflow, by name with plain Argo."""
+        """Tell whether the workflow of a run exists and has not ended.
+
+        Kubeflow tells it by a label, plain Argo by its name.
+        """
         place = ("argoproj.io", "v1alpha1", self.namespace, "workflows")
         listing = self.custom.list_namespaced_custom_object
         return any(
@@ -136,12 +103,12 @@ class KubernetesApi(Kube):
         )
 
     def has_runtime(self, name: str) -> bool:
-        """Read it; a cluster without Kubeflow Trainer answers as one without the runtime."""
+        """Tell whether Kubeflow Trainer is there and has a ClusterTrainingRuntime."""
         place = (RUNTIME_PERMISSION.group, "v1alpha1", RUNTIME_PERMISSION.resource)
         return self.find(self.custom.get_cluster_custom_object, *place, name) is not None
 
     def controller(self) -> Mapping[str, str] | None:
-        """Read them in the namespace of this pod."""
+        """Return the settings of Argo's controller by key; None where they may not be read."""
         try:
             read = self.core.read_namespaced_config_map
             found = self.find(read, CONTROLLER, self.namespace)
@@ -152,8 +119,7 @@ class KubernetesApi(Kube):
         return None if found is None else found.get("data", {})
 
 
-@dataclass(frozen=True)
-class Findings:
+class Findings(NamedTuple):
     """Result of the checks: a fault ends the run, a warning goes into the plan."""
 
     faults: tuple[str, ...] = ()
@@ -175,9 +141,6 @@ def amount(quantity: str) -> float:
     Example:
         >>> amount("500m"), amount("4Gi")
         (0.5, 4294967296.0)
-
-    Raises:
-        ValueError: not a quantity.
     """
     number = quantity.rstrip("KMGTPikmnu")
     return float(number) * _SUFFIX[quantity[len(number) :]]
@@ -259,12 +222,9 @@ def inside_cluster() -> bool:
 
 
 def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling: bool) -> Findings:
-    """Check permissions, quota, node sizes and accelerator types.
+    """Check permissions, quota, node sizes and drivers.
 
-    Args:
-        api: the cluster.
-        requests: what the pipeline's pods ask for.
-        assume_autoscaling: missing room is only a warning.
+    Missing room is only a warning with `assume_autoscaling`.
     """
     faults: list[str] = []
     by_trainer = requests.num_nodes > 1 and requests.launcher == "trainjob"
@@ -304,10 +264,7 @@ def retries_under(settings: Mapping[str, str] | None) -> str:
     """Say whether Argo's controller tries a pod again whose program failed.
 
     A task of Kubeflow has a number of retries and no policy: Argo fills that in from the defaults
-    of its controller, and takes `OnFailure` where they have none.
-
-    Args:
-        settings: of the controller, by key; None where they are not known.
+    of its controller, and takes `OnFailure` where they have none. Unknown settings are None.
     """
     if settings is None:
         return f"not known: `{CONTROLLER}` is not to be read in this namespace"

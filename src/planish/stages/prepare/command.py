@@ -51,11 +51,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _: Progress) -> Lines:
-    """Do what the parsed options ask for, and yield what to print.
-
-    Raises:
-        PlanishError: a fault of the settings, or a plan that does not fit.
-    """
+    """Do what the parsed options ask for, and yield what to print."""
     yield from (show_config if options.command == "config" else show_plan)(options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -98,11 +98,7 @@ class Demand:
 
 
 def profile_requests(name: str) -> PodRequests:
-    """Return what the pods of a profile ask for.
-
-    Raises:
-        ConfigError: no such profile.
-    """
+    """Return what the pods of a profile ask for; a ConfigError where there is no such profile."""
     text = (resources.files("planish") / "stages/prepare/profiles.json").read_text("utf-8")
     profiles = json.loads(text)
     if name not in profiles:
@@ -284,22 +280,21 @@ def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[De
 
     A stage without a pod is left out, and so are ranks at `engine.peers`.
     """
-    found = []
+    found, gpu_bytes = [], requests.gpu_bytes
     if pod := requests.stages.get("train"):
         num_nodes = config["train"]["num_nodes"] or requests.num_nodes or 1
-        found += train_demands(config, shape, pod, requests.gpu_bytes, num_nodes)
-    if (pod := requests.stages.get("sft")) and (
-        config["sft"]["force"] or not config["model"]["path"]
-    ):
-        room = _room(pod, 1, requests.gpu_bytes)
-        start = cold_start_parts(config, shape, requests.gpu_bytes, on_cpu=not pod.gpus)
+        found += _train_demands(config, shape, pod, gpu_bytes, num_nodes)
+    has_model = bool(config["model"]["path"])
+    if (pod := requests.stages.get("sft")) and (config["sft"]["force"] or not has_model):
+        parts = cold_start_parts(config, shape, gpu_bytes, on_cpu=not pod.gpus)
         remedy = "lower `sft.traces_per_minibatch` or `sft.max_rows`"
-        if config["model"]["path"]:
+        if has_model:
             remedy += ", or begin with the model as it is (`sft.force=false`)"
-        found.append(Demand("sft", "one GPU" if pod.gpus else HOST, tuple(start), room, remedy))
+        device, room = "one GPU" if pod.gpus else HOST, _room(pod, 1, gpu_bytes)
+        found.append(Demand("sft", device, tuple(parts), room, remedy))
     for stage in ("rollout", "evaluate"):
         if pod := requests.stages.get(stage):
-            found += engine_demands(config, shape, stage, pod, requests.gpu_bytes)
+            found += _engine_demands(config, shape, stage, pod, gpu_bytes)
     return found
 
 
@@ -308,7 +303,7 @@ def _room(pod: Pod, processes: int, gpu_bytes: int) -> int:
     return int(USABLE * gpu_bytes) if pod.gpus else pod.memory_bytes - processes * PROGRAM_BYTES
 
 
-def engine_demands(
+def _engine_demands(
     config: Config, shape: ModelShape, stage: str, pod: Pod, gpu_bytes: int
 ) -> list[Demand]:
     """Return what the engine of `rollout` or `evaluate` needs of each kind of device in a pod."""
@@ -328,17 +323,17 @@ def engine_demands(
     if name.startswith("vllm"):
         room = int(memory_share(config) * gpu_bytes)
         more = f"raise `engine.memory_share`, lower `{stage}.max_response_tokens`, {remedy}"
+    device = f"each of {pod.gpus} GPUs" if pod.gpus > 1 else "a GPU"
     if not experts:
-        device = f"each of {pod.gpus} GPUs" if pod.gpus > 1 else "a GPU"
         return [Demand(stage, device, tuple(parts), room, more)]
     device, of_experts = (
         f"each of {attention} GPUs of attention",
         f"each of {experts} GPUs of experts",
     )
-    for_experts = f"raise `engine.expert_ranks`, {remedy}"
+    remedy = f"raise `engine.expert_ranks`, {remedy}"
     return [
         Demand(stage, device, tuple(parts), room, more),
-        Demand(stage, of_experts, tuple(others), room_of_experts, for_experts),
+        Demand(stage, of_experts, tuple(others), room_of_experts, remedy),
     ]
 
 
@@ -349,41 +344,8 @@ def _times(parts: list[MemoryPart], ranks: int) -> list[MemoryPart]:
     return [MemoryPart(p.name, p.num_bytes * ranks, f"{p.how} x {ranks}") for p in parts]
 
 
-def memory_rows(
-    config: Config, model_config: Mapping[str, Any], requests: PodRequests
-) -> list[tuple[str, str]]:
-    """Return what each stage needs of a device: (what, value in Markdown).
-
-    `model_config` is the model's config.json; empty where it was not opened.
-
-    Raises:
-        ConfigError: a stage does not fit, or the trainer can not share the model.
-    """
-    if config["model"]["path"] and not model_config:
-        return []
-    try:
-        shape = shape_of(model_config) if config["model"]["path"] else find_shape(config)
-    except ConfigError as error:
-        if config["train"]["trainer"] == "megatron":
-            raise ConfigError(
-                f"`train.trainer` must be 'fsdp2' for such a model, got 'megatron': {error}"
-            ) from None
-        return [("memory", f"not counted: {error}")]
-    found = demands(config, shape, requests)
-    faults = [*trainer_faults(config, shape), *(each.fault for each in found if each.fault)]
-    if faults:
-        raise ConfigError("; ".join(faults))
-    return [
-        (
-            f"- {each.stage} on {each.device}",
-            f"{bytes_text(each.num_bytes)} of {bytes_text(each.room_bytes)} at most",
-        )
-        for each in found
-    ]
-
-
-def train_demands(
-    config: Config, shape: ModelShape, pod: Pod, gpu_bytes: int, num_nodes: int = 1
+def _train_demands(
+    config: Config, shape: ModelShape, pod: Pod, gpu_bytes: int, num_nodes: int
 ) -> list[Demand]:
     """Return what a step needs of a device of `num_nodes` pods, and what opening models needs."""
     train = config["train"]
@@ -392,9 +354,9 @@ def train_demands(
     if not train["activation_checkpointing"]:
         smaller = f"set `train.activation_checkpointing=true`, {smaller}"
     remedy = f"{smaller}, or take a smaller model or a profile with more memory"
-    # Data-parallel ranks of the other trainer have a copy each.
+    is_megatron = train["trainer"] == "megatron"
     sharing = Sharing(ranks * num_nodes, ranks * num_nodes, gathers=ranks * num_nodes > 1)
-    if train["trainer"] == "megatron":
+    if is_megatron:  # whose data-parallel ranks have a copy each
         grid = grid_of(config)
         sharing = Sharing(grid["tp"] * grid["pp"], grid["ep"] * grid["pp"], gathers=False)
     parts, room = train_parts(config, shape, sharing), _room(pod, ranks, gpu_bytes)
@@ -403,7 +365,7 @@ def train_demands(
     device = f"each of {num_nodes * pod.gpus} GPUs"
     whole = "take a smaller model: one that a GPU can not hold in float32 is not opened"
     found = [Demand("train", device, tuple(parts), room, remedy)]
-    if train["trainer"] != "megatron":  # which takes its part of a model to the GPU
+    if not is_megatron:  # which takes its part of a model to the GPU
         opened = MemoryPart(
             "a model in float32 before it is shared, beside what is",
             opening_bytes(config, shape, sharing.ranks),
@@ -417,3 +379,51 @@ def train_demands(
     )
     room_on_host = pod.memory_bytes - ranks * PROGRAM_BYTES
     return [*found, Demand("train", HOST, (host,), room_on_host, whole)]
+
+
+def memory_faults(
+    config: Config, shape: ModelShape, found: Iterable[Demand]
+) -> tuple[list[str], list[str]]:
+    """Return faults and warnings: why ranks can not share a model, and demands that do not fit.
+
+    What GPUs hold is an estimate that has been within a few per cent of the peak, so that it only
+    warns; a process that takes more memory than its pod has is killed without a word.
+    """
+    tight = [each for each in found if each.fault]
+    faults = [each.fault for each in tight if each.device == HOST]
+    warnings = [f"{each.fault} (an estimate)" for each in tight if each.device != HOST]
+    return [*trainer_faults(config, shape), *faults], warnings
+
+
+def memory_rows(
+    config: Config, model_config: Mapping[str, Any], requests: PodRequests
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return what each stage needs of a device, (what, value in Markdown), and warnings.
+
+    `model_config` is the model's config.json; empty where it was not opened.
+
+    Raises:
+        ConfigError: a stage does not fit, or the trainer can not share the model.
+    """
+    if config["model"]["path"] and not model_config:
+        return [], []
+    try:
+        shape = shape_of(model_config) if config["model"]["path"] else find_shape(config)
+    except ConfigError as error:
+        if config["train"]["trainer"] == "megatron":
+            raise ConfigError(
+                f"`train.trainer` must be 'fsdp2' for such a model, got 'megatron': {error}"
+            ) from None
+        return [("memory", f"not counted: {error}")], []
+    found = demands(config, shape, requests)
+    faults, warnings = memory_faults(config, shape, found)
+    if faults:
+        raise ConfigError("; ".join(faults))
+    rows = [
+        (
+            f"- {each.stage} on {each.device}",
+            f"{bytes_text(each.num_bytes)} of {bytes_text(each.room_bytes)} at most",
+        )
+        for each in found
+    ]
+    return rows, warnings

@@ -37,7 +37,7 @@ def vocabulary_faults(found: Inspection, policy: str) -> list[str]:
 def inspect_sources(
     config: Mapping[str, Mapping[str, Any]], *, policy: str = "", changed: Sequence[str] = ()
 ) -> Inspection:
-    """Open the data sets and the model of a configuration.
+    """Open the data sets and the model of resolved tables.
 
     Args:
         config: resolved tables.

@@ -284,17 +284,11 @@ def settings_of_engine(config: Config) -> EngineConfig:
 def engine_parts(
     config: Config, shape: ModelShape, section: str, room_bytes: int, *, on_cpu: bool
 ) -> list[MemoryPart]:
-    """Return what the engine takes of one device; the cache is the last part.
+    """Return what the engine of `section` takes of one device; the cache is the last part.
 
     Where attention and experts are apart it is the device of an attention rank, which has every row
-    of its own; `expert_rank_part` has those of the others.
-
-    Args:
-        config: resolved tables.
-        shape: of the policy.
-        section: `rollout`, `evaluate` or `sft`.
-        room_bytes: memory of the device.
-        on_cpu: the device is the machine's own memory.
+    of its own; `expert_rank_part` has those of the others. `room_bytes` is the memory of the
+    device, which with `on_cpu` is the machine's own.
     """
     engine, settings = config.get("engine", {}), config[section]
     name, ranks = engine.get("name", "transformers"), engine.get("tensor_parallel", 1)

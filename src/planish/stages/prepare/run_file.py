@@ -10,7 +10,9 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 import planish
 from planish import store
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 Config = Mapping[str, Mapping[str, Any]]
 
 _PINNED = re.compile(r".+#sha256=[0-9a-f]{64}")
+Pin = Annotated[str, Field(pattern=r"^(.+#sha256=[0-9a-f]{64})?$")]
 _FOLDERS = ("policies", "states")
 
 
@@ -35,9 +38,9 @@ _FOLDERS = ("policies", "states")
 class StartPins:
     """Policy and train state to begin with, as pinned URIs; empty for none."""
 
-    policy: str = ""
+    policy: Pin = ""
     """`<uri>#sha256=<digest>`."""
-    state: str = ""
+    state: Pin = ""
     """The same; empty before the first update."""
 
 
@@ -69,32 +72,18 @@ class RunFile:
 
 
 def read_run_file(root: str) -> RunFile | None:
-    """Return `run.json` of a root; None when the root is new.
-
-    Raises:
-        ConfigError: it is not one of ours.
-    """
+    """Return `run.json` of a root, None when the root is new."""
     try:
         raw = read_run(root)
     except ObjectMissing:
         return None
     try:
-        origin, initial = (StartPins(**raw[name]) for name in ("origin", "initial"))
-        for pin in (origin.policy, origin.state, initial.policy, initial.state):
-            if pin:
-                parse_pin(pin)
-        return RunFile(
-            config=raw["config"],
-            code_version=raw["code_version"],
-            resumed_from=raw["resumed_from"],
-            origin=origin,
-            initial=initial,
-            preset=raw.get("preset", ""),
-        )
-    except (KeyError, TypeError, RecordError) as error:
+        return TypeAdapter(RunFile).validate_python(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
         raise ConfigError(
             f"`{layout.run_file(root)}` must hold config, code_version, resumed_from, origin and "
-            f"initial, got a document that breaks that ({error}); choose a new root"
+            f"initial, got {'.'.join(map(str, first['loc']))}: {first['msg']}; choose a new root"
         ) from None
 
 
@@ -104,8 +93,7 @@ def check_same_config(
     """Return the settings that differ from those of an earlier run.
 
     Raises:
-        ConfigError: some differ that say more than where the run is computed, and that was not
-            allowed; they are listed.
+        ConfigError: some say more than where the run is computed, and that was not allowed.
     """
     changed = differences(unplaced(before.config), unplaced(config))
     if changed and not allow_config_change:
@@ -122,12 +110,8 @@ def open_run_file(
 ) -> tuple[RunFile, list[str], bool]:
     """Decide what `run.json` must say; writes nothing.
 
-    Args:
-        root: URI of the run.
-        config: resolved configuration.
-        resume_from: root of another run to start from, or the pin of one of its policies or train
-            states; empty, or this root, for none.
-        allow_config_change: go on with another configuration.
+    `resume_from` is the root of another run to start from, or the pin of one of its policies or
+    train states; empty, or this root, for none.
 
     Returns:
         The file (with `initial` still where the root began), the settings that changed, and
@@ -243,7 +227,6 @@ def start_after(root: str, version: int) -> StartPins:
 
     Raises:
         RecordError: the state is gone.
-        ObjectMissing: no such policy.
     """
     uri = layout.policy(root, version)
     policy = read_manifest(uri)

@@ -122,15 +122,9 @@ def build_config(
 ) -> dict[str, dict[str, Any]]:
     """Return the resolved configuration.
 
-    Later layers win: preset, file, overrides, then the run parameters `model`, `dataset`, `seed`.
-
-    Args:
-        preset: name of a shipped preset; empty for none.
-        config: URI or path of a TOML file; empty for none.
-        overrides: `section.key=value` separated by spaces.
-        model: hub id or folder; empty leaves the configured one.
-        dataset: hub id or file; empty leaves the configured one.
-        seed: -1 leaves the configured one.
+    Later layers win: preset, TOML file (URI or path), overrides (`section.key=value` separated by
+    spaces), then the run parameters `model`, `dataset` and `seed`. Empty texts, and a seed of -1,
+    leave what is configured.
 
     Raises:
         ConfigError: every fault of every section in one message.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from planish import store
@@ -20,13 +20,12 @@ from planish.records.reports import evaluation_names
 from planish.run.avoid import WHICH_RUNS, avoided, node_affinity
 from planish.run.chain import parse_chain
 from planish.run.lock import Holder, acquire, check_free, current_holder, is_alive
-from planish.run.stage import Artifact, Outcome, execute
+from planish.run.stage import Artifact, Context, Outcome, execute
 from planish.stages.prepare.chain import find_link, is_evaluated, record_link
 from planish.stages.prepare.checks import check_run
 from planish.stages.prepare.cluster import (
     ClusterApi,
     Findings,
-    KubernetesApi,
     PodRequests,
     check_cluster,
     inside_cluster,
@@ -68,9 +67,8 @@ class PreparedRun(NamedTuple):
     """Whether the run has anything left to do."""
 
 
-@dataclass(frozen=True)
-class Wish:
-    """The run parameters, each as `run` documents it."""
+class Wish(NamedTuple):
+    """The run parameters."""
 
     preset: str
     config: str
@@ -113,41 +111,20 @@ def run(
 ) -> PreparedRun:
     """Check everything that needs no GPU, take the lock and write run.json.
 
-    Args:
-        root: URI of the run.
-        preset: name of a shipped preset; empty for none.
-        config: URI or path of a TOML file laid over it; empty for none.
-        overrides: `section.key=value` separated by spaces.
-        model: hub id or folder; empty leaves the configured one.
-        dataset: hub id or file; empty leaves the configured one.
-        seed: -1 leaves the configured one.
-        chain: what programs set, as JSON; `planish.run.chain.Chain` says what.
-        num_iterations: iterations of this run.
-        num_shards: rollout tasks of an iteration.
-        requests: what the pods ask for, as JSON; empty for nothing.
-        max_avoided_nodes: nodes at most that this run keeps away from; 0 for none.
-        summary: gets the plan in Markdown.
+    `components/prepare.py` says what the parameters are.
     """
+    # fmt: off
     wish = Wish(
-        preset=preset,
-        config=config,
-        overrides=overrides,
-        model=model,
-        dataset=dataset,
-        seed=seed,
-        chain=chain,
-        num_iterations=num_iterations,
-        num_shards=num_shards,
-        requests=requests,
-        max_avoided_nodes=max_avoided_nodes,
+        preset, config, overrides, model, dataset, seed, chain, num_iterations, num_shards,
+        requests, max_avoided_nodes,
     )
-    outcome = execute(
-        "prepare",
-        lambda context: prepare(context.root, wish),
-        root=root,
-        config_sha256=None,
-        outputs={"summary": summary},
-    )
+    # fmt: on
+    outputs = {"summary": summary}
+
+    def work(context: Context) -> Outcome:
+        return prepare(context.root, wish)
+
+    outcome = execute("prepare", work, root=root, config_sha256=None, outputs=outputs)
     values: dict[str, Any] = {**outcome.values}
     values["node_affinity"] = json.loads(values["node_affinity"])
     return PreparedRun(**values)
@@ -165,14 +142,9 @@ def liveness(api: ClusterApi | None) -> Callable[[Holder], bool | None]:
 
 
 def check_reference(config: Config, start: StartPins) -> None:
-    """Look for the reference policy of a KL penalty, where the configuration has one.
+    """Look for the reference policy of a KL penalty; a ConfigError says that it is not there.
 
-    Args:
-        config: resolved configuration.
-        start: policy and state that the present run begins with; the state names the reference.
-
-    Raises:
-        ConfigError: there is none, or it is gone.
+    `start` is where the present run begins: its state names the reference.
     """
     pinned = config["train"].get("reference_policy", "")
     # A training that has yet to begin takes its own first policy.
@@ -186,22 +158,14 @@ def check_reference(config: Config, start: StartPins) -> None:
 
 
 def check_adapters(config: Config, state: str) -> None:
-    """Compare the configured adapters with those of the pinned train state, if there is one.
-
-    Raises:
-        ConfigError: others than the state has.
-    """
+    """Refuse other adapters than those of the pinned train state, if there is one."""
     if state:
         settings = parse_section(ModelConfig, config["model"], section="model")
         check_same(read_state_info(state), configured(settings), pin=state)
 
 
 def check_not_stopped(root: str) -> None:
-    """Refuse a root that an operator has stopped: every task would only pass.
-
-    Raises:
-        ConfigError: it has a stop file.
-    """
+    """Refuse a root that an operator has stopped: every task would only pass."""
     if store.exists(uri := layout.stop_file(root)):
         raise ConfigError(
             f"the root must not be stopped, got `{uri}`; `planish stop {root} --undo` lets runs on "
@@ -239,12 +203,7 @@ def nodes_to_avoid(root: str, resume_from: str, limit: int, *, api: ClusterApi |
 
 
 def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
-    """Do the work of the stage.
-
-    Args:
-        root: URI of the run, without a slash at the end.
-        wish: the run parameters.
-        api: the cluster; None asks for it only inside one.
+    """Do the work of the stage; without `api` the cluster is asked only from inside one.
 
     Raises:
         RootInUse: another run uses the root.
@@ -252,7 +211,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         StoreUnavailable: the store does not answer.
     """
     if api is None and inside_cluster():
-        api = KubernetesApi.connect()
+        api = ClusterApi.connect()
     chain, me = parse_chain(wish.chain), current_holder()
     # Before all else: a run that may not be here leaves no fault on another run's root.
     check_free(root, me, alive=liveness(api))
@@ -281,7 +240,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         check_adapters(config, start.state)
     policy = run_file.initial.policy if newest is None else layout.policy(root, newest)
     found = inspect_sources(config, policy=policy, changed=changed)
-    memory = memory_rows(config, found.model_config, requests)
+    memory, tight = memory_rows(config, found.model_config, requests)
     write_run_file(root, run_file)
     record_link(root, link)
     plan = RunPlan(
@@ -293,7 +252,9 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         newest_version=newest,
         changed=changed,
         opened=[*found.rows, *memory],
-        warnings=[*findings.warnings, *found.warnings, *device_warnings(config, requests)],
+        warnings=[
+            *(*findings.warnings, *found.warnings, *device_warnings(config, requests), *tight)
+        ],
         away_from=away_from,
         retries=findings.retries,
         is_evaluated=is_evaluated(root, link.last, evaluation_names(config)),

@@ -28,13 +28,7 @@ CORDONED = ("cordon done", "evict done")
 def run_events(
     records: Sequence[Mapping[str, Any]], tasks: Sequence[TaskLog], alerts: Sequence[MachineAlert]
 ) -> list[Event]:
-    """Return what disturbed a run, by begin.
-
-    Args:
-        records: as `planish.run.events` wrote them.
-        tasks: newest attempt of each task.
-        alerts: of machines.
-    """
+    """Return what disturbed a run, by begin; `tasks` are the newest attempts."""
     attempts = [record for record in records if record["kind"] == "attempt"]
     events = [_attempt(record) for record in attempts]
     again = {(record["stage"], record["iteration"], record["shard"]) for record in attempts}

@@ -325,12 +325,10 @@ class ReportFacts:
     def series(
         self, *sources: str, combine: Callable[[list[float]], float] | None = None
     ) -> dict[int, float]:
-        """Return iteration -> value of the first source that has any.
+        """Return iteration -> value of the first source (`stage/metric`) that has any.
 
-        Args:
-            sources: `stage/metric`; the stage `update` is the update report.
-            combine: makes one value of those of parallel tasks; without it that is their mean,
-                weighted by the groups that each has generated.
+        The stage `update` is the update report. `combine` makes one value of those of parallel
+        tasks; without it that is their mean, weighted by the groups that each has generated.
         """
         for source in sources:
             stage, _, key = source.partition("/")

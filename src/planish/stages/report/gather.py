@@ -33,10 +33,8 @@ OWN_STAGE = "report"
 def gather(root: str, state: str = "", *, curves_only: bool = False) -> ReportFacts:
     """Read everything that the report shows; never raises for a missing or damaged file.
 
-    Args:
-        root: URI of the run.
-        state: final state of the run as the scheduler gives it.
-        curves_only: read configuration, stage logs, updates and evaluations, and nothing else.
+    `state` is the final state of the run as the scheduler gives it. With `curves_only` only
+    configuration, stage logs, updates and evaluations are read.
     """
     reader = Reader(root)
     root = reader.root

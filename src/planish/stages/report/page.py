@@ -37,13 +37,7 @@ class Card(NamedTuple):
 
 
 def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> dict[str, Any]:
-    """Turn facts into what the templates print.
-
-    Args:
-        facts: the run.
-        failed_task: what the scheduler names as failed.
-        error_message: what the scheduler says about it.
-    """
+    """Turn facts, and what the scheduler says of a failure, into what the templates print."""
     failure = _failure(facts, failed_task, error_message)
     saved, more = tables.saved_rows(facts)
     config = tables.config_tables(facts.config)

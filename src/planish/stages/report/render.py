@@ -43,7 +43,7 @@ def render_html(page: Mapping[str, Any]) -> str:
 def drawn(charts: Sequence[Chart]) -> list[dict[str, Any]]:
     """Return charts as the templates take them; their drawings are the only text that is markup."""
     return [
-        {**vars(chart), "svg": Markup(chart.svg), "narrow": Markup(chart.narrow)}
+        {**chart._asdict(), "svg": Markup(chart.svg), "narrow": Markup(chart.narrow)}
         for chart in charts
     ]
 

@@ -36,19 +36,9 @@ def run(
     report: Artifact,
     summary: Artifact,
 ) -> None:
-    """Report on a run from what lies under its root.
+    """Report on a run from what lies under its root; `components/report.py` has the parameters.
 
     The webhook that hears of it, an http(s) URL, is the environment variable `PLANISH_WEBHOOK`.
-
-    Args:
-        root: URI of the run.
-        state: final state of the run, e.g. `SUCCEEDED` or `FAILED`.
-        failed_task: what the scheduler names as failed; the stage logs know it better.
-        error_message: what the scheduler says about it.
-        max_restarts: how often on this root a failed run in which a machine was named is started
-            again; 0 for never.
-        report: gets the HTML page.
-        summary: gets the Markdown summary.
     """
 
     def work(context: Context) -> Outcome:
@@ -75,11 +65,7 @@ def run(
 
 
 def final_state(state: str) -> str:
-    """Return the state of the run; that a person has ended it is known to Kubeflow alone.
-
-    Args:
-        state: what the exit task is given, which is `FAILED` in both cases.
-    """
+    """Return the state of the run: the exit task is given `FAILED` also where a person ended it."""
     run_id = os.environ.get("RUN_ID", "")
     if state.upper() not in FAILED or not run_id:
         return state
@@ -117,13 +103,7 @@ def _write(root: str, html: str, markdown: str, summary: Mapping[str, Any]) -> N
 
 
 def add_control(root: str, state: str, control: Mapping[str, float]) -> None:
-    """Write what supervised training gave instead, and draw the report of the run with it.
-
-    Args:
-        root: URI of a run whose report is written.
-        state: final state of the run.
-        control: scores of the control.
-    """
+    """Write the scores of the control under a root, and draw the report of its run with them."""
     store.write(layout.control(root), json.dumps(control, sort_keys=True).encode())
     facts = gather(root, state)
     page = build_page(facts, failed_task="", error_message="")

@@ -65,12 +65,7 @@ class ScoreTable(NamedTuple):
 
 
 def change_of(before: float, after: float, *, noise: float = 0.0) -> ScoreChange:
-    """Describe a change of a fraction in percentage points.
-
-    Args:
-        before: fraction.
-        after: fraction.
-        noise: one standard error of the difference; a smaller change is not judged.
+    """Describe a change of a fraction in percentage points; none is judged up to `noise`.
 
     Example:
         >>> change_of(0.25, 0.5).text
@@ -124,12 +119,8 @@ def score_tables(
 ) -> list[ScoreTable]:
     """Return the table over all prompts and the table per source; none without evaluations.
 
-    Of many evaluations the first, the best and the newest have a column.
-
-    Args:
-        evaluations: on one set of prompts, by version.
-        best: the best policy on the held-out prompts.
-        name: of the evaluation set; empty for the held-out prompts.
+    Of many evaluations the first, the best and the newest have a column. `name` is that of the
+    evaluation set, empty for the held-out prompts.
     """
     if not evaluations:
         return []

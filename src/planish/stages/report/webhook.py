@@ -24,9 +24,7 @@ class _NoRedirect(HTTPRedirectHandler):
 def post(url: str, message: Mapping[str, object]) -> bool:
     """Send `message` as JSON by one POST; return whether the server took it.
 
-    Args:
-        url: http or https; empty sends nothing. It is a credential: no part of it is logged.
-        message: JSON values.
+    An empty URL sends nothing. A URL is a credential: no part of it is logged.
     """
     if not url:
         return False

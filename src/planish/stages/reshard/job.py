@@ -51,19 +51,10 @@ class ReshardJob:
         role: str = "",
         policy_pin: str = "",
     ) -> ReshardJob:
-        """Check and complete what a person asked for.
+        """Check and complete what a person asked for; a ConfigError has every fault.
 
-        Args:
-            source_pin: pin of the checkpoint.
-            target: URI of the result; empty for a folder below `root`.
-            layout: `merged` or degrees.
-            root: URI of the run.
-            parts: `all` or `model`.
-            role: one role, or empty.
-            policy_pin: needed for `merged`, and for nothing else.
-
-        Raises:
-            ConfigError: with every fault.
+        An empty `target` is a folder below `root`; `policy_pin` is needed for the layout `merged`
+        and for nothing else.
         """
         parsed = Layout.parse(layout)
         name = str(parsed).replace("=", "-").replace(",", "-")

@@ -41,15 +41,7 @@ def run(
 ) -> PreparedReshard:
     """Pin the source, check that it is whole, and write what the other stages obey.
 
-    Args:
-        root: URI of this run: its plan and logs, and the result unless `target` says where.
-        source: URI or pin of a committed checkpoint.
-        target_layout: `merged`, or degrees such as `tp=4` or `fsdp=8,tp=2`.
-        target: URI of the result; empty for a folder below `root`.
-        parts: `all`, or `model` without optimizers, small values and loader positions.
-        role: one role of several; empty for all.
-        policy: pin of a policy that gives configuration and tokenizer to a merged result.
-        summary: gets what will happen in Markdown.
+    `components/reshard_prepare.py` says what the parameters are.
     """
 
     def work(context: Context) -> Outcome:

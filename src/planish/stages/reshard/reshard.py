@@ -45,14 +45,7 @@ class _Made(NamedTuple):
 
 
 def run(root: str, config_sha256: str, result: Artifact, report: Artifact) -> Resharded:
-    """Write the state of the run anew; a second call finds the first one's result.
-
-    Args:
-        root: URI of the run.
-        config_sha256: digest of the resolved wish.
-        result: gets the Ref of the checkpoint or policy.
-        report: gets the page of stages and times.
-    """
+    """Write the state of the run anew; a second call finds the first one's result."""
 
     def work(context: Context) -> Outcome:
         job = ReshardJob(**context.config[SECTION])

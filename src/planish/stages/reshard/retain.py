@@ -17,13 +17,7 @@ def run(
 ) -> None:
     """Remove the checkpoints below a folder that no rule keeps; after a failure remove none.
 
-    Args:
-        root: URI of the run.
-        state: final state of the run, e.g. `SUCCEEDED`.
-        folder: URI below which checkpoints are retained; empty for nothing to do.
-        keep_last: so many of the newest stay; 0 for nothing to do.
-        keep_every: multiples of it stay as well; 0 for no such rule.
-        summary: gets what was removed, and why, in Markdown.
+    `components/checkpoint_retain.py` says what the parameters are.
     """
 
     def work(_: Context) -> Outcome:

@@ -46,13 +46,9 @@ class Findings:
 
 
 def run(root: str, source_pin: str, checkpoint: Artifact, summary: Artifact) -> None:
-    """Check a checkpoint or policy, and compare it with what it was made from.
+    """Check a checkpoint or policy, and compare it with the checkpoint that it was made from.
 
-    Args:
-        root: URI of the run.
-        source_pin: pin of the checkpoint that it was made from; empty to check it by itself.
-        checkpoint: Ref of what is checked, as the reshard stage has written it.
-        summary: gets the findings in Markdown.
+    `components/checkpoint_verify.py` says what the parameters are.
     """
 
     def work(_: Context) -> Outcome:
@@ -122,9 +118,7 @@ def compare_checkpoint(ref: Ref, source_pin: str) -> Findings:
 def compare_policy(ref: Ref, source_pin: str) -> Findings:
     """Check the files of a policy, then its tensors against its source, rounded to their types.
 
-    Args:
-        ref: of the policy; its attribute `role` says which one of the source it is.
-        source_pin: pin of the checkpoint; empty to check the files alone.
+    Without `source_pin` the files are checked alone.
     """
     manifest = read_manifest(ref.uri, sha256=ref.manifest_sha256)
     found = Findings(sum(shard.bytes for shard in manifest.shards))

@@ -14,7 +14,7 @@ from planish.stages.prepare.cluster import (
     CONTROLLER,
     DRIVER_LABEL,
     PERMISSIONS,
-    KubernetesApi,
+    ClusterApi,
     Permission,
     Pod,
     PodRequests,
@@ -247,7 +247,7 @@ def test_the_real_client_sends_what_the_api_expects(recorder):
         reviews: {"spec": {}, "status": {"allowed": True}},
     }
     host = f"http://127.0.0.1:{recorder.server_port}"
-    api = KubernetesApi(client.Configuration(host=host), "team", patience_seconds=0)
+    api = ClusterApi(client.Configuration(host=host), "team", patience_seconds=0)
     with api.client:
         assert api.quotas() == [quota]
         assert api.controller() is None

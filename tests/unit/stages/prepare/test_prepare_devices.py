@@ -175,13 +175,24 @@ def test_a_folder_says_its_sizes_itself(tmp_path):
 
 def test_a_model_whose_memory_is_unknown_is_told_and_not_refused():
     config, requests = configured("dapo-qwen2.5-7b"), profile_requests(GPUS)
-    assert memory_rows(config, {}, requests) == []
+    assert memory_rows(config, {}, requests) == ([], [])
     strange = {"model_type": "deepseek_v3", "kv_lora_rank": 512}
-    ((what, told),) = memory_rows(config, strange, requests)
+    ((what, told),), _ = memory_rows(config, strange, requests)
     assert (what, told[:13]) == ("memory", "not counted: ")
+
+
+def test_an_estimate_of_a_gpu_only_warns_before_a_run():
+    config, requests = configured("dapo-qwen2.5-7b"), profile_requests(GPUS)
     shape = {"model_type": "qwen2", "hidden_size": 3584, "num_attention_heads": 28}
-    shape |= {"num_hidden_layers": 280, "intermediate_size": 18944, "vocab_size": 152064}
-    with pytest.raises(ConfigError, match="a GPU can not hold in float32"):
+    shape |= {"num_hidden_layers": 80, "intermediate_size": 18944, "vocab_size": 152064}
+    shape["max_position_embeddings"] = 32768
+    rows, warnings = memory_rows(config, shape, requests)
+    assert len(rows) == 5
+    assert "`train` must fit in the 68.5 GiB that each of 8 GPUs leaves" in warnings[0]
+    assert all(line.endswith("(an estimate)") for line in warnings)
+    # The host's memory is a limit that kills.
+    shape["num_hidden_layers"] = 280
+    with pytest.raises(ConfigError, match="that the host memory leaves for it"):
         memory_rows(config, shape, requests)
 
 

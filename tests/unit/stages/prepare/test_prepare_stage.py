@@ -65,7 +65,7 @@ def run_stage(folder, root, **changes):
     """Run the stage as its component does; returns (values, summary, its metadata)."""
     folder.mkdir(exist_ok=True)
     summary = PathArtifact(f"{folder}/s.md")
-    values = run(root=root, summary=summary, **vars(wish(**changes)))
+    values = run(root=root, summary=summary, **wish(**changes)._asdict())
     return values, Path(summary.path).read_text(), summary.metadata
 
 
@@ -366,7 +366,7 @@ def test_a_run_in_a_bucket_writes_the_same_run_file(s3_root, file_root):
 
 @pytest.mark.slow
 def test_the_command_line_takes_every_parameter(file_root, tmp_path):
-    options = {**vars(wish()), "root": file_root, "summary": f"{tmp_path}/s.md"}
+    options = {**wish()._asdict(), "root": file_root, "summary": f"{tmp_path}/s.md"}
     options["values"] = f"{tmp_path}/v.json"
     words = [
         f"--{k.replace('_', '-')}={str(v).lower() if v in (True, False) else v}"

@@ -8,7 +8,7 @@ a run of a thousand iterations is not larger than that of a short one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
@@ -35,9 +35,10 @@ _ROUND_SECONDS = (
     *(86400 * 2**n for n in range(40)),
 )
 
+Range = tuple[float, float]
 
-@dataclass(frozen=True)
-class Chart:
+
+class Chart(NamedTuple):
     """A finished chart."""
 
     title: str
@@ -89,8 +90,8 @@ class _Plot:
     """A drawing under construction: values from `x` and `y` fill the box inside the margins."""
 
     width: int
-    x: tuple[float, float]
-    y: tuple[float, float]
+    x: Range
+    y: Range
     height: int = 236
     left: int = 52
     right: int = 14
@@ -99,14 +100,17 @@ class _Plot:
     is_log: bool = False
     parts: list[str] = field(default_factory=list)
 
+    @property
+    def ends(self) -> Range:
+        return self.left, self.width - self.right
+
     def across(self, x: float) -> float:
         low, high = self.x
-        return self.left + (x - low) / (high - low) * (self.width - self.left - self.right)
+        return self.left + (x - low) / (high - low) * (self.ends[1] - self.left)
 
     def down(self, y: float) -> float:
-        y = min(max(y, self.y[0]), self.y[1])
-        low, high = map(math.log, self.y) if self.is_log else self.y
-        y = math.log(y) if self.is_log else y
+        scale = math.log if self.is_log else float
+        low, high, y = map(scale, (*self.y, min(max(y, self.y[0]), self.y[1])))
         return self.top + (high - y) / (high - low) * (self.height - self.top - self.bottom)
 
     def add(self, tag: str, text: str = "", *, tip: str = "", **attributes: float | str) -> None:
@@ -122,10 +126,10 @@ class _Plot:
     def write(self, text: str, x: float, y: float, anchor: str = "start", **more: str) -> None:
         self.add("text", text, x=x, y=y, text_anchor=anchor, fill="var(--muted)", **more)
 
-    def rule(self, x: tuple[float, float], y: tuple[float, float], color: str, **more: str) -> None:
+    def rule(self, x: Range, y: Range, color: str, **more: str) -> None:
         self.add("line", x1=x[0], x2=x[1], y1=y[0], y2=y[1], stroke=f"var(--{color})", **more)
 
-    def bar(self, x: tuple[float, float], y: tuple[float, float], color: str, tip: str) -> None:
+    def bar(self, x: Range, y: Range, color: str, tip: str) -> None:
         left, top = self.across(x[0]), self.down(y[1])
         self.add(
             "rect", x=left, width=self.across(x[1]) - left, y=top, height=self.down(y[0]) - top,
@@ -140,24 +144,20 @@ class _Plot:
             powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
             heights = [10.0**power for power in powers][:: -(-len(powers) // 6) or 1]
         else:
-            is_time = panel.unit == "seconds"
-            steps = _round_times(high, 5) if is_time else _round_numbers((high - low) / 5)
-            heights = _ticks(low, high, 5, steps)
+            heights = _ticks(low, high, 5, is_time=panel.unit == "seconds")
         for height in heights:
             at = self.down(height)
-            self.rule((self.left, self.width - self.right), (at, at), "grid")
+            self.rule(self.ends, (at, at), "grid")
             self.write(FORMATS[panel.unit](height), self.left - 7, at + 4, "end")
-        end = max(last, first + 1)
-        steps = [max(1.0, step) for step in _round_numbers((end - first) / 10, (1, 2, 5, 10))]
-        ticks = (tick for tick in _ticks(first, end, 10, steps) if tick <= last)
-        self.x_axis("iteration", [(tick, f"{tick:.0f}") for tick in ticks])
+        ticks = _ticks(first, max(last, first + 1), 10, factors=(1, 2, 5, 10), least=1.0)
+        self.x_axis("iteration", [(tick, f"{tick:.0f}") for tick in ticks if tick <= last])
 
     def x_axis(self, label: str, ticks: Iterable[tuple[float, str]]) -> None:
         base = self.height - self.bottom
-        self.rule((self.left, self.width - self.right), (base, base), "grid")
+        self.rule(self.ends, (base, base), "grid")
         for tick, text in ticks:
             self.write(text, self.across(tick), base + 18, "middle")
-        self.write(label, (self.left + self.width - self.right) / 2, self.height - 8, "middle")
+        self.write(label, sum(self.ends) / 2, self.height - 8, "middle")
 
     def svg(self, name: str) -> str:
         return (
@@ -172,47 +172,23 @@ def _short(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _ticks(low: float, high: float, most: int, steps: Iterable[float]) -> list[float]:
-    """Return the multiples of a step, the first of `steps` of which at most so many fit."""
-    step = next(step for step in steps if (high - low) / step <= most * (1 + 1e-9))
+def _ticks(
+    low: float,
+    high: float,
+    most: int,
+    *,
+    factors: Sequence[float] = (1, 2, 2.5, 5, 10),
+    least: float = 0.0,
+    is_time: bool = False,
+) -> list[float]:
+    """Return the multiples of the smallest round step of which at most `most` fit."""
+    size = (high - low) / most
+    steps = [max(least, factor * 10.0 ** math.floor(math.log10(size))) for factor in factors]
+    if is_time and high >= 30:
+        steps = [*_ROUND_SECONDS]
+    step = next(step for step in steps if step * (1 + 1e-9) >= size)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [step * count for count in range(first, last + 1)]
-
-
-def _round_numbers(size: float, factors: Sequence[float] = (1, 2, 2.5, 5, 10)) -> list[float]:
-    return [factor * 10.0 ** math.floor(math.log10(size)) for factor in factors]
-
-
-def _round_times(size: float, most: int) -> Sequence[float]:
-    return _round_numbers(size / most) if size < 30 else _ROUND_SECONDS
-
-
-def line_chart(
-    panel: Panel,
-    lines: Sequence[Line],
-    *,
-    marks: Sequence[Mark] = (),
-    limit: tuple[str, float] | None = None,
-    bands: Sequence[tuple[int, int]] = (),
-    hint: str = "",
-) -> Chart:
-    """Draw curves over iterations.
-
-    Args:
-        panel: title, unit and axis.
-        lines: at least one, unless there is a mark.
-        marks: measured points.
-        limit: label and height of a dotted line across the chart.
-        bands: first and last iteration of each stretch of value pretraining, which is shaded.
-        hint: how to read it; empty takes that of the panel.
-    """
-    is_named = len(lines) > 1 or len(panel.curves) != 1
-    keys = [(line.label, line.color, "dash" if line.is_secondary else "line") for line in lines]
-    keys = (keys if is_named else []) + [("value pretraining", "line", "box")] * bool(bands)
-    keys += [("held out", marks[0].color, "mark")] if marks else []
-    svg, narrow = (_lines(panel, lines, marks, limit, bands, w) for w in (MIDDLE, NARROW))
-    values = _values(panel, lines, MAX_MARKED_POINTS)
-    return Chart(panel.title, svg, narrow, hint or panel.hint, keys, values)
 
 
 def _values(panel: Panel, lines: Sequence[Line], most: int) -> list[list[str]]:
@@ -229,20 +205,26 @@ def _values(panel: Panel, lines: Sequence[Line], most: int) -> list[list[str]]:
     ]
 
 
-def _lines(
+def line_chart(
     panel: Panel,
     lines: Sequence[Line],
-    marks: Sequence[Mark],
-    limit: tuple[str, float] | None,
-    bands: Sequence[tuple[int, int]],
-    width: int,
-) -> str:
+    *,
+    marks: Sequence[Mark] = (),
+    limit: tuple[str, float] | None = None,
+    bands: Sequence[tuple[int, int]] = (),
+    hint: str = "",
+) -> Chart:
+    """Draw curves over iterations, at least one unless there is a mark.
+
+    `limit` is label and height of a dotted line across the chart; `bands` are the first and the
+    last iteration of each stretch of value pretraining, which is shaded.
+    """
     heights = [max(panel.floor, y) for line in lines for y in line.points.values()]
     heights += [mark.y + sign * mark.error for mark in marks for sign in (-1, 1)]
     heights += [limit[1]] if limit else []
     heights = [min(max(y, -LARGEST), LARGEST) for y in heights]
-    xs = [x for line in lines for x in line.points] + [mark.x for mark in marks]
     # A curve that begins later keeps the axis of the other charts.
+    xs = [x for line in lines for x in line.points] + [mark.x for mark in marks]
     xs += [x for band in bands for x in band]
     first, last, low, high = min(xs), max(xs), min(heights), max(heights)
     is_log = panel.is_log and low > 0
@@ -250,26 +232,34 @@ def _lines(
     bottom = min(0.0, low) if panel.from_zero else low - room
     y_range = (low / 2, high * 2) if is_log else (bottom, high + room)
     pad = max(0.35, (last - first) * 0.03)
-    plot = _Plot(width, (first - pad, last + pad), y_range, is_log=is_log)
-    for begin, end in bands:
-        left = plot.across(max(plot.x[0], begin - 0.5))
-        plot.add(
-            "rect", x=left, width=plot.across(min(plot.x[1], end + 0.5)) - left, y=plot.top,
-            height=plot.height - plot.top - plot.bottom, fill="var(--line)", opacity="0.6",
-        )  # fmt: skip
-    plot.axes(panel, first, last)
-    ends = (plot.left, plot.width - plot.right)
-    if limit is not None:
-        at = (plot.down(limit[1]),) * 2
-        plot.rule(ends, at, "slate", stroke_width="1.25", stroke_dasharray="2.5 2.5")
-    for line in lines:
-        _draw_line(plot, line, panel)
-    for mark in marks:
-        _draw_mark(plot, mark, panel)
-    if limit is not None:
-        halo = {"stroke": "var(--surface)", "stroke_width": "4", "paint_order": "stroke"}
-        plot.write(limit[0], ends[1], plot.down(limit[1]) - 5, "end", **halo)
-    return plot.svg(panel.title)
+
+    def draw(width: int) -> str:
+        plot = _Plot(width, (first - pad, last + pad), y_range, is_log=is_log)
+        for begin, end in bands:
+            left = plot.across(max(plot.x[0], begin - 0.5))
+            plot.add(
+                "rect", x=left, width=plot.across(min(plot.x[1], end + 0.5)) - left, y=plot.top,
+                height=plot.height - plot.top - plot.bottom, fill="var(--line)", opacity="0.6",
+            )  # fmt: skip
+        plot.axes(panel, first, last)
+        if limit:
+            at = (plot.down(limit[1]),) * 2
+            plot.rule(plot.ends, at, "slate", stroke_width="1.25", stroke_dasharray="2.5 2.5")
+        for line in lines:
+            _draw_line(plot, line, panel)
+        for mark in marks:
+            _draw_mark(plot, mark, FORMATS[panel.unit])
+        if limit:
+            halo = {"stroke": "var(--surface)", "stroke_width": "4", "paint_order": "stroke"}
+            plot.write(limit[0], plot.ends[1], at[0] - 5, "end", **halo)
+        return plot.svg(panel.title)
+
+    is_named = len(lines) > 1 or len(panel.curves) != 1
+    keys = [(line.label, line.color, "dash" if line.is_secondary else "line") for line in lines]
+    keys = (keys if is_named else []) + [("value pretraining", "line", "box")] * bool(bands)
+    keys += [("held out", marks[0].color, "mark")] if marks else []
+    values = _values(panel, lines, MAX_MARKED_POINTS)
+    return Chart(panel.title, draw(MIDDLE), draw(NARROW), hint or panel.hint, keys, values)
 
 
 def _draw_line(plot: _Plot, line: Line, panel: Panel) -> None:
@@ -292,58 +282,57 @@ def _draw_line(plot: _Plot, line: Line, panel: Panel) -> None:
         )  # fmt: skip
 
 
-def _draw_mark(plot: _Plot, mark: Mark, panel: Panel) -> None:
-    right, down, write = plot.across(mark.x), plot.down(mark.y), FORMATS[panel.unit]
-    spread = f" +- {write(mark.error)}" if mark.error else ""
+def _draw_mark(plot: _Plot, mark: Mark, write: Callable[[float], str]) -> None:
+    right, down = plot.across(mark.x), plot.down(mark.y)
+    tip = f"{mark.label}: {write(mark.y)}"
     if mark.error:
-        ends = (plot.down(mark.y - mark.error), plot.down(mark.y + mark.error))
-        plot.rule((right, right), ends, mark.color, stroke_width="1.5")
-        for end in ends:
+        tip += f" +- {write(mark.error)}"
+        low, high = (plot.down(mark.y + sign * mark.error) for sign in (-1, 1))
+        plot.rule((right, right), (low, high), mark.color, stroke_width="1.5")
+        for end in (low, high):
             plot.rule((right - 4, right + 4), (end, end), mark.color, stroke_width="1.5")
     plot.add(
         "path", d=f"M{right:.2f},{down - 6:.2f}l6,6l-6,6l-6,-6z", fill=f"var(--{mark.color})",
-        stroke="var(--surface)", stroke_width="1.5",
-        tip=f"{mark.label}: {write(mark.y)}{spread}",
+        stroke="var(--surface)", stroke_width="1.5", tip=tip,
     )  # fmt: skip
 
 
 def bar_chart(panel: Panel, layers: Sequence[Line], *, is_wide: bool = False) -> Chart:
     """Draw a stacked bar for each iteration; neighbours are averaged beyond `MAX_BARS`.
 
-    Args:
-        panel: title and unit.
-        layers: from the bottom up, all of the same iterations.
-        is_wide: it takes both columns of the page.
+    `layers` go from the bottom up and have the same iterations; `is_wide` takes both columns of
+    the page.
     """
-    svg, narrow = (_bars(panel, layers, w) for w in (WIDE if is_wide else MIDDLE, NARROW))
-    keys = [(layer.label, layer.color, "box") for layer in layers]
-    values = _values(panel, layers, MAX_BARS)
-    return Chart(panel.title, svg, narrow, panel.hint, keys, values, is_wide)
-
-
-def _bars(panel: Panel, layers: Sequence[Line], width: int) -> str:
     stride = -(-len(layers[0].points) // MAX_BARS)
-    at = _average([*layers[0].points], stride)
-    tops = [_average([*layer.points.values()], stride) for layer in layers]
+
+    def average(values: Iterable[float]) -> list[float]:
+        each = list(values)
+        return [fmean(each[i : i + stride]) for i in range(0, len(each), stride)]
+
+    at = average(layers[0].points)
+    tops = [average(layer.points.values()) for layer in layers]
     bar = 0.68 * stride
     # Few bars would be as broad as the page.
     room = bar / 2 + max(0.0, 5 - len(at)) * 0.5 * stride
     pad = max(0.35, (at[-1] - at[0]) * 0.03) + room
     highest = max(min(max(map(sum, zip(*tops, strict=True))), LARGEST) * 1.06, 1e-9)
-    plot = _Plot(width, (at[0] - pad, at[-1] + pad), (0.0, highest))
-    plot.axes(panel, at[0], at[-1])
-    base = [0.0] * len(at)
-    for layer, heights in zip(layers, tops, strict=True):
-        for place, (x, height) in enumerate(zip(at, heights, strict=True)):
-            tip = f"{layer.label}, iteration {x:g}: {FORMATS[panel.unit](height)}"
-            top = base[place] + height
-            plot.bar((x - bar / 2, x + bar / 2), (base[place], top), layer.color, tip)
-            base[place] = top
-    return plot.svg(panel.title)
 
+    def draw(width: int) -> str:
+        plot = _Plot(width, (at[0] - pad, at[-1] + pad), (0.0, highest))
+        plot.axes(panel, at[0], at[-1])
+        base = [0.0] * len(at)
+        for layer, heights in zip(layers, tops, strict=True):
+            for place, (x, height) in enumerate(zip(at, heights, strict=True)):
+                tip = f"{layer.label}, iteration {x:g}: {FORMATS[panel.unit](height)}"
+                top = base[place] + height
+                plot.bar((x - bar / 2, x + bar / 2), (base[place], top), layer.color, tip)
+                base[place] = top
+        return plot.svg(panel.title)
 
-def _average(values: Sequence[float], stride: int) -> list[float]:
-    return [fmean(values[i : i + stride]) for i in range(0, len(values), stride)]
+    broad = draw(WIDE if is_wide else MIDDLE)
+    keys = [(layer.label, layer.color, "box") for layer in layers]
+    values = _values(panel, layers, MAX_BARS)
+    return Chart(panel.title, broad, draw(NARROW), panel.hint, keys, values, is_wide)
 
 
 def timeline(
@@ -351,32 +340,28 @@ def timeline(
 ) -> Chart:
     """Draw when each task ran, in a wide chart.
 
-    Args:
-        panel: title.
-        rows: labels from top to bottom.
-        spans: bars; each names one of `rows`.
-        since: what happened at second 0.
+    `rows` are labels from top to bottom, one of which each span names; `since` says what happened
+    at second 0.
     """
     end = max(span.start + span.length for span in spans) or 1.0
-    spans = _merge(spans, end) if len(spans) > MAX_SPANS else spans
-    height = 52 + 26 * len(rows)
-    drawings = []
-    for width in (WIDE, NARROW):
-        y_range = (-0.6, len(rows) - 0.4)
+    shown = _merge(spans, end) if len(spans) > MAX_SPANS else spans
+
+    def draw(width: int) -> str:
+        y_range, height = (-0.6, len(rows) - 0.4), 52 + 26 * len(rows)
         plot = _Plot(width, (0.0, end), y_range, height=height, left=96, right=34, top=6)
-        most = width // 120
-        ticks = _ticks(0.0, end, most, _round_times(end, most))
+        ticks = _ticks(0.0, end, width // 120, is_time=True)
         for tick in ticks:
             plot.rule((plot.across(tick),) * 2, (plot.top, height - plot.bottom), "grid")
         plot.x_axis(f"time since {since}", [(tick, seconds(tick)) for tick in ticks])
         for place, label in enumerate(reversed(rows)):
             plot.write(label, plot.left - 7, plot.down(place) + 4, "end")
-        for span in spans:
+        for span in shown:
             y = len(rows) - 1 - rows.index(span.row)
             stop = span.start + max(span.length, end * 0.0012)
             plot.bar((span.start, stop), (y - 0.32, y + 0.32), span.color, span.tip)
-        drawings.append(plot.svg(panel.title))
-    return Chart(panel.title, drawings[0], drawings[1], panel.hint, is_wide=True)
+        return plot.svg(panel.title)
+
+    return Chart(panel.title, draw(WIDE), draw(NARROW), panel.hint, is_wide=True)
 
 
 def _merge(spans: Sequence[Span], end: float) -> list[Span]:
