@@ -33,7 +33,7 @@ CEILINGS = {
     "records": 3_020,
     "run": 2_910,
     "show": 1_600,
-    "stages": 17_900,
+    "stages": 17_510,
     "store": 2_950,
     "submit": 2_380,
     "verifiers": 3_030,
