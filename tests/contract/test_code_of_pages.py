@@ -86,7 +86,7 @@ def test_the_own_dag_holds_the_run_and_the_step_behind_it_and_is_submitted(follo
 def test_the_own_step_returns_the_best_policy_or_fails(followed, tmp_path):
     root, accept = tmp_path.as_uri(), followed["accept"].python_func
     best = BestPolicy(f"{layout.policy(root, 4)}#sha256={'0' * 64}", 4, 0.5, (0, 4))
-    write_json(layout.best_policy(root), {"schema": BestPolicy.SCHEMA, **vars(best)})
+    write_json(layout.best_policy(root), vars(best))
     assert accept(root=root, least=0.3) == best.pin
     with pytest.raises(ValueError, match=r"at least 0\.6, got 0\.5"):
         accept(root=root, least=0.6)

@@ -107,11 +107,7 @@ def _resolve(reference: str) -> Any:
 
 
 def section_class(section: str, raw: Mapping[str, Any]) -> type[Section]:
-    """Return the class of `section`; the table `raw` decides where several exist.
-
-    Raises:
-        ConfigError: no such section; the nearest name is given.
-    """
+    """Return the class of `section`; the table `raw` decides where several exist."""
     if section not in SECTIONS:
         raise ConfigError(
             f"a configuration section must be one of {sorted(SECTIONS)}, got {section!r}"
@@ -166,12 +162,20 @@ def _fault(section: str, item: Any, cls: type[BaseModel]) -> str:
     return f"`{path}`: {item['msg']}, got {value}"
 
 
-def parse_toml(text: str | bytes, *, name: str) -> dict[str, dict[str, Any]]:
-    """Parse TOML made of tables only.
+def document_faults(error: ValidationError) -> str:
+    """Return the first faults of a document that a type refuses, each with the value seen."""
+    faults = []
+    for item in error.errors()[:8]:
+        text = item["msg"].removeprefix("Value error, ")
+        place = ".".join(map(str, item["loc"]))
+        # A rule of the whole document names the value itself.
+        seen = "" if item["type"] == "value_error" and not place else f", got {item['input']!r:.80}"
+        faults.append(f"{f'`{place}`: ' if place else ''}{text}{seen}")
+    return "; ".join(faults)
 
-    Raises:
-        ConfigError: not TOML, or a key outside a table.
-    """
+
+def parse_toml(text: str | bytes, *, name: str) -> dict[str, dict[str, Any]]:
+    """Parse TOML made of tables only."""
     tables = load_toml(text, name=name)
     for key, value in tables.items():
         if not isinstance(value, dict):
@@ -182,11 +186,7 @@ def parse_toml(text: str | bytes, *, name: str) -> dict[str, dict[str, Any]]:
 
 
 def load_toml(text: str | bytes, *, name: str) -> dict[str, Any]:
-    """Parse TOML whose values every later step can hold and print.
-
-    Raises:
-        ConfigError: not TOML in UTF-8, nested too deeply, or an integer beyond 64 bits.
-    """
+    """Parse TOML whose values every later step can hold and print."""
     try:
         return _loads(text if isinstance(text, str) else text.decode("utf-8"), name)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -194,11 +194,7 @@ def load_toml(text: str | bytes, *, name: str) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file of this machine.
-
-    Raises:
-        ConfigError: no such file, or as `load_toml`.
-    """
+    """Read a TOML file of this machine."""
     try:
         data = path.read_bytes()
     except (OSError, ValueError) as error:
@@ -219,11 +215,7 @@ def _loads(text: str, name: str) -> dict[str, Any]:
 
 
 def check_limits(settings: Mapping[str, Any], name: str) -> None:
-    """Refuse values that not every later step can hold, compare and print.
-
-    Raises:
-        ConfigError: nested too deeply, or an integer beyond 64 bits.
-    """
+    """Refuse values that not every later step can hold, compare and print."""
     level: list[Any] = [settings]
     for _ in range(_MAX_DEPTH):
         tables = [value.values() for value in level if isinstance(value, dict)]
@@ -242,11 +234,7 @@ def preset_names() -> list[str]:
 
 
 def load_preset(name: str) -> dict[str, dict[str, Any]]:
-    """Return the raw tables of a shipped preset.
-
-    Raises:
-        ConfigError: no preset of that name.
-    """
+    """Return the raw tables of a shipped preset."""
     names = preset_names()
     if name not in names:
         raise ConfigError(f"a preset must be one of {names}, got {name!r}{nearest(name, names)}")
@@ -359,11 +347,7 @@ def unplaced(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_sha256(resolved: Mapping[str, Any]) -> str:
-    """Return the sha256 of the canonical JSON of a resolved configuration, as `unplaced` has it.
-
-    Raises:
-        ConfigError: a number is infinite or NaN.
-    """
+    """Return the sha256 of the canonical JSON of a resolved configuration, as `unplaced` has it."""
     table = unplaced(resolved)
     try:
         canonical = json.dumps(table, sort_keys=True, separators=(",", ":"), allow_nan=False)

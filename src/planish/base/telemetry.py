@@ -194,8 +194,6 @@ _BOUNDS = {
 
 @dataclass
 class _Series:
-    """One metric under one set of label values."""
-
     total: float = 0.0
     counts: list[int] = field(default_factory=list)
 
@@ -368,6 +366,11 @@ def redact(text: str) -> str:
         'hf://org/name@v2 s3://bucket/a@b'
     """
     return _SECRET.sub(lambda found: f"{found['before'] or found['name'] or ''}***", text)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the beginning of what an error of another package says, without credentials."""
+    return redact(str(error)).strip().partition("\n")[0][:200]
 
 
 class LogFormatter(logging.Formatter):

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from planish.records.schema import Messages, Record, column, hex_id_faults, record, take_rows
+from planish.records.schema import (
+    Messages,
+    Record,
+    column,
+    hex_id_faults,
+    record,
+    row_faults,
+    take_rows,
+)
 
 
 def prompt_id(messages: Sequence[Mapping[str, str]], answer: str) -> str:
@@ -62,19 +71,14 @@ class PromptSet(Record):
 
     def value_faults(self) -> list[str]:
         """Return what is wrong with values of the right form."""
-        faults = hex_id_faults("prompt_id", self.prompt_id)
-        first: dict[str, int] = {}
-        for row, value in enumerate(self.prompt_id):
-            if first.setdefault(value, row) != row:
-                faults.append(
-                    f"`prompt_id` must not repeat, got {value!r} in rows {first[value]} and {row}"
-                )
         rates = self.pass_rate
-        outside = np.flatnonzero(~np.isnan(rates) & ~((rates >= 0) & (rates <= 1)))
-        faults += [
-            f"`pass_rate` must be in 0..1 or NaN, got {rates[row]} in row {row}" for row in outside
+        seen = Counter(self.prompt_id)
+        repeated = np.array([seen[value] > 1 for value in self.prompt_id], np.bool_)
+        return [
+            *hex_id_faults("prompt_id", self.prompt_id),
+            *row_faults("`prompt_id` must not repeat", repeated, self.prompt_id),
+            *row_faults("`pass_rate` must be in 0..1 or NaN", (rates < 0) | (rates > 1), rates),
         ]
-        return faults
 
 
 @record

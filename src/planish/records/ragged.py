@@ -58,8 +58,6 @@ class Ragged:
 
     def row(self, index: int) -> Array:
         """Return row `index` as a view, 0 <= index < R."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"a row index must be in 0..{len(self) - 1}, got {index}")
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
     @property
@@ -75,10 +73,6 @@ class Ragged:
         """
         rows = np.asarray(indices)
         rows = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows.astype(np.int64)
-        if len(rows) and not (rows.min() >= 0 and rows.max() < len(self)):
-            raise IndexError(
-                f"row indices must be in 0..{len(self) - 1}, got {rows.min()}..{rows.max()}"
-            )
         # An index of each value would take 16 times the bytes of a column of small integers.
         return Ragged.from_lists(map(self.row, rows.tolist()), self.values.dtype)
 
@@ -90,8 +84,6 @@ class Ragged:
     @staticmethod
     def concat(items: Sequence[Ragged]) -> Ragged:
         """Put the rows of all items one after another; at least one item, equal dtypes."""
-        if not items:
-            raise ValueError("`items` must not be empty; use `Ragged.empty(dtype)` instead")
         dtypes = {str(item.values.dtype) for item in items}
         if len(dtypes) > 1:
             raise ValueError(f"`items` must have one dtype, got {sorted(dtypes)}")
@@ -106,28 +98,20 @@ class Ragged:
 
     def faults(self, name: str, *, rows: int, dtype: npt.DTypeLike) -> list[str]:
         """Return what is wrong with this array as column `name`; empty when sound."""
+        values, offsets, kind = self.values, self.offsets, np.dtype(dtype)
+        if values.ndim != 1 or values.dtype != kind:
+            return [f"`{name}` values must be [N] {kind}, got {list(values.shape)} {values.dtype}"]
+        if offsets.ndim != 1 or offsets.dtype != np.int64 or not len(offsets):
+            seen = f"{list(offsets.shape)} {offsets.dtype}"
+            return [f"`{name}` offsets must be [R + 1] int64, got {seen}"]
         faults = []
-        if self.values.ndim != 1 or self.values.dtype != np.dtype(dtype):
-            faults.append(
-                f"`{name}` values must be [N] {np.dtype(dtype)}, got "
-                f"{list(self.values.shape)} {self.values.dtype}"
-            )
-        if self.offsets.ndim != 1 or self.offsets.dtype != np.int64 or not len(self.offsets):
-            return [
-                *faults,
-                f"`{name}` offsets must be [R + 1] int64, got "
-                f"{list(self.offsets.shape)} {self.offsets.dtype}",
-            ]
         if len(self) != rows:
             faults.append(f"`{name}` must have {rows} rows, got {len(self)}")
-        if self.offsets[0] != 0 or self.offsets[-1] != len(self.values):
+        ends = offsets[0], offsets[-1]
+        if ends != (0, len(values)) or (np.diff(offsets) < 0).any():
             faults.append(
-                f"`{name}` offsets must run from 0 to {len(self.values)}, got "
-                f"{self.offsets[0]} to {self.offsets[-1]}"
+                f"`{name}` offsets must rise from 0 to {len(values)}, got {ends[0]} to {ends[1]}"
             )
-        falling = np.flatnonzero(np.diff(self.offsets) < 0)
-        if len(falling):
-            faults.append(f"`{name}` offsets must not decrease, got a fall after row {falling[0]}")
         return faults
 
 

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, TypeAdapter, ValidationError
 
 from planish import store
+from planish.base.config import document_faults
 from planish.base.errors import ObjectMissing, RecordError
 from planish.records import layout
 from planish.records.manifest import read_manifest
 from planish.records.refs import is_pin
-from planish.store.documents import read_json, write_json
+from planish.store.documents import write_json
 
 _LIMIT_BYTES = 256 << 20
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-Scalars = dict[str, float]
+
+def _number(value: Any) -> Any:
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+Scalars = dict[str, Annotated[float, BeforeValidator(_number)]]
 
 
 @dataclass(frozen=True)
@@ -32,15 +41,13 @@ class UpdateReport:
         True
     """
 
-    SCHEMA: ClassVar[str] = "update/1"
-    PARTS: ClassVar[tuple[str, ...]] = ("scalars", "minibatches", "attributes")
-
     scalars: Scalars
     """Metric name to value over the whole iteration; NaN and infinities survive the file."""
     minibatches: list[Scalars] = field(default_factory=list)
     """One entry per optimizer step, in order."""
     attributes: dict[str, Any] = field(default_factory=dict)
     """JSON values: iteration, step, config_sha256 ..."""
+    schema: Literal["update/1"] = "update/1"
 
 
 @dataclass(frozen=True)
@@ -53,18 +60,22 @@ class EvalReport:
         True
     """
 
-    SCHEMA: ClassVar[str] = "eval/1"
-    PARTS: ClassVar[tuple[str, ...]] = ("scalars", "sources", "attributes")
-
     scalars: Scalars
     """Metric name to value over all prompts."""
     sources: dict[str, Scalars] = field(default_factory=dict)
     """Source of the prompts to its own scalars."""
     attributes: dict[str, Any] = field(default_factory=dict)
     """JSON values: policy_version, seed, config_sha256, marks of all samples ..."""
+    schema: Literal["eval/1"] = "eval/1"
 
 
 ReportT = TypeVar("ReportT", UpdateReport, EvalReport)
+
+
+def _is_pinned(pin: str) -> str:
+    if not is_pin(pin):
+        raise ValueError("must be a pinned URI")
+    return pin
 
 
 @dataclass(frozen=True)
@@ -76,9 +87,7 @@ class BestPolicy:
         (0, 4, 8)
     """
 
-    SCHEMA: ClassVar[str] = "best-policy/1"
-
-    pin: str
+    pin: Annotated[str, AfterValidator(_is_pinned)]
     """`<uri>#sha256=<digest>`."""
     policy_version: int
     """Of equal accuracies the earlier version."""
@@ -86,6 +95,10 @@ class BestPolicy:
     """avg@n over all held-out prompts."""
     evaluated: tuple[int, ...]
     """Versions that were compared, in order."""
+    schema: Literal["best-policy/1"] = "best-policy/1"
+
+
+DocumentT = TypeVar("DocumentT", UpdateReport, EvalReport, BestPolicy)
 
 
 def report_bytes(report: UpdateReport | EvalReport) -> bytes:
@@ -94,9 +107,9 @@ def report_bytes(report: UpdateReport | EvalReport) -> bytes:
     Raises:
         RecordError: a value is not a number, or an attribute is not JSON.
     """
-    raw: dict[str, Any] = {"schema": report.SCHEMA, "attributes": report.attributes}
-    for part in report.PARTS[:2]:
-        raw[part] = _encode(getattr(report, part), part)
+    given = vars(report)
+    plain = ("schema", "attributes")
+    raw = {part: value if part in plain else _encode(value, part) for part, value in given.items()}
     try:
         text = json.dumps(raw, sort_keys=True, indent=2, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -146,46 +159,25 @@ def read_report(cls: type[ReportT], uri: str, *, sha256: str | None = None) -> R
     return parse_report(cls, data, uri)
 
 
-def parse_report(cls: type[ReportT], data: bytes, name: str) -> ReportT:
+@functools.cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
+
+
+def parse_report(cls: type[DocumentT], data: bytes, name: str) -> DocumentT:
     """Parse the bytes of a report, trusting nothing in them.
 
     Raises:
         RecordError: not a report of this schema.
     """
+    kind: Any = cls
     try:
-        raw: Any = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"`{name}` must be JSON, got {data[:80]!r} ({error})") from None
-    if not isinstance(raw, dict) or raw.get("schema") != cls.SCHEMA:
-        seen = raw.get("schema") if isinstance(raw, dict) else type(raw).__name__
-        raise RecordError(f"`{name}` must be a report of schema {cls.SCHEMA}, got {seen!r:.80}")
-    empty: UpdateReport | EvalReport = cls({})
-    part = empty.PARTS[1]
-    if raw.keys() != {"schema", *empty.PARTS}:
+        report: DocumentT = _adapter(kind).validate_json(data, strict=True, extra="forbid")
+    except ValidationError as error:
         raise RecordError(
-            f"`{name}` must have the fields {sorted(['schema', *empty.PARTS])}, "
-            f"got {sorted(raw)!s:.200}"
-        )
-    details = raw[part]
-    if not isinstance(raw["attributes"], dict) or type(details) is not type(getattr(empty, part)):
-        raise RecordError(f"`{name}`: `attributes` or `{part}` has the wrong type")
-    if isinstance(details, list):
-        decoded: Any = [_scalars(item, name) for item in details]
-    else:
-        decoded = {key: _scalars(item, name) for key, item in details.items()}
-    return cls(_scalars(raw["scalars"], name), decoded, raw["attributes"])
-
-
-def _scalars(raw: Any, name: str) -> Scalars:
-    if not isinstance(raw, dict):
-        raise RecordError(f"`{name}`: scalars must be an object, got {raw!r:.80}")
-    scalars = {}
-    for key, value in raw.items():
-        number = _NON_FINITE.get(value, value) if isinstance(value, str) else value
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise RecordError(f"`{name}`: `{key}` must be a number, got {value!r:.80}")
-        scalars[key] = float(number)
-    return scalars
+            f"`{name}` must be of schema {cls.schema}: {document_faults(error)}"
+        ) from None
+    return report
 
 
 def evaluation_names(config: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -233,7 +225,7 @@ def pin_best(root: str, like: EvalReport) -> BestPolicy | None:
         return None
     version = max(accuracies, key=lambda version: (accuracies[version], -version))
     best = BestPolicy(pins[version], version, accuracies[version], tuple(sorted(accuracies)))
-    write_json(layout.best_policy(root), {"schema": BestPolicy.SCHEMA, **vars(best)})
+    write_json(layout.best_policy(root), vars(best))
     return best
 
 
@@ -245,14 +237,4 @@ def read_best(root: str) -> BestPolicy:
         RecordError: another document lies there.
     """
     uri = layout.best_policy(root)
-    raw: Any = read_json(uri)
-    if not isinstance(raw, dict) or raw.get("schema") != BestPolicy.SCHEMA:
-        raise RecordError(f"`{uri}` must be of schema {BestPolicy.SCHEMA}, got {raw!r:.200}")
-    names = ("pin", "policy_version", "accuracy", "evaluated")
-    pin, version, accuracy, evaluated = map(raw.get, names)
-    versions = [version, *evaluated] if isinstance(evaluated, list) else []
-    are_numbers = bool(versions) and all(type(number) is int for number in versions)
-    is_pinned = isinstance(pin, str) and is_pin(pin)
-    if not are_numbers or not is_pinned or type(accuracy) is not float:
-        raise RecordError(f"`{uri}` must name a policy by its pin, got {raw!r:.200}")
-    return BestPolicy(str(pin), versions[0], accuracy, tuple(versions[1:]))
+    return parse_report(BestPolicy, store.read(uri, 0, _LIMIT_BYTES), uri)

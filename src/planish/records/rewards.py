@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from planish.records.schema import Record, column, record
+from planish.records.schema import Record, column, record, row_faults
 
 _TOLERANCE = 1e-5
 
@@ -96,27 +96,20 @@ class RewardSet(Record):
 
     def value_faults(self) -> list[str]:
         """Return what is wrong with values of the right form."""
-        faults = []
-        for name in ("outcome", "length_penalty", "reward"):
-            values = getattr(self, name)
-            faults += [
-                f"`{name}` must be finite, got {values[row]} in row {row}"
-                for row in np.flatnonzero(~np.isfinite(values))
-            ]
-        unknown = np.flatnonzero((self.accuracy != 0) & (self.accuracy != 1))
-        faults += [
-            f"`accuracy` must be 0 or 1, got {self.accuracy[row]} in row {row}" for row in unknown
+        total = self.outcome + self.length_penalty
+        wrong = np.abs(total - self.reward) > _TOLERANCE
+        accuracy, penalty = self.accuracy, self.length_penalty
+        return [
+            *(
+                fault
+                for name in ("outcome", "length_penalty", "reward")
+                for fault in row_faults(
+                    f"`{name}` must be finite",
+                    ~np.isfinite(getattr(self, name)),
+                    getattr(self, name),
+                )
+            ),
+            *row_faults("`accuracy` must be 0 or 1", (accuracy != 0) & (accuracy != 1), accuracy),
+            *row_faults("`length_penalty` must be 0 or less", penalty > 0, penalty),
+            *row_faults("`reward` must be outcome + length_penalty", wrong, self.reward, total),
         ]
-        faults += [
-            f"`length_penalty` must be 0 or less, got {self.length_penalty[row]} in row {row}"
-            for row in np.flatnonzero(self.length_penalty > 0)
-        ]
-        if not faults:
-            total = self.outcome + self.length_penalty
-            wrong = np.flatnonzero(np.abs(total - self.reward) > _TOLERANCE)
-            faults = [
-                f"`reward` must be outcome + length_penalty = {total[row]}, "
-                f"got {self.reward[row]} in row {row}"
-                for row in wrong
-            ]
-        return faults

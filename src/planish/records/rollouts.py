@@ -21,7 +21,9 @@ from planish.records.schema import (
     hex_id_faults,
     join,
     record,
+    row_faults,
     take_rows,
+    value_faults,
 )
 
 _MAX_LOGPROB = 1e-3
@@ -248,99 +250,72 @@ class RolloutSet(Record):
         return [*self._order_faults(), *self._token_faults(), *routing, *self._id_faults()]
 
     def _order_faults(self) -> list[str]:
-        faults = []
-        present = np.unique(self.group_index)
+        groups, samples = self.group_index, self.sample_index
+        step = np.diff(groups)
+        stuck = (step == 0) & (np.diff(samples) <= 0)
+        faults = row_faults("`group_index` must not decrease to the next row", step < 0, groups)
+        faults += row_faults("`sample_index` must be 0 or more", samples < 0, samples)
+        rule = "`sample_index` must increase within a group"
+        faults += row_faults(rule, stuck, samples, samples[1:])
+        present = np.unique(groups)
         if not np.array_equal(present, np.arange(self.num_groups)):
             faults.append(
                 f"`group_index` must hold each of 0..{self.num_groups - 1} and no other, got "
                 f"{len(present)} values in {present.min(initial=0)}..{present.max(initial=0)}"
             )
-        group_step = np.diff(self.group_index)
-        if (group_step < 0).any():
-            faults.append(
-                f"`group_index` must not decrease, got a fall after row "
-                f"{np.flatnonzero(group_step < 0)[0]}"
-            )
-        stuck = np.flatnonzero((group_step == 0) & (np.diff(self.sample_index) <= 0))
-        if len(stuck) or (self.sample_index < 0).any():
-            faults.append(
-                "`sample_index` must be 0 or more and increase within a group, got "
-                f"{self.sample_index[stuck[0] : stuck[0] + 2].tolist()} after row {stuck[0]}"
-                if len(stuck)
-                else f"`sample_index` must be 0 or more, got {self.sample_index.min()}"
-            )
         return faults
 
     def _token_faults(self) -> list[str]:
+        lengths, begins = self.response_tokens.lengths, self.window_start
         faults = []
-        lengths = self.response_tokens.lengths
         for name in ("rollout_logprobs", "policy_version"):
-            wrong = np.flatnonzero(getattr(self, name).lengths != lengths)
-            faults += [
-                f"`{name}` must have one value per response token, got "
-                f"{getattr(self, name).lengths[row]} for {lengths[row]} tokens in row {row}"
-                for row in wrong
-            ]
+            seen = getattr(self, name).lengths
+            rule = f"`{name}` must have one value per response token"
+            faults += row_faults(rule, seen != lengths, seen, lengths)
         for name in ("prompt_tokens", "response_tokens", "policy_version"):
-            lowest = getattr(self, name).values.min(initial=0)
-            if lowest < 0:
-                faults.append(f"`{name}` must be 0 or more, got {lowest}")
+            values = getattr(self, name).values
+            faults += value_faults(f"`{name}` must be 0 or more", values < 0, values)
         logprobs = self.rollout_logprobs.values
-        bad = ~(np.isfinite(logprobs) & (logprobs <= _MAX_LOGPROB))
-        if bad.any():
-            faults.append(
-                f"`rollout_logprobs` must be finite and 0 or less, got "
-                f"{logprobs[bad][0]} ({bad.sum()} values)"
-            )
-        beyond = np.flatnonzero((self.window_start < 0) | (self.window_start > lengths))
-        faults += [
-            f"`window_start` must be in 0..response length, got {self.window_start[row]} for "
-            f"{lengths[row]} tokens in row {row}"
-            for row in beyond
-        ]
-        unknown = np.flatnonzero((self.finish < 0) | (self.finish > max(FinishReason)))
-        faults += [
-            f"`finish` must be in 0..{max(FinishReason)}, got {self.finish[row]} in row {row}"
-            for row in unknown
-        ]
-        return faults
+        good = np.isfinite(logprobs) & (logprobs <= _MAX_LOGPROB)
+        rule = "`rollout_logprobs` must be finite and 0 or less"
+        faults += value_faults(rule, ~good, logprobs)
+        rule = "`window_start` must be in 0..response length"
+        faults += row_faults(rule, (begins < 0) | (begins > lengths), begins, lengths)
+        last = max(FinishReason)
+        unknown = (self.finish < 0) | (self.finish > last)
+        return faults + row_faults(f"`finish` must be in 0..{last}", unknown, self.finish)
 
     def _routing_faults(self) -> list[str]:
         if self.routing is None or self.experts_per_token is None:
             if self.routing is None and self.experts_per_token is None:
                 return []
             return ["`routing` and `experts_per_token` must be there together, got one of them"]
-        lengths = self.num_tokens()
+        lengths, per_token = self.num_tokens(), self.experts_per_token
         choices = self.routing.lengths // np.maximum(lengths, 1)
-        per_token = self.experts_per_token
         uneven = (choices * lengths != self.routing.lengths) | (choices != choices[:1])
         uneven |= (per_token < 1) | (per_token != per_token[:1])
         uneven |= choices % np.maximum(per_token, 1) != 0
-        faults = [
+        rule = (
             "`routing` must have the same number of layers times `experts_per_token` choices for "
-            f"each prompt and response token, got {self.routing.lengths[row]} with "
-            f"{per_token[row]} for {lengths[row]} tokens in row {row}"
-            for row in np.flatnonzero(uneven)
+            "each prompt and response token"
+        )
+        experts = self.routing.values
+        return [
+            *row_faults(rule, uneven, self.routing.lengths, per_token, lengths),
+            *value_faults("`routing` must be experts, or -1 where unknown", experts < -1, experts),
         ]
-        if (lowest := self.routing.values.min(initial=0)) < -1:
-            faults.append(f"`routing` must be experts, or -1 where unknown, got {lowest}")
-        return faults
 
     def _id_faults(self) -> list[str]:
-        faults = hex_id_faults("prompt_id", self.prompt_id)
-        for row, (rollout, prompt, sample) in enumerate(
-            zip(self.rollout_id, self.prompt_id, self.sample_index.tolist(), strict=True)
-        ):
-            if rollout != f"{prompt}-{sample:03d}":
-                faults.append(
-                    f"`rollout_id` must be {f'{prompt}-{sample:03d}'!r}, "
-                    f"got {rollout!r:.60} in row {row}"
-                )
-        starts = _starts(self.group_index)
+        samples = self.sample_index.tolist()
+        wanted = [f"{p}-{n:03d}" for p, n in zip(self.prompt_id, samples, strict=True)]
+        wrong = np.array([a != b for a, b in zip(self.rollout_id, wanted, strict=True)], np.bool_)
         ids = np.asarray(self.prompt_id, dtype=np.str_)
-        if self.num_rows and (ids[1:] != ids[:-1])[~starts[1:]].any():
-            faults.append("`prompt_id` must be equal in all rows of a group")
-        return faults
+        mixed = (ids[1:] != ids[:-1]) & ~_starts(self.group_index)[1:]
+        return [
+            *hex_id_faults("prompt_id", self.prompt_id),
+            *row_faults("`rollout_id` must be of its prompt", wrong, self.rollout_id, wanted),
+            *row_faults("`prompt_id` must be equal in all rows of a group", mixed, ids),
+        ]
 
     def __eq__(self, other: object) -> bool:
         """Same columns by value, kept in the same way."""

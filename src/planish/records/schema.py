@@ -167,11 +167,8 @@ def column_faults(name: str, kind: Kind, data: object, rows: int) -> list[str]:
             seen = len(data) if isinstance(data, list) else type(data).__name__
             return [f"`{name}` must be a list of {rows} {cells}, got {seen}"]
         is_sound, rule = _CELL_RULES[kind]
-        return [
-            f"`{name}` must be {rule}, got {value!r:.80} in row {row}"
-            for row, value in enumerate(data)
-            if not is_sound(value)
-        ]
+        wrong = np.array([not is_sound(value) for value in data], np.bool_)
+        return row_faults(f"`{name}` must be {rule}", wrong, data)
     if not isinstance(data, np.ndarray):
         return [f"`{name}` must be an array [R] {kind}, got {type(data).__name__}"]
     if data.dtype != np.dtype(kind) or data.shape != (rows,):
@@ -207,13 +204,33 @@ _CELL_RULES: dict[str, tuple[Callable[[object], bool], str]] = {
 """Kind of a column to the check of a cell, and its rule in words."""
 
 
+def row_faults(rule: str, wrong: Array, *seen: Any) -> list[str]:
+    """Return a fault where rows break a rule, with what the first of them has.
+
+    Args:
+        rule: such as "`reward` must be finite".
+        wrong: [R] bool.
+        seen: [R] each: what is shown of a row.
+    """
+    rows = np.flatnonzero(wrong)
+    if not len(rows):
+        return []
+    cells = [column[rows[0]] for column in seen]
+    plain = [cell.item() if isinstance(cell, np.generic) else cell for cell in cells]
+    values = " for ".join(f"{cell!r:.80}" for cell in plain)
+    return [f"{rule}, got {values} in row {rows[0]} ({len(rows)} rows)"]
+
+
+def value_faults(rule: str, wrong: Array, values: Array) -> list[str]:
+    """Return a fault where values of lists break a rule, with the first of them."""
+    bad = values[wrong]
+    return [f"{rule}, got {bad[0]} ({len(bad)} values)"] if len(bad) else []
+
+
 def hex_id_faults(name: str, ids: Sequence[str]) -> list[str]:
     """Return the faults of a column of 16 hex digits."""
-    return [
-        f"`{name}` must be 16 hex digits, got {value!r:.60} in row {row}"
-        for row, value in enumerate(ids)
-        if not _HEX16.fullmatch(value)
-    ]
+    wrong = np.array([not _HEX16.fullmatch(value) for value in ids], np.bool_)
+    return row_faults(f"`{name}` must be 16 hex digits", wrong, ids)
 
 
 def take_rows(data: Any, rows: Array) -> Any:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -49,23 +49,17 @@ def parse_cursor(raw: object) -> Cursor:
     Raises:
         RecordError: of another form, or `pending` is not sorted, unique and below `next`.
     """
-    good = isinstance(raw, Mapping) and set(raw) == {"next", "pending"}
-    if good:
-        numbers = [cast("Mapping[str, object]", raw)["next"]]
-        pending = cast("Mapping[str, object]", raw)["pending"]
-        good = isinstance(pending, list)
-        numbers += cast("list[object]", pending) if good else []
-        good = good and all(type(n) is int and n >= 0 for n in numbers)
-    if good:
-        cursor = cast("Cursor", raw)
-        ordered = [*cursor["pending"], cursor["next"]]
-        good = all(a < b for a, b in itertools.pairwise(ordered))
-    if not good:
+    bounds: list[Any] = []
+    if isinstance(raw, Mapping) and set(raw) == {"next", "pending"}:
+        pending = raw["pending"]
+        bounds = [-1, *(pending if isinstance(pending, list) else "?"), raw["next"]]
+    is_whole = bool(bounds) and all(type(number) is int for number in bounds)
+    if not is_whole or not all(a < b for a, b in itertools.pairwise(bounds)):
         raise RecordError(
             "a prompt cursor must be {next, pending} with `pending` rising and below `next`, got "
             f"{str(raw)[:200]}; the train state that holds it is damaged"
         )
-    return Cursor(next=cursor["next"], pending=list(cursor["pending"]))
+    return Cursor(next=bounds[-1], pending=bounds[1:-1])
 
 
 @dataclass(frozen=True)
@@ -110,13 +104,8 @@ def parse_data(raw: object) -> StreamState:
     if not isinstance(raw, Mapping):
         return StreamState(parse_cursor(raw))
     cursor = parse_cursor({name: part for name, part in raw.items() if name not in _PARTS})
-    return StreamState(
-        cursor,
-        _pins(raw, "surplus"),
-        _pins(raw, "carry"),
-        _pin(raw, "values"),
-        _pin(raw, "waiting"),
-    )
+    kinds = {"surplus": list, "carry": list, "values": str, "waiting": str}
+    return StreamState(cursor, **{name: _pins(raw, name, kind) for name, kind in kinds.items()})
 
 
 def state_root(state_pin: str) -> str:
@@ -131,28 +120,17 @@ def state_root(state_pin: str) -> str:
     return parse_pin(state_pin)[0].rpartition(_STATES)[0]
 
 
-def _pin(raw: Mapping[str, object], name: str) -> str:
-    pin = raw.get(name, "")
-    if not isinstance(pin, str):
+def _pins(raw: Mapping[str, object], name: str, kind: type) -> Any:
+    value = raw.get(name, kind())
+    pins: list[Any] = value if isinstance(value, list) else [value] if value else []
+    if not isinstance(value, kind) or not all(isinstance(pin, str) for pin in pins):
         raise RecordError(
-            f"`{name}` of a train state must be a pin, got {str(pin)[:200]}; the train state that "
-            "holds it is damaged"
-        )
-    if pin:
-        parse_pin(pin)
-    return pin
-
-
-def _pins(raw: Mapping[str, object], name: str) -> list[str]:
-    pins = raw.get(name, [])
-    if not isinstance(pins, list) or not all(isinstance(pin, str) for pin in pins):
-        raise RecordError(
-            f"`{name}` of a train state must be a list of pins, got {str(pins)[:200]}; the train "
-            "state that holds it is damaged"
+            f"`{name}` of a train state must hold pins, got {str(value)[:200]}; the train state "
+            "that holds it is damaged"
         )
     for pin in pins:
         parse_pin(pin)
-    return list(pins)
+    return value
 
 
 def assign(cursor: Cursor, shard: int, num_shards: int) -> Iterator[int]:
@@ -166,10 +144,6 @@ def assign(cursor: Cursor, shard: int, num_shards: int) -> Iterator[int]:
         >>> list(islice(assign({"next": 7, "pending": [2, 5]}, 1, 2), 3))
         [5, 8, 10]
     """
-    if not 0 <= shard < num_shards:
-        raise RecordError(
-            f"`shard` must lie in 0..{num_shards - 1}, got {shard}; the pipeline numbers the shards"
-        )
     sequence = itertools.chain(cursor["pending"], itertools.count(cursor["next"]))
     return itertools.islice(sequence, shard, None, num_shards)
 
@@ -200,7 +174,6 @@ def advance(cursor: Cursor, consumed: Iterable[int]) -> Cursor:
 
 @lru_cache(maxsize=4)
 def _order(epoch: int, num_prompts: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return the order of one epoch."""
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     return generator.permutation(num_prompts)
 

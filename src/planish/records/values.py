@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from planish.records.ragged import Array, Ragged
-from planish.records.schema import Record, column, record
+from planish.records.schema import Record, column, record, row_faults, value_faults
 
 
 @record
@@ -51,23 +52,16 @@ class ValueSet(Record):
 
     def value_faults(self) -> list[str]:
         """Return what is wrong with values of the right form."""
-        faults = []
-        for name in ("ordinal", "sample_index"):
-            lowest = getattr(self, name).min(initial=0)
-            if lowest < 0:
-                faults.append(f"`{name}` must be 0 or more, got {lowest}")
         step, rise = np.diff(self.ordinal), np.diff(self.sample_index)
-        stuck = np.flatnonzero((step < 0) | ((step == 0) & (rise <= 0)))
-        if len(stuck):
-            faults.append(
-                "rows must rise by (`ordinal`, `sample_index`), got "
-                f"({self.ordinal[stuck[0] + 1]}, {self.sample_index[stuck[0] + 1]}) after "
-                f"({self.ordinal[stuck[0]]}, {self.sample_index[stuck[0]]})"
-            )
-        wrong = ~np.isfinite(self.values.values)
-        if wrong.any():
-            faults.append(
-                f"`values` must be finite, got {self.values.values[wrong][0]} "
-                f"({wrong.sum()} values)"
-            )
-        return faults
+        stuck = (step < 0) | ((step == 0) & (rise <= 0))
+        keys = list(zip(self.ordinal.tolist(), self.sample_index.tolist(), strict=True))
+        values = self.values.values
+        rule = "(`ordinal`, `sample_index`) must rise to the next row"
+        return [
+            *row_faults("`ordinal` must be 0 or more", self.ordinal < 0, self.ordinal),
+            *row_faults(
+                "`sample_index` must be 0 or more", self.sample_index < 0, self.sample_index
+            ),
+            *row_faults(rule, stuck, list(pairwise(keys))),
+            *value_faults("`values` must be finite", ~np.isfinite(values), values),
+        ]

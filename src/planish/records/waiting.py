@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from planish.records.ragged import Ragged
-from planish.records.schema import Record, column, record
+from planish.records.schema import Record, column, record, row_faults, value_faults
 
 
 @record
@@ -44,26 +44,16 @@ class WaitingSet(Record):
     def value_faults(self) -> list[str]:
         """Return what is wrong with values of the right form."""
         faults = []
+        wanted = self.response_tokens.lengths
         for name in ("prompt_tokens", "response_tokens"):
             tokens: Ragged = getattr(self, name)
-            short = np.flatnonzero(tokens.lengths == 0)
-            if len(short):
-                faults.append(f"`{name}` must have at least one token, got 0 in row {short[0]}")
-            if (lowest := tokens.values.min(initial=0)) < 0:
-                faults.append(f"`{name}` must be token ids, got {lowest}")
+            lengths, ids = tokens.lengths, tokens.values
+            faults += row_faults(f"`{name}` must have at least one token", lengths == 0, lengths)
+            faults += value_faults(f"`{name}` must be token ids", ids < 0, ids)
         for name in ("values", "returns"):
             numbers: Ragged = getattr(self, name)
-            wrong = np.flatnonzero(numbers.lengths != self.response_tokens.lengths)
-            if len(wrong):
-                faults.append(
-                    f"`{name}` must have one number per response token, got "
-                    f"{numbers.lengths[wrong[0]]} for {self.response_tokens.lengths[wrong[0]]} in "
-                    f"row {wrong[0]}"
-                )
-            strange = ~np.isfinite(numbers.values)
-            if strange.any():
-                faults.append(
-                    f"`{name}` must be finite, got {numbers.values[strange][0]} "
-                    f"({strange.sum()} values)"
-                )
+            lengths, values = numbers.lengths, numbers.values
+            rule = f"`{name}` must have one number per response token"
+            faults += row_faults(rule, lengths != wanted, lengths, wanted)
+            faults += value_faults(f"`{name}` must be finite", ~np.isfinite(values), values)
         return faults

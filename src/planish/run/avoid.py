@@ -68,9 +68,6 @@ def avoid(root: str, node: AvoidedNode) -> bool:
 
     Returns:
         Whether nobody had named it before.
-
-    Raises:
-        ConfigError: no node can have that name.
     """
     if not is_node_name(node.name):
         raise ConfigError(

@@ -33,9 +33,6 @@ class Chain(Section):
 def parse_chain(text: str) -> Chain:
     """Read the run parameter; empty text is a single new run.
 
-    Raises:
-        ConfigError: no JSON object, an unknown key or a value of the wrong type.
-
     Example:
         >>> parse_chain('{"runs": 3}').runs
         3
@@ -45,9 +42,6 @@ def parse_chain(text: str) -> Chain:
 
 def with_settings(text: str, **settings: Any) -> str:
     """Return the run parameter with some settings replaced.
-
-    Raises:
-        ConfigError: as `parse_chain`, before or after.
 
     Example:
         >>> with_settings('{"runs": 3}', index=1)

@@ -88,9 +88,6 @@ class Kube:
         Args:
             kubeconfig: path of the file; empty takes the account, and the pod's namespace.
             options: those of the class.
-
-        Raises:
-            ConfigError: there is no such kubeconfig, or no service account.
         """
         from kubernetes import client
         from kubernetes.config import ConfigException, load_incluster_config, load_kube_config

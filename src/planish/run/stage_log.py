@@ -51,8 +51,6 @@ def earlier_success(uri: str) -> dict[str, Any] | None:
 
 
 class _Lines(logging.Handler):
-    """Keeps formatted log lines."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []

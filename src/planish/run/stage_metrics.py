@@ -84,11 +84,7 @@ class StageMetrics:
         return self
 
     def open(self) -> None:
-        """Serve from now on, if the environment names a port.
-
-        Raises:
-            ConfigError: the environment does not hold numbers.
-        """
+        """Serve from now on, if the environment names a port."""
         now = time.time()
         telemetry.set_level("planish_stage_info", 1, stage=self._stage, rank=str(self._rank or 0))
         telemetry.set_level("planish_stage_iteration", self._iteration)

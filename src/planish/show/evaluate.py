@@ -75,11 +75,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, progress: Callable[[str, int, int], None]) -> Iterator[Any]:
-    """Measure what is not measured yet, and yield warnings, the root and the table of scores.
-
-    Raises:
-        PlanishError: a fault of options, data or model, or another run on the root.
-    """
+    """Measure what is not measured yet, and yield warnings, the root and the table of scores."""
     from planish.base.config import config_sha256
     from planish.records.refs import is_pin
     from planish.stages.curate.stage import make_sets

@@ -16,15 +16,7 @@ from planish import store
 from planish.base.errors import RecordError
 from planish.base.text import bytes_text
 from planish.checkpoint.format.safetensors_file import header_bytes, parse_header
-from planish.records import (
-    PromptSet,
-    Ragged,
-    RewardSet,
-    RolloutSet,
-    TraceSet,
-    ValueSet,
-    WaitingSet,
-)
+from planish.records import PromptSet, Ragged, RewardSet, RolloutSet, TraceSet, ValueSet, WaitingSet
 from planish.records.io import iter_set
 from planish.records.manifest import Manifest
 from planish.records.schema import Record

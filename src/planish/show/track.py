@@ -190,9 +190,7 @@ def track(options: argparse.Namespace) -> str:
     """Follow a run as the command line says; return one line about what was written.
 
     Raises:
-        ConfigError: a target is unknown or lacks its package.
         ObjectMissing: no run has begun at the root, and none is waited for.
-        PlanishError: a tracker was not reached; the same command goes on where it stopped.
     """
     root = normal_uri(options.root)
     reader = RunReader(root)

@@ -393,7 +393,6 @@ def _make_folder(folder: Path, uri: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

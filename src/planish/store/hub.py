@@ -1,19 +1,75 @@
-"""Write a folder to a model repository of the hub, as one commit.
+"""What the client of the hub may fail with, in one line each, and how a model is written there.
 
 Reading from the hub is the work of `planish.store.sources`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from planish.base.errors import ConfigError, StoreUnavailable
-from planish.base.telemetry import redact
-from planish.store.sources import HUB_TIMEOUT_SECONDS
+from planish.base.telemetry import first_line
+
+HUB_TIMEOUT_SECONDS = 20.0
+"""Wait for the hub's answer to one question."""
 
 _OWN = {".gitattributes"}
 """Files that the hub puts into a new repository."""
+
+
+def hub_fault(error: Exception, *, key: str, place: str, revision: str) -> ConfigError:
+    """Return what to do about an error of the hub's client, in one line.
+
+    Args:
+        error: what the client raised.
+        key: setting that names the repository.
+        place: the repository.
+        revision: what was asked for.
+    """
+    from huggingface_hub import errors
+
+    what = "a data set" if key.endswith("dataset") else "a model"
+    login = "log in with `hf auth login`, in a cluster give the secret with `HF_TOKEN`"
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    line = first_line(error)
+    unreached = (
+        f"the hub can not be reached or failed, and the cache has no copy ({type(error).__name__}: "
+        f"{line}): download it where there is a network and give its path as `{key}`"
+    )
+    # Some of these are subclasses of those below them.
+    remedies: tuple[tuple[type[Exception], str], ...] = (
+        (errors.GatedRepoError, f"accept its licence on the hub and {login}"),
+        (errors.RevisionNotFoundError, f"the revision {revision!r} does not exist there"),
+        (
+            errors.RepositoryNotFoundError,
+            f"there is no such {what[2:]}, or it is private: check the spelling or {login}",
+        ),
+        (errors.HFValidationError, f"not a hub id: {line}"),
+        (errors.LocalEntryNotFoundError, unreached),
+        (errors.OfflineModeIsEnabled, unreached),
+        (errors.EntryNotFoundError, f"it has no such file: {line}"),
+        (
+            errors.HfHubHTTPError,
+            f"it answered with HTTP status {status}: {login}, try again later, or give a path as "
+            f"`{key}`",
+        ),
+    )
+    remedy = next((text for kind, text in remedies if isinstance(error, kind)), unreached)
+    return ConfigError(f"`{key}` must be {what} that the hub gives, got {place!r}; {remedy}")
+
+
+@contextlib.contextmanager
+def asking_hub(key: str, place: str, revision: str = "") -> Iterator[None]:
+    """Turn what the hub's client raises in the block into `hub_fault`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        # The client raises errors of several packages; each means that there is nothing.
+        raise hub_fault(error, key=key, place=place, revision=revision) from None
 
 
 def upload_model(
@@ -79,41 +135,32 @@ def upload_model(
     except ConfigError:
         raise
     except Exception as error:
-        raise upload_fault(error, repository) from None
+        raise _upload_fault(error, repository) from None
     return commit.oid != info.sha
 
 
-def upload_fault(error: Exception, repository: str) -> ConfigError | StoreUnavailable:
-    """Return what to do about an error of the hub's client in an upload, in one line.
-
-    Args:
-        error: what the client raised.
-        repository: `owner/name`.
-    """
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+def _upload_fault(error: Exception, repository: str) -> ConfigError | StoreUnavailable:
+    from huggingface_hub import errors
 
     what = f"hf://{repository} must take the upload"
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         # The client wraps what happens to a single file.
         error = error.__cause__
-    if isinstance(error, OfflineModeIsEnabled):
+    if isinstance(error, errors.OfflineModeIsEnabled):
         return ConfigError(f"{what}, but HF_HUB_OFFLINE is set; unset it, or export to a folder")
-    if isinstance(error, HFValidationError):
+    if isinstance(error, errors.HFValidationError):
         return ConfigError(f"{what}, got a name that the hub does not allow: {error}")
-    if isinstance(error, HfHubHTTPError):
-        status = error.response.status_code
-        if status in (401, 403):
-            return ConfigError(
-                f"{what}, but the hub refused the token with HTTP status {status}; give one in "
-                "HF_TOKEN that may write there"
-            )
-        if status < 500 and status not in (408, 409, 412, 429):
-            return ConfigError(f"{what}, but the hub refused it with HTTP status {status}")
+    if not isinstance(error, errors.HfHubHTTPError):
         return StoreUnavailable(
-            f"{what}, but the hub answered with HTTP status {status}; try again"
+            f"{what}, but the hub can not be reached or failed ({type(error).__name__}: "
+            f"{first_line(error)}); try again where there is a network, or export to a folder"
         )
-    reason = redact(str(error)).strip().partition("\n")[0][:200]
-    return StoreUnavailable(
-        f"{what}, but the hub can not be reached or failed ({type(error).__name__}: {reason}); try "
-        "again where there is a network, or export to a folder"
-    )
+    status = error.response.status_code
+    if status in (401, 403):
+        return ConfigError(
+            f"{what}, but the hub refused the token with HTTP status {status}; give one in "
+            "HF_TOKEN that may write there"
+        )
+    if status < 500 and status not in (408, 409, 412, 429):
+        return ConfigError(f"{what}, but the hub refused it with HTTP status {status}")
+    return StoreUnavailable(f"{what}, but the hub answered with HTTP status {status}; try again")

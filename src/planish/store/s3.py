@@ -407,7 +407,6 @@ class _Download:
             # 416: the object ends before the range begins.
 
     def _headers(self) -> dict[str, str]:
-        """Ask for what is missing."""
         if self._limit is not None:
             self.target, self.etag, self.done = None, "", 0
         condition = _condition(False, self.etag)
@@ -417,7 +416,6 @@ class _Download:
         return {"range": f"bytes={first}-{self._start + self._length - 1}", **condition}
 
     def _take(self, answer: Answer) -> None:
-        """Read what came."""
         first, place = self._start + self.done, self._client.place(self._key)
         span = answer.headers.get("Content-Range", "")
         is_whole = self._length is None and not first
@@ -465,7 +463,6 @@ def _changed(place: str, etag: str) -> ObjectChanged:
 
 
 def _condition(if_none_match: bool, if_match: str) -> dict[str, str]:
-    """Return the headers of a condition."""
     if if_none_match:
         return {"if-none-match": "*"}
     return {"if-match": if_match} if if_match else {}
@@ -481,7 +478,6 @@ def _checksum(view: memoryview, crc32c: int | None = None) -> dict[str, str]:
 
 
 def _stat(item: Object) -> Stat:
-    """Return what a listing says of an object."""
     modified = _moment(item.last_modified)
     return Stat(item.object_name or "", item.size or 0, f'"{item.etag}"', modified)
 

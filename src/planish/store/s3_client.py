@@ -326,7 +326,6 @@ class Client(Minio):
         headers: Mapping[str, str],
         body: memoryview | None,
     ) -> tuple[str, dict[str, str]]:
-        """Return the address of a request and its headers."""
         try:
             keys = self._keys.retrieve()
         except ValueError as error:

@@ -18,11 +18,10 @@ from typing import Any, Literal
 
 from planish import store
 from planish.base.errors import ConfigError, ObjectMissing, RecordError
-from planish.base.telemetry import redact
+from planish.base.telemetry import first_line, redact
 from planish.store.base import file_path
+from planish.store.hub import HUB_TIMEOUT_SECONDS, asking_hub
 
-HUB_TIMEOUT_SECONDS = 20.0
-"""Wait for the hub's answer to one question."""
 WEB_TIMEOUT_SECONDS = 60.0
 """Wait of a web server's next bytes."""
 FORMS = (
@@ -119,59 +118,6 @@ def cache_folder() -> Path:
     return folder
 
 
-def hub_fault(error: Exception, *, key: str, place: str, revision: str) -> ConfigError:
-    """Return what to do about an error of the hub's client, in one line.
-
-    Args:
-        error: what the client raised.
-        key: setting that names the repository.
-        place: the repository.
-        revision: what was asked for.
-    """
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    what = "a data set" if key.endswith("dataset") else "a model"
-    login = "log in with `hf auth login`, in a cluster give the secret with `HF_TOKEN`"
-    if isinstance(error, GatedRepoError):
-        remedy = f"accept its licence on the hub and {login}"
-    elif isinstance(error, RevisionNotFoundError):
-        remedy = f"the revision {revision!r} does not exist there"
-    elif isinstance(error, RepositoryNotFoundError):
-        remedy = f"there is no such {what[2:]}, or it is private: check the spelling or {login}"
-    elif isinstance(error, HFValidationError):
-        remedy = f"not a hub id: {redact(str(error))}"
-    elif isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
-        remedy = (
-            "the hub can not be reached or failed, and the cache has no copy "
-            f"({type(error).__name__}): download it where there is a network and give its path "
-            f"as `{key}`"
-        )
-    elif isinstance(error, EntryNotFoundError):
-        remedy = f"it has no such file: {redact(str(error)).strip().partition(chr(10))[0][:200]}"
-    elif isinstance(error, HfHubHTTPError):
-        remedy = (
-            f"it answered with HTTP status {error.response.status_code}: {login}, try again later, "
-            f"or give a path as `{key}`"
-        )
-    else:
-        reason = redact(str(error)).strip().partition("\n")[0][:200]
-        remedy = (
-            "the hub can not be reached or failed, and the cache has no copy "
-            f"({type(error).__name__}: {reason}): download it where there is a network and give "
-            f"its path as `{key}`"
-        )
-    return ConfigError(f"`{key}` must be {what} that the hub gives, got {place!r}; {remedy}")
-
-
 def check_readable(path: Path, *, key: str) -> None:
     """Refuse a file, or the files of a folder, that this process may not open.
 
@@ -180,9 +126,6 @@ def check_readable(path: Path, *, key: str) -> None:
     Args:
         path: what is there; nothing is checked of what is not.
         key: setting that names it, for messages.
-
-    Raises:
-        ConfigError: one of them may not be read.
     """
     try:
         for file in path.iterdir() if path.is_dir() else [path]:
@@ -218,37 +161,33 @@ def fetch_file(source: Source, *, key: str) -> Path:
     if source.kind == "hub":
         from huggingface_hub import hf_hub_download
 
-        try:
-            return Path(
-                hf_hub_download(
-                    source.place,
-                    source.file,
-                    repo_type="dataset",
-                    revision=source.revision or None,
-                    etag_timeout=HUB_TIMEOUT_SECONDS,
-                )
+        with asking_hub(key, source.place, source.revision):
+            found = hf_hub_download(
+                source.place,
+                source.file,
+                repo_type="dataset",
+                revision=source.revision or None,
+                etag_timeout=HUB_TIMEOUT_SECONDS,
             )
-        except Exception as error:
-            raise hub_fault(error, key=key, place=source.place, revision=source.revision) from None
-    name = PurePosixPath(source.place.partition("?")[0]).name
+        return Path(found)
     if source.kind == "https":
-        return (
-            _cached(source.sha256, {name: lambda target: download(source, target, key=key)}) / name
-        )
+        name = PurePosixPath(source.place.partition("?")[0]).name
+        folder = _cached(source.sha256, lambda part: download(source, part / name, key=key))
+        return folder / name
+    folder_uri, _, name = source.place.rpartition("/")
+    opened, place = store.open_store(source.place)
     try:
-        opened, place = store.open_store(source.place)
         stat = opened.head(place)
     except ObjectMissing:
         raise ConfigError(
             f"`{key}` must be an object that is there, got none at {source.place!r}; upload it, or "
             "correct the address"
         ) from None
-    digest = hashlib.sha256(f"{source.place} {stat.etag} {stat.size}".encode()).hexdigest()
-    return _cached(digest, {name: lambda target: store.read_file(source.place, target)}) / name
+    return _copied(folder_uri, {name: stat}) / name
 
 
-def _cached(digest: str, files: Mapping[str, Callable[[Path], object]]) -> Path:
-    """Return the folder of the cache with these files; a fetch that fails leaves nothing."""
+def _cached(digest: str, fetch: Callable[[Path], object]) -> Path:
+    """Return the folder of the cache that `fetch` fills; where that fails there is none."""
     cache = cache_folder()
     target = cache / digest
     if target.is_dir():
@@ -257,8 +196,7 @@ def _cached(digest: str, files: Mapping[str, Callable[[Path], object]]) -> Path:
     with tempfile.TemporaryDirectory(dir=cache, prefix="part-") as name:
         part = Path(name) / "files"
         part.mkdir()
-        for file, fetch in files.items():
-            fetch(part / file)
+        fetch(part)
         try:
             part.rename(target)
         except OSError:
@@ -268,12 +206,34 @@ def _cached(digest: str, files: Mapping[str, Callable[[Path], object]]) -> Path:
     return target
 
 
-def download(source: Source, target: Path, *, key: str) -> None:
-    """Write the file of an `https://` address; bytes of another digest are refused.
+def _copied(folder_uri: str, files: Mapping[str, store.Stat]) -> Path:
+    """Return a local copy of objects of a bucket, which lie in one folder there."""
 
-    Raises:
-        ConfigError: the server refuses, can not be reached, or gives other bytes.
-    """
+    def fetch(part: Path) -> None:
+        for name in files:
+            store.read_file(f"{folder_uri}/{name}", part / name)
+
+    listing = "\n".join(f"{stat.key} {stat.etag} {stat.size}" for stat in files.values())
+    return _cached(hashlib.sha256(f"{folder_uri}\n{listing}".encode()).hexdigest(), fetch)
+
+
+def _bucket_files(
+    source: Source, key: str, patterns: tuple[str, ...] = ("*",)
+) -> dict[str, store.Stat]:
+    """Return the files of a folder of a bucket by name, without those in folders below it."""
+    opened, place = store.open_store(source.place)
+    every = {stat.key.rpartition("/")[2]: stat for stat in opened.folder(place).objects}
+    files = {name: stat for name, stat in every.items() if _fits(name, patterns)}
+    if not files:
+        raise ConfigError(
+            f"`{key}` must be a folder with files, got none below {source.place!r}; upload the "
+            "folder that `save_pretrained` wrote"
+        )
+    return files
+
+
+def download(source: Source, target: Path, *, key: str) -> None:
+    """Write the file of an `https://` address; bytes of another digest are refused."""
     from huggingface_hub import get_session
 
     digest = hashlib.sha256()
@@ -295,10 +255,9 @@ def download(source: Source, target: Path, *, key: str) -> None:
                 file.write(block)
     except Exception as error:
         # The client raises errors of three packages; each means that there is no file.
-        reason = redact(str(error)).strip().partition("\n")[0][:200]
         raise ConfigError(
             f"`{key}` must be a file that its server gives, got {source.place!r} "
-            f"({type(error).__name__}: {reason}); check the address"
+            f"({type(error).__name__}: {first_line(error)}); check the address"
         ) from None
     if digest.hexdigest() != source.sha256:
         raise ConfigError(
@@ -321,7 +280,7 @@ class SourceFolder:
     """Where it lies on this machine; None where it does not."""
 
 
-def local_folder(path: Path, name: str = "") -> SourceFolder:
+def local_folder(path: Path, name: str) -> SourceFolder:
     """Return a folder of this machine."""
     sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
 
@@ -330,7 +289,7 @@ def local_folder(path: Path, name: str = "") -> SourceFolder:
             stream.seek(start)
             return stream.read(length)
 
-    return SourceFolder(name or str(path), sizes, read, path)
+    return SourceFolder(name, sizes, read, path)
 
 
 def open_folder(source: Source, *, key: str, revision: str = "") -> SourceFolder:
@@ -346,16 +305,9 @@ def open_folder(source: Source, *, key: str, revision: str = "") -> SourceFolder
         StoreUnavailable: the store does not answer.
     """
     if source.kind == "s3":
-        opened, place = store.open_store(source.place)
-        sizes = {stat.key[len(place) + 1 :]: stat.size for stat in opened.list(place)}
-        if not sizes:
-            raise ConfigError(
-                f"`{key}` must be a folder with files, got none below {source.place!r}; upload the "
-                "folder that `save_pretrained` wrote"
-            )
         return SourceFolder(
             source.place,
-            {name: size for name, size in sizes.items() if "/" not in name},
+            {name: stat.size for name, stat in _bucket_files(source, key).items()},
             lambda name, start, length: store.read(f"{source.place}/{name}", start, length),
         )
     if source.kind != "hub":
@@ -364,7 +316,7 @@ def open_folder(source: Source, *, key: str, revision: str = "") -> SourceFolder
     from huggingface_hub import constants
 
     revision = source.revision or revision
-    try:
+    with asking_hub(key, source.place, revision):
         if constants.HF_HUB_OFFLINE:
             path = huggingface_hub.snapshot_download(source.place, revision=revision or None)
             return local_folder(Path(path), source.place)
@@ -374,24 +326,18 @@ def open_folder(source: Source, *, key: str, revision: str = "") -> SourceFolder
             files_metadata=True,
             timeout=HUB_TIMEOUT_SECONDS,
         )
-        files = huggingface_hub.HfFileSystem()
-        base = f"{source.place}@{info.sha}"
+    files = huggingface_hub.HfFileSystem()
 
-        def read(name: str, start: int, length: int) -> bytes:
-            try:
-                return bytes(files.cat_file(f"{base}/{name}", start, start + length))
-            except Exception as error:
-                raise hub_fault(error, key=key, place=source.place, revision=revision) from None
+    def read(name: str, start: int, length: int) -> bytes:
+        with asking_hub(key, source.place, revision):
+            path = f"{source.place}@{info.sha}/{name}"
+            return bytes(files.cat_file(path, start, start + length))
 
-        return SourceFolder(
-            f"{source.place} at {str(info.sha)[:12]}",
-            {f.rfilename: f.size or 0 for f in info.siblings if "/" not in f.rfilename},
-            read,
-        )
-    except Exception as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise hub_fault(error, key=key, place=source.place, revision=revision) from None
+    return SourceFolder(
+        f"{source.place} at {str(info.sha)[:12]}",
+        {f.rfilename: f.size or 0 for f in info.siblings if "/" not in f.rfilename},
+        read,
+    )
 
 
 def fetch_folder(
@@ -422,50 +368,27 @@ def fetch_folder(
         from huggingface_hub import snapshot_download
 
         revision = source.revision or revision
-        try:
+        with asking_hub(key, source.place, revision):
             found = snapshot_download(
                 source.place,
                 revision=revision or None,
                 allow_patterns=list(patterns),
                 etag_timeout=HUB_TIMEOUT_SECONDS,
             )
-        except Exception as error:
-            raise hub_fault(error, key=key, place=source.place, revision=revision) from None
         return Path(found)
     if source.kind == "https":
         archive = fetch_file(source, key=key)
-        return _cached(
-            hashlib.sha256(f"unpacked {source.sha256}".encode()).hexdigest(),
-            {"": lambda target: unpack(archive, target, patterns, key=key)},
-        )
-    opened, place = store.open_store(source.place)
-    stats = [
-        stat
-        for stat in opened.list(place)
-        if any(fnmatch(stat.key[len(place) + 1 :], pattern) for pattern in patterns)
-        and "/" not in stat.key[len(place) + 1 :]
-    ]
-    if not stats:
-        raise ConfigError(
-            f"`{key}` must be a folder with files, got none below {source.place!r}; upload the "
-            "folder that `save_pretrained` wrote"
-        )
-    listing = "\n".join(f"{stat.key} {stat.etag} {stat.size}" for stat in stats)
-    names = [stat.key[len(place) + 1 :] for stat in stats]
+        digest = hashlib.sha256(f"unpacked {source.sha256}".encode()).hexdigest()
+        return _cached(digest, lambda part: unpack(archive, part, patterns, key=key))
+    return _copied(source.place, _bucket_files(source, key, patterns))
 
-    def fetch(name: str) -> Callable[[Path], object]:
-        return lambda target: store.read_file(f"{source.place}/{name}", target)
 
-    digest = hashlib.sha256(f"{source.place}\n{listing}".encode()).hexdigest()
-    return _cached(digest, {name: fetch(name) for name in names})
+def _fits(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def unpack(archive: Path, target: Path, patterns: tuple[str, ...], *, key: str) -> None:
-    """Write the wanted files of a tar archive into `target`, from whichever folder it has them in.
-
-    Raises:
-        ConfigError: no tar archive, or wanted files in several folders.
-    """
+    """Write the wanted files of a tar archive into `target`, whichever folder of it they are in."""
     import tarfile
 
     try:
@@ -473,8 +396,7 @@ def unpack(archive: Path, target: Path, patterns: tuple[str, ...], *, key: str) 
             wanted = [
                 member
                 for member in tar
-                if member.isfile()
-                and any(fnmatch(PurePosixPath(member.name).name, pattern) for pattern in patterns)
+                if member.isfile() and _fits(PurePosixPath(member.name).name, patterns)
             ]
             if len({str(PurePosixPath(member.name).parent) for member in wanted}) != 1:
                 raise ConfigError(

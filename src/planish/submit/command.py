@@ -88,7 +88,6 @@ def add_commands(commands: Any) -> None:
 
 
 def _add_operations(commands: Any, server: argparse.ArgumentParser) -> None:
-    """Add the commands for a run that has been submitted."""
     logs = commands.add_parser("logs", parents=[server], help="print the last lines of its tasks")
     logs.add_argument("run", metavar="RUN", help="id or root of a run")
     logs.add_argument("--stage", default="", help="such as train; what failed, and the last one")
@@ -119,11 +118,7 @@ def placement_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _: Progress) -> Lines:
-    """Do what the parsed options ask for, and yield what to print.
-
-    Raises:
-        PlanishError: a fault of the options, a run that failed, or nobody who answers.
-    """
+    """Do what the parsed options ask for, and yield what to print."""
     yield from COMMANDS[options.command](options)
 
 
@@ -172,7 +167,6 @@ def start(options: argparse.Namespace) -> Lines:
     """Start a run, or a recurring one, and yield its id.
 
     Raises:
-        ConfigError: what the pods of the profile can not carry, or the server does not take.
         ClusterError: nobody answers.
     """
     from planish.submit.parameters import (
@@ -221,7 +215,6 @@ def _described(options: argparse.Namespace) -> tuple[Kubeflow, str]:
 
 
 def _shown(pipeline: CompiledPipeline, settings: Mapping[str, Any]) -> Lines:
-    """Yield the YAML, and say the rest beside it."""
     sys.stderr.write(f"{json.dumps(settings, sort_keys=True)}\n")
     yield pipeline.text().removesuffix("\n")
 
@@ -241,11 +234,7 @@ def upload(options: argparse.Namespace) -> Lines:
 
 
 def status(options: argparse.Namespace) -> Lines:
-    """Yield the state of a run, and its tasks where they are known; what those at work said last.
-
-    Raises:
-        PlanishError: it was waited for and has not succeeded.
-    """
+    """Yield the state of a run, its tasks where they are known, and what those at work said."""
     from planish.submit.root import running
     from planish.submit.status import task_rows
 
@@ -268,16 +257,11 @@ def status(options: argparse.Namespace) -> Lines:
 
 
 def _parameters(run: Any) -> Mapping[str, Any]:
-    """Return the run parameters of a run of Kubeflow."""
     return (run.runtime_config and run.runtime_config.parameters) or {}
 
 
 def _root_of(options: argparse.Namespace) -> str:
-    """Return the root of a run that is named by root or id.
-
-    Raises:
-        ConfigError: the run is none of ours.
-    """
+    """Return the root of a run that is named by root or id."""
     if "/" in options.run:
         return str(options.run)
     server = _connected(options)

@@ -34,9 +34,6 @@ def parse_parameters(
     """Parse `key=value` pairs as the types of the public parameters of a pipeline.
 
     `chain.key=value` sets one key of the JSON of `chain`.
-
-    Raises:
-        ConfigError: an unknown parameter, or a value of the wrong type; all at once.
     """
     faults: list[str] = []
     parsed: dict[str, Any] = {}
@@ -66,11 +63,7 @@ def parse_parameters(
 
 
 def check_root(root: str) -> str:
-    """Return the root without a slash at its end.
-
-    Raises:
-        ConfigError: a folder of this machine, which no pod sees.
-    """
+    """Return the root without a slash at its end."""
     if "://" not in root:
         raise ConfigError(
             f"the root must be a URI like s3://bucket/prefix, got {root!r}; pods see no folder of "
@@ -80,12 +73,7 @@ def check_root(root: str) -> str:
 
 
 def with_data(parameters: Mapping[str, Any], dataset_map: str = "") -> dict[str, Any]:
-    """Return run parameters with the columns of the data set among their overrides.
-
-    Raises:
-        ConfigError: an address that can not be, or a credential in any parameter: parameters stand
-            in the database of the cluster and in logs.
-    """
+    """Return run parameters with the columns of the data set among their overrides."""
     parameters = dict(parameters)
     for name, value in parameters.items():
         if isinstance(value, str) and redact(value) != value:
@@ -106,9 +94,6 @@ def with_local_file(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return run parameters with a TOML file of this machine among their overrides.
 
     Pods do not see it; a path that is not here may be one of theirs.
-
-    Raises:
-        ConfigError: it is no TOML.
     """
     path = Path(parameters.get("config", ""))
     if not path.is_file():
@@ -126,10 +111,6 @@ def check_settings(
         parameters: of the run.
         pipeline: with its pods.
         asks: ask the hub or a store for what is not known here; nothing is ever fetched whole.
-
-    Raises:
-        ConfigError: a fault of the settings, devices that the pods do not have, or a model that
-            does not fit in them.
     """
     keys = ("preset", "config", "overrides", "model", "dataset", "seed")
     given = {key: parameters.get(key, pipeline.inputs[key]["defaultValue"]) for key in keys}

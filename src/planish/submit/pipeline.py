@@ -97,11 +97,7 @@ def _folder() -> Any:
 
 
 def shipped(name: str, profile: str) -> CompiledPipeline:
-    """Return a pipeline of the package.
-
-    Raises:
-        ConfigError: no such profile.
-    """
+    """Return a pipeline of the package."""
     known = profiles()
     if profile not in known:
         raise ConfigError(
@@ -111,11 +107,7 @@ def shipped(name: str, profile: str) -> CompiledPipeline:
 
 
 def opened(path: Path) -> CompiledPipeline:
-    """Return the pipeline in a file that `python -m pipelines.compile` wrote.
-
-    Raises:
-        ConfigError: no such file, or another thing in it.
-    """
+    """Return the pipeline in a file that `python -m pipelines.compile` wrote."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"`{path}` must hold at most {MAX_FILE_BYTES} bytes, got more")
@@ -128,11 +120,7 @@ def opened(path: Path) -> CompiledPipeline:
 
 
 def parse(text: str) -> CompiledPipeline:
-    """Return the pipeline of a YAML text.
-
-    Raises:
-        ConfigError: it has not the two documents of a compiled pipeline.
-    """
+    """Return the pipeline of a YAML text."""
     documents = list(yaml.load_all(text, yaml.CSafeLoader))
     if len(documents) != 2:
         raise ConfigError(
@@ -151,9 +139,6 @@ def parse_images(words: Sequence[str]) -> dict[str, str]:
 
     What they have in common is a folder of a registry, with the version of this package as tag
     unless one follows a colon.
-
-    Raises:
-        ConfigError: an unknown name, or no reference.
 
     Example:
         >>> parse_images(["mirror:5000/team:v2", "core=mirror:5000/own@sha256:ab"])["train"]
@@ -216,9 +201,6 @@ def set_cache(pipeline: CompiledPipeline, claim: str) -> None:
 def parse_toleration(text: str) -> dict[str, str]:
     """Return a toleration of `KEY[=VALUE][:EFFECT]`, as `kubectl taint` writes taints.
 
-    Raises:
-        ConfigError: no key, or an effect that Kubernetes has not.
-
     Example:
         >>> parse_toleration("dedicated=rl:NoSchedule")["operator"]
         'Equal'
@@ -248,9 +230,6 @@ def set_placement(
         pull_secrets: names of secrets.
         tolerations: each as `parse_toleration` reads it.
         node_selectors: each a label and its value, `KEY=VALUE`.
-
-    Raises:
-        ConfigError: a word of another form.
     """
     labels = {}
     for word in node_selectors:
@@ -272,11 +251,7 @@ def set_placement(
 
 
 def set_gpu_memory(pipeline: CompiledPipeline, gigabytes: int) -> None:
-    """Say what one GPU of the cluster has, in 10**9 bytes.
-
-    Raises:
-        ConfigError: no GPU has so much or so little.
-    """
+    """Say what one GPU of the cluster has, in 10**9 bytes."""
     if not 1 <= gigabytes <= 10_000:
         raise ConfigError(f"`--gpu-memory` must be 1 to 10000 GB, got {gigabytes}; 80 is usual")
     requests = pipeline.constants("prepare")["requests"]
@@ -285,11 +260,7 @@ def set_gpu_memory(pipeline: CompiledPipeline, gigabytes: int) -> None:
 
 
 def cut(pipeline: CompiledPipeline, iterations: int) -> None:
-    """Keep the first iterations of a run only.
-
-    Raises:
-        ConfigError: more than the pipeline has, or none.
-    """
+    """Keep the first iterations of a run only."""
     number = pipeline.constants("prepare")["num_iterations"]
     compiled = int(number["constant"])
     if not 1 <= iterations <= compiled:

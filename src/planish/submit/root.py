@@ -28,9 +28,6 @@ def stop(root: str, *, undo: bool = False) -> list[str]:
 
     Returns:
         What was written or deleted, and what follows.
-
-    Raises:
-        ConfigError: no run has begun under the root.
     """
     root = normal_uri(root)
     uri = layout.stop_file(root)
@@ -58,9 +55,6 @@ def avoid(root: str, node: str, *, undo: bool = False) -> list[str]:
 
     Returns:
         What was written or deleted, and what follows.
-
-    Raises:
-        ConfigError: no node can have that name.
     """
     root = normal_uri(root)
     uri = layout.avoided_node(root, node)
@@ -126,7 +120,6 @@ def logs(root: str, *, stage: str = "", iteration: int = -1, num_lines: int = 40
         num_lines: lines of each attempt.
 
     Raises:
-        ConfigError: no lines are asked for.
         ObjectMissing: no such attempt has written anything yet.
     """
     if num_lines < 1:
@@ -178,9 +171,6 @@ def follow(
         root, stage, iteration, num_lines: as in `logs`; lines of before, of each attempt.
         has_ended: asked before each look; what is there then is the last.
         sleep: waits between two looks, in seconds.
-
-    Raises:
-        ConfigError: no lines are asked for.
     """
     if num_lines < 1:
         raise ConfigError(f"`--lines` must be at least 1, got {num_lines}")

@@ -58,9 +58,6 @@ class Kubeflow:
 
         Args:
             wanted: namespace that the caller has named; empty for none.
-
-        Raises:
-            ConfigError: a profile that is missing, or that this server does not know of.
         """
         if self.is_multi_user and not wanted:
             raise ConfigError(
@@ -147,9 +144,6 @@ class Kubeflow:
         """Start a recurring run, one at a time and without catching up; return its id.
 
         Every firing takes the first unfinished place of the chain on the same root.
-
-        Raises:
-            ConfigError: not exactly one of a cron expression of six fields and an interval.
         """
         check_times(cron, interval_seconds)
         trigger = api.V2beta1Trigger(
@@ -249,11 +243,7 @@ class Kubeflow:
 
 
 def check_times(cron: str, interval_seconds: int) -> None:
-    """Refuse a schedule without exactly one rule.
-
-    Raises:
-        ConfigError: none or both, or a cron expression that has not six fields.
-    """
+    """Refuse a schedule without exactly one rule."""
     if bool(cron) == bool(interval_seconds):
         raise ConfigError("a schedule must have either --cron or --interval-seconds")
     if cron and len(cron.split()) != 6:
@@ -269,7 +259,6 @@ def _named(name: str) -> str:
 
 
 def _spec(pipeline: CompiledPipeline) -> dict[str, Any]:
-    """Return both documents as runs carry them."""
     return {"pipeline_spec": pipeline.spec, "platform_spec": pipeline.platform}
 
 

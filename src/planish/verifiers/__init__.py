@@ -104,9 +104,6 @@ def find_verifier(name: str) -> Verifier:
     """Return the verifier of a name: a shipped one, `package.module:function`, an entry point.
 
     Shipped names come first. Nothing of the user is imported into this process.
-
-    Raises:
-        ConfigError: no verifier has this name; says which is most like it.
     """
     base, form = split_name(name)
     if base in VERIFIERS:
@@ -129,11 +126,7 @@ def find_verifier(name: str) -> Verifier:
 
 
 def check_verifier(name: str) -> None:
-    """Check before a run that a verifier can be used here; one of the user is started.
-
-    Raises:
-        ConfigError: no verifier has this name, or this machine cannot run it; says what to mend.
-    """
+    """Check before a run that a verifier can be used here; one of the user is started."""
     verifier = find_verifier(name)
     if isinstance(verifier, OwnVerifier):
         verifier.start()
@@ -142,22 +135,14 @@ def check_verifier(name: str) -> None:
 
 
 def columns_of(name: str) -> tuple[str, ...]:
-    """Return the columns of a data row that a verifier of the user names as parameters.
-
-    Raises:
-        ConfigError: it cannot be used here.
-    """
+    """Return the columns of a data row that a verifier of the user names as parameters."""
     verifier = find_verifier(name) if is_own(name) else None
     return verifier.columns() if isinstance(verifier, OwnVerifier) else ()
 
 
 @functools.cache
 def check_machine(name: str) -> None:
-    """Check, once in this process, that this machine can run a verifier of `CHECKS`.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check, once in this process, that this machine can run a verifier of `CHECKS`."""
     module, _, function = CHECKS[name].partition(":")
     getattr(importlib.import_module(module), function)()
 

@@ -12,7 +12,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,11 +24,6 @@ WATCH_SECONDS = 0.1
 """How often a child is looked after that is watched."""
 KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR")
 """Variables that a child gets; the keys of stores and hubs are not among them."""
-
-
-def python_module(module: str, *arguments: str) -> list[str]:
-    """Return the command of a module of ours; the folder that we stand in is not on its path."""
-    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 class ChildProcess:

@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
 from fractions import Fraction
 
 from planish.verifiers.expressions import ExpressionError, evaluate
 from planish.verifiers.math_answer import TAIL_CHARS, extract_answer
-from planish.verifiers.verdict import (
-    Verdict,
-    VerifierOptions,
-    failed,
-    not_found,
-    right,
-    wrong,
-)
+from planish.verifiers.verdict import Verdict, VerifierOptions, failed, not_found, right, wrong
 
 MAX_NUMBERS = 10
 """Most numbers of one task."""
 
 
-@dataclass(frozen=True)
-class CountdownTask:
-    """Ground truth of one countdown prompt.
+def parse_countdown(answer: str) -> tuple[list[int], int] | None:
+    """Return numbers and target of a ground truth; None when it is none.
 
     Example:
-        >>> parse_countdown('{"numbers": [3, 5, 9], "target": 24}').target
-        24
+        >>> parse_countdown('{"numbers": [3, 5, 9], "target": 24}')
+        ([3, 5, 9], 24)
     """
-
-    numbers: tuple[int, ...]
-    """Each must be used exactly once."""
-    target: int
-    """Value of the expression that is asked for."""
-
-
-def parse_countdown(answer: str) -> CountdownTask | None:
-    """Read a ground truth `{"numbers": [...], "target": n}`; None when it is not one."""
     try:
         raw = json.loads(answer)
     except (ValueError, RecursionError):
@@ -50,7 +32,7 @@ def parse_countdown(answer: str) -> CountdownTask | None:
         return None
     if not all(type(value) is int and 0 <= value < 10**6 for value in [*numbers, target]):
         return None
-    return CountdownTask(tuple(numbers), target)
+    return numbers, target
 
 
 def countdown_answer(numbers: list[int], target: int) -> str:
@@ -67,6 +49,7 @@ def verify_countdown(response: str, answer: str, options: VerifierOptions) -> Ve
     task = parse_countdown(answer)
     if task is None:
         return failed()
+    numbers, target = task
     given = extract_answer(response)
     if given is None:
         lines = [line.strip() for line in response[-TAIL_CHARS:].splitlines()]
@@ -76,9 +59,9 @@ def verify_countdown(response: str, answer: str, options: VerifierOptions) -> Ve
     expression, equals, claimed = given.strip("$ ").partition("=")
     try:
         parsed = evaluate(expression, signs=False)
-        agrees = not equals or evaluate(claimed).value == task.target
+        agrees = not equals or evaluate(claimed).value == target
     except ExpressionError:
         return wrong(given)
-    uses_each_once = Counter(parsed.operands) == Counter(Fraction(n) for n in task.numbers)
-    reached = parsed.value == task.target and agrees and uses_each_once
+    uses_each_once = Counter(parsed.operands) == Counter(Fraction(n) for n in numbers)
+    reached = parsed.value == target and agrees and uses_each_once
     return right(given) if reached else wrong(given)

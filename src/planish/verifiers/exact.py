@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from planish.verifiers.verdict import (
-    Verdict,
-    VerifierOptions,
-    failed,
-    not_found,
-    right,
-    wrong,
-)
+from planish.verifiers.verdict import Verdict, VerifierOptions, failed, not_found, right, wrong
 
 
 def verify_exact(response: str, answer: str, options: VerifierOptions) -> Verdict:

@@ -6,6 +6,8 @@ at once whatever the text. Values are fractions, never floats.
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,6 +21,12 @@ MAX_DIGITS = 64
 
 _TOKEN = re.compile(r"[ \t]*(?:(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)|(?P<mark>[-+*/()]))")
 _SYNONYMS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-"})
+_OPERATORS = {
+    ast.Add: ("+", operator.add),
+    ast.Sub: ("-", operator.sub),
+    ast.Mult: ("*", operator.mul),
+    ast.Div: ("/", operator.truediv),
+}
 
 
 class ExpressionError(ValueError):
@@ -49,88 +57,54 @@ def evaluate(text: str, *, signs: bool = True) -> Expression:
         text: the expression; spaces and tabs are ignored.
         signs: accept unary plus and minus.
 
-    Returns:
-        Value, literals and operators.
-
     Raises:
         ExpressionError: syntax, division by zero, or a bound was exceeded.
     """
+    operands: list[Fraction] = []
+    operators: list[str] = []
+
+    def value(node: ast.expr, num_signs: int = 0) -> Fraction:
+        if isinstance(node, ast.Name):
+            return operands[int(node.id[1:])]
+        if isinstance(node, ast.UnaryOp) and signs and num_signs < MAX_DEPTH:
+            inner = value(node.operand, num_signs + 1)
+            return -inner if isinstance(node.op, ast.USub) else inner
+        if not isinstance(node, ast.BinOp):
+            raise ExpressionError("a sign too many, or a call")
+        mark, operate = _OPERATORS[type(node.op)]
+        left = value(node.left)
+        operators.append(mark)
+        result: Fraction = operate(left, value(node.right))
+        return result
+
+    try:
+        # Python reads the marks, and a name in place of each number.
+        tree = ast.parse(_with_names(text, operands), mode="eval")
+        return Expression(value(tree.body), tuple(operands), tuple(operators))
+    except (SyntaxError, ZeroDivisionError) as error:
+        raise ExpressionError(str(error)) from None
+
+
+def _with_names(text: str, operands: list[Fraction]) -> str:
+    """Return an expression with `n0`, `n1`, ... for its numbers, which are added to `operands`."""
+    text = text.translate(_SYNONYMS).rstrip()
     if len(text) > MAX_CHARS:
         raise ExpressionError(f"longer than {MAX_CHARS} characters")
-    return _Parser(_tokens(text.translate(_SYNONYMS)), signs=signs).parse()
-
-
-def _tokens(text: str) -> list[str]:
-    tokens: list[str] = []
-    position, end = 0, len(text.rstrip())
-    while position < end:
+    words: list[str] = []
+    position = depth = 0
+    while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:
             raise ExpressionError(f"unexpected character {text[position]!r}")
-        number = match["number"]
-        if number is not None and len(number) > MAX_DIGITS:
-            raise ExpressionError(f"a number of more than {MAX_DIGITS} digits")
-        tokens.append(number or match["mark"])
+        if (number := match["number"]) is not None:
+            if len(number) > MAX_DIGITS:
+                raise ExpressionError(f"a number of more than {MAX_DIGITS} digits")
+            words.append(f"n{len(operands)}")
+            operands.append(Fraction(number))
+        else:
+            words.append(match["mark"])
+            depth += {"(": 1, ")": -1}.get(match["mark"], 0)
+            if depth > MAX_DEPTH:
+                raise ExpressionError(f"nested deeper than {MAX_DEPTH}")
         position = match.end()
-    return tokens
-
-
-class _Parser:
-    """Recursive descent over the tokens of one expression."""
-
-    def __init__(self, tokens: list[str], *, signs: bool) -> None:
-        self._tokens = tokens
-        self._position = 0
-        self._signs = signs
-        self._operands: list[Fraction] = []
-        self._operators: list[str] = []
-
-    def parse(self) -> Expression:
-        value = self._sum(0)
-        if self._position < len(self._tokens):
-            raise ExpressionError(f"unexpected {self._tokens[self._position]!r}")
-        return Expression(value, tuple(self._operands), tuple(self._operators))
-
-    def _take(self, *wanted: str) -> str | None:
-        if self._position < len(self._tokens) and self._tokens[self._position] in wanted:
-            self._position += 1
-            return self._tokens[self._position - 1]
-        return None
-
-    def _sum(self, depth: int) -> Fraction:
-        value = self._product(depth)
-        while (mark := self._take("+", "-")) is not None:
-            self._operators.append(mark)
-            other = self._product(depth)
-            value = value + other if mark == "+" else value - other
-        return value
-
-    def _product(self, depth: int) -> Fraction:
-        value = self._factor(depth)
-        while (mark := self._take("*", "/")) is not None:
-            self._operators.append(mark)
-            other = self._factor(depth)
-            if mark == "/" and other == 0:
-                raise ExpressionError("division by zero")
-            value = value * other if mark == "*" else value / other
-        return value
-
-    def _factor(self, depth: int) -> Fraction:
-        if depth >= MAX_DEPTH:
-            raise ExpressionError(f"nested deeper than {MAX_DEPTH}")
-        if self._signs and (mark := self._take("+", "-")) is not None:
-            value = self._factor(depth + 1)
-            return value if mark == "+" else -value
-        if self._take("("):
-            value = self._sum(depth + 1)
-            if self._take(")") is None:
-                raise ExpressionError("a parenthesis is not closed")
-            return value
-        if self._position >= len(self._tokens):
-            raise ExpressionError("ends too early")
-        token = self._tokens[self._position]
-        if token in "+-*/()":
-            raise ExpressionError(f"unexpected {token!r}")
-        self._position += 1
-        self._operands.append(Fraction(token))
-        return self._operands[-1]
+    return " ".join(words)

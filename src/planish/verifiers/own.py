@@ -14,13 +14,14 @@ import functools
 import logging
 import os
 import re
+import sys
 import threading
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
 from planish.base.errors import ConfigError, VerifierFailure
-from planish.verifiers.child_process import START_SECONDS, ChildProcess, python_module
+from planish.verifiers.child_process import START_SECONDS, ChildProcess
 from planish.verifiers.verdict import Verdict, VerifierOptions, failed, timed_out
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ class OwnVerifier:
     ) -> None:
         self.reference = reference
         self._process = ChildProcess(
-            python_module("planish.verifiers.own_child", reference),
+            # `-P`: modules beside the working directory are not the user's package.
+            [sys.executable, "-P", "-m", "planish.verifiers.own_child", reference],
             start_seconds=start_seconds,
             environment=environment,
         )
@@ -80,11 +82,7 @@ class OwnVerifier:
         return self._process.pid
 
     def start(self) -> None:
-        """Import the function unless the child runs.
-
-        Raises:
-            ConfigError: it cannot be called; the text says what to mend.
-        """
+        """Import the function unless the child runs."""
         try:
             self._process.start()
         except OSError as error:
@@ -102,7 +100,6 @@ class OwnVerifier:
         """Return what the child replies: `score`, or of ours `value`, or `error`.
 
         Raises:
-            ConfigError: the function cannot be called at all.
             TimeoutError: no reply in time.
             OSError: the child ended or said nonsense.
         """

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from planish.verifiers.math_answer import TAIL_CHARS, as_integer
-from planish.verifiers.verdict import (
-    Verdict,
-    VerifierOptions,
-    failed,
-    not_found,
-    right,
-    wrong,
-)
+from planish.verifiers.verdict import Verdict, VerifierOptions, failed, not_found, right, wrong
 
 _WHOLE_NUMBERS = VerifierOptions(accept_integral_decimals=False)
 

@@ -57,6 +57,19 @@ def random_rollouts(seed: int = 0, *, groups: int = 5, group_size: int = 4) -> R
     )
 
 
+def routed(seed: int = 0, *, dtype=np.int8, high: int = 120, **sizes) -> RolloutSet:
+    """Random rollouts with the two experts of each of three layers, for all tokens but the last."""
+    plain = random_rollouts(seed, **sizes)
+    generator = np.random.default_rng(seed)
+    rows = []
+    for count in plain.num_tokens().tolist():
+        routing = generator.integers(0, high, (count, 3, 2))
+        routing[-1] = -1
+        rows.append(routing.reshape(-1))
+    per_token = np.full(plain.num_rows, 2, np.int32)
+    return changed(plain, routing=Ragged.from_lists(rows, dtype), experts_per_token=per_token)
+
+
 def random_prompts(seed: int = 0, *, rows: int = 7) -> PromptSet:
     """Prompts of one or two messages, some without a measured pass rate."""
     generator = np.random.default_rng(seed)

@@ -18,23 +18,11 @@ from hypothesis import strategies as st
 from planish.base.errors import RecordError
 from planish.records import PromptSet, Ragged, RolloutSet, TraceSet, write_set
 from planish.records import parquet as parquet_module
-from planish.records.parquet import (
-    arrow_schema,
-    decode,
-    decode_pieces,
-    encode,
-    row_group_bounds,
-)
+from planish.records.parquet import arrow_schema, decode, decode_pieces, encode, row_group_bounds
 from planish.records.schema import join
 from tests.thin import examples
 from tests.unit.records.bombs import bomb, peak_megabytes
-from tests.unit.records.samples import (
-    SAMPLES,
-    changed,
-    file_of,
-    random_prompts,
-    random_rollouts,
-)
+from tests.unit.records.samples import SAMPLES, changed, file_of, random_prompts, random_rollouts
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planish.base.errors import RecordError
-from planish.records import Ragged, RolloutSet
+from planish.records import Ragged, RolloutSet, ValueSet, WaitingSet
 from planish.records.prompts import prompt_id
 from tests.unit.records.samples import (
     SAMPLES,
@@ -17,6 +17,7 @@ from tests.unit.records.samples import (
     random_rewards,
     random_rollouts,
     random_traces,
+    routed,
 )
 
 
@@ -38,135 +39,121 @@ def test_the_prompt_id_is_the_digest_of_canonical_json():
     assert prompt_id(messages, "3") != prompt_id(messages, "2")
 
 
-def float_array(*values):
+def floats(*values):
     return np.array(values, np.float32)
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+def ragged(rows, dtype=np.float32):
+    return Ragged.from_lists(rows, dtype)
 
 
 PROMPTS = random_prompts(rows=2)
 REWARDS = random_rewards(rows=2)
 TRACES = random_traces(rows=2)
-
-
-@pytest.mark.parametrize(
-    ("record", "column", "value", "fault"),
-    [
-        (
-            PROMPTS,
-            "prompt_id",
-            ["A" * 16, "b" * 16],
-            "16 hex digits, got 'AAAAAAAAAAAAAAAA' in row 0",
-        ),
-        (
-            PROMPTS,
-            "prompt_id",
-            ["b" * 16, "b" * 16],
-            "must not repeat, got 'bbbbbbbbbbbbbbbb' in rows 0 and 1",
-        ),
-        (PROMPTS, "answer", ["1"], "`answer` must be a list of 2 texts, got 1"),
-        (PROMPTS, "answer", [1, "2"], "`answer` must be text that UTF-8 can hold, got 1 in row 0"),
-        (PROMPTS, "answer", ["1", "\ud800"], "UTF-8 can hold, got '\\ud800' in row 1"),
-        (PROMPTS, "source", "ab", "`source` must be a list of 2 texts, got str"),
-        (PROMPTS, "messages", [[]], "list of 2 lists of messages, got 1"),
-        (PROMPTS, "messages", [[], [{"role": "user"}]], "in row 0"),
-        (
-            PROMPTS,
-            "messages",
-            [[{"role": "user", "content": 1}]] * 2,
-            "got [{'role': 'user', 'content': 1}]",
-        ),
-        (
-            PROMPTS,
-            "pass_rate",
-            float_array(0, 1.5),
-            "`pass_rate` must be in 0..1 or NaN, got 1.5 in row 1",
-        ),
-        (PROMPTS, "pass_rate", np.zeros(2), "`pass_rate` must be [2] float32, got [2] float64"),
-        (PROMPTS, "pass_rate", [0.0, 1.0], "`pass_rate` must be an array [R] float32, got list"),
-        (TRACES, "prompt_id", ["x", "b" * 16], "16 hex digits, got 'x' in row 0"),
-        (TRACES, "response", ["a"], "`response` must be a list of 2 texts, got 1"),
-        (REWARDS, "accuracy", float_array(0, 0.5), "`accuracy` must be 0 or 1, got 0.5 in row 1"),
-        (REWARDS, "length_penalty", float_array(0, 0.5), "must be 0 or less, got 0.5 in row 1"),
-        (REWARDS, "reward", float_array(9, np.nan), "`reward` must be finite, got nan in row 1"),
-        (REWARDS, "reward", float_array(9, 9), "`reward` must be outcome + length_penalty = "),
-        (REWARDS, "keep", np.zeros(3, bool), "`keep` must be [2] bool, got [3] bool"),
-    ],
+ROLLOUTS = random_rollouts(groups=2, group_size=2)
+ROUTED = routed()
+WAITING = WaitingSet(
+    ragged([[3], [4, 5]], np.int32),
+    ragged([[7, 1], [1]], np.int32),
+    ragged([[0.5, 0.25], [-1.0]]),
+    ragged([[1.0, 1.0], [0.0]]),
 )
+VALUES = ValueSet.from_rows(
+    {(7, 0): [0.5, -0.25], (2, 3): [1.0], (2, 1): [], (2**40, 0): [3.0, 4.0, 5.0]}
+)
+
+
+def logprobs(bad):
+    values = ROLLOUTS.rollout_logprobs.values.copy()
+    values[1] = bad
+    return Ragged(values, ROLLOUTS.rollout_logprobs.offsets)
+
+
+BROKEN = [
+    (PROMPTS, "prompt_id", ["A" * 16, "b" * 16], "16 hex digits, got 'AAAAAAAAAAAAAAAA' in row 0"),
+    (PROMPTS, "prompt_id", ["b" * 16] * 2, "must not repeat, got 'bbbbbbbbbbbbbbbb' in row 0"),
+    (PROMPTS, "answer", ["1"], "`answer` must be a list of 2 texts, got 1"),
+    (PROMPTS, "answer", [1, "2"], "`answer` must be text that UTF-8 can hold, got 1 in row 0"),
+    (PROMPTS, "answer", ["1", "\ud800"], "UTF-8 can hold, got '\\ud800' in row 1"),
+    (PROMPTS, "source", "ab", "`source` must be a list of 2 texts, got str"),
+    (PROMPTS, "messages", [[]], "list of 2 lists of messages, got 1"),
+    (PROMPTS, "messages", [[], [{"role": "user"}]], "in row 0"),
+    (PROMPTS, "messages", [[{"role": "user", "content": 1}]] * 2, "got [{'role': 'user', 'content"),
+    (PROMPTS, "pass_rate", floats(0, 1.5), "`pass_rate` must be in 0..1 or NaN, got 1.5 in row 1"),
+    (PROMPTS, "pass_rate", np.zeros(2), "`pass_rate` must be [2] float32, got [2] float64"),
+    (PROMPTS, "pass_rate", [0.0, 1.0], "`pass_rate` must be an array [R] float32, got list"),
+    (TRACES, "prompt_id", ["x", "b" * 16], "16 hex digits, got 'x' in row 0"),
+    (TRACES, "response", ["a"], "`response` must be a list of 2 texts, got 1"),
+    (REWARDS, "accuracy", floats(0, 0.5), "`accuracy` must be 0 or 1, got 0.5 in row 1"),
+    (REWARDS, "length_penalty", floats(0, 0.5), "must be 0 or less, got 0.5 in row 1"),
+    (REWARDS, "reward", floats(9, np.nan), "`reward` must be finite, got nan in row 1"),
+    (REWARDS, "reward", floats(9, 9), "`reward` must be outcome + length_penalty, got 9.0 for "),
+    (REWARDS, "keep", np.zeros(3, bool), "`keep` must be [2] bool, got [3] bool"),
+    (ROLLOUTS, "group_index", ints(0, 0, 2, 2), "each of 0..1 and no other, got 2 values in 0..2"),
+    (ROLLOUTS, "group_index", ints(1, 1, 0, 0), "not decrease to the next row, got 1 in row 1"),
+    (ROLLOUTS, "group_index", ints(0, 0, 0, 0), "must hold each of 0..1"),
+    (ROLLOUTS, "sample_index", ints(0, 0, 0, 1), "increase within a group, got 0 for 0 in row 0"),
+    (ROLLOUTS, "sample_index", ints(-1, 1, 0, 1), "must be 0 or more, got -1"),
+    (ROLLOUTS, "window_start", ints(0, 0, 0, 13), "in 0..response length, got 13 for"),
+    (ROLLOUTS, "window_start", ints(-1, 0, 0, 0), "in 0..response length, got -1 for"),
+    (ROLLOUTS, "finish", np.array([0, 1, 2, 4], np.int8), "must be in 0..3, got 4 in row 3"),
+    (ROLLOUTS, "prompt_id", ["a" * 16] * 3 + ["b" * 16], "must be equal in all rows of a group"),
+    (ROLLOUTS, "prompt_id", ["x"] * 4, "16 hex digits, got 'x' in row 0"),
+    (ROLLOUTS, "rollout_id", ["x"] * 4, "got 'x' for "),
+    (ROLLOUTS, "prompt_tokens", ragged([[1]], np.int32), "must hold each of 0..0 and no other"),
+    (ROLLOUTS, "prompt_tokens", ragged([[1], [-2]], np.int32), "must be 0 or more, got -2"),
+    (ROLLOUTS, "response_tokens", [[1]] * 4, "must be a Ragged of int32, got list"),
+    *(
+        (ROLLOUTS, "rollout_logprobs", logprobs(bad), f"finite and 0 or less, got {bad} (1 values)")
+        for bad in (np.nan, np.inf, -np.inf, 0.5)
+    ),
+    (ROLLOUTS, "rollout_logprobs", ragged([[-1.0]] * 4), "one value per response token, got 1 for"),
+    (ROUTED, "experts_per_token", None, "must be there together, got one of them"),
+    (ROUTED, "experts_per_token", np.full(20, 4, np.int32), "for 4 for"),
+    (ROUTED, "experts_per_token", np.full(20, 0, np.int32), "for 0 for"),
+    (ROUTED, "experts_per_token", np.full(20, 2), "`experts_per_token` must be [20] int32"),
+    (ROUTED, "routing", ragged([[1]] * 20, np.int8), "choices for each prompt and"),
+    (ROUTED, "routing", ragged([[-2]] * 20, np.int8), "or -1 where unknown, got -2"),
+    (ROUTED, "routing", ragged([[1]] * 20, np.int32), "values must be [N] int8"),
+    (ROUTED, "routing", ragged([[1]] * 19, np.int8), "`routing` must have 20 rows"),
+    (WAITING, "prompt_tokens", ragged([[3], []], np.int32), "at least one token, got 0 in row 1"),
+    (WAITING, "response_tokens", ragged([[7, -1], [1]], np.int32), "must be token ids, got -1"),
+    (WAITING, "values", ragged([[0.5], [1.0]]), "one number per response token, got 1 for 2 in"),
+    (WAITING, "returns", ragged([[1.0, np.nan], [0.0]]), "`returns` must be finite, got nan (1 "),
+    (WAITING, "returns", ragged([[1.0, 1.0]]), "`returns` must have 2 rows, got 1"),
+    (WAITING, "values", ragged([[1, 1], [0]], np.int32), "`values` values must be"),
+    (VALUES, "ordinal", np.array([2, 2, 1, 9]), "must rise to the next row, got ((2, 3), (1, 0))"),
+    (VALUES, "sample_index", ints(1, 1, 0, 0), "got ((2, 1), (2, 1))"),
+    (VALUES, "ordinal", np.array([-1, 2, 7, 9]), "`ordinal` must be 0 or more, got -1"),
+    (VALUES, "ordinal", ints(2, 2, 7, 9), "int64"),
+    (VALUES, "values", ragged([[], [np.nan], [0.5, 1], [1.0]]), "`values` must be finite, got nan"),
+    (VALUES, "values", ragged([[], [1]]), "`values` must have 4 rows, got 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "column", "value", "fault"), BROKEN)
 def test_a_broken_rule_is_told_with_the_value_seen(record, column, value, fault):
     with pytest.raises(RecordError) as raised:
         changed(record, **{column: value}).validate()
     assert fault in str(raised.value)
 
 
-def rollout_faults(**columns):
-    with pytest.raises(RecordError) as raised:
-        changed(random_rollouts(groups=2, group_size=2), **columns).validate()
-    return str(raised.value)
-
-
-def int_array(*values):
-    return np.array(values, np.int32)
-
-
-@pytest.mark.parametrize(
-    ("columns", "fault"),
-    [
-        (
-            {"group_index": int_array(0, 0, 2, 2)},
-            "must hold each of 0..1 and no other, got 2 values in 0..2",
-        ),
-        ({"group_index": int_array(1, 1, 0, 0)}, "must not decrease, got a fall after row 1"),
-        ({"group_index": int_array(0, 0, 0, 0)}, "must hold each of 0..1"),
-        (
-            {"sample_index": int_array(0, 0, 0, 1)},
-            "increase within a group, got [0, 0] after row 0",
-        ),
-        ({"sample_index": int_array(-1, 1, 0, 1)}, "must be 0 or more, got -1"),
-        ({"window_start": int_array(0, 0, 0, 13)}, "in 0..response length, got 13 for"),
-        ({"window_start": int_array(-1, 0, 0, 0)}, "in 0..response length, got -1 for"),
-        ({"finish": np.array([0, 1, 2, 4], np.int8)}, "`finish` must be in 0..3, got 4 in row 3"),
-        (
-            {"prompt_id": ["a" * 16] * 3 + ["b" * 16]},
-            "`prompt_id` must be equal in all rows of a group",
-        ),
-        ({"prompt_id": ["x"] * 4}, "16 hex digits, got 'x' in row 0"),
-        ({"rollout_id": ["x"] * 4}, "got 'x' in row 0"),
-        (
-            {"prompt_tokens": Ragged.from_lists([[1]], np.int32)},
-            "must hold each of 0..0 and no other",
-        ),
-        (
-            {"prompt_tokens": Ragged.from_lists([[1], [-2]], np.int32)},
-            "`prompt_tokens` must be 0 or more, got -2",
-        ),
-        ({"response_tokens": [[1]] * 4}, "`response_tokens` must be a Ragged of int32, got list"),
-    ],
-)
-def test_a_broken_rule_of_rollouts_is_told_with_the_value_seen(columns, fault):
-    assert fault in rollout_faults(**columns)
-
-
-def test_log_probabilities_must_be_finite_not_positive_and_one_per_token():
-    good = random_rollouts(groups=2, group_size=2)
-    for bad in (np.nan, np.inf, -np.inf, 0.5):
-        values = good.rollout_logprobs.values.copy()
-        values[1] = bad
-        spoiled = Ragged(values, good.rollout_logprobs.offsets)
-        assert f"finite and 0 or less, got {np.float32(bad)} (1 values)" in rollout_faults(
-            rollout_logprobs=spoiled
-        )
-    short = Ragged.from_lists([[-1.0]] * 4, np.float32)
-    assert "one value per response token, got 1 for" in rollout_faults(rollout_logprobs=short)
-
-
-def test_all_faults_are_told_in_one_message_and_many_are_counted():
-    told = rollout_faults(
+def test_all_faults_are_told_in_one_message():
+    faulty = changed(
+        ROLLOUTS,
         finish=np.array([0, 0, 0, 9], np.int8),
-        window_start=int_array(99, 0, 0, 0),
+        window_start=ints(99, 0, 0, 0),
         rollout_id=["x"] * 4,
         prompt_id=["y"] * 4,
     )
-    for part in ("`finish`", "`window_start`", "`prompt_id`", "and 2 more", "rollout stage"):
-        assert part in told
+    with pytest.raises(RecordError) as raised:
+        faulty.validate()
+    for part in ("`finish`", "`window_start`", "`prompt_id`", "(4 rows)", "rollout stage"):
+        assert part in str(raised.value)
 
 
 def test_taking_groups_keeps_rows_together_and_renumbers():
@@ -202,8 +189,15 @@ def test_concat_undoes_taking_apart():
 
 
 def test_prompts_can_be_taken_in_another_order():
-    prompts = random_prompts(rows=5)
-    taken = prompts.take([4, 0])
+    taken = random_prompts(rows=5).take([4, 0])
     assert taken.answer == ["4", "0"]
     assert np.isnan(taken.pass_rate[1])
     taken.validate()
+
+
+def test_values_are_sorted_by_ordinal_and_sample_and_come_back_by_key():
+    assert VALUES.ordinal.tolist() == [2, 2, 7, 2**40]
+    assert VALUES.sample_index.tolist() == [1, 3, 0, 0]
+    assert VALUES.values.to_lists() == [[], [1.0], [0.5, -0.25], [3.0, 4.0, 5.0]]
+    assert VALUES.to_rows()[7, 0].tolist() == [0.5, -0.25]
+    assert ValueSet.from_rows({}).to_rows() == {}

@@ -11,29 +11,15 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from planish.base.errors import RecordError
-from planish.records import Ragged, RolloutSet, read_set, write_set
+from planish.records import RolloutSet, read_set, write_set
 from planish.show.command import show
-from tests.unit.records.samples import changed, file_of, random_rollouts
+from tests.unit.records.samples import file_of, random_rollouts, routed
 
 LAYERS, CHOICES = 3, 2
 PYARROW = "26.0.1"
 FILE_SHA256 = "4ac6abe598ca31a9dca510fc96332b70802fcebb28a39362e5f9f812a5ebbd71"
 """Of the file of `random_rollouts()` when rollout sets had no optional column, and what wrote it.
 """
-
-
-def routed(seed=0, *, dtype=np.int8, high=120, **sizes) -> RolloutSet:
-    """Random rollouts with the experts of every token but the last."""
-    plain = random_rollouts(seed, **sizes)
-    generator = np.random.default_rng(seed)
-    rows = []
-    for count in plain.num_tokens().tolist():
-        routing = generator.integers(0, high, (count, LAYERS, CHOICES))
-        routing[-1] = -1
-        rows.append(routing.reshape(-1))
-    per_token = np.full(plain.num_rows, CHOICES, np.int32)
-    return changed(plain, routing=Ragged.from_lists(rows, dtype), experts_per_token=per_token)
 
 
 def written(folder, rollouts):
@@ -91,31 +77,6 @@ def test_sets_with_and_without_experts_join_with_unknown_ones():
     assert (joined.routing_of(25) == one.routing_of(5)).all()
     assert RolloutSet.concat([other, RolloutSet.empty()]).routing is None
     assert RolloutSet.concat([RolloutSet.empty(), one]) == one
-
-
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ({"experts_per_token": None}, "must be there together, got one of them"),
-        ({"experts_per_token": np.full(20, 4, np.int32)}, "with 4 for"),
-        ({"experts_per_token": np.full(20, 0, np.int32)}, "with 0 for"),
-        ({"experts_per_token": np.full(20, 2)}, "`experts_per_token` must be [20] int32"),
-        ({"routing": Ragged.from_lists([[1]] * 20, np.int8)}, "choices for each prompt and"),
-        ({"routing": Ragged.from_lists([[1]] * 20, np.int32)}, "values must be [N] int8"),
-        ({"routing": Ragged.from_lists([[1]] * 19, np.int8)}, "`routing` must have 20 rows"),
-    ],
-)
-def test_experts_that_do_not_fit_the_tokens_are_refused(change, fault):
-    with pytest.raises(RecordError) as caught:
-        changed(routed(), **change).validate()
-    assert fault in str(caught.value)
-
-
-def test_a_negative_expert_is_refused():
-    rollouts = routed()
-    rollouts.routing.values[5] = -2
-    with pytest.raises(RecordError, match="or -1 where unknown, got -2"):
-        rollouts.validate()
 
 
 def test_experts_take_about_their_entropy_on_disk():

@@ -86,29 +86,13 @@ def test_an_empty_prompt_set_is_refused():
         position(0, 0, 0)
 
 
-def test_a_shard_outside_its_range_is_refused():
-    with pytest.raises(RecordError, match=r"must lie in 0\.\.1, got 2"):
-        next(assign(fresh_cursor(), 2, 2))
-
-
 @pytest.mark.parametrize(
     "raw",
-    [
-        None,
-        [],
-        {},
-        {"next": 3},
-        {"next": "3", "pending": []},
-        {"next": True, "pending": []},
-        {"next": 3, "pending": 1},
-        {"next": 3, "pending": [3]},
-        {"next": 3, "pending": [1, 0]},
-        {"next": 3, "pending": [1, 1]},
-        {"next": 3, "pending": [-1]},
-        {"next": -1, "pending": []},
-        {"next": 3, "pending": [], "more": 1},
-    ],
-)
+    [None, [], {}, {"next": 3}, {"next": "3", "pending": []}, {"next": True, "pending": []},
+     {"next": 3, "pending": 1}, {"next": 3, "pending": [3]}, {"next": 3, "pending": [1, 0]},
+     {"next": 3, "pending": [1, 1]}, {"next": 3, "pending": [-1]}, {"next": -1, "pending": []},
+     {"next": 3, "pending": [], "more": 1}],
+)  # fmt: skip
 def test_a_damaged_cursor_is_refused(raw):
     with pytest.raises(RecordError, match=r"must be \{next, pending\}"):
         parse_cursor(raw)
@@ -124,11 +108,11 @@ def test_data_of_a_state_is_the_cursor_and_pins_below_the_root():
     assert StreamState(cursor).to_data() == cursor
     for name in ("surplus", "carry"):
         for bad in ("x", [1], ["iterations/00003/surplus/00"], {}):
-            with pytest.raises(RecordError, match=r"list of pins|pinned URI"):
+            with pytest.raises(RecordError, match=r"must hold pins|pinned URI"):
                 parse_data({**cursor, name: bad})
     for name in ("values", "waiting"):
         for bad in ([pin], 3, "iterations/00003/values"):
-            with pytest.raises(RecordError, match=r"must be a pin|pinned URI"):
+            with pytest.raises(RecordError, match=r"must hold pins|pinned URI"):
                 parse_data({**cursor, name: bad})
     for bad in (None, {"next": 4}, {**cursor, "other": []}):
         with pytest.raises(RecordError, match="prompt cursor"):

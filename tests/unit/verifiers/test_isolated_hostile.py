@@ -295,7 +295,8 @@ def test_a_kernel_that_cannot_confine_is_refused_before_any_code_runs(monkeypatc
 def test_code_that_gets_out_is_told(monkeypatch):
     boot = python_tests._BOOT.replace(
         "from {program} import main",
-        "import {program} as p\np.confine = lambda *_: None\nmain = p.main",
+        "import planish.verifiers.isolated.confine as c\nc.confine = lambda *_: None\n"
+        "from {program} import main",
     )
     monkeypatch.setattr(python_tests, "_BOOT", boot)
     with pytest.raises(ConfigError, match=r"read.*, 'listen', 'fork', 'signal'\]"):

@@ -73,11 +73,7 @@ class GangCluster(Kube):
 
     @classmethod
     def from_pod(cls, launcher: Launcher) -> GangCluster:
-        """Use the service account of this pod.
-
-        Raises:
-            ConfigError: this process is not in a pod.
-        """
+        """Use the service account of this pod."""
         pod = os.environ.get("POD_NAME", "")
         if not pod or not in_pod():
             raise ConfigError(

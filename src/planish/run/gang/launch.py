@@ -118,11 +118,7 @@ def submit(cluster: GangCluster, gang: Gang, before: Callable[[], None]) -> Job:
 
 
 def serve(cluster: GangCluster, gang: Gang, job: Job) -> None:
-    """Give the pods of a job their host names.
-
-    Raises:
-        ConfigError: a service of somebody else has the name.
-    """
+    """Give the pods of a job their host names."""
     while not cluster.create_service(service_manifest(gang, job)):
         service = cluster.service(gang.name)
         if service is None:

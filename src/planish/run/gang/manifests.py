@@ -72,11 +72,7 @@ class GangPods:
 
     @classmethod
     def parse(cls, text: str) -> GangPods:
-        """Read the value of `GANG_ENV`; empty for pods like that of the stage.
-
-        Raises:
-            ConfigError: not of that form.
-        """
+        """Read the value of `GANG_ENV`; empty for pods like that of the stage."""
         try:
             return cls(**json.loads(text or "{}"))
         except (TypeError, ValueError) as error:

@@ -25,13 +25,8 @@ from planish.base.telemetry import redact
 from planish.records.files import hash_file
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.problem import CurationLedger, Drop, add_drop
-from planish.store.sources import (
-    HUB_TIMEOUT_SECONDS,
-    Source,
-    fetch_file,
-    hub_fault,
-    parse_source,
-)
+from planish.store.hub import HUB_TIMEOUT_SECONDS, hub_fault
+from planish.store.sources import Source, fetch_file, parse_source
 
 logger = logging.getLogger(__name__)
 

@@ -231,7 +231,7 @@ class _Task:
             report.scalars["num_prompts"],
             not is_new,
         )
-        return Scored(self.name, Ref(EvalReport.SCHEMA, uri, digest, facts), report, is_new)
+        return Scored(self.name, Ref(EvalReport.schema, uri, digest, facts), report, is_new)
 
     def _score(self, attributes: dict[str, object]) -> EvalReport:
         """Sample and verify responses to all prompts, and work out the scores."""

@@ -96,11 +96,7 @@ def resumable() -> Iterator[None]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run to the end and show it; the last line of standard output is JSON.
-
-    Raises:
-        PlanishError: the root cannot be, is in use, or its store failed; kfp is not installed.
-    """
+    """Run to the end and show it; the last line of standard output is JSON."""
     from rich.console import Console
 
     from planish.submit.local.run import show_run

@@ -85,11 +85,7 @@ def settings(config: Mapping[str, Any]) -> list[str]:
 
 
 def run_command(words: Sequence[str]) -> Result:
-    """Run `planish run` with these options, print its lines, and return what the last one says.
-
-    Raises:
-        PlanishError: it failed; the last line that it printed.
-    """
+    """Run `planish run` with these options, print its lines, and return what the last one says."""
     command = [sys.executable, "-m", "planish", "run", *words]
     printed: list[str] = []
     with subprocess.Popen(

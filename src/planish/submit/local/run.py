@@ -144,11 +144,7 @@ def open_log(root: str) -> Path:
 
 
 def show_run(arguments: argparse.Namespace, console: Console) -> int:
-    """Run to the end and show it; returns the exit code.
-
-    Raises:
-        PlanishError: the root cannot be, is in use, or its store failed; kfp is not installed.
-    """
+    """Run to the end and show it; returns the exit code."""
     if find_spec("kfp") is None:
         raise ConfigError("the extra `demo` must be installed: pip install 'planish[demo]'")
     arguments.preset = tiny_preset(arguments.preset)

@@ -64,7 +64,6 @@ def run(options: argparse.Namespace, progress: Progress) -> Iterator[Table | str
     """Do all runs, or submit them, and yield a table of them; the arguments are as everywhere.
 
     Raises:
-        ConfigError: the file is no list of runs.
         Ended: a run failed; the others have been done.
     """
     sweep = parse_section(Sweep, read_toml(Path(options.file)), section="sweep")

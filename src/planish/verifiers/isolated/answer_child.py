@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from planish.verifiers.isolated.confine import CannotConfine, confine
+from planish.verifiers.isolated.confine import begin
 from planish.verifiers.isolated.values import decode, encode
 
 MAX_KEPT = 10_000
@@ -62,41 +62,26 @@ def serve(requests: Any, reply: Callable[[dict[str, Any]], None], names: dict[st
 
 
 def main() -> None:
-    """Confine this process, say ready, run the code, serve or end."""
-    scratch, cpu_seconds = sys.argv[2], int(sys.argv[3])
-    with os.fdopen(os.dup(1), "w", encoding="ascii") as replies:
-        requests = os.fdopen(os.dup(0), encoding="ascii")
-        for descriptor in (0, 1, 2):
-            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
-
-        def reply(message: dict[str, Any]) -> None:
-            replies.write(json.dumps(message) + "\n")
-            replies.flush()
-
-        try:
-            confine(scratch, cpu_seconds)
-        except CannotConfine as error:
-            return reply({"error": f"cannot confine: {error}"})
-        reply({"outcome": "ready"})
-        request = json.loads(requests.readline())
-        stdin = request["stdin"]
-        if stdin is not None:
-            for name, descriptor in (("stdin", 0), ("stdout", 1)):
-                with open(name, "w+b") as file:
-                    file.write(stdin.encode("utf-8", "replace") if name == "stdin" else b"")
-                    file.seek(0)
-                    os.dup2(file.fileno(), descriptor)
-        module = types.ModuleType("answer" if stdin is None else "__main__")
-        sys.modules[module.__name__] = module
-        try:
-            exec(compile(request["code"], "<answer>", "exec"), module.__dict__)
-        except SystemExit as ended:
-            if stdin is None or ended.code not in (None, 0):
-                return reply({"raised": ["SystemExit", str(ended.code)[:1000]]})
-        except BaseException as error:
-            return reply({"raised": [type(error).__name__, str(error)[:1000]]})
-        if stdin is None:
-            serve(requests, reply, module.__dict__)
-        else:
-            sys.stdout.flush()
-            reply({"ended": True})
+    """Confine this process, run the code, serve or end."""
+    requests, reply = begin()
+    request = json.loads(requests.readline())
+    stdin = request["stdin"]
+    if stdin is not None:
+        for name, descriptor in (("stdin", 0), ("stdout", 1)):
+            with open(name, "w+b") as file:
+                file.write(stdin.encode("utf-8", "replace") if name == "stdin" else b"")
+                file.seek(0)
+                os.dup2(file.fileno(), descriptor)
+    module = types.ModuleType("answer" if stdin is None else "__main__")
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(request["code"], "<answer>", "exec"), module.__dict__)
+    except SystemExit as ended:
+        if stdin is None or ended.code not in (None, 0):
+            return reply({"raised": ["SystemExit", str(ended.code)[:1000]]})
+    except BaseException as error:
+        return reply({"raised": [type(error).__name__, str(error)[:1000]]})
+    if stdin is None:
+        return serve(requests, reply, module.__dict__)
+    sys.stdout.flush()
+    return reply({"ended": True})

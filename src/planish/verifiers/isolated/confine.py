@@ -13,11 +13,13 @@ Source: Linux, Documentation/userspace-api/landlock.rst and seccomp_filter.rst.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import resource
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 MEMORY_BYTES = 1 << 30
 """Address space of a process."""
@@ -83,6 +85,31 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class CannotConfine(Exception):
     """This machine lacks what confinement needs; nothing has been run."""
+
+
+def begin() -> tuple[Any, Callable[[dict[str, Any]], None]]:
+    """Confine this process as its arguments say, and tell that it is ready.
+
+    Returns:
+        Where requests are read from, line by line, and what sends a reply. What runs here later
+        gets neither of them as a standard stream.
+    """
+    replies = os.fdopen(os.dup(1), "w", encoding="ascii")
+    requests = os.fdopen(os.dup(0), encoding="ascii")
+    for descriptor in (0, 1, 2):
+        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+
+    def reply(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    try:
+        confine(sys.argv[2], int(sys.argv[3]))
+    except CannotConfine as error:
+        reply({"error": f"cannot confine: {error}"})
+        raise SystemExit(1) from None
+    reply({"outcome": "ready"})
+    return requests, reply
 
 
 def confine(scratch: str, cpu_seconds: int) -> None:

@@ -156,11 +156,7 @@ def extract_code(response: str) -> str | None:
 
 
 def verify_python_tests(response: str, answer: str, options: VerifierOptions) -> Verdict:
-    """Right where every test passes within the time limit: of a case, or of all tests in Python.
-
-    Raises:
-        ConfigError: this machine cannot confine a process.
-    """
+    """Right where every test passes within the time limit: of a case, or of all tests in Python."""
     try:
         tests = parse_tests(answer)
     except (ValueError, RecursionError) as error:
@@ -191,11 +187,7 @@ def lines(output: str) -> list[str]:
 
 
 def check_isolation() -> None:
-    """Try to break out before a run does.
-
-    Raises:
-        ConfigError: this machine cannot confine a process, or one that should be got out.
-    """
+    """Try to break out before a run does."""
     verdict, why = _run_source(_ATTEMPTS, "assert succeeded() == [], succeeded()", 60.0)
     if verdict != "passed":
         raise ConfigError(

@@ -9,14 +9,13 @@ from __future__ import annotations
 import builtins
 import io
 import json
-import os
 import sys
 import types
 import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from planish.verifiers.isolated.confine import CannotConfine, confine
+from planish.verifiers.isolated.confine import begin
 from planish.verifiers.isolated.values import decode, encode
 
 Exchange = Callable[[dict[str, Any]], dict[str, Any]]
@@ -148,31 +147,17 @@ def run_tests(tests: str, names: dict[str, Any]) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Confine this process, say ready, run the tests, give the verdict."""
-    scratch, cpu_seconds = sys.argv[2], int(sys.argv[3])
-    replies = os.fdopen(os.dup(1), "w", encoding="ascii")
-    requests = os.fdopen(os.dup(0), encoding="ascii")
-    for descriptor in (0, 1, 2):
-        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
-
-    def send(message: dict[str, Any]) -> None:
-        replies.write(json.dumps(message) + "\n")
-        replies.flush()
-
-    try:
-        confine(scratch, cpu_seconds)
-    except CannotConfine as error:
-        return send({"error": f"cannot confine: {error}"})
-    send({"outcome": "ready"})
+    """Confine this process, run the tests, give the verdict."""
+    requests, reply = begin()
     request = json.loads(requests.readline())
     num_calls = 0
 
     def exchange(operation: dict[str, Any]) -> dict[str, Any]:
         nonlocal num_calls
         num_calls += 1
-        send({"ask": operation})
-        reply: dict[str, Any] = json.loads(requests.readline())
-        return reply
+        reply({"ask": operation})
+        answer: dict[str, Any] = json.loads(requests.readline())
+        return answer
 
     names = {
         name: decode(data, lambda number: Remote(exchange, number))
@@ -181,4 +166,4 @@ def main() -> None:
     verdict, why = run_tests(request["tests"], names)
     if verdict == "passed" and not num_calls:
         verdict, why = "unusable", "the tests never use the code of the response"
-    return send({"verdict": verdict, "why": why})
+    return reply({"verdict": verdict, "why": why})
