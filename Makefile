@@ -73,7 +73,7 @@ test:  ## the quick and sure tests: seven minutes on two cores, eleven with the 
 
 # Four workers for two cores: tests of servers, timers and killed processes mostly wait. The engines
 # have a fifth beside them, which tells at its end what it has found.
-test-all: $(VENV)/.installed $(ENGINES)/.installed tools servers  ## every test, also Kubernetes, gangs and vLLM: forty minutes, and twenty to build the servers once
+test-all: $(VENV)/.installed $(ENGINES)/.installed tools servers  ## every test, also Kubernetes, gangs and vLLM: half an hour, and twenty to build the servers once
 	@$(MAKE) --no-print-directory --jobs 3 static all-tests engines-beside
 
 durations:  ## run every test and note the seconds of each file in tests/durations.json

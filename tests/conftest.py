@@ -17,6 +17,7 @@ import hypothesis
 import numpy as np
 import pytest
 
+from planish.models.library import load_transformers
 from planish.store.base import STORES
 from tests import thin
 from tests.servers.exporter_fleet import Fleet
@@ -57,6 +58,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Tell `tests.thin` before tests, whose decorators ask it, are imported."""
     thin.full = config.getoption("--full")
+    if hasattr(config, "workerinput"):
+        # Each worker loads it for some test, and without this with what nobody uses.
+        load_transformers()
 
 
 @pytest.fixture(autouse=True)

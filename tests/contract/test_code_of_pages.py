@@ -22,6 +22,15 @@ from tests.unit.submit.kfp_server import Server
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:kfp.*")  # of every kfp.Client
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+FEW = {
+    "curate.max_operand_digits": 1,
+    "curate.evaluation_size": 32,
+    "sft.max_steps": 100,
+    "sft.measure_after": 100,
+    "sft.probe_prompts": 32,
+    "rollout.prompts_per_iteration": 16,
+}
+"""Settings of a run of a few seconds whose policy is right now and then."""
 
 
 def blocks(page: str, kind: str) -> list[str]:
@@ -105,8 +114,7 @@ def test_the_blocks_of_the_page_for_python_are_one_program(tmp_path):
     page = "\n".join(blocks("python.md", "python"))
     first = '{"train.learning_rate": 1e-3}'
     assert first in page
-    small = '{"curate.max_operand_digits": 1, "sft.max_steps": 100, "sft.measure_after": 100}'
-    (tmp_path / "page.py").write_text(page.replace(first, small))
+    (tmp_path / "page.py").write_text(page.replace(first, repr(FEW)))
     done = subprocess.run(
         [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, check=False
     )

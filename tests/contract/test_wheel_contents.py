@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from planish import __version__
+from tests.contract.test_code_of_pages import FEW
 from tests.unit.submit.kfp_server import Server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -143,14 +144,13 @@ def test_the_installed_package_is_enough_to_run_here_and_from_python(program, tm
     def lines(*words):
         return installed(*words, home=tmp_path, PYTHONPATH=sysconfig.get_path("purelib"))
 
-    settings = {"curate.max_operand_digits": 1, "sft.max_steps": 100, "sft.measure_after": 100}
-    given = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
+    given = [word for key, value in FEW.items() for word in ("-o", f"{key}={value}")]
     done = lines(program, "run", "--iterations", "1", "--no-control", *given)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert 0 < told["accuracy_before"] < 1
     assert told["root"].startswith(f"{tmp_path.as_uri()}/runs/dapo-tiny-seed0-")
-    code = f"import planish; print(planish.run_pipeline({settings}, iterations=1))"
+    code = f"import planish; print(planish.run_pipeline({FEW}, iterations=1))"
     done = lines(program.with_name("python"), "-c", code)
     assert done.returncode == 0, done.stdout + done.stderr
     names = ("root", "policy", "accuracy_before", "accuracy_after")

@@ -32,7 +32,7 @@ from tests.images.containers import Containers, Here
 from tests.processes import below
 from tests.servers.run_control_plane import ControlPlane
 
-LOOK_SECONDS = 0.25
+LOOK_SECONDS = 0.5
 LEASE_SECONDS = 40
 ADDRESS = "127.0.0.1"
 

@@ -1,9 +1,9 @@
 """Ranks that start in a fifth of a second: forks of one process that has imported torch.
 
 Use: `with Forks() as forks: ranks = forks.start("tests.integration.x:scenario", 2, folder, ...)`.
-A scenario is called as in `ckpt_ranks`; one that calls `get_ready` waits there until the test has
-seen all of its ranks ready and calls `go`. Every rank ends with the forking process, and that one
-with the test.
+A scenario is called as `scenario(rank, size, folder, **arguments)` and returns something JSON can
+hold; one that calls `get_ready` waits there until the test has seen all of its ranks ready and
+calls `go`. Every rank ends with the forking process, and that one with the test.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -23,11 +24,22 @@ import time
 import traceback
 from pathlib import Path
 
-from tests.integration.ckpt_ranks import REPOSITORY, Outcome
 from tests.integration.waiting import wait_for
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 _DIE_WITH_PARENT = 1
 _numbers = itertools.count()
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How one rank ended."""
+
+    code: int
+    value: object
+    error: str
+    """Traceback of a scenario that raised, empty otherwise."""
+    output: str
 
 
 class Forks:

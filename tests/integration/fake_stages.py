@@ -19,6 +19,8 @@ from pathlib import Path
 
 # What is not a stage is the real one.
 __path__.append({real!r})
+# No stage computes: what the warm process would load for seconds is as if it were not installed.
+sys.modules.update(dict.fromkeys(("torch", "transformers")))
 
 
 def note(stage, iteration=0, shard=0, **facts):
@@ -38,6 +40,15 @@ def note(stage, iteration=0, shard=0, **facts):
         if text == "once":
             order.unlink()
         sys.exit(2 if text == "config" else 1)
+
+
+def meet(root, number):
+    """Wait until as many rollouts have begun."""
+    from planish.store import parse_uri
+
+    log = Path("/" + parse_uri(root).key) / "events.jsonl"
+    while log.read_text().count('"stage": "rollout"') < number:
+        time.sleep(0.02)
 
 
 def write(*artifacts):
@@ -80,6 +91,8 @@ _STAGES = {
                  offset=offset, num_shards=num_shards, policy_pin=policy_pin,
                  state_pin=state_pin)
             time.sleep(float(os.environ.get("FAKE_ROLLOUT_SECONDS", "0")))
+            if os.environ.get("FAKE_ROLLOUTS_MEET"):
+                meet(root, num_shards)
             note("rollout-end", root=root, iteration=offset + number, shard=shard)
             write(rollouts)
     """,
@@ -162,7 +175,8 @@ def write_fake_stages(folder: Path) -> Path:
         folder_of_stage.mkdir(exist_ok=True)
         real = f"__path__.append({str(REAL / 'stages' / name)!r})\n"
         (folder_of_stage / "__init__.py").write_text(real)
-        head = "import json, os, time\nfrom pathlib import Path\nfrom planish import note, write\n"
+        head = "import json, os, time\nfrom pathlib import Path\n"
+        head += "from planish import meet, note, write\n"
         (folder_of_stage / f"{module or 'stage'}.py").write_text(head + textwrap.dedent(body))
     return folder
 

@@ -37,7 +37,8 @@ from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.store.file import TEMPORARY
-from tests.integration import runs
+from tests.integration import programs, runs
+from tests.integration.programs import Program
 from tests.processes import below, marked, marks, shared_memory_of, wait_until_none
 from tests.unit.stages.rollout.stage_run import ROLLOUT, Run, after_iteration, write_template
 
@@ -87,6 +88,8 @@ class Shard:
     """Iteration."""
     policy_pin: str
     state_pin: str = ""
+    is_forked: bool = False
+    """It need not import torch, since it is a fork of a process that has; vLLM begins anew."""
 
     @property
     def root(self) -> str:
@@ -105,7 +108,7 @@ class Shard:
         pins = [pin.replace(self.root, new.root) for pin in (self.policy_pin, self.state_pin)]
         return replace(new, policy_pin=pins[0], state_pin=pins[1])
 
-    def start(self) -> subprocess.Popen:
+    def start(self) -> subprocess.Popen | Program:
         """Start the stage in a session of its own."""
         if not self.scratch.exists():
             make_scratch(self.scratch)
@@ -121,12 +124,14 @@ class Shard:
             "rollouts": self.folder / "out" / "rollouts",
             "metrics": self.folder / "out" / "metrics",
         }
-        command = [sys.executable, "-m", "planish.run", "rollout"]
-        command += [f"--{name}={value}" for name, value in options.items()]
+        words = ["rollout", *(f"--{name}={value}" for name, value in options.items())]
         environment = {**marks(self.folder), **runs.environment(), "TMPDIR": str(self.scratch)}
+        if self.is_forked:
+            (log := self.folder / "log.txt").touch()
+            return programs.start("planish.run", *words, log=log, environment=environment)
         with (self.folder / "log.txt").open("ab") as stream:
             return subprocess.Popen(
-                command,
+                [sys.executable, "-m", "planish.run", *words],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 cwd=runs.REPOSITORY,
@@ -380,7 +385,7 @@ def prepare(template: Path, folder: Path, engine: str, setting: str, rows: int) 
     table = ENGINE_TABLES.get(engine)
     tables = {"engine": table} if table else None
     run = Run(template, folder / "ready", tables=tables, **SETTINGS[setting], **changes)
-    shard = Shard(run.folder, run.digest, 1, run.policy_pin)
+    shard = Shard(run.folder, run.digest, 1, run.policy_pin, is_forked=engine == "transformers")
     if setting == "windows":
         assert Round(shard).attempt() == 0, shard.log()[-3000:]
         state_pin = after_iteration(run, 1, 1, spaces=SPACES)

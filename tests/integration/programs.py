@@ -102,6 +102,8 @@ def start(
         log=str(log.absolute()),
         environment=dict(os.environ if environment is None else environment),
     )
+    # From then on a signal to its process group reaches it.
+    wait_for(lambda: os.getsid(pid) == pid)
     return Program(forks, pid)
 
 
@@ -172,6 +174,7 @@ def _become(job: dict[str, Any]) -> None:
     """Be the program of a job; does not return."""
     os.setsid()
     begin_child(job["log"], job["environment"])
+    tempfile.tempdir = None  # which may be that of the process that forks
     sys.argv[1:] = job["arguments"]
     sys.modules.pop(job["module"], None)
     name_process([sys.executable, "-m", job["module"], *job["arguments"]])

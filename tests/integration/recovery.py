@@ -96,6 +96,8 @@ AFTER = {
     "pp 2": "train.trainer=megatron train.pipeline_parallel=2 train.num_nodes=2",
 }
 """The same of at most three."""
+PAUSE = 0.5
+"""Seconds between two looks at the store, the cluster or a log."""
 SLOWEST_SECONDS = 900.0
 """Of one attempt, however much else this machine has to do."""
 RANK = {"cpu": "3"}
@@ -452,7 +454,7 @@ def disturb(site: Site, training: Training, trial: Trial, state_pin: str, monito
         return bool(training_pods()) or site.exit_code(pod) is not None
 
     log = site.nodes["stages"].log
-    wait_for(train_or_ended, SLOWEST_SECONDS, lambda: log(pod))
+    wait_for(train_or_ended, SLOWEST_SECONDS, lambda: log(pod), longest_pause=PAUSE)
     pods = training_pods()
     assert pods, f"no gang of {MACHINES} trains:\n{log(pod)[-3000:]}"
     timeline.note("ranks train")
@@ -461,9 +463,16 @@ def disturb(site: Site, training: Training, trial: Trial, state_pin: str, monito
     site.exporters.inject(Fault(trial.machine, "shift", "gpu_duty_cycle", -45.0))
     timeline.note(f"{trial.machine} is slow, its duty cycle has fallen by half")
     with Slowness(site.nodes[trial.machine].processes[slow].pid):
-        wait_for(lambda: trial.machine in site.alerted(root), 120, lambda: monitor.log)
+        wait_for(
+            lambda: trial.machine in site.alerted(root),
+            120,
+            lambda: monitor.log,
+            longest_pause=PAUSE,
+        )
         timeline.note(f"alert on {trial.machine}")
-        wait_for(lambda: site.is_cordoned(trial.machine), 60, lambda: monitor.log)
+        wait_for(
+            lambda: site.is_cordoned(trial.machine), 60, lambda: monitor.log, longest_pause=PAUSE
+        )
         timeline.note(f"{trial.machine} is cordoned")
         code = site.wait_for_end(pod)
     wait_for(lambda: not site.gang_pods(), 120)
@@ -487,7 +496,7 @@ def recover(site: Site, training: Training, trial: Trial, state_pin: str) -> boo
     pods: dict[str, str] = {}
     while site.exit_code(pod) is None:
         pods |= site.gang_pods()
-        time.sleep(0.5)
+        time.sleep(PAUSE)
     code = site.wait_for_end(pod)
     timeline.note(f"stage ended with {code}")
     trial.expect(trial.machine not in pods.values(), "a pod was on the cordoned machine")

@@ -132,6 +132,7 @@ def test_no_prompt_is_lost_or_trained_twice(two: str) -> None:
     assert sorted([*consumed, *cursor["pending"]]) == list(range(cursor["next"]))
 
 
+@pytest.mark.full
 def test_a_run_starts_from_the_end_of_another_root_and_keeps_its_reference(
     two: str, tmp_path: Path
 ) -> None:

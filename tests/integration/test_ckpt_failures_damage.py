@@ -19,6 +19,7 @@ from planish.checkpoint.commit.commit import read_commit
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.load.verify import verify
 from planish.store.s3 import S3Store, read_settings
+from tests import thin
 from tests.integration.ckpt_seeds import load_seed
 
 pytestmark = pytest.mark.server
@@ -77,15 +78,16 @@ def test_damage_to_any_object_is_found_before_it_is_used(site):
         "timings.jsonl",
     ]
     cases = 0
-    for name, (key, data) in found.items():
-        for how, change in DAMAGE.items():
-            changed = change(data)
+    for number, (name, (key, data)) in enumerate(found.items()):
+        # Of an object every third kind of damage, and each kind on some objects.
+        for how in [*DAMAGE] if thin.full else [*DAMAGE][number % 3 :: 3]:
+            changed = DAMAGE[how](data)
             damage(site, key, changed)
             check_is_found(site, name, how)
             cases += 1
         damage(site, key, data)
         assert load_seed(site.path("step-2")) == 2
-    assert cases == 13 * 7
+    assert cases == (13 * 7 if thin.full else 31)
 
 
 def check_is_found(site, name, how):
@@ -179,11 +181,12 @@ def test_damage_on_the_disk_of_the_server_never_reaches_a_tensor(site):
     opened = open_state(site.path("step-1"))
     settings, bucket = read_settings(), site.bucket
     seen = []
-    for path in sorted((site.server.data / bucket / opened.path).rglob("*")):
-        if not path.is_file() or "timings" in str(path):
-            continue
+    files = sorted((site.server.data / bucket / opened.path).rglob("*"))
+    files = [path for path in files if path.is_file() and "timings" not in str(path)]
+    for number, path in enumerate(files):
         whole = path.read_bytes()
-        for at in (len(whole) // 2, len(whole) - 9):
+        places = (len(whole) // 2, len(whole) - 9)
+        for at in places if thin.full else places[number % 2 :][:1]:
             path.write_bytes(flip(whole, at))
             hasty = S3Store(settings, bucket, read_seconds=2.0, timeout_s=1.5)
             try:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import thin
 from tests.integration import ckpt_engine as engine
 from tests.integration import ckpt_layouts as layouts
 from tests.integration.ckpt_forks import run_ranks
@@ -23,8 +24,11 @@ def reference():
     return layouts.named(model, optimizer), {"model": model, "optimizer": optimizer}
 
 
-def scenario_matrix(rank, size, folder):
-    """Save under every layout what was loaded under every other; returns what was compared."""
+def scenario_matrix(rank, size, folder, *, every):
+    """Save under every layout what was loaded under others; returns what was compared.
+
+    Of the pairs that begin or end with a layout it takes one in `every`.
+    """
     meshes, groups = layouts.meshes(), engine.groups()
     expected, state = reference()
     first = f"file://{folder}/first"
@@ -32,6 +36,8 @@ def scenario_matrix(rank, size, folder):
         engine.save(first, state, "plain", group=groups[1])
     dist.barrier()
     snapshots, compared, names = {}, 0, list(layouts.LAYOUTS)
+    places = itertools.product(range(len(names)), repeat=2)
+    pairs = [(names[n], names[m]) for n, m in places if (n + m) % every == 0]
     for name in names:
         if rank in layouts.members(name):
             built = load(name, meshes, groups, first)
@@ -42,13 +48,13 @@ def scenario_matrix(rank, size, folder):
             group = groups[len(layouts.members(name))]
             engine.save(f"file://{folder}/{name}", built.state, built.framework, group=group)
     dist.barrier()
-    for source, target in itertools.product(names, names):
+    for source, target in pairs:
         if rank in layouts.members(target):
             found = layouts.bits(load(target, meshes, groups, f"file://{folder}/{source}").local())
             wanted = snapshots[target]
             assert [n for n in wanted if found[n] != wanted[n]] == [], (source, target)
             compared += len(wanted)
-    return {"compared": compared, "pairs": len(names) ** 2}
+    return {"compared": compared, "pairs": len(pairs)}
 
 
 def load(name, meshes, groups, place):
@@ -67,8 +73,7 @@ def load(name, meshes, groups, place):
 
 @pytest.mark.slow
 def test_every_layout_loads_what_every_layout_saved_bit_by_bit(tmp_path):
-    found = run_ranks(
-        "tests.integration.test_ckpt_reshard:scenario_matrix", NUM_RANKS, tmp_path, timeout=600
-    )
-    assert {result["pairs"] for result in found} == {len(layouts.LAYOUTS) ** 2} == {225}
-    assert sum(result["compared"] for result in found) == 21_330
+    scenario, every = "tests.integration.test_ckpt_reshard:scenario_matrix", 1 if thin.full else 3
+    found = run_ranks(scenario, NUM_RANKS, tmp_path, timeout=600, every=every)
+    assert {result["pairs"] for result in found} == {225 // every}
+    assert sum(result["compared"] for result in found) == (21_330 if thin.full else 7_110)

@@ -19,7 +19,6 @@ from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import default_engine
 from planish.store import open_store
 from tests.integration.ckpt_forks import run_ranks
-from tests.integration.ckpt_ranks import Ranks
 from tests.integration.ckpt_states import (
     assert_holds,
     attempts,
@@ -172,13 +171,12 @@ def loop(rank, size, folder, root, grace_s):
 
 
 @pytest.mark.parametrize("told", [(0,), (2,), (0, 1, 2)], ids=["rank-0", "rank-2", "all"])
-def test_sigterm_to_any_rank_makes_all_save_the_same_step_and_end(file_root, tmp_path, told):
-    folder = tmp_path / "ranks"
-    with Ranks(f"{HERE}:loop", 3, folder, root=file_root, grace_s=30.0) as ranks:
-        pids_of(folder, 3)
-        for rank in told:
-            ranks.kill(rank, signal.SIGTERM)
-        outcomes = ranks.wait(300)
+def test_sigterm_to_any_rank_makes_all_save_the_same_step_and_end(forks, file_root, tmp_path, told):
+    ranks = forks.start(f"{HERE}:loop", 3, tmp_path, root=file_root, grace_s=30.0)
+    pids_of(ranks.folder, 3)
+    for rank in told:
+        ranks.kill(rank, signal.SIGTERM)
+    outcomes = ranks.wait(300)
     assert [outcome.code for outcome in outcomes] == [0, 0, 0], outcomes
     (step,) = {outcome.value for outcome in outcomes}
     assert 20 <= step < 5000
@@ -200,14 +198,16 @@ def unheard(rank, size, folder, root):
     time.sleep(60)
 
 
-def test_a_trainer_that_sigterm_ends_leaves_no_uploader_and_nothing_visible(file_root, tmp_path):
-    folder = tmp_path / "ranks"
-    with Ranks(f"{HERE}:unheard", 1, folder, root=file_root) as ranks:
-        (uploader,) = pids_of(folder, 1)
-        ranks.kill(0, signal.SIGTERM)
-        ranks.processes[0].wait(20)
-        os.kill(uploader, signal.SIGCONT)
-        wait_for(lambda: gone(uploader), 20, "the end of the uploading process")
+def test_a_trainer_that_sigterm_ends_leaves_no_uploader_and_nothing_visible(
+    forks, file_root, tmp_path
+):
+    ranks = forks.start(f"{HERE}:unheard", 1, tmp_path, root=file_root)
+    (uploader,) = pids_of(ranks.folder, 1)
+    ranks.kill(0, signal.SIGTERM)
+    (outcome,) = ranks.wait(20)
+    assert outcome.code == -signal.SIGTERM
+    os.kill(uploader, signal.SIGCONT)
+    wait_for(lambda: gone(uploader), 20, "the end of the uploading process")
     assert not attempts(f"{file_root}/2")[1]
     storage, path = open_store(f"{file_root}/2")
     assert [u for stat in storage.list(path) for u in storage.open_uploads(stat.key)] == []

@@ -20,7 +20,7 @@ from planish.models.policy import save_policy
 from planish.records.rollouts import FinishReason
 from tests.integration.test_disagg_equality import weights
 from tests.processes import marked, marks, wait_until_none
-from tests.unit.engines.disagg.instances import disagg, moe_policy
+from tests.unit.engines.disagg.instances import ThreadRank, disagg, moe_policy
 from tests.unit.engines.tiny import ids_of, request, start
 
 pytestmark = pytest.mark.slow
@@ -30,11 +30,11 @@ SECONDS = 60.0
 REQUESTS = [request(i, 60) for i in range(6)]
 
 
-def running(attention: int, expert: int, **options):
+def running(attention: int, expert: int, launcher=launch):
     """Return an instance of processes whose requests have a few tokens, and what they become."""
     policy = moe_policy("Qwen3Moe")
     expected = {o.request_id: o for o in start(policy).generate(REQUESTS)}
-    engine = disagg(policy, attention, expert, 1, launcher=launch, **options)
+    engine = disagg(policy, attention, expert, 1, launcher=launcher)
     engine.submit(REQUESTS)
     for _ in range(5):
         assert engine.poll(0.0) == []
@@ -92,7 +92,7 @@ def test_an_attention_rank_that_is_stopped_ends_its_own_requests_only():
 
 
 def test_a_coordinator_that_was_stopped_itself_holds_no_rank_for_dead(monkeypatch):
-    engine, expected = running(1, 2)
+    engine, expected = running(1, 2, launcher=ThreadRank)
     real, jumps = time.monotonic, iter([3 * processes.DEAD_S])
     away, wait = 0.0, processes.wait
 
@@ -120,7 +120,7 @@ def test_ranks_end_with_their_coordinator(tmp_path):
         "from planish.engines import open_engine\n"
         "from planish.engines.config import EngineConfig\n"
         "from planish.engines.requests import ModelRef\n"
-        "config = EngineConfig(name='disagg', expert_ranks=2)\n"
+        "config = EngineConfig(name='disagg', expert_ranks=1)\n"
         f"engine = open_engine(config, ModelRef(pin={pin!r}), max_rows=4)\n"
         "print(len(engine.pids), engine.version(), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -128,7 +128,7 @@ def test_ranks_end_with_their_coordinator(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", code], env=marks(tmp_path), capture_output=True, text=True
     )
-    assert ended.stdout.split() == ["3", "1"], ended.stderr[-2000:]
+    assert ended.stdout.split() == ["2", "1"], ended.stderr[-2000:]
     wait_until_none(tmp_path, 10.0)
     assert marked(tmp_path) == []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from planish import store
 from planish.engines import ENGINES
@@ -12,7 +11,7 @@ from planish.models.policy import load_policy
 from planish.records import layout
 from planish.records.io import read_manifest
 from planish.records.reports import UpdateReport, read_report
-from tests.integration import programs, reshard_training, runs
+from tests.integration import reshard_training, runs
 from tests.unit.engines.pinned import PinnedWeights
 from tests.unit.engines.tiny import exact_logprobs
 
@@ -31,13 +30,6 @@ def newest_state(root):
     folder = layout.state(root, 0).rpartition("/")[0]
     steps = {uri.removeprefix(f"{folder}/").partition("/")[0] for uri in store.list_uris(folder)}
     return f"{folder}/{max(steps)}"
-
-
-def logits(policy_pin):
-    """Return the logits of a few tokens by the modules of transformers, [2, 12, vocabulary]."""
-    ids = torch.arange(24).view(2, 12) % 50 + 4
-    with torch.inference_mode():
-        return load_policy(policy_pin).model(input_ids=ids, use_cache=False).logits
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +69,7 @@ def test_experts_are_pretrained_sampled_and_trained_by_two_processes(trained):
     assert scalars["routing_disagreement"] < 0.01
 
 
+@pytest.mark.full
 def test_what_two_processes_saved_is_what_three_load_and_export(trained, resharded):
     files = [uri for uri in store.list_uris(newest_state(resharded)) if "/policy.model/" in uri]
     assert len(files) == 3
@@ -88,40 +81,29 @@ def test_what_two_processes_saved_is_what_three_load_and_export(trained, reshard
 
 
 @pytest.fixture(scope="module")
-def sampled_on_vllm(resharded):
+def sampled_on_vllm(trained):
     """Name of an engine on vLLM -> what it samples from the export; empty where vLLM is not."""
     if not reshard_training.ENGINES_PYTHON.exists():
         return {}
     names = [name for name in ENGINES if name.startswith("vllm")]
-    return reshard_training.sample_elsewhere(pin(resharded, 1), 1.0, *names)
+    return reshard_training.sample_elsewhere(pin(trained, 1), 1.0, *names)
 
 
-def expect_exact(resharded, samples):
-    policy = load_policy(pin(resharded, 1))
+def expect_exact(trained, samples):
+    policy = load_policy(pin(trained, 1))
     for one, (token_ids, logprobs) in zip(reshard_training.requests(1.0), samples, strict=True):
         assert np.abs(exact_logprobs(policy, one, token_ids) - logprobs).max() < 1e-5
 
 
 @pytest.mark.parametrize("engine", ["transformers", "disagg"])
-def test_engines_sample_an_export_as_a_float64_forward_does(resharded, engine):
-    expect_exact(resharded, reshard_training.sample(pin(resharded, 1), engine, 1.0))
+def test_engines_sample_an_export_as_a_float64_forward_does(trained, engine):
+    expect_exact(trained, reshard_training.sample(pin(trained, 1), engine, 1.0))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", sorted(name for name in ENGINES if name.startswith("vllm")))
-def test_engines_on_vllm_sample_it_so_too(resharded, sampled_on_vllm, engine):
+def test_engines_on_vllm_sample_it_so_too(trained, sampled_on_vllm, engine):
     if sampled_on_vllm:
-        expect_exact(resharded, sampled_on_vllm[engine])
+        expect_exact(trained, sampled_on_vllm[engine])
     else:
         pytest.skip(f"{reshard_training.ENGINES_PYTHON} is missing: `make engines`")
-
-
-@pytest.mark.full
-def test_the_reshard_pipeline_writes_the_policy_that_the_run_exported(trained, tmp_path):
-    target = f"file://{tmp_path}/reshard"
-    line = ["--root", target, "--source", newest_state(trained), "--layout", "merged"]
-    line += ["--policy", pin(trained, 1)]
-    code, told = programs.run("pipelines.reshard", *line, environment=runs.environment())
-    assert code == 0, told[-3000:]
-    merged = read_manifest(f"{target}/merged").ref(f"{target}/merged").pin()
-    assert torch.equal(logits(merged), logits(pin(trained, 1)))

@@ -26,16 +26,18 @@ from planish import store
 from planish.base.errors import ConfigError, PeerLost
 from planish.records import layout
 from planish.records.io import read_manifest
+from planish.records.refs import parse_pin
 from planish.run.gang.cluster import PERMISSIONS, TRAINER_PERMISSIONS
 from planish.run.gang.launch import run_gang
 from planish.run.gang.manifests import GANG_LABEL, Gang, GangPods, job_manifest
 from planish.run.kube import Kube
 from planish.stages.prepare.cluster import ClusterApi, Permission
-from planish.stages.train.ranks.job import TrainJob
-from planish.stages.train.stage import launch, train
+from planish.stages.train.ranks.job import TrainJob, write_job
+from planish.stages.train.stage import train
 from planish.submit.cleanup import delete_labelled
 from tests.images.containers import Here
 from tests.images.node import Node
+from tests.integration.ckpt_forks import run_ranks
 from tests.integration.gang_launcher import connect
 from tests.integration.scheduling import running_scheduler
 from tests.integration.waiting import wait_for
@@ -50,6 +52,15 @@ pytestmark = [
 ]
 
 STAND_IN = "stand-in"
+PAUSE = 0.25
+"""Seconds between two looks at all objects of a namespace."""
+NAMESPACED = "namespaces/planish"
+PATHS = {
+    "pod": f"/api/v1/{NAMESPACED}/pods",
+    "job": f"/apis/batch/v1/{NAMESPACED}/jobs",
+    "trainjob": f"/apis/trainer.kubeflow.org/v1alpha1/{NAMESPACED}/trainjobs",
+}
+"""Kind of an object -> where the API server has those of the namespace of runs."""
 ONE_A_NODE = {"resources": {"requests": {"cpu": "3"}}}
 
 
@@ -75,7 +86,7 @@ class Site:
         }
         self.number = 0
         self.has_trainer = False
-        self.kinds = ""
+        self.kinds = []
         self.clients = []
 
     def stage_pod(self, *, deadline=600, env=()):
@@ -108,9 +119,7 @@ class Site:
             each.rest_client.pool_manager.clear()
 
     def get(self, kind, name):
-        return json.loads(
-            self.plane.kubectl("-n", "planish", "get", kind, name, "-o", "json").stdout
-        )
+        return self.plane.get(f"{PATHS[kind]}/{name}")
 
     def launcher(self, gang, pod, folder):
         """Submit a gang from a process of its own."""
@@ -133,20 +142,20 @@ class Site:
         What the controller of JobSet makes has no label of ours, but the name.
         """
         if not self.kinds:
-            words = ("api-resources", "--namespaced", "--verbs=list", "-o", "name")
-            kinds = self.plane.kubectl(*words).stdout.split()
-            self.kinds = ",".join(each for each in kinds if not each.startswith("events"))
-        found = self.plane.kubectl("-n", "planish", "get", self.kinds, "-o", "json").stdout
+            self.kinds = self.plane.namespaced_paths("planish")
+        found = [
+            {**each, "kind": kind} for path, kind in self.kinds for each in self.plane.list(path)
+        ]
         return [
             f"{each['kind'].lower()}/{each['metadata']['name']}"
-            for each in json.loads(found)["items"]
+            for each in found
             if GANG_LABEL in each["metadata"].get("labels", {})
             or re.match("planish-[0-9a-f]{16}", each["metadata"]["name"])
         ]
 
     def has_nothing_left(self):
-        wait_for(lambda: not self.objects(), 30, lambda: str(self.objects()))
         wait_for(lambda: not self.running(), 30, lambda: str(self.running()))
+        wait_for(lambda: not self.objects(), 30, lambda: str(self.objects()), longest_pause=PAUSE)
         return True
 
     def log_with(self, words):
@@ -279,9 +288,9 @@ def test_two_pods_train_what_two_processes_train_also_after_they_were_asked_to_l
     thread = threading.Thread(target=first_attempt)
     began = time.monotonic()
     thread.start()
-    wait_for(lambda: site.log_with("rank leaves before"), 90)
+    wait_for(lambda: site.log_with("rank leaves before"))
     print(f"submit to the first rank that hears {time.monotonic() - began:.1f} s")
-    pod = wait_for(lambda: site.log_with("resumed steps=0 of=48"), 90).stem
+    pod = wait_for(lambda: site.log_with("resumed steps=0 of=48")).stem
     site.plane.kubectl("-n", "planish", "delete", "pod", pod, "--wait=false")
     asked = time.monotonic()
     thread.join(60)
@@ -305,10 +314,11 @@ def test_two_pods_train_what_two_processes_train_also_after_they_were_asked_to_l
     print(f"the first attempt and the second begin after step {words}")
     assert len(set(words) - {"0"}) <= 1
     assert len(words) == 4
-    here = job_of((tmp_path / "here").as_uri())
-    result = launch(here, 2)
-    assert result.state.manifest_sha256 == outcome.refs["state"].manifest_sha256
-    assert result.state.attributes["dp"] == 2
+    pin = write_job(job_of((tmp_path / "here").as_uri()))
+    here, _ = run_ranks("tests.integration.train_forks:train_rank", 2, tmp_path / "ranks", pin=pin)
+    uri, digest = parse_pin(here)
+    assert digest == outcome.refs["state"].manifest_sha256
+    assert read_manifest(uri).attributes["dp"] == 2
 
 
 def test_a_killed_rank_ends_the_gang_and_its_log_reaches_the_stage(site, tmp_path, caplog):
@@ -316,7 +326,7 @@ def test_a_killed_rank_ends_the_gang_and_its_log_reaches_the_stage(site, tmp_pat
     began = time.monotonic()
     thread, errors = run_in_thread(site.cluster(site.stage_pod()), gang)
     ranks = [tmp_path / f"rank-{rank}" for rank in range(2)]
-    wait_for(lambda: all(path.exists() and path.read_text() for path in ranks), 90)
+    wait_for(lambda: all(path.exists() and path.read_text() for path in ranks))
     print(f"submit to both ranks {time.monotonic() - began:.1f} s")
     os.kill(int(ranks[1].read_text()), signal.SIGKILL)
     thread.join(60)
@@ -373,26 +383,23 @@ def test_a_retry_attaches_to_the_gang_of_a_killed_stage_and_there_is_never_a_sec
     assert site.has_nothing_left()
 
 
-def replaces_a_gang_of_other_work(site, folder, gang, caplog):
+def test_a_gang_of_other_work_has_ended_before_the_next_begins(site, tmp_path, caplog):
     """Leave a gang behind and submit the same digest with other work; the pods must not overlap."""
-    slow = f"trap 'sleep 1; echo over >> {folder}/ends; exit 75' TERM; touch {folder}/up-$$; "
+    gang = stand_in("", 11)
+    slow = f"trap 'sleep 1; echo over >> {tmp_path}/ends; exit 75' TERM; touch {tmp_path}/up-$$; "
     old = replace(gang, words=(STAND_IN, slow + "while :; do sleep 0.1; done"), work="old")
-    first = site.launcher(old, site.stage_pod(), folder)
-    wait_for(lambda: len(list(folder.glob("up-*"))) == 2, 60)
+    first = site.launcher(old, site.stage_pod(), tmp_path)
+    wait_for(lambda: len(list(tmp_path.glob("up-*"))) == 2, 60)
     first.kill()
     first.wait(10)
-    check = f"cp {folder}/ends {folder}/seen-$$; exit 3"
+    check = f"cp {tmp_path}/ends {tmp_path}/seen-$$; exit 3"
     new = replace(gang, words=(STAND_IN, check), work="new")
     with pytest.raises(PeerLost, match="got 3 from"):
-        run_gang(site.cluster(site.stage_pod(), launcher=gang.launcher), new, before=lambda: None)
+        run_gang(site.cluster(site.stage_pod()), new, before=lambda: None)
     assert "gang of other work, removed" in caplog.text
-    seen = [path.read_text() for path in folder.glob("seen-*")]
+    seen = [path.read_text() for path in tmp_path.glob("seen-*")]
     assert seen == ["over\nover\n"] * len(seen) != []
     assert site.has_nothing_left()
-
-
-def test_a_gang_of_other_work_has_ended_before_the_next_begins(site, tmp_path, caplog):
-    replaces_a_gang_of_other_work(site, tmp_path, stand_in("", 11), caplog)
 
 
 def test_a_finished_gang_is_read_and_a_failed_one_makes_way(site, tmp_path):
@@ -443,7 +450,7 @@ def test_a_cancelled_stage_takes_its_gang_with_it(site, tmp_path):
     words = ("tests.integration.gang_rank", str(tmp_path))
     gang = stand_in("", 7, words=words, num_processes=2)
     launcher = site.launcher(gang, site.stage_pod(), tmp_path)
-    wait_for(lambda: len(list(tmp_path.glob("rank-*"))) == 4, 90)
+    wait_for(lambda: len(list(tmp_path.glob("rank-*"))) == 4)
     launcher.send_signal(signal.SIGTERM)
     asked = time.monotonic()
     assert launcher.wait(120) == 75, (tmp_path / "launcher.log").read_text()
@@ -486,7 +493,7 @@ def trained(site):
     if not site.has_trainer:
         start_trainer(site.plane)
         site.plane.kubectl("apply", "-k", str(REPOSITORY / "manifests/trainer"))
-        site.has_trainer, site.kinds = True, ""
+        site.has_trainer, site.kinds = True, []
     return site
 
 
@@ -539,23 +546,6 @@ def test_a_gang_of_kubeflow_trainer_is_attached_to_drained_and_cancelled(trained
     trained.plane.kubectl("uncordon", away)
     (error,) = errors
     assert isinstance(error, PeerLost)
-    assert trained.has_nothing_left()
-
-
-@pytest.mark.full
-def test_a_gang_of_kubeflow_trainer_of_other_work_has_ended_too(trained, tmp_path, caplog):
-    replaces_a_gang_of_other_work(trained, tmp_path, trainjob("", 27), caplog)
-
-
-@pytest.mark.full
-def test_a_gang_of_kubeflow_trainer_ends_with_the_deadline_of_its_stage(trained):
-    pod = trained.stage_pod(deadline=8)
-    with pytest.raises(PeerLost, match="DeadlineExceeded"):
-        run_gang(
-            trained.cluster(pod, launcher="trainjob"),
-            trainjob("sleep 300", 24),
-            before=lambda: None,
-        )
     assert trained.has_nothing_left()
 
 

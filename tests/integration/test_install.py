@@ -18,6 +18,21 @@ pytestmark = pytest.mark.server
 OVERLAYS = REPOSITORY / "manifests" / "overlays"
 
 
+@pytest.mark.parametrize("overlay", ["local", "gpu", "kfp-single-user", "kfp-multi-user"])
+def test_a_real_server_accepts_every_object_of_an_overlay(control_plane, overlay):
+    built = control_plane.kubectl("kustomize", str(OVERLAYS / overlay)).stdout
+    path = control_plane.folder / f"{overlay}.yaml"
+    path.write_text(built)
+    for namespace in ("planish", "kubeflow", "team"):
+        control_plane.kubectl("create", "namespace", namespace, check=False)
+    done = control_plane.kubectl(
+        "apply", "--dry-run=server", "--validate=strict", "-f", str(path), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    accepted = [line for line in done.stdout.splitlines() if line.endswith("(server dry run)")]
+    assert len(accepted) == built.count("\nkind: ") + built.startswith("kind: ")
+
+
 @pytest.mark.parametrize(
     ("overlay", "namespace"), [("kfp-single-user", "kubeflow"), ("kfp-multi-user", "team")]
 )

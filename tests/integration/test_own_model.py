@@ -17,16 +17,12 @@ import torch
 
 from planish import store
 from planish.__main__ import main
-from planish.checkpoint import train_state
-from planish.models.policy import load_policy
 from planish.records import layout
 from planish.records.io import fetch_files, read_manifest, read_set
 from planish.records.reports import UpdateReport, read_report
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import RolloutSet
-from tests.integration import programs
 from tests.integration.own_model import make_model
-from tests.integration.test_train_stage import all_tensors
 from tests.processes import below
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -58,18 +54,6 @@ def share(response, answer):
     letters = [letter for letter in response if letter.isalpha()]
     return sum(letter in "aeiou" for letter in letters) / max(1, len(letters))
 '''
-
-
-def write_tasks(path):
-    """Rows whose answers are tests of the code that a response must hold."""
-    rows = [
-        {"messages": [{"role": "system", "content": "Be brief."},
-                      {"role": "user", "content": f"Write `f` that adds {n} to a number."}],
-         "label": f"assert f(1) == {n + 1}"}
-        for n in range(24)
-    ]  # fmt: skip
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def options(root, model, dataset, iterations, overrides=""):
@@ -104,77 +88,6 @@ def open_export(folder, family):
     assert text == "<|im_start|>system\nBe brief.<|im_end|>\n"
 
 
-def check_adapters(root):
-    """Compare the export after three iterations with the base and the adapters of the state."""
-    from transformers import AutoModelForCausalLM
-
-    check_export(root, 3, "Qwen2")
-    state = train_state.latest(root)
-    tensors = all_tensors(state.pin())
-    plain, merged = (load_policy(pin_of(root, k)).model.state_dict() for k in (0, 3))
-    moved = 0
-    for name, weight in plain.items():
-        layer = f"model.{name.removesuffix('.weight')}"
-        wanted = weight.float()
-        if f"{layer}.lora_A.weight" in tensors:
-            up, down = tensors[f"{layer}.lora_B.weight"], tensors[f"{layer}.lora_A.weight"]
-            wanted = wanted + 8.0 * (up @ down)
-            moved += not torch.equal(merged[name], weight)
-        # bfloat16 keeps eight bits of the sum.
-        torch.testing.assert_close(merged[name].float(), wanted, rtol=2**-8, atol=1e-6)
-    assert moved == 14
-    # transformers alone computes with the folder what the trained policy computes.
-    opened = AutoModelForCausalLM.from_pretrained(fetch_files(layout.policy(root, 3)))
-    ids = torch.arange(4, 12)[None]
-    assert torch.equal(opened(ids).logits, load_policy(pin_of(root, 3)).model(ids).logits)
-    page = store.read(f"{layout.report(root)}/report.html").decode()
-    assert "trained parameters" in page
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_model_is_trained_on_tasks_of_code_and_exported(file_root, tmp_path):
-    model = make_model("Qwen3", tmp_path / "model")
-    overrides = "curate.verifier=python_tests rollout.max_iterations_without_signal=0"
-    line = options(file_root, model, write_tasks(tmp_path / "mine.jsonl"), 3, overrides)
-    code, told = programs.run("pipelines.local", *line)
-    assert code == 0, told[-3000:]
-    assert "`Qwen3ForCausalLM`" in told
-    assert "| - columns | `messages` list, `label` text |" in told
-    assert "| - system message | in 24 of 24 prompts |" in told
-    assert "cold start skipped: `model.path` gives a trained model" in told
-    check_export(file_root, 3, "Qwen3")
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_model_is_trained_by_adapters_and_exported_whole(file_root, tmp_path):
-    model = make_model("Qwen2", tmp_path / "model")
-    # Random text has a vowel now and then, so that there is something to learn.
-    overrides = (
-        "curate.verifier=regex curate.answer_pattern=(a|e|i|o|u) rollout.group_size=4 "
-        "train.learning_rate=1e-2 train.warmup_iterations=0 model.lora_rank=4"
-    )
-    line = options(file_root, model, write_rows(tmp_path / "mine.jsonl"), 3, overrides)
-    code, told = programs.run("pipelines.local", *line)
-    assert code == 0, told[-3000:]
-    assert "| - adapters | rank 4, alpha 32, on `down_proj`, `gate_proj`, `k_proj`" in told
-    check_adapters(file_root)
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_start_too_weak_ends_with_advice_and_without_a_retry(file_root, tmp_path):
-    model = make_model("Qwen3", tmp_path / "model")
-    overrides = "rollout.max_iterations_without_signal=1"
-    line = options(file_root, model, write_rows(tmp_path / "mine.jsonl"), 2, overrides)
-    code, told = programs.run("pipelines.local", *line)
-    assert code == 2, told[-3000:]
-    log = json.loads(store.read(layout.stage_log(file_root, "reward", 1, 0)))
-    assert log["exit_code"] == 2
-    assert "Nothing was learnt: all 4 groups wrong; try easier problems" in log["error"]
-
-
 @pytest.mark.slow
 @pytest.mark.server
 def test_a_model_and_rows_in_a_bucket_are_trained_by_a_reward_of_ones_own(s3_root, tmp_path):
@@ -186,7 +99,7 @@ def test_a_model_and_rows_in_a_bucket_are_trained_by_a_reward_of_ones_own(s3_roo
     (package / "__init__.py").write_text(VOWELS)
     root = f"{s3_root}/run"
     overrides = "curate.verifier=vowels:share"
-    line = options(root, f"{s3_root}/in/model", f"{s3_root}/in/mine.jsonl", 3, overrides)
+    line = options(root, f"{s3_root}/in/model", f"{s3_root}/in/mine.jsonl", 1, overrides)
     done = subprocess.run(
         [sys.executable, "-m", "pipelines.local", *line],
         cwd=REPOSITORY,
@@ -197,11 +110,11 @@ def test_a_model_and_rows_in_a_bucket_are_trained_by_a_reward_of_ones_own(s3_roo
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    check_export(root, 3, "Qwen2")
+    check_export(root, 1, "Qwen2")
     scope: dict[str, Any] = {}
     exec(VOWELS, scope)
-    rollouts = read_set(RolloutSet, layout.rollouts(root, 3, 0))
-    rewards = read_set(RewardSet, layout.rewards(root, 3))
+    rollouts = read_set(RolloutSet, layout.rollouts(root, 1, 0))
+    rewards = read_set(RewardSet, layout.rewards(root, 1))
     assert set(rollouts.verifier) == {"vowels:share"}
     texts = zip(rollouts.response, rollouts.answer, strict=True)
     shares = np.array([scope["share"](*pair) for pair in texts])

@@ -201,33 +201,27 @@ def test_a_policy_without_a_pin_and_one_that_is_not_there_are_refused(cluster, p
     idle(cluster)
 
 
-def lose_a_rank(cluster, pin, how):
-    """Signal a rank of one pod while it works for a coordinator; what was asked for must end."""
+def test_a_lost_rank_ends_the_requests_and_its_pod_serves_the_next_coordinator(
+    cluster, pins, tmp_path
+):
     with cluster.engine() as engine:
-        engine.start(ModelRef(pin=pin))
+        engine.start(ModelRef(pin=pins[0]))
         assert engine.generate(REQUESTS[:1])[0].num_tokens == 20
         engine.submit(REQUESTS)
         for _ in range(3):
             engine.poll(0.0)
         (victim,) = below(cluster.pods[3].process.pid)
-        os.kill(victim, how)
+        os.kill(victim, signal.SIGSTOP)
         outputs = {}
         while len(outputs) < len(REQUESTS):
             outputs.update((o.request_id, o) for o in engine.poll(1.0))
         assert {output.finish_reason for output in outputs.values()} == {FinishReason.ABORT}
         assert all("rank 3 is lost" in output.error for output in outputs.values())
-
-
-def test_a_lost_rank_ends_the_requests_and_its_pod_serves_the_next_coordinator(cluster, pins):
-    lose_a_rank(cluster, pins[0], signal.SIGKILL)
     # The next one calls while the ranks of the last still end.
-    lose_a_rank(cluster, pins[0], signal.SIGSTOP)
-    idle(cluster)
-    assert not below(cluster.pods[3].process.pid)
+    ranks_end_with_a_coordinator_that_is_killed(cluster, pins[0], tmp_path)
 
 
-def test_ranks_end_with_a_coordinator_that_is_killed(cluster, pins, tmp_path):
-    idle(cluster)
+def ranks_end_with_a_coordinator_that_is_killed(cluster, pin, tmp_path):
     code = (
         "import json, sys\n"
         "from planish.engines.config import EngineConfig\n"
@@ -241,13 +235,13 @@ def test_ranks_end_with_a_coordinator_that_is_killed(cluster, pins, tmp_path):
     )
     settings = json.dumps(cluster.config.model_dump(exclude_defaults=True))
     with subprocess.Popen(
-        [sys.executable, "-c", code, settings, pins[0]],
+        [sys.executable, "-c", code, settings, pin],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=marks(tmp_path),
     ) as coordinator:
         assert coordinator.stdout.readline() == b"ready\n"
-        ready(cluster, pins[0])
+        ready(cluster, pin)
         coordinator.kill()
     assert marked(tmp_path) == []
     idle(cluster)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -48,8 +44,10 @@ def assert_holds(place, tensors):
         assert np.array_equal(reader.read(spec), array.view(RAW[ITEM_BYTES[spec.dtype]])), spec
 
 
-def check_a_chain_of_layouts(root):
+@pytest.mark.server
+def test_any_layout_becomes_another_on_a_real_server(s3_root):
     """Save as FSDP ranks, reshard for tensor-parallel ranks, and back to one."""
+    root = s3_root
     tensors = tiny_model(layers=1)
     saved = Layout.parse("fsdp=3")
     pin = write_checkpoint(f"{root}/saved", tensors, saved.boxes, num_ranks=3)
@@ -90,16 +88,6 @@ def earlier_policy(uri, tensors):
     return write_files(uri, "policy/1", files, parents={}, attributes={"policy_version": 1}).pin()
 
 
-@pytest.mark.full
-def test_any_layout_becomes_another_on_files(file_root):
-    check_a_chain_of_layouts(file_root)
-
-
-@pytest.mark.server
-def test_any_layout_becomes_another_on_a_real_server(s3_root):
-    check_a_chain_of_layouts(s3_root)
-
-
 def test_the_same_run_again_computes_nothing(file_root):
     pin = write_checkpoint(f"{file_root}/saved", tiny_model(layers=1))
     assert run(f"{file_root}/run", pin, "fsdp=2")[0] == 0
@@ -127,21 +115,3 @@ def test_a_damaged_source_fails_the_run_and_leaves_no_result(file_root, tmp_path
     storage, key = open_store(f"{file_root}/run")
     assert [s.key for s in storage.list(key) if s.key.endswith("COMMIT")] == []
     assert logs(f"{file_root}/run")["checkpoint_retain"]["metrics"]["deleted"] == 0
-
-
-@pytest.mark.full
-def test_retention_keeps_the_newest_results(file_root):
-    for step in (1, 2, 3):
-        pin = write_checkpoint(f"{file_root}/saved/{step}", tiny_model(layers=1, seed=step),
-                               step=step)  # fmt: skip
-        options = ["--target", f"{file_root}/engines/{step}", "--parts", "model"]
-        options += ["--retain-folder", f"{file_root}/engines", "--keep-last", "2"]
-        code, output = run(f"{file_root}/runs/{step}", pin, "tp=2", *options)
-        assert code == 0, output[-3000:]
-    text = subprocess.run(
-        [sys.executable, "-m", "planish", "checkpoint", "ls", f"{file_root}/engines", "--json"],
-        capture_output=True,
-        check=True,
-        timeout=60,
-    ).stdout
-    assert [entry["step"] for entry in json.loads(text)] == [2, 3]

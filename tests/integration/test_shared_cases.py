@@ -190,6 +190,7 @@ def test_groups_of_an_imported_optimizer_are_kept(tmp_path):
     assert torch.equal(model[0].weight, other[0].weight)
 
 
+@pytest.mark.full
 def test_a_file_that_is_not_there_is_told_without_markup(tmp_path):
     made = program(
         *("-m", "planish", "run", "--dataset", "nope.jsonl", "--no-control", "--no-track"),

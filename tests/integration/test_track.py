@@ -25,23 +25,21 @@ def server(tmp_path):
     made.end()
 
 
-def send(root: str, server: MlflowServer) -> subprocess.CompletedProcess[str]:
-    """Bring the server to where the run is."""
-    command = [sys.executable, "-m", "planish", "track", root, "--to", f"mlflow={server.url}"]
+def send(root: str, url: str) -> subprocess.CompletedProcess[str]:
+    """Bring a server to where the run is."""
+    command = [sys.executable, "-m", "planish", "track", root, "--to", f"mlflow={url}"]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_values_on_the_server_equal_the_records(root, server, monkeypatch):
+def test_values_on_the_server_equal_the_records(root, server, closed_port, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    assert send(root, server).stdout == "8 values written to mlflow\n"
-    server.end()
+    assert send(root, server.url).stdout == "8 values written to mlflow\n"
     write_iteration(root, 2)
-    down = send(root, server)
+    down = send(root, f"http://127.0.0.1:{closed_port}")
     assert (down.returncode, down.stderr.count("Traceback")) == (1, 0)
     assert "each tracker must take the run, got mlflow: MlflowException" in down.stderr
-    server.start()
     evaluate(root, 2)
-    assert send(root, server).stdout == "9 values written to mlflow\n"
+    assert send(root, server.url).stdout == "9 values written to mlflow\n"
 
     from mlflow.tracking import MlflowClient
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +23,12 @@ from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.records.values import ValueSet
 from planish.stages.export.stage import run as run_export
+from tests.integration import programs
 from tests.integration.test_train_stage import (
     all_tensors,
-    environment,
     failing,
-    stage_command,
+    run_stage,
+    stage_words,
     train_all,
 )
 from tests.unit.stages.train.runs import (
@@ -98,23 +97,16 @@ def test_pretraining_exports_the_policy_unchanged_and_then_trains_it(file_root, 
 
 
 @pytest.mark.parametrize("algorithm", ["vapo", "tppo"])
-def test_running_again_gives_equal_digests_and_resuming_equals_going_on(algorithm, tmp_path):
-    digests = []
-    config = critic_config(algorithm, pretrain_iterations=1)
-    for name in ("a", "b"):
-        tiny = start_run(f"file://{tmp_path}/{name}", config)
-        pins = train_windows(tiny, tmp_path / f"{name}-out", (1, 2))
-        digests.append([parse_pin(p)[1] for p in pins])
-    assert digests[0] == digests[1]
-    # A new process takes up the state of iteration 1 and must arrive at the same bytes.
-    step = api.read_state_info(pins[1])["step"]
+def test_a_new_process_that_resumes_arrives_at_the_bytes_of_going_on(
+    algorithm, file_root, tmp_path
+):
+    tiny = start_run(file_root, critic_config(algorithm, pretrain_iterations=1))
+    first, second = train_windows(tiny, tmp_path / "out", (1, 2))
+    step = api.read_state_info(second)["step"]
     for folder in (layout.state(tiny.root, step), layout.values(tiny.root, 2)):
         for uri in store.list_uris(folder):
             store.delete(uri)
-    out = tmp_path / "again"
-    subprocess.run(stage_command(tiny, 2, pins[0], out), check=True, env=environment())
-    values = json.loads((out / "values").read_text())
-    assert parse_pin(values["state_pin"])[1] == digests[0][1]
+    assert parse_pin(run_stage(tiny, 2, first, tmp_path / "again"))[1] == parse_pin(second)[1]
 
 
 @pytest.mark.slow
@@ -124,18 +116,17 @@ def test_kill_at_any_moment_with_slots_in_flight_gives_the_digest_of_an_undistur
     tiny = start_run(f"file://{tmp_path}/b", config)
     first = train_windows(tiny, tmp_path / "y", (1,))[0]
     add_window_iteration(tiny, 2, WINDOW)
-    line = stage_command(tiny, 2, first, tmp_path / "out")
+    words = stage_words(tiny, 2, first, tmp_path / "out")
     state = Path(layout.state(tiny.root, api.read_state_info(wanted)["step"])[7:])
     values = Path(layout.values(tiny.root, 2)[7:])
     for there, name in ((values, "manifest.json"), (state, "critic.model/00000-0.safetensors")):
-        process = subprocess.Popen(line, env=environment(), stderr=subprocess.DEVNULL)
+        process = programs.start("planish.run", *words, log=tmp_path / "log.txt")
         while process.poll() is None and not any(there.glob(f"**/{name}")):
             os.sched_yield()
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
-    subprocess.run(line, check=True, env=environment())
-    found = json.loads((tmp_path / "out" / "values").read_text())
-    assert parse_pin(found["state_pin"])[1] == parse_pin(wanted)[1]
+    found = run_stage(tiny, 2, first, tmp_path / "out")
+    assert parse_pin(found)[1] == parse_pin(wanted)[1]
 
 
 def test_windows_train_every_token_once_and_every_response_once(file_root, tmp_path):

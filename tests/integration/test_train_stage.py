@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +20,7 @@ from planish.records.reports import UpdateReport, read_report
 from planish.run.stage import mark_stopped
 from planish.stages.export.stage import run as run_export
 from tests.golden.write import ALGORITHMS, LOSSES, golden_losses
+from tests.integration import programs
 from tests.unit.stages.train.runs import (
     add_iteration,
     artifact,
@@ -100,24 +95,23 @@ def test_first_step_of_a_batch_has_ratio_one_and_no_mismatch_on_equal_weights(fi
     assert (first["clipfrac_high"], first["clipfrac_low"]) == (0.0, 0.0)
 
 
-def test_running_again_gives_equal_digests_and_resuming_equals_going_on(tmp_path):
-    digests = []
-    for name in ("a", "b"):
-        tiny = start_run(f"file://{tmp_path}/{name}")
-        pins = train_all(tiny, tmp_path / f"{name}-out", (1, 2))
-        digests.append([parse_pin(p)[1] for p in pins])
-    assert digests[0] == digests[1]
-    # A new process takes up the state of iteration 1 and must arrive at the same bytes.
+def test_a_new_process_that_resumes_arrives_at_the_bytes_of_going_on(file_root, tmp_path):
+    tiny = start_run(file_root)
+    first, second = train_all(tiny, tmp_path / "out", (1, 2))
     for uri in store.list_uris(layout.state(tiny.root, 8)):
         store.delete(uri)
-    out = tmp_path / "again"
-    line = stage_command(tiny, 2, pins[0], out)
-    subprocess.run(line, check=True, env=environment())
-    values = json.loads((out / "values").read_text())
-    assert parse_pin(values["state_pin"])[1] == digests[0][1]
+    assert parse_pin(run_stage(tiny, 2, first, tmp_path / "again"))[1] == parse_pin(second)[1]
 
 
-def stage_command(tiny, iteration, state_pin, out):
+def run_stage(tiny, iteration, state_pin, out):
+    """Run the stage in a process of its own; return the pin of its state."""
+    words = stage_words(tiny, iteration, state_pin, out)
+    code, told = programs.run("planish.run", *words)
+    assert code == 0, told[-3000:]
+    return json.loads((out / "values").read_text())["state_pin"]
+
+
+def stage_words(tiny, iteration, state_pin, out):
     rewards = read_manifest(layout.rewards(tiny.root, iteration)).ref(
         layout.rewards(tiny.root, iteration)
     )
@@ -127,30 +121,7 @@ def stage_command(tiny, iteration, state_pin, out):
         "rewards": artifact(out, "rewards", rewards).path, "state": str(out / "state"),
         "metrics": str(out / "metrics"), "values": str(out / "values"),
     }  # fmt: skip
-    flags = [f"--{name}={value}" for name, value in options.items()]
-    return [sys.executable, "-m", "planish.run", "train", *flags]
-
-
-def environment():
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-@pytest.mark.slow
-def test_kill_at_any_moment_then_the_same_command_gives_the_same_digest(tmp_path):
-    wanted = train_all(start_run(f"file://{tmp_path}/a"), tmp_path / "x", (1,))[0]
-    tiny = start_run(f"file://{tmp_path}/b")
-    add_iteration(tiny, 1)
-    line = stage_command(tiny, 1, "", tmp_path / "out")
-    place = Path(layout.state(tiny.root, 4).removeprefix("file://"))
-    for wait_for in ("model-00000.safetensors", "tensors.json"):
-        process = subprocess.Popen(line, env=environment(), stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (place / wait_for).exists():
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    subprocess.run(line, check=True, env=environment())
-    values = json.loads((tmp_path / "out" / "values").read_text())
-    assert parse_pin(values["state_pin"])[1] == parse_pin(wanted)[1]
+    return ["train", *(f"--{name}={value}" for name, value in options.items())]
 
 
 def test_a_finished_task_is_free_and_returns_the_same_state(file_root, tmp_path):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-
 import pytest
 
 from planish import store
@@ -18,7 +15,7 @@ from planish.records.waiting import WaitingSet
 from planish.store import open_store
 from tests.integration.test_train_critic import critic_config, scalars_of, train_windows
 from tests.integration.test_train_processes import job_of
-from tests.integration.test_train_stage import all_tensors, environment, stage_command
+from tests.integration.test_train_stage import all_tensors, run_stage
 from tests.integration.train_forks import train_job
 from tests.unit.stages.train.runs import start_run, train_once
 from tests.unit.stages.train.windows import add_window_iteration, whole_responses
@@ -79,7 +76,9 @@ def test_a_response_waits_with_the_values_of_the_iterations_that_sampled_its_tok
         assert len(set(returns)) == 1
 
 
-def test_running_again_and_resuming_give_the_digests_of_an_undisturbed_run(four, tmp_path):
+def test_running_again_resuming_and_retention_give_the_digests_of_an_undisturbed_run(
+    four, tmp_path
+):
     tiny, wanted, _ = four
     again = start_run(f"file://{tmp_path}/root", waiting_config())
     pins = train_windows(again, tmp_path, (1, 2, 3))
@@ -90,12 +89,16 @@ def test_running_again_and_resuming_give_the_digests_of_an_undisturbed_run(four,
         gone = (layout.state(again.root, step), layout.waiting(again.root, number))
         for uri in (uri for folder in gone for uri in store.list_uris(folder)):
             store.delete(uri)
-        out = tmp_path / f"out{number}"
-        line = stage_command(again, number, pins[number - 2], out)
-        subprocess.run(line, check=True, env=environment())
-        found = json.loads((out / "values").read_text())["state_pin"]
+        found = run_stage(again, number, pins[number - 2], tmp_path / f"out{number}")
         assert parse_pin(found)[1] == parse_pin(wanted[number - 1])[1]
     assert tiny.digest == again.digest
+    # What waits is there when all states but the newest have gone.
+    states = layout.state(again.root, 0).rpartition("/")[0]
+    verdicts = retain(*open_store(states), keep_last=1)
+    assert [v.action for v in verdicts] == ["keep", "delete", "delete"]
+    (pin,) = train_windows(again, tmp_path, (4,), found)
+    assert scalars_of(again, 4) == scalars_of(tiny, 4)
+    assert parse_pin(pin)[1] == parse_pin(wanted[3])[1]
 
 
 def test_a_forked_run_trains_on_what_waits_in_the_run_before(four, tmp_path):
@@ -107,18 +110,6 @@ def test_a_forked_run_trains_on_what_waits_in_the_run_before(four, tmp_path):
     for name, tensor in all_tensors(pins[1]).items():
         assert (all_tensors(pin)[name] == tensor).all(), name
     assert "waiting" not in data_of(pin)
-
-
-def test_retention_of_states_leaves_what_waits(four, tmp_path):
-    tiny, _, _ = four
-    mine = start_run(f"file://{tmp_path}/root", waiting_config())
-    pins = train_windows(mine, tmp_path, (1, 2, 3))
-    states = layout.state(mine.root, 0).rpartition("/")[0]
-    verdicts = retain(*open_store(states), keep_last=1)
-    assert [v.action for v in verdicts] == ["keep", "delete", "delete"]
-    (pin,) = train_windows(mine, tmp_path, (4,), pins[-1])
-    assert scalars_of(mine, 4) == scalars_of(tiny, 4)
-    assert parse_pin(pin)[1] == parse_pin(four[1][3])[1]
 
 
 def test_two_processes_select_and_wait_as_one_does(tmp_path):

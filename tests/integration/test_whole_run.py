@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from planish.__main__ import main
 from planish.records import RolloutSet, layout, read_set
 from planish.store.file import TEMPORARY
 from tests.integration import runs
@@ -57,29 +56,6 @@ def test_a_run_on_s3_that_was_killed_once_has_the_digests_of_the_run_on_files(
     assert not runs.manifests(root, "/evals/")
     runs.run(root, log, **LEARNS)
     assert runs.digests(root) == runs.digests(undisturbed)
-
-
-@pytest.mark.full
-@pytest.mark.server
-def test_a_run_on_s3_that_was_killed_again_and_again_has_the_digests_of_the_run_on_files(
-    undisturbed: str, s3_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root, log = f"{s3_root}/team/run", tmp_path / "log.txt"
-    told = [kill_in(root, log, *at) for at in (("prepare", 0), ("rollout", 1), ("checkpoint", 1))]
-    runs.run(root, log, **LEARNS)
-    digests = runs.digests(root)
-    assert digests == runs.digests(undisturbed), told
-    kinds = {path.split("/")[0] for path in digests}
-    assert {"prompts", "iterations", "policies", "states", "evals"} <= kinds
-
-    place = layout.rollouts(root, 1, 1)
-    rollouts = read_set(RolloutSet, place)
-    assert rollouts == read_set(RolloutSet, layout.rollouts(undisturbed, 1, 1))
-    assert main(["show", root]) == 0
-    assert "policies/00001" in capsys.readouterr().out
-    # Once more it has nothing to do, and its plan says it.
-    runs.run(root, tmp_path / "again.txt", **LEARNS)
-    assert "| kind | done: every iteration" in (tmp_path / "again.txt").read_text()
 
 
 def test_killed_in_stage_after_stage_the_same_command_gives_equal_digests(

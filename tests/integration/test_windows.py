@@ -36,24 +36,23 @@ def learned(root: str) -> dict[str, str]:
     return {k: v for k, v in runs.digests(root).items() if not k.startswith("evals/")}
 
 
-def test_two_iterations_and_one_each_killed_with_responses_in_flight_equal_three(
+def test_an_iteration_killed_twice_with_responses_in_flight_equals_an_undisturbed_one(
     three: str, tmp_path: Path
 ) -> None:
     root = (tmp_path / "run").as_uri()
     log = tmp_path / "log.txt"
     pauses = []
-    for stage, iteration, part in (
-        ("train", 2, {"iterations": 2}),
-        ("rollout", 3, {"iterations": 1, "chain_index": 1}),
-    ):
-        process = runs.start(root, log, **part, **TPPO)
-        runs.wait_for_stage(root, stage, iteration)
+    for stage in ("rollout", "train"):
+        process = runs.start(root, log, iterations=2, **TPPO)
+        runs.wait_for_stage(root, stage, 2)
         pauses.append(random.SystemRandom().uniform(0, 1.5))
         time.sleep(pauses[-1])
         runs.kill(process)
-        runs.run(root, log, **part, **TPPO)
-        assert parse_data(read_state_info(runs.newest_state(root))["data"]).carry
-    assert learned(root) == learned(three), f"killed {pauses} s into train and rollout"
+    runs.run(root, log, iterations=2, **TPPO)
+    assert parse_data(read_state_info(runs.newest_state(root))["data"]).carry
+    found = learned(root)
+    assert any(path.startswith("policies/00002/") for path in found)
+    assert found.items() <= learned(three).items(), f"killed {pauses} s into rollout and train"
 
 
 def test_every_token_is_in_one_window_and_every_sample_finishes_once_or_goes_on(three: str) -> None:

@@ -10,7 +10,11 @@ LONGEST_PAUSE = 0.05
 
 
 def wait_for(
-    holds: Callable[[], Any], seconds: float = 300.0, why: str | Callable[[], str] = "a condition"
+    holds: Callable[[], Any],
+    seconds: float = 300.0,
+    why: str | Callable[[], str] = "a condition",
+    *,
+    longest_pause: float = LONGEST_PAUSE,
 ) -> Any:
     """Return what is true at last, or fail after `seconds` with the end of what `why` tells."""
     end, pause = time.monotonic() + seconds, 0.005
@@ -19,5 +23,5 @@ def wait_for(
             text = why if isinstance(why, str) else why()
             raise AssertionError(f"still not so after {seconds} s: {text[-3000:]}")
         time.sleep(pause)
-        pause = min(LONGEST_PAUSE, 1.2 * pause)
+        pause = min(longest_pause, 1.2 * pause)
     return found

@@ -1,7 +1,7 @@
 """python -m tests.minder_lab VERB: simulated jobs, and what is fitted to them or compared on them.
 
 The models and the thresholds that come with the package were made with `train` and `calibrate`
-here; `tests/benchmarks/bench_minder_evaluation.py` runs `evaluate`.
+here, and the figures of docs/results.md with `evaluate`.
 """
 
 from __future__ import annotations

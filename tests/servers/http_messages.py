@@ -107,13 +107,6 @@ class Stream:
             line += self.take(1)
         return bytes(line)
 
-    def body(self, head: Head) -> bytes:
-        """Return a body of known length."""
-        data = bytearray()
-        while len(data) < head.length:
-            data += self.take(head.length - len(data))
-        return bytes(data)
-
     def skip(self, head: Head) -> None:
         """Read a body away."""
         for _ in blocks(self, head):

@@ -1,16 +1,12 @@
 """An HTTP proxy on loopback that counts the requests to a real S3 server and breaks chosen ones.
 
 In a test: `with HttpProxy(minio.endpoint, [Rule("lost", kind="complete")]) as proxy:`, and then
-`MINIO_ENDPOINT` is `proxy.endpoint`. Other processes read `http://<endpoint>/-/counts` and replace
-the rules by a POST of JSON to `/-/rules`; `python -m tests.servers.http_proxy HOST:PORT` serves
-until it is told to end.
+`MINIO_ENDPOINT` is `proxy.endpoint`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import re
 import signal
@@ -184,9 +180,6 @@ class HttpProxy:
                 head = stream.head()
                 if head is None:
                     return
-                if head.target.startswith("/-/"):
-                    stream.send(self._control(head, stream.body(head)))
-                    continue
                 if upstream is None:
                     upstream = Stream(socket.create_connection(self.server, timeout=120))
                 if not self._one(stream, upstream, head):
@@ -199,18 +192,6 @@ class HttpProxy:
             for found in (stream, upstream):
                 if found is not None:
                     found.close()
-
-    def _control(self, head: Head, body: bytes) -> bytes:
-        if head.target == "/-/rules":
-            fields = json.loads(body)
-            with self._lock:
-                self.victim = fields.get("victim", self.victim)
-                self.rules = [Rule(**rule) for rule in fields.get("rules", [])]
-        elif head.target == "/-/end":
-            self._ended.set()
-        with self._lock:
-            found = {"counts": self.counts, "total": self.total(), "faults": self.suffered()}
-        return short_answer("200 OK", json.dumps(found).encode(), "application/json")
 
     def _judge(self, head: Head) -> _Seen:
         path = unquote(urlsplit(head.target).path)
@@ -289,22 +270,3 @@ def error_answer(status: str) -> bytes:
 def _reset(client: Stream) -> bool:
     client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     return False
-
-
-def main() -> None:
-    """Serve until `/-/end` is asked for, or the parent has gone."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("server", help="host:port of the S3 server")
-    parser.add_argument("--rules", default="[]", help="JSON list of rules")
-    arguments = parser.parse_args()
-    parent = os.getppid()
-    rules = [Rule(**rule) for rule in json.loads(arguments.rules)]
-    with HttpProxy(arguments.server, rules) as proxy:
-        print(proxy.endpoint, flush=True)
-        while not proxy._ended.wait(0.5) and os.getppid() == parent:
-            pass
-        time.sleep(0.1)
-
-
-if __name__ == "__main__":
-    main()

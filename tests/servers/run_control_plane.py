@@ -13,6 +13,8 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import urllib3
+
 from tests.servers.program import (
     BIN,
     Program,
@@ -39,6 +41,7 @@ class ControlPlane:
     programs: list[Program] = field(default_factory=list)
     lines: dict[str, list[str | Path]] = field(default_factory=dict)
     """Name of a program -> its command line."""
+    _pool: urllib3.PoolManager | None = None
 
     @property
     def kubeconfig(self) -> Path:
@@ -69,6 +72,8 @@ class ControlPlane:
         for program in reversed(self.programs):
             program.kill()
         self.programs.clear()
+        if self._pool is not None:
+            self._pool.clear()
 
     def program(self, name: str) -> Program:
         """Return a program by its name."""
@@ -88,6 +93,31 @@ class ControlPlane:
             check=check,
             env=few_variables(self.folder),
         )
+
+    def get(self, path: str) -> dict:
+        """Return what the API server has at a path, without the second of CPU of a `kubectl`."""
+        if self._pool is None:
+            certificate = self.folder / "certificates" / "apiserver.crt"
+            self._pool = urllib3.PoolManager(ca_certs=str(certificate), maxsize=4)
+        headers = {"Authorization": f"Bearer {self.token}"}
+        answer = self._pool.request("GET", f"https://127.0.0.1:{self.port}{path}", headers=headers)
+        assert answer.status == 200, answer.data
+        return answer.json()
+
+    def list(self, path: str) -> list[dict]:
+        """Return the objects at a path."""
+        return self.get(path)["items"]
+
+    def namespaced_paths(self, namespace: str) -> list[tuple[str, str]]:
+        """Return the path and the kind of everything but events that a namespace may hold."""
+        groups = self.get("/apis")["groups"]
+        versions = ["/api/v1", *(f"/apis/{g['preferredVersion']['groupVersion']}" for g in groups)]
+        return [
+            (f"{version}/namespaces/{namespace}/{each['name']}", each["kind"])
+            for version in versions
+            for each in self.get(version)["resources"]
+            if each["namespaced"] and "list" in each["verbs"] and each["name"] != "events"
+        ]
 
     def apply(self, *objects: dict, check: bool = True) -> subprocess.CompletedProcess:
         """Create or change objects."""

@@ -47,4 +47,4 @@ class MlflowServer:
 
     def end(self) -> None:
         """End the server and what it has started."""
-        self.program.terminate()
+        self.program.terminate(120.0)

@@ -243,7 +243,7 @@ def test_after_a_change_of_weights_the_memory_of_large_layers_is_used_again():
         assert min(page_faults() for _ in range(4)) < 1000
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.full), "experts"])
 def test_without_packing_anew_this_build_would_go_on_with_old_weights(kind, monkeypatch):
     # Where this fails, vLLM packs by itself, and `PolicyTransfer.finish_weight_update` may stop.
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

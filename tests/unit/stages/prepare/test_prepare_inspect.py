@@ -238,51 +238,57 @@ def test_data_that_nothing_can_be_learnt_from_is_refused(tmp_path, rows, words):
     assert words in refused(path, dataset_map=MAP)
 
 
+@pytest.fixture
+def first_500(monkeypatch):
+    """Let the rows behind the first 500 be read as those behind the first 5000 are."""
+    monkeypatch.setattr("planish.stages.curate.inspect.INSPECTED_ROWS", 500)
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ("{", "1 of 6001 rows can not be read: line 6000: not JSON"),
-        ('"x"', "line 6000: a row must be an object, got 'x'"),
-        ('{"question": 7, "label": 8}', "1 of 6001 rows with another type: line 6000 (prompt_is"),
-        ('{"question": "x", "label": {"n": 8}}', "line 6000 (answer_is_no_text)"),
+        ("{", "1 of 601 rows can not be read: line 600: not JSON"),
+        ('"x"', "line 600: a row must be an object, got 'x'"),
+        ('{"question": 7, "label": 8}', "1 of 601 rows with another type: line 600 (prompt_is"),
+        ('{"question": "x", "label": {"n": 8}}', "line 600 (answer_is_no_text)"),
     ],
 )
-def test_a_bad_row_far_down_a_file_is_told(tmp_path, bad, words):
-    rows = [*sums(1, id="a"), *sums(5998), bad, *sums(1)]
+def test_a_bad_row_far_down_a_file_is_told(tmp_path, first_500, bad, words):
+    rows = [*sums(1, id="a"), *sums(598), bad, *sums(1)]
     path = jsonl(tmp_path, *rows)
     assert words in refused(path, dataset_map=MAP)
     found = inspect(path, dataset_map=MAP, skip_bad=True)
     shown = dict(found.rows)
-    assert shown["data"] == f"`{path}`, 6001 rows; what follows is of the first 5000"
-    assert shown["- verifiers"] == "`integer` 5000"
+    assert shown["data"] == f"`{path}`, 601 rows; what follows is of the first 500"
+    assert shown["- verifiers"] == "`integer` 500"
 
 
-def test_rows_far_down_a_file_that_lack_an_answer_are_counted(tmp_path):
+def test_rows_far_down_a_file_that_lack_an_answer_are_counted(tmp_path, first_500):
     gap = {"question": "?"}
-    found = inspect(jsonl(tmp_path, gap, *sums(5500), *[gap] * 5), dataset_map=MAP)
-    assert dict(found.rows)["- no_answer"] == "6 rows (line 1, line 5502, line 5503, ...)"
+    found = inspect(jsonl(tmp_path, gap, *sums(550), *[gap] * 5), dataset_map=MAP)
+    assert dict(found.rows)["- no_answer"] == "6 rows (line 1, line 552, line 553, ...)"
     assert found.faults == []
-    table = pa.table({"question": ["1+1="] * 6000, "label": [*["2"] * 5999, None]})
+    table = pa.table({"question": ["1+1="] * 600, "label": [*["2"] * 599, None]})
     pq.write_table(table, tmp_path / "mine.parquet")
     found = inspect(tmp_path / "mine.parquet", dataset_map=MAP)
-    assert dict(found.rows)["- no_answer"] == "1 rows (row 6000)"
+    assert dict(found.rows)["- no_answer"] == "1 rows (row 600)"
 
 
-def test_a_file_that_takes_too_long_is_left_to_curate(tmp_path, monkeypatch):
+def test_a_file_that_takes_too_long_is_left_to_curate(tmp_path, first_500, monkeypatch):
     monkeypatch.setattr("planish.stages.curate.inspect.READING_SECONDS", 0.0)
-    found = inspect(jsonl(tmp_path, *sums(9000), "{"), dataset_map=MAP)
+    found = inspect(jsonl(tmp_path, *sums(1500), "{"), dataset_map=MAP)
     (line,) = (w for w in found.warnings if "read up to" in w)
     number = re.fullmatch(r"the data was read up to line (\d+), as far as .* rest", line)[1]
-    assert 5001 <= int(number) < 9000
+    assert 501 <= int(number) < 1500
     assert f"{number} rows" in dict(found.rows)["data"]
 
 
 @pytest.mark.long
-def test_the_rows_of_a_long_file_are_not_kept(tmp_path):
+def test_the_rows_of_a_long_file_are_not_kept(tmp_path, first_500):
     """Three times the rows, bad ones among them, take no more memory at the peak."""
     text = json.dumps({"question": "1+1=", "label": 2, "text": "x" * 1000})
     peaks = []
-    for count in (5500, 15_000):
+    for count in (600, 4000):
         path = jsonl(tmp_path, *[text] * count, *["{"] * (count // 10))
         tracemalloc.start()
         inspect(path, dataset_map=MAP, skip_bad=True)
