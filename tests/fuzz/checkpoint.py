@@ -27,9 +27,7 @@ from planish.checkpoint.commit.journal import JournalContent
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.safetensors_file import (
     NewEntry,
-    entry_name,
     header_bytes,
-    parse_entry_name,
     parse_header,
     plan_header,
 )
@@ -103,13 +101,6 @@ def use_header(data):
     assert sum(entry.stop - entry.start for entry in header.entries.values()) <= size
 
 
-def use_name(data):
-    """Parse the name of an entry; what comes out gives the name again."""
-    text = data.decode("latin-1")
-    fqn, box = parse_entry_name(text)
-    assert entry_name(fqn, box) == text
-
-
 def with_head(prefix, place):
     """Return how to lie in JSON behind `prefix` bytes, its size at `place` of them."""
     form = "<Q" if prefix == 8 else "<I"
@@ -175,8 +166,6 @@ def targets():
 
     corrupt = (CheckpointCorrupt,)
     meta = [metafile.encode(small(seed, plain=True)) for seed in range(4)]
-    names = [b"layers.0.w|0,3|2,4", b"step||", b"a%7Cb|0|1"]
-    unnamed = lambda rng, data: damaged(rng, data, names)  # noqa: E731
     old = [path.read_bytes() for path in sorted(WRITTEN_BY_1.rglob("global.bin"))]
     read_extra = lambda data: decode_extra(data)  # noqa: E731
     read_journal = lambda data: JournalContent.decode(data, "0" * 26)  # noqa: E731
@@ -189,7 +178,6 @@ def targets():
             read_extra, [encode_extra(extra)], with_head(16, 12), (CheckpointError,), bound
         ),
         "journal": Target(read_journal, [journal.encode()], lie_in_json, (), bound),
-        "entry name": Target(use_name, names, unnamed, (ValueError,), bound),
     }
 
 

@@ -24,7 +24,7 @@ def save(place, state, framework, *, group=None, role="main", step=1):
     def gathered():
         return {role: collect(role, state, framework, for_load=False)}
 
-    options = SaveOptions(place, step=step, is_async=False, context=framework)
+    options = SaveOptions(place, step=step, is_async=False)
     return default_engine(group).save(gathered, options).result(300)
 
 
@@ -33,7 +33,7 @@ def load(place, state, framework, *, group=None, role="main", strict=True):
     control = control_of(group)
     opened = open_on_all(place, control)
     found = collect(role, state, framework, for_load=True, metadata=opened.metadata)
-    loaded = load_state(opened, {role: found}, control, LoadOptions(strict=strict))
-    shared, own = loaded.shared.get(role, {}), loaded.own.get(role, {})
-    report = apply(role, state, framework, found, shared, own, loaded.loader.get(role))
-    return report, loaded
+    info, small = load_state(opened, {role: found}, control, LoadOptions(strict=strict))
+    shared, own = small.shared.get(role, {}), small.own.get(role, {})
+    report = apply(role, state, framework, found, shared, own, small.loader.get(role))
+    return report, info.facts

@@ -94,11 +94,11 @@ def load_seed(place, control=None, *, storage=None, timeout_s=60.0):
     """Load a checkpoint with the engine, check every bit, and return the seed that it is of."""
     control = control or Control.single()
     rank, size = control.rank, control.size
-    opened = open_on_all(place, control, storage=storage, timeout_s=timeout_s)
+    opened = open_on_all(place, control, storage=storage)
     matrix = opened.metadata.tensor_ids["main", "model", "matrix"]
     items = items_of(rank, size, -1, opened.metadata.tensors.spec(matrix).shape[1])
     wanted = Collected(items, loader=LoaderState(dp_rank=rank, dp_size=size))
-    loaded = load_state(opened, {"main": wanted}, control, LoadOptions(timeout_s=timeout_s))
+    _, loaded = load_state(opened, {"main": wanted}, control, LoadOptions(timeout_s=timeout_s))
     seed = seed_held(items)
     assert loaded.shared["main"] == {"extra": {"seed": seed}}
     assert loaded.own["main"]["random"] == {"seed": seed, "rank": rank}
@@ -171,7 +171,7 @@ def read(rank, size, folder, places, *, paced=False, read_seconds=0.0, timeout_s
         if paced:
             word(folder, number)
         storage = impatient(place, read_seconds)
-        ends.append(how(lambda: load_seed(place, control, storage=storage, timeout_s=timeout_s)))  # noqa: B023
+        ends.append(how(lambda: load_seed(place, control, storage=storage)))  # noqa: B023
         write_json(Path(folder) / f"ended-{rank}-{number}.json", ends[-1])
     return ends
 

@@ -93,17 +93,14 @@ def scenario_load(
 
     `shape` is for `weights`.
     """
-    control = Control.join()
-    if hosts:
-        control.hosts = tuple(hosts)
-        control.call = lambda *a, **k: as_hosts(Control.call(control, *a, **k), hosts)
+    control = joined(hosts)
     tensors = weights(*shape)
-    loaded = None
+    info = None
     for layout in layouts:
         items = [target(spec, boxes_for(layout, spec, rank, size)) for spec in tensors]
         items = [item for item in items if item.boxes]
         opened = open_on_all(place, control)
-        loaded = load_state(
+        info, _ = load_state(
             opened, {"main": Collected(items)}, control, LoadOptions(**(options or {}))
         )
         for item in items:
@@ -112,19 +109,27 @@ def scenario_load(
     torch.distributed.barrier()
     control.close()
     return {
-        "store": loaded.bytes_from_store,
+        "store": info.facts["bytes_from_store"],
         "unique": sum(array.nbytes for array in tensors.values()),
-        "own": loaded.info.num_bytes,
-        "network": loaded.bytes_over_network,
-        "exchanged": sum(r.num_bytes for r in loaded.info.timings.records if r.stage == "exchange"),
-        "sharing": loaded.sharing,
-        "replication": loaded.replication,
+        "own": info.num_bytes,
+        "network": info.facts["bytes_over_network"],
+        "exchanged": sum(r.num_bytes for r in info.timings.records if r.stage == "exchange"),
+        "sharing": info.facts["sharing"],
+        "replication": info.facts["replication"],
     }
 
 
-def as_hosts(call, hosts):
-    call.hosts = tuple(hosts)
-    return call
+def joined(hosts=None):
+    """Meet the other ranks, as if they ran on these hosts."""
+    control = Control.join()
+
+    def call(*arguments, **options):
+        opened = Control.call(control, *arguments, **options)
+        opened.hosts = tuple(hosts or control.hosts)
+        return opened
+
+    control.call = call
+    return control
 
 
 def place_of(tmp_path, **changes):
@@ -137,7 +142,7 @@ def test_a_replicated_load_reads_every_byte_once_and_balanced(tmp_path):
     place = place_of(tmp_path, num_ranks=4)
     found = run_ranks(
         "tests.integration.test_ckpt_load:scenario_load", 4, tmp_path / "ranks", timeout=300.0,
-        place=place, layouts=["replicated"],
+        place=place, layouts=["replicated"], hosts=range(4),
     )  # fmt: skip
     total, unique = found[0]["store"], found[0]["unique"]
     assert total / unique <= 1.05
@@ -162,6 +167,7 @@ def test_timings_of_all_ranks_are_kept_beside_those_of_the_save_when_asked_for(t
         run_ranks(
             "tests.integration.test_ckpt_load:scenario_load", 2, tmp_path / "ranks", timeout=300.0,
             place=place, layouts=["replicated"] * times, options={"store_timings": times == 2},
+            hosts=range(2),
         )  # fmt: skip
         if times == 1:
             with pytest.raises(CheckpointNotFound, match="no load was asked to keep them"):
@@ -177,7 +183,7 @@ def test_timings_of_all_ranks_are_kept_beside_those_of_the_save_when_asked_for(t
 
 def scenario_again(rank, size, folder, place, times):
     """Load again and again; returns files, threads and memory in use along the way."""
-    control, seen = Control.join(), []
+    control, seen = joined(range(size)), []
     items = [target(spec, (whole(spec.shape),)) for spec in weights()]
     for _ in range(times):
         load_state(open_on_all(place, control), {"main": Collected(items)}, control)
@@ -202,11 +208,16 @@ def test_twenty_loads_in_a_row_keep_no_file_thread_or_memory(tmp_path):
         assert memory[-1] <= memory[0] + (16 << 20), memory
 
 
-def test_each_rank_reads_for_itself_when_asked_to(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "hosts"),
+    [({"redundancy": "off", "max_host_bytes": 80 << 20}, [0, 1]), ({}, [0, 0])],
+    ids=["asked to", "from a folder of their machine"],
+)
+def test_each_rank_reads_for_itself(tmp_path, options, hosts):
     found = run_ranks(
         "tests.integration.test_ckpt_load:scenario_load", 2, tmp_path / "ranks", timeout=300.0,
         place=place_of(tmp_path), layouts=["replicated", "random"],
-        options={"redundancy": "off", "max_host_bytes": 80 << 20},
+        options=options, hosts=hosts,
     )  # fmt: skip
-    assert found[0]["exchanged"] == 0
+    assert (found[0]["exchanged"], found[0]["sharing"]) == (0, "none")
     assert found[0]["store"] > 1.05 * found[0]["unique"]

@@ -12,10 +12,9 @@ from planish.checkpoint.format.items import Collected
 from planish.checkpoint.load.agree import LoadOptions
 from planish.checkpoint.load.load import load_state, open_on_all
 from planish.checkpoint.load.reader import open_state
-from planish.checkpoint.ranks.control import Control
 from planish.store import open_store
 from tests.integration.ckpt_forks import run_ranks
-from tests.integration.test_ckpt_load import boxes_for, raw_of, target, weights
+from tests.integration.test_ckpt_load import boxes_for, joined, raw_of, target, weights
 from tests.integration.waiting import wait_for
 from tests.servers.http_proxy import HttpProxy, Rule
 from tests.stores.faulty import FaultyStore
@@ -27,7 +26,7 @@ NAME = "tests.integration.test_ckpt_load_faults"
 
 def scenario(rank, size, folder, cases):
     """Load with one rank at fault, case by case; returns what was raised and how long it took."""
-    control = Control.join()
+    control = joined(range(size))
     return [one_load(rank, size, control, **case) for case in cases]
 
 

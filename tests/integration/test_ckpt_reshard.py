@@ -61,9 +61,9 @@ def load(name, meshes, groups, place):
     """Build a layout with other values and load it."""
     built = layouts.build(name, meshes.get(name), seed=0)
     group = groups[len(layouts.members(name))]
-    _, loaded = engine.load(place, built.state, built.framework, group=group)
+    _, facts = engine.load(place, built.state, built.framework, group=group)
     built.finish()
-    assert (loaded.missing, loaded.unexpected) == ((), ())
+    assert (facts["missing"], facts["unexpected"]) == ([], [])
     optimizer = built.state["optimizer"]
     groups_of = optimizer["param_groups"] if isinstance(optimizer, dict) else optimizer.param_groups
     for options in groups_of:

@@ -13,12 +13,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint import api
 from planish.checkpoint.adapters.base import RandomStreams
+from planish.checkpoint.adapters.loader_state import LoaderShard
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_layouts import Zoo, bits, fill_moments, named
 from tests.integration.megatron_model import Layout, build
-from tests.unit.checkpoint.adapters.prompt_state import PromptState
 
 FRAMEWORK = {"actor": "megatron", "critic": "fsdp2"}
+
+
+class Prompts:
+    """A loader whose ranks hold groups of prompts."""
+
+    num_readers = 1
+
+    def __init__(self, dp_rank, dp_size, groups=()):
+        self.dp_rank, self.dp_size, self.groups = dp_rank, dp_size, list(groups)
+
+    def ckpt_common(self):
+        return {"next": 9}
+
+    def ckpt_shards(self):
+        return [LoaderShard(self.dp_rank, 0, buffer=self.groups)]
+
+    def ckpt_restore(self, common, shards):
+        self.groups = [group for shard in shards for group in shard.buffer]
 
 
 def actor(layout, seed):
@@ -57,10 +75,7 @@ def scenario_roles(rank, size, folder):
             },
         }
     state["critic"]["extra"] = {"kl": 0.25}
-    place = [("slot", {"ordinal": rank, "drawn": 0})]
-    cursor = {"next": 9, "pending": []}
-    prompts = PromptState(rank, size, cursor, slots=[group for _, group in place])
-    state["actor"]["dataloader"] = prompts
+    state["actor"]["dataloader"] = Prompts(rank, size, [{"ordinal": rank}])
     state["actor"]["random"] = RandomStreams(5, 1, {"dp": rank}, {"dp": size})
     wide.use()
     api.save(f"file://{folder}/both", state, FRAMEWORK, async_=False, step=1).result(120)
@@ -68,7 +83,7 @@ def scenario_roles(rank, size, folder):
 
     target = {"actor": actor(deep, 8), "critic": critic(1, 9)}
     target["critic"]["extra"] = {}
-    target["actor"]["dataloader"] = PromptState(rank, size)
+    target["actor"]["dataloader"] = Prompts(rank, size)
     target["actor"]["random"] = RandomStreams(5, 1, {"dp": rank}, {"dp": size})
     deep.use()
     info = api.load(f"file://{folder}/both", target, {"actor": "megatron", "critic": "ddp"})
@@ -76,7 +91,7 @@ def scenario_roles(rank, size, folder):
     found, source = named(*pair(target["critic"])), named(*pair(single))
     assert bits(found) == bits(source)
     assert target["critic"]["extra"] == {"kl": 0.25}
-    assert [g["ordinal"] for g in target["actor"]["dataloader"].slots] == [rank]
+    assert target["actor"]["dataloader"].groups == [{"ordinal": rank}]
     assert (info.facts["rng"], info.facts["loader"]) == ("exact", "exact")
     assert float(torch.rand(())) == expected
     return sorted(info.roles)

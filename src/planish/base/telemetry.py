@@ -50,9 +50,6 @@ class DeclaredMetric:
 _COUNTERS = {
     "planish_checkpoint_bytes_total": "Bytes sent to or read from the store.",
     "planish_checkpoint_failures_total": "Saves and loads that failed.",
-    "planish_checkpoint_nonfinite_total": (
-        "Tensors saved with NaN or infinite values, where saves are asked to look."
-    ),
     "planish_checkpoint_retries_total": "Store requests of checkpoints repeated.",
     "planish_checkpoint_stragglers_total": "Ranks far slower than the median.",
     "planish_rollout_groups_total": "Groups judged by dynamic sampling.",

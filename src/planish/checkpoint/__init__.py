@@ -108,7 +108,6 @@ for _room in ("load", "save"):
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `__all__` when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module `planish.checkpoint` has no `{name}`")
     return getattr(importlib.import_module(_MODULES.get(name, "planish.checkpoint.api")), name)

@@ -24,7 +24,6 @@ from planish.store import open_store
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from planish.checkpoint.format.items import Collected
     from planish.checkpoint.save.finish import SaveHandle
     from planish.checkpoint.watch.monitor import CheckpointInfo
     from planish.records.refs import Ref
@@ -49,15 +48,6 @@ __all__ = [
 State = Mapping[str, Any]
 Framework = str | Mapping[str, str]
 """plain, ddp, fsdp, fsdp2, flat or megatron; or one of them for each role."""
-_FACTS = (
-    "missing",
-    "unexpected",
-    "bytes_from_store",
-    "bytes_over_network",
-    "sharing",
-    "replication",
-)
-"""Fields of `Loaded` that a load reports in its `facts`."""
 
 
 def save(
@@ -98,7 +88,7 @@ def save(
     from planish.checkpoint.save.agree import SaveOptions
     from planish.checkpoint.save.engine import default_engine
 
-    chosen = SaveOptions(path, step=step, is_async=async_, context=str(framework), **options)
+    chosen = SaveOptions(path, step=step, is_async=async_, **options)
     return default_engine(process_group).save(
         lambda: collect_roles(state, framework, role), chosen, storage=storage
     )
@@ -146,13 +136,10 @@ def load(
     chosen = LoadOptions(**options)
     control = control_of(process_group)
     opened = open_on_all(path, control, storage=storage)
-    roles: dict[str, tuple[State, str]] = {}
-    collected: dict[str, Collected] = {}
-    error: Exception | None = None
-    try:
+    with control.call(f"collect {opened.pin}", chosen.timeout_s).settled("collect"):
         roles = split_roles(state, framework, role)
-        for name, (inner, kind) in roles.items():
-            collected[name] = collect(
+        collected = {
+            name: collect(
                 name,
                 inner,
                 kind,
@@ -161,24 +148,22 @@ def load(
                 map_fqn=chosen.map_fqn,
                 parts=chosen.parts,
             )
-    except Exception as caught:
-        error = caught
-    control.call(f"collect {opened.pin}", chosen.timeout_s).settle(error, "collect")
-    loaded = load_state(opened, collected, control, chosen)
-    facts = loaded.info.facts
+            for name, (inner, kind) in roles.items()
+        }
+    loaded, extras = load_state(opened, collected, control, chosen)
     for name, (inner, kind) in roles.items():
-        facts |= apply(
+        found = apply(
             name,
             inner,
             kind,
             collected[name],
-            loaded.shared.get(name, {}),
-            loaded.own.get(name, {}),
-            loaded.loader.get(name),
+            extras.shared.get(name, {}),
+            extras.own.get(name, {}),
+            extras.loader.get(name),
             loader_policy=loader_policy,
         )
-    facts |= {fact: getattr(loaded, fact) for fact in _FACTS}
-    return loaded.info
+        loaded.facts.update(found)
+    return loaded
 
 
 def latest(root: str) -> catalog.Entry | None:

@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any
 from planish.base import telemetry
 from planish.base.errors import (
     CheckpointCorrupt,
-    CheckpointError,
     CheckpointIncomplete,
     CheckpointNotFound,
-    StoreError,
 )
 from planish.checkpoint.adapters.base import collect_roles
 from planish.checkpoint.commit import catalog
@@ -43,12 +41,7 @@ DAMAGED = (CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound)
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on.
-
-    Example:
-        >>> Resumed(CheckpointInfo("/runs/step-8", 8, "A", "ab", 0)).info.step
-        8
-    """
+    """Where a run goes on."""
 
     info: CheckpointInfo
     skipped: tuple[tuple[str, str], ...] = ()
@@ -57,12 +50,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Schedule:
-    """When to save, and what to keep.
-
-    Example:
-        >>> Schedule(interval=10).is_due(20)
-        True
-    """
+    """When to save, and what to keep."""
 
     interval: int
     """Steps between saves, at least 1."""
@@ -78,11 +66,6 @@ class Schedule:
     """Training goes on after so many failed saves in a row; one more is raised."""
 
     def __post_init__(self) -> None:
-        """Refuse what means nothing.
-
-        Raises:
-            ValueError: an interval or `keep_last` below 1, or anything negative.
-        """
         for name, least in (("interval", 1), ("keep_last", 1), ("keep_every", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
@@ -101,14 +84,7 @@ class Schedule:
 
 
 class CheckpointManager:
-    """Owns the root of a run: `step` in the loop, `resume` before it, `close` after it.
-
-    Example:
-        >>> manager = CheckpointManager("/runs/a", Schedule(interval=2))
-        >>> [manager.will_save_at(step) for step in (1, 2)]
-        [False, True]
-        >>> manager.close()
-    """
+    """Owns the root of a run: `step` in the loop, `resume` before it, `close` after it."""
 
     def __init__(
         self,
@@ -182,7 +158,7 @@ class CheckpointManager:
 
         A save that is skipped (`inflight="skip"`) is no failure: nothing waits for it.
         """
-        options = {"step": step, "context": str(self.framework), **self._options, **options}
+        options = {"step": step, **self._options, **options}
         handle = self.engine.save(
             lambda: collect_roles(state, self.framework),
             SaveOptions(self.place(step), **options),
@@ -300,14 +276,11 @@ class CheckpointManager:
     def _pins(self) -> list[str]:
         """Return pins of the committed checkpoints, newest first, as rank 0 lists them."""
         call = self.engine.control.call(f"list {self.root}", 300.0)
-        pins: list[str] = []
-        error: Exception | None = None
-        if call.rank == 0:
-            try:
-                entries = catalog.list_checkpoints(*open_store(self.root))
-                pins = [f"{e.uri}#sha256={e.commit.meta_sha256}" for e in reversed(entries)]
-            except (StoreError, CheckpointError) as caught:
-                error = caught
-        call.settle(error, "list")
-        listed: list[str] = json.loads(call.broadcast(json.dumps(pins).encode(), "pins"))
+
+        def find() -> bytes:
+            entries = catalog.list_checkpoints(*open_store(self.root))
+            pins = [f"{e.uri}#sha256={e.commit.meta_sha256}" for e in reversed(entries)]
+            return json.dumps(pins).encode()
+
+        listed: list[str] = json.loads(call.decide(find, "pins"))
         return listed

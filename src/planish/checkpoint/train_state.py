@@ -54,12 +54,7 @@ every trainer loads what any other has saved."""
 
 
 class HeldState(NamedTuple):
-    """What a trainer has in memory of a train state.
-
-    Example:
-        >>> HeldState({"model": {}}, "plain").framework
-        'plain'
-    """
+    """What a trainer has in memory of a train state."""
 
     parts: dict[str, Mapping[str, Any]]
     """Of `State`, without `extra`."""
@@ -211,9 +206,7 @@ def checkpoint_pin(pin: str) -> str:
 def checkpoint_place(place: str) -> str:
     """Return the place of a checkpoint as `reader.open_state` takes it.
 
-    Args:
-        place: URI of a checkpoint, its pin, or the pin of a train state, which becomes that of the
-            checkpoint behind it.
+    That of the pin of a train state is the pin of the checkpoint behind it.
     """
     uri, mark, digest = place.partition("#sha256=")
     if not mark:

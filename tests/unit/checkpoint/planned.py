@@ -10,7 +10,7 @@ import numpy as np
 
 from planish.checkpoint.format.geometry import Box, flat_boxes, shift, whole
 from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec
-from planish.checkpoint.plan.share import rank_reads
+from planish.checkpoint.plan.reads import RankPart, assemble
 
 DTYPES = ("F64", "F32", "BF16", "U8", "C128")
 
@@ -142,7 +142,8 @@ def fresh_targets(items: list[LocalItem]) -> list[list[np.ndarray]]:
 def read(metadata, files, shared, reads, worlds_items) -> list[list[list[np.ndarray]]]:
     """Carry out a load plan on all ranks; return [rank][item][box] of bytes."""
     ranks = range(len(reads))
-    plans = [rank_reads(metadata, shared.wire(rank), reads[rank]) for rank in ranks]
+    parts = [RankPart.decode(shared.part(rank).encode()) for rank in ranks]
+    plans = [assemble(metadata, parts[rank], reads[rank]) for rank in ranks]
     targets = [fresh_targets(items) for items in worlds_items]
     mail: dict[tuple[int, int, int], bytes] = {}
     for rank, plan in enumerate(plans):

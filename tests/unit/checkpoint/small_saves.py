@@ -62,7 +62,6 @@ def save(storage, step, *, path="", overwrite=False, salt="", before_publish=lam
         {name: len(data) for name, data in files.items()},
         step=step,
         roles=("main",),
-        overwrite=overwrite,
         replaces=replaces,
         journal=coordinator,
     )

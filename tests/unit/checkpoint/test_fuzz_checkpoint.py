@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.checkpoint import Target, fuzz, targets, watch
+from tests.fuzz.checkpoint import Target, fuzz, watch
 from tests.thin import examples
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-NAMES = {"metadata", "metadata 1", "commit", "header", "extra", "journal", "entry name"}
+NAMES = {"metadata", "metadata 1", "commit", "header", "extra", "journal"}
 
 
 def run(cases, seed):
@@ -66,9 +66,3 @@ def test_the_check_sees_each_kind_of_fault(act, told):
     watch()
     with pytest.raises(AssertionError, match=told):
         fuzz("x", faulty(reader_that(act)), 5, 0)
-
-
-def test_equal_seeds_give_equal_cases():
-    results = [fuzz("commit", targets()["commit"], 50, seed) for seed in (3, 3, 4)]
-    assert results[0]["refused"] == results[1]["refused"]
-    assert results[0]["cases"] == 50

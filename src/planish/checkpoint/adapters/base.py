@@ -51,19 +51,11 @@ def split_roles(
 ) -> dict[str, tuple[Mapping[str, Any], str]]:
     """Return role -> (its state, its framework).
 
-    A state has several roles when none of its keys is a part; all of them are saved together.
-
-    Args:
-        state: parts of one role, or role -> parts.
-        framework: of all roles, or role -> framework.
-        role: name of the only role; `main` without it.
+    A state has several roles when none of its keys is a part; all of them are saved together. The
+    only role is called `role`, or `main`.
 
     Raises:
         ValueError: unknown parts or frameworks, parts beside roles, or no framework for a role.
-
-    Example:
-        >>> split_roles({"actor": {"model": {}}}, {"actor": "plain"})
-        {'actor': ({'model': {}}, 'plain')}
     """
     parts = [key for key in state if key in PARTS]
     many = bool(state) and not parts and all(isinstance(v, Mapping) for v in state.values())
@@ -122,8 +114,7 @@ def collect(
         for_load: items are destinations; what an optimizer lacks is created (it takes its place
             in `apply`).
         metadata: of the checkpoint to load; without it a load fills only what exists.
-        map_fqn: name of a parameter or buffer here to its name in the checkpoint; the items keep
-            the names they have here.
+        map_fqn: name of a parameter or buffer here to its name in the checkpoint.
         parts: of model, optim, extra and loader; what is of others stays as it is.
 
     Raises:
@@ -233,9 +224,9 @@ def apply(
     """Finish a load: all but the tensors that were filled in place.
 
     Args:
-        role: as for `collect`.
-        state: as for `collect`.
-        framework: as for `collect`.
+        role: as for `collect`, like `state` and `framework`.
+        state: parts of the role.
+        framework: of its tensors.
         collected: what `collect(..., for_load=True)` returned, its items filled.
         shared: small values of the role.
         own: small values that the rank of the same number saved; {} without one.
@@ -244,9 +235,6 @@ def apply(
 
     Returns:
         `rng`: exact or reseeded, `loader`: exact, resharded or restarted; where there is one.
-
-    Raises:
-        LayoutMismatch: groups, ties or an opaque loader do not fit this layout.
     """
     for finish in collected.finish:
         finish(shared, own)
@@ -271,12 +259,7 @@ def apply(
 
 @dataclass
 class RandomStreams:
-    """The generators of this process: Python, NumPy, torch, and the accelerator's where there is.
-
-    Example:
-        >>> RandomStreams(seed=1, coordinate={"dp": 0}, layout={"dp": 2}).outcome
-        'absent'
-    """
+    """The generators of this process: of Python, NumPy, torch and the accelerator."""
 
     seed: int
     """Of the run."""

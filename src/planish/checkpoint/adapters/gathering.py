@@ -102,17 +102,7 @@ class Gathering:
         self._seen: dict[tuple[str, str], list[tuple[Box, ...]]] = {}
 
     def add(self, kind: str, fqn: str, placed: Placed) -> None:
-        """Add a local value.
-
-        Args:
-            kind: model, optim or extra.
-            fqn: name.
-            placed: the value.
-
-        Raises:
-            TypeError: its type has no name, or it is expanded.
-            ValueError: two values of this rank have the same name and place.
-        """
+        """Add a local value of kind model, optim or extra."""
         if kind not in self.parts:
             return
         before = self._seen.setdefault((kind, fqn), [])

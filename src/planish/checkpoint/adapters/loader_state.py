@@ -43,12 +43,7 @@ class Loader(Protocol):
 
 @dataclass
 class Consumed:
-    """Which indices of a source have been taken: all below `count`, and those in `ahead`.
-
-    Example:
-        >>> Consumed(2, (3,)).has(1), Consumed(2, (3,)).has(2), Consumed(2, (3,)).has(3)
-        (True, False, True)
-    """
+    """Which indices of a source have been taken: all below `count`, and those in `ahead`."""
 
     count: int = 0
     """First index that is not taken."""
@@ -131,12 +126,7 @@ class Consumed:
 
 @dataclass
 class LoaderShard:
-    """What one reader holds.
-
-    Example:
-        >>> LoaderShard(0, 1, buffer=["a"], cursor={"web": 7}).index()["num_samples"]
-        1
-    """
+    """What one reader holds."""
 
     dp_rank: int
     """Data-parallel rank of the reader."""
@@ -169,11 +159,7 @@ class LoaderShard:
 
     @classmethod
     def from_data(cls, raw: object) -> LoaderShard:
-        """Check a shard that was read from a checkpoint; without `buffer` only its index.
-
-        Raises:
-            CheckpointCorrupt: of another form.
-        """
+        """Check a shard that was read from a checkpoint; without `buffer` only its index."""
         if isinstance(raw, Mapping):
             numbers = [raw.get("dp_rank"), raw.get("reader"), raw.get("num_samples")]
             cursor = raw.get("cursor")
@@ -205,12 +191,7 @@ class LoaderShard:
 
 @dataclass
 class LoaderState:
-    """Loader state of one rank (save), of all ranks (as read) or wanted by one rank (load).
-
-    Example:
-        >>> LoaderState(dp_rank=1, dp_size=4).num_readers
-        1
-    """
+    """Loader state of one rank (save), of all ranks (as read) or wanted by one rank (load)."""
 
     common: dict[str, Any] = field(default_factory=dict)
     """What all ranks agree on; `consumed` maps a source to what was taken at the last restore."""
@@ -229,11 +210,7 @@ class LoaderState:
 
     @classmethod
     def from_data(cls, common: object, shards: Iterable[object]) -> LoaderState:
-        """Put together what was read; shards may come without their `buffer`.
-
-        Raises:
-            CheckpointCorrupt: of another form, or shards are missing or come twice.
-        """
+        """Put together what was read; shards may come without their `buffer`."""
         good = isinstance(common, Mapping) and isinstance(common.get("common"), Mapping)
         sizes = [common.get("dp_size"), common.get("num_readers")] if good else []  # type: ignore[attr-defined]
         if not good or not all(type(n) is int and n > 0 for n in sizes):
@@ -281,10 +258,7 @@ def sources(saved_dp_size: int, dp_rank: int, dp_size: int) -> range:
 def runs(count: int, parts: int, first: int = 0) -> list[slice]:
     """Cut `count` samples into consecutive runs whose lengths differ by at most one.
 
-    Args:
-        count: Samples.
-        parts: Runs.
-        first: The longer runs begin at this part, modulo `parts`.
+    The longer runs begin at part `first`, modulo `parts`.
 
     Example:
         >>> runs(5, 2), runs(5, 2, first=1)

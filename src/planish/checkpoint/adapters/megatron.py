@@ -30,11 +30,7 @@ MAX_OBJECT_BYTES = 64 << 20
 
 
 def gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
-    """Collect a role whose model is Megatron's.
-
-    Raises:
-        TypeError: the model has no `sharded_state_dict`, or the optimizer is not supported.
-    """
+    """Collect a role whose model is Megatron's."""
     sites: dict[int, ParameterSite] = {}
     model = state.get("model")
     is_module = hasattr(model, "sharded_state_dict") or isinstance(model, (list, tuple))
@@ -231,11 +227,7 @@ def _clipped(placed: Placed, stored: tuple[int, ...]) -> tuple[Placed, list[Tens
 
 
 def _gather_object(gathering: Gathering, module: Any, path: tuple[Any, ...], entry: Any) -> None:
-    """Collect a sharded object as bytes; one that holds nothing is not stored.
-
-    Raises:
-        LayoutMismatch: on load, the object was saved in another number of shards.
-    """
+    """Collect a sharded object as bytes; one that holds nothing is not stored."""
     place_of = ".".join(map(str, entry.global_offset))
     form = ".".join(map(str, entry.global_shape))
     name = f"{entry.key}/shard_{place_of}_{form}"
@@ -280,11 +272,7 @@ def _gather_object(gathering: Gathering, module: Any, path: tuple[Any, ...], ent
 
 
 def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer whose parameters are the model's own.
-
-    Raises:
-        TypeError: it keeps parameters of its own (mixed precision, distributed optimizer).
-    """
+    """Return the torch optimizer whose parameters are the model's own."""
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, torch.optim.Optimizer) or hasattr(optimizer, "float16_groups"):
         raise TypeError(

@@ -75,11 +75,7 @@ def _gather_module(gathering: Gathering, named: NamedTensors) -> Sites:
 
 
 def gather_ties(gathering: Gathering, named: NamedTensors) -> None:
-    """Note which names are tied; a load refuses stored values that differ where weights are tied.
-
-    Raises:
-        LayoutMismatch: on load, two stored tensors differ that share memory here.
-    """
+    """Note which names are tied; a load refuses stored values that differ where they are tied."""
     if named.aliases and not gathering.for_load:
         gathering.result.facts["aliases"] = dict(named.aliases)
     for alias, name in named.aliases.items():
@@ -248,12 +244,7 @@ _QUIET = ("torch.distributed.", "torch.nn.utils.")
 
 @dataclass
 class NamedTensors:
-    """Parameters and saved buffers of a module.
-
-    Example:
-        >>> list(named_tensors(nn.Linear(1, 2)).tensors)
-        ['weight', 'bias']
-    """
+    """Parameters and saved buffers of a module."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Canonical name -> tensor; tied ones once."""
@@ -284,11 +275,7 @@ def clean(name: str) -> str:
 
 
 def clean_mapping(named: Mapping[str, Any], framework: str) -> dict[str, Any]:
-    """Return a state dict under canonical names.
-
-    Raises:
-        ValueError: two names become one.
-    """
+    """Return a state dict under canonical names."""
     strip = framework == "ddp" and all(name.startswith("module.") for name in named)
     found: dict[str, Any] = {}
     for name, value in named.items():

@@ -93,12 +93,7 @@ class PlainSite:
 
 
 def gather_optimizers(gathering: Gathering, optimizers: Sequence[Any], sites: Sites) -> None:
-    """Collect the state of torch optimizers, created where a load needs it.
-
-    Raises:
-        TypeError: a state value can not be stored.
-        ValueError: a parameter has no name, or two optimizers hold one parameter.
-    """
+    """Collect the state of torch optimizers, created where a load needs it."""
     names, numbers = _gather_states(gathering, optimizers, sites)
     counts = Counter(name for members in names for name in members)
     twice = sorted(name for name, count in counts.items() if count > 1)
@@ -128,10 +123,6 @@ def gather_stacked(gathering: Gathering, optimizers: Sequence[Any], sites: Sites
     Pipeline stages hold different parameters, so that no rank could write the list of a group's
     members: each parameter's group is stored as a number beside its state. Groups are the same on
     all ranks.
-
-    Raises:
-        TypeError: a state value is no tensor, or can not be stored.
-        ValueError: a parameter has no name.
     """
     _, numbers = _gather_states(gathering, optimizers, sites)
     for name, values in numbers.items():
@@ -292,11 +283,7 @@ def _wanted(
 def _set_options(
     group: dict[str, Any], found: Sequence[Mapping[str, Any]], members: Sequence[str]
 ) -> None:
-    """Give a group the options of its members.
-
-    Raises:
-        LayoutMismatch: members come from groups with different options.
-    """
+    """Give a group the options of its members, which must have been saved with equal ones."""
     if not found:
         return
     first = found[0]

@@ -39,12 +39,7 @@ _whole = functools.lru_cache(maxsize=65536)(whole)
 
 
 class Placed(NamedTuple):
-    """A local value as boxes of a whole tensor.
-
-    Example:
-        >>> place("w", torch.zeros(2, 3)).boxes
-        (Box(offsets=(0, 0), lengths=(2, 3)),)
-    """
+    """A local value as boxes of a whole tensor."""
 
     shape: tuple[int, ...]
     """Of the whole tensor."""
@@ -55,11 +50,7 @@ class Placed(NamedTuple):
 
 
 def name_of(dtype: torch.dtype, key: str) -> str:
-    """Return the name of a type.
-
-    Raises:
-        TypeError: a checkpoint has no name for it; the tensor is `key`.
-    """
+    """Return the name of a type."""
     name = NAMES.get(dtype)
     if name is None:
         raise TypeError(
@@ -70,12 +61,7 @@ def name_of(dtype: torch.dtype, key: str) -> str:
 
 
 def place(key: str, value: Any) -> Placed:
-    """Place a tensor, a DTensor or a flat shard.
-
-    Raises:
-        TypeError: its values can not be stored.
-        LayoutMismatch: it is no box on this rank.
-    """
+    """Place a tensor, a DTensor or a flat shard."""
     if isinstance(value, DTensor):
         return place_dtensor(key, value)
     if isinstance(value, FlatShard):
@@ -86,12 +72,7 @@ def place(key: str, value: Any) -> Placed:
 
 
 def place_dtensor(key: str, tensor: DTensor) -> Placed:
-    """Place a rank's shard of a DTensor.
-
-    Raises:
-        LayoutMismatch: sums are pending (`Partial`), or the shard is no single box.
-        TypeError: the local tensor is not dense.
-    """
+    """Place a rank's shard of a DTensor."""
     local = tensor._local_tensor
     if hasattr(local, "wait"):
         local = local.wait()  # An AsyncCollectiveTensor: a gather is under way.
@@ -193,12 +174,7 @@ class FlatShard:
 
 
 def place_flat(key: str, shard: FlatShard) -> Placed:
-    """Place a flat shard.
-
-    Raises:
-        TypeError: the tensor is not dense.
-        ValueError: sizes do not fit each other, or the shard lies outside its tensor.
-    """
+    """Place a flat shard."""
     check_dense(key, shard.tensor1d)
     data, length = shard.tensor1d.detach(), shard.flat_stop - shard.flat_start
     if data.dim() != 1 or len(data) != length or not data.is_contiguous():
@@ -242,11 +218,7 @@ _NO_DISPATCH = {Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_imp
 
 
 def check_dense(key: str, value: Any) -> None:
-    """Refuse tensors whose bytes are not their values.
-
-    Raises:
-        TypeError: sparse, quantised, meta, nested, or of a class of its own.
-    """
+    """Refuse tensors whose bytes are not their values."""
     fault = ""
     if value.is_nested:
         fault = "a nested tensor"
@@ -266,11 +238,7 @@ def check_dense(key: str, value: Any) -> None:
 
 
 def check_not_expanded(key: str, tensor: Tensor) -> None:
-    """Refuse tensors of which several elements share one place in memory (`expand`).
-
-    Raises:
-        TypeError: it is such a tensor.
-    """
+    """Refuse tensors of which several elements share one place in memory (`expand`)."""
     shared = zip(tensor.stride(), tensor.shape, strict=True)
     if tensor.numel() and any(step == 0 and length > 1 for step, length in shared):
         raise TypeError(
@@ -318,12 +286,7 @@ def has_tensor(value: Any) -> bool:
 
 
 def checked(path: Path, value: Any) -> Any:
-    """Return a value as it may be stored: JSON-able, bytes, arrays, dense tensors; nested.
-
-    Raises:
-        TypeError: something else is in it (a function, an object, a sparse tensor); the message
-            names its place.
-    """
+    """Return a value as it may be stored: JSON-able, bytes, arrays, dense tensors; nested."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, _KEYS):
@@ -357,11 +320,7 @@ def _named(path: Path) -> str:
 
 
 def unpacked(path: Path, value: Any) -> Any:
-    """Return a value with every object that has a `state_dict` replaced by it, checked.
-
-    Raises:
-        TypeError: as `checked`.
-    """
+    """Return a value with every object that has a `state_dict` replaced by it, checked."""
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return {_STATE: checked(path, value.state_dict())}
     if isinstance(value, Mapping):
@@ -380,11 +339,7 @@ _STATE = "\0state_dict"
 
 
 def restore(target: Any, saved: Any) -> Any:
-    """Put a saved value into a target; objects load their state, containers are filled in place.
-
-    Returns:
-        What belongs in the target's place.
-    """
+    """Return what belongs in the target's place: objects load their state, containers filled."""
     if isinstance(saved, Mapping) and set(saved) == {_STATE}:
         if hasattr(target, "load_state_dict"):
             target.load_state_dict(saved[_STATE])

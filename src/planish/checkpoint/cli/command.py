@@ -43,7 +43,6 @@ class Ended(Exception):
     """A command has printed all, and wants another exit code than 0."""
 
     def __init__(self, code: int) -> None:
-        """Keep the code."""
         super().__init__(code)
         self.code = code
 
@@ -104,11 +103,6 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, progress: Progress) -> Lines:
-    """Do what the parsed options ask for, and yield what to print.
-
-    Raises:
-        Ended: after the last piece, with another exit code than 0.
-        PlanishError: it could not be done.
-    """
+    """Do what the parsed options ask for, and yield what to print."""
     actions = importlib.import_module("planish.checkpoint.cli.actions")
     yield from getattr(actions, options.action.replace("-", "_"))(options, progress)

@@ -35,13 +35,7 @@ _THREADS = 8
 
 @dataclass(frozen=True)
 class Entry:
-    """A committed checkpoint.
-
-    Example:
-        >>> commit = Commit("0" * 26, "m", 1, "0" * 64, 1, 1, step=7)
-        >>> Entry("run/step-7", "s3://a/run/step-7", commit).step
-        7
-    """
+    """A committed checkpoint."""
 
     path: str
     """Key of its folder."""
@@ -61,12 +55,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class CatalogVerdict:
-    """What is done with a checkpoint or a leftover, and why.
-
-    Example:
-        >>> CatalogVerdict("run/step-7", "keep", "newest 3").action
-        'keep'
-    """
+    """What is done with a checkpoint or a leftover, and why."""
 
     key: str
     """Folder of the checkpoint or the attempt, or `key@upload-id` of an upload."""
@@ -217,14 +206,9 @@ def gc(
 ) -> list[CatalogVerdict]:
     """Clear away what saves, retention and crashes have left at and below `root`.
 
-    May run beside saves and loads, be killed at any time and run again.
-
-    Args:
-        storage: where.
-        root: key of the folder.
-        grace_s: an attempt that was written to, or replaced, within so many seconds stays; shorter
-            than the longest save or load it makes these fail, though never wrong.
-        dry_run: only return the verdicts.
+    May run beside saves and loads, be killed at any time and run again. An attempt that was written
+    to, or replaced, within `grace_s` seconds stays: less than the longest save or load takes makes
+    these fail, though never wrong. With `dry_run` nothing is removed.
 
     Returns:
         A verdict for each attempt and each upload that nothing names.

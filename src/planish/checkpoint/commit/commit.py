@@ -58,13 +58,7 @@ _CHECKSUM = "crc32"
 
 @dataclass(frozen=True)
 class Commit:
-    """The content of COMMIT.
-
-    Example:
-        >>> commit = Commit("0" * 26, "a-" + "0" * 26 + "/meta/global.bin", 9, "0" * 64, 2, 90, 7)
-        >>> Commit.decode(commit.encode()) == commit
-        True
-    """
+    """The content of COMMIT."""
 
     attempt: str
     meta_key: str
@@ -242,9 +236,8 @@ def publish(
     roles: Sequence[str],
     run_id: str = "",
     tags: Mapping[str, str] | None = None,
-    overwrite: bool = False,
-    replaces: str | None = None,
-    journal: Journal | None = None,
+    replaces: str = "",
+    journal: Journal,
     is_newest: bool = True,
 ) -> Commit:
     """Make an attempt, all of whose objects are written, the checkpoint at `path`.
@@ -260,10 +253,8 @@ def publish(
         roles: that are committed together.
         run_id: of the run.
         tags: texts to keep.
-        overwrite: replace a committed checkpoint.
-        replaces: `standing()` at the start of the save, with `overwrite`; None reads it now.
-        journal: the coordinator's, begun before anybody wrote data; None begins one now, which
-            suffices where no collection can run meanwhile.
+        replaces: `standing()` at the start of the save, to be replaced; empty for nothing.
+        journal: the coordinator's, begun before anybody wrote data.
         is_newest: of its run, so that the hint beside it names it; a rewrite may be of any step
             and anywhere.
 
@@ -276,11 +267,6 @@ def publish(
         SaveFailed: the attempt was cleared away.
         StoreUnavailable: the store can not be asked whether it is committed; it may be.
     """
-    if replaces is None:
-        replaces = standing(storage, path) if overwrite else ""
-    if journal is None:
-        journal = Journal(storage, path, attempt)
-        journal.begin()
     folder = attempt_folder(path, attempt)
     digest = _put_meta(storage, join(folder, META_KEY), meta)
     journals = _check_objects(storage, folder, files, journal)

@@ -45,12 +45,7 @@ _ATTEMPT = re.compile(f"[{_DIGITS}]{{26}}")
 
 
 def new_attempt() -> str:
-    """Return 26 characters that sort by time: 48 bits of milliseconds, then 80 random bits.
-
-    Example:
-        >>> len(new_attempt())
-        26
-    """
+    """Return 26 characters that sort by time: 48 bits of milliseconds, then 80 random bits."""
     number = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
     return "".join(_DIGITS[(number >> shift) & 31] for shift in range(125, -1, -5))
 
@@ -61,12 +56,7 @@ def is_attempt(text: object) -> bool:
 
 
 def started(attempt: str) -> float:
-    """Return when an attempt was minted, seconds since 1970 by the clock of its coordinator.
-
-    Example:
-        >>> started("0" * 9 + "G" + "0" * 16)
-        0.016
-    """
+    """Return when an attempt was minted, seconds since 1970 by the clock of its coordinator."""
     number = 0
     for digit in attempt[:10]:
         number = number << 5 | _DIGITS.index(digit)
@@ -87,12 +77,7 @@ def join(path: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class JournalContent:
-    """The content of a journal.
-
-    Example:
-        >>> JournalContent(keys=("a/x",), uploads=(("a/x", "id"),)).fenced
-        False
-    """
+    """The content of a journal."""
 
     keys: tuple[str, ...] = ()
     """Objects that are or will be written in parts, relative to the checkpoint's folder."""
@@ -140,20 +125,9 @@ def _is_own(key: object, attempt: str) -> bool:
 
 
 class Journal:
-    """One process's hold on an attempt; safe to use from several threads.
-
-    Example:
-        >>> import tempfile
-        >>> from planish.store import open_store
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     storage, path = open_store(f"{run}/step-1")
-        ...     journal = Journal(storage, path, new_attempt(), name="00000")
-        ...     journal.begin()
-        ...     journal.close()
-    """
+    """One process's hold on an attempt; safe to use from several threads."""
 
     def __init__(self, storage: Store, path: str, attempt: str, *, name: str = COORDINATOR):
-        """Prepare the journal `name` (the rank in five digits) without writing it."""
         self._storage = storage
         self._path = path
         self.attempt = attempt
@@ -167,10 +141,7 @@ class Journal:
         self._thread: threading.Thread | None = None
 
     def begin(self, keys: Iterable[str] = ()) -> None:
-        """Write the journal; must precede every other object of this process.
-
-        Args:
-            keys: the full keys that this process is going to write in parts.
+        """Write the journal before all else, with the full keys of what is written in parts.
 
         Raises:
             SaveFailed: the attempt is being cleared away, or another process has this name.
@@ -178,19 +149,11 @@ class Journal:
         self._write(keys=keys)
 
     def add(self, uploads: Iterable[tuple[str, str]]) -> None:
-        """Announce uploads (full key, upload id); must precede their completion.
-
-        Raises:
-            SaveFailed: the attempt is being cleared away.
-        """
+        """Announce uploads (full key, upload id) before they are completed; errors as `begin`."""
         self._write(uploads=uploads)
 
     def refresh(self) -> None:
-        """Renew the lease.
-
-        Raises:
-            SaveFailed: the attempt is being cleared away.
-        """
+        """Renew the lease; errors as `begin`."""
         self._write()
 
     def keep(self, seconds: float = REFRESH_SECONDS) -> None:

@@ -115,11 +115,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_dcp_metadata(data: bytes, *, name: str = ".metadata") -> DcpMetadata:
-    """Decode the metadata of a DCP checkpoint.
-
-    Args:
-        data: content of the file `.metadata`.
-        name: what to call it in errors.
+    """Decode the file `.metadata` of a DCP checkpoint; `name` is what errors call it.
 
     Raises:
         CheckpointCorrupt: not such a file, or it names something that metadata never needs;

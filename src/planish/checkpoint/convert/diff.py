@@ -28,12 +28,7 @@ WINDOW_BYTES = 32 << 20
 
 
 class TensorDiff(NamedTuple):
-    """How one tensor differs.
-
-    Example:
-        >>> TensorDiff("`model.w`", "values", 3, (0, 1), 0.5).num_elements
-        3
-    """
+    """How one tensor differs."""
 
     name: str
     reason: str
@@ -48,12 +43,7 @@ class TensorDiff(NamedTuple):
 
 @dataclass
 class Diff:
-    """How two checkpoints differ.
-
-    Example:
-        >>> Diff().is_equal
-        True
-    """
+    """How two checkpoints differ."""
 
     only_a: list[str] = field(default_factory=list)
     """Names of tensors that only the first one has."""

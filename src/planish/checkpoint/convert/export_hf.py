@@ -144,18 +144,10 @@ def export(
 
 
 def policy_role(roles: Sequence[str], wanted: str = "") -> str:
-    """Return which role a policy is made of.
-
-    Args:
-        roles: those of the checkpoint.
-        wanted: empty for the usual one: `policy`, `main`, or the only one.
+    """Return which role a policy is made of: `wanted`, else `policy`, `main`, or the only one.
 
     Raises:
         ConfigError: there is no such role, or several and none of the usual ones.
-
-    Example:
-        >>> policy_role(["critic", "policy"])
-        'policy'
     """
     usual = [name for name in ("policy", "main") if name in roles]
     candidates = [wanted] if wanted else usual[:1] or list(roles)

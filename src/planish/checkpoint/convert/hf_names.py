@@ -25,12 +25,7 @@ from planish.models.experts import disk_tensors
 
 @dataclass(frozen=True)
 class Form:
-    """Type and shape of a tensor in a file.
-
-    Example:
-        >>> Form("BF16", (2, 3)).nbytes
-        12
-    """
+    """Type and shape of a tensor in a file."""
 
     dtype: str
     """Key of `ITEM_BYTES`."""

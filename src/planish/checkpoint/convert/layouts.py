@@ -59,11 +59,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read `merged` or degrees, e.g. `tp=4` or `dp=2,tp=2`.
-
-        Raises:
-            ConfigError: with every fault.
-        """
+        """Read `merged` or degrees, e.g. `tp=4` or `dp=2,tp=2`."""
         if text.strip() == MERGED:
             return cls(is_merged=True)
         degrees: dict[str, int] = {}
@@ -93,7 +89,6 @@ class Layout:
         return self.dp * self.fsdp * self.flat * self.tp
 
     def __str__(self) -> str:
-        """Read `tp=4`: degrees above one, in the order of AXES; `dp=1` for a single rank."""
         if self.is_merged:
             return MERGED
         degrees = {name: getattr(self, name) for name in AXES}

@@ -23,11 +23,9 @@ _COMPLEX = {"C64": np.complex64, "C128": np.complex128}
 
 
 def to_numbers(elements: Array, dtype: str) -> Array | None:
-    """Return elements as numbers that numpy computes with; None for types that it lacks.
+    """Return [n] elements, whose bits are of `dtype`, as numbers; None for types that numpy lacks.
 
-    Args:
-        elements: [n] of any type of the right size; its bits are those of the type `dtype`.
-        dtype: key of `ITEM_BYTES`. BF16 becomes float32, integers become float64.
+    BF16 becomes float32, integers become float64.
     """
     bits = np.ascontiguousarray(elements)
     if dtype == "BF16":
@@ -43,15 +41,10 @@ def to_numbers(elements: Array, dtype: str) -> Array | None:
 
 
 def cast(elements: Array, stored: str, wanted: str) -> Array:
-    """Return elements in the wanted float type, rounded to nearest, ties to even.
+    """Return [n] elements, whose bits are of the type `stored`, in the float type `wanted`.
 
-    Args:
-        elements: [n] of any type of the right size; its bits are those of the type `stored`.
-        stored: key of `ITEM_BYTES`.
-        wanted: key of `ITEM_BYTES`.
-
-    Raises:
-        LayoutMismatch: the types differ and are not both floats that numpy can read.
+    They are rounded to nearest, ties to even. `LayoutMismatch` if the types differ and are not both
+    floats that numpy can read.
     """
     if stored == wanted:
         return elements
@@ -75,19 +68,7 @@ def to_bfloat16(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def read_weights(reader: SliceReader, parts: Sequence[WeightPart]) -> list[tuple[Array, str]]:
-    """Return the elements of weights, and their types as `cast` takes them.
-
-    Args:
-        reader: of the checkpoint.
-        parts: what the weights are made of.
-
-    Returns:
-        Of each weight [n] elements in their stored type, or in F32 where adapters are merged.
-
-    Raises:
-        LayoutMismatch: a weight with an adapter is of a type that numpy cannot compute with.
-        CheckpointCorrupt: a block differs from its checksum.
-    """
+    """Return [n] elements and type of each weight: as stored, or F32 with adapters merged."""
     adapters = [part.adapter for part in parts if part.adapter is not None]
     arrays = reader.read_many([part.slice for part in parts] + [s for a in adapters for s in a])
     weights: list[tuple[Array, str]] = []

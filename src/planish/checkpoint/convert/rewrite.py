@@ -329,7 +329,6 @@ def _write(
                 roles=work.header["roles"],
                 run_id=source.run_id,
                 tags=source.tags,
-                overwrite=bool(replaces),
                 replaces=replaces,
                 journal=journal,
                 is_newest=False,

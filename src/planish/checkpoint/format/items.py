@@ -110,9 +110,6 @@ class TensorTable:
 
         Returns:
             The table in order of first appearance, and [len(specs)] the row of each spec.
-
-        Raises:
-            LayoutMismatch: one name with two types or shapes, an unknown type or a bad shape.
         """
         # Usually every name is there once, and no triple need be made.
         if len({spec.fqn for spec in specs}) == len(specs):
@@ -152,7 +149,6 @@ class TensorTable:
         )
 
     def __len__(self) -> int:
-        """Return the number of tensors."""
         return len(self.fqns)
 
     @property
@@ -182,11 +178,7 @@ class TensorTable:
         return quoted_name(self.roles[row], self.kinds[row], self.fqns[row])
 
     def pad(self, sides: Sequence[tuple[int, ...]], owners: I64, value: int) -> I64:
-        """Return [k, max_dims]: offsets or lengths of boxes, one tuple each, of tensors `owners`.
-
-        Raises:
-            LayoutMismatch: a box has another number of dimensions than its tensor.
-        """
+        """Return [k, max_dims]: offsets or lengths of boxes, a tuple each, of tensors `owners`."""
         dims = np.fromiter(map(len, sides), np.int64, len(sides))
         wrong = np.flatnonzero(dims != self.dims[owners])
         if len(wrong):
@@ -220,18 +212,9 @@ def pad(flat: I64, dims: I64, width: int, value: int) -> I64:
 def refuse_beyond(
     max_bytes: int, shards: int, tensors: int, files: int, width: int, other_bytes: int
 ) -> None:
-    """Refuse metadata before they become tables that may need more than `max_bytes`.
+    """Refuse tables that may need more than `max_bytes`, before they are made.
 
-    Args:
-        max_bytes: The bound.
-        shards: Their number.
-        tensors: Their number.
-        files: Their number.
-        width: The most dimensions of a tensor.
-        other_bytes: Of names, checksums and JSON.
-
-    Raises:
-        FormatFault: they may need more.
+    `width` is the most dimensions of a tensor; `other_bytes` are those of names, checksums, JSON.
     """
     needed = shards * (128 + 32 * width) + tensors * (704 + 8 * width) + 640 * files
     needed += JSON_GROWTH * other_bytes
@@ -317,17 +300,10 @@ class Columns:
     """[b, n], n = `tensors.max_dims`; padded with 0."""
     lengths: I64
     """[b, n], at least 1; padded with 1."""
-    context: str = ""
-    """What else two saves must share to share a plan (adapter, group, versions); opaque here."""
 
     @classmethod
-    def from_items(cls, items: Sequence[LocalItem], *, context: str = "") -> Columns:
-        """Turn the items of one rank into columns.
-
-        Raises:
-            LayoutMismatch: two items name one tensor with different types or shapes, or a box has
-                another number of dimensions than its tensor.
-        """
+    def from_items(cls, items: Sequence[LocalItem]) -> Columns:
+        """Turn the items of one rank into columns."""
         tensors, rows = TensorTable.from_specs([item.tensor for item in items])
         held = [item.boxes for item in items]
         counts = np.fromiter(map(len, held), np.int64, len(items))
@@ -342,7 +318,7 @@ class Columns:
             offsets, lengths = offsets[full], lengths[full]
         starts = np.zeros(len(items) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
-        return cls(tensors, rows, starts, offsets, lengths, context)
+        return cls(tensors, rows, starts, offsets, lengths)
 
     @property
     def box_item(self) -> I64:
@@ -372,7 +348,7 @@ class Columns:
             "shapes": table.shapes.reshape(-1),
         }
         return pack_columns(
-            {"context": self.context},
+            {},
             {
                 "tensors": np.frombuffer(pack_columns({}, tensors), np.uint8),
                 "tensor": self.item_tensor,
@@ -386,12 +362,9 @@ class Columns:
     def decode(cls, data: bytes, known: dict[bytes, TensorTable] | None = None) -> Columns:
         """Undo `encode`.
 
-        Args:
-            data: The columns of one rank.
-            known: Tables by their bytes, which this call may use and add to: ranks that hold the
-                same tensors then share one table.
+        Ranks that hold the same tensors share a table in `known`, by its bytes, which is added to.
         """
-        head, columns = unpack_columns(data)
+        _, columns = unpack_columns(data)
         key, known = columns["tensors"].tobytes(), {} if known is None else known
         if key not in known:
             _, held = unpack_columns(key)
@@ -409,7 +382,6 @@ class Columns:
             columns["starts"],
             columns["offsets"].reshape(shape),
             columns["lengths"].reshape(shape),
-            head["context"],
         )
 
     def signature(self) -> bytes:

@@ -47,14 +47,7 @@ DEFAULT_CHECKSUM = "crc32c" if google_crc32c.implementation == "c" else "crc32"
 
 
 def block_crcs(buffer: Buffer, algorithm: str = DEFAULT_CHECKSUM) -> NDArray[np.uint32]:
-    """Return the checksum of every block of contiguous bytes of any type, without copying them.
-
-    Example:
-        >>> hex(block_crcs(b"123456789", "crc32c")[0]), hex(block_crcs(b"123456789", "crc32")[0])
-        ('0xe3069283', '0xcbf43926')
-        >>> len(block_crcs(bytes(BLOCK + 1))), len(block_crcs(b""))
-        (2, 0)
-    """
+    """Return the checksum of every block of contiguous bytes of any type, without copying them."""
     extend = ALGORITHMS[algorithm]
     data = as_bytes(buffer)
     crcs = [extend(0, data[start : start + BLOCK]) for start in range(0, len(data), BLOCK)]
@@ -161,7 +154,6 @@ class FileTable:
     """Checksum of each block of 1 MiB; [0] while the file has not been written."""
 
     def __len__(self) -> int:
-        """Return the number of files."""
         return len(self.keys)
 
     def add(self, key: str, size: int, *, algorithm: str, crcs: U32 | None = None) -> int:
@@ -202,18 +194,7 @@ class Shards:
 
 @dataclass
 class Metadata:
-    """All of a checkpoint but its data: the content of `meta/global.bin`.
-
-    Example:
-        >>> from planish.checkpoint.format.items import TensorSpec
-        >>> tensors, _ = TensorTable.from_specs([TensorSpec("main", "model", "w", "F32", (2, 2))])
-        >>> zero, shape = np.zeros(1, np.int64), np.full((1, 2), 2)
-        >>> shards = Shards(zero, zero, zero + 128, zero + 16, np.zeros((1, 2), np.int64), shape)
-        >>> files = FileTable(["data/main.model/00000-0.safetensors"], [144], ["crc32c"], [])
-        >>> metadata = Metadata({"step": 3}, tensors, files, shards)
-        >>> metadata.tensor_ids["main", "model", "w"], metadata.shards_of(0).tolist()
-        (0, [0])
-    """
+    """All of a checkpoint but its data: the content of `meta/global.bin`."""
 
     header: dict[str, Any]
     """JSON: step, roles, layout, parents, attributes, versions. No time, no attempt, no process:
@@ -247,11 +228,7 @@ class Metadata:
 
 
 def encode(meta: Metadata) -> bytes:
-    """Return the file; equal metadata gives equal bytes.
-
-    Raises:
-        ValueError: a file lacks checksums, or `header` or `objects` is not plain JSON.
-    """
+    """Return the file; equal metadata, with checksums of all files, gives equal bytes."""
     files = meta.files
     lacking = [
         key for row, key in enumerate(files.keys) if len(files.crcs[row]) != files.num_blocks(row)
@@ -268,16 +245,13 @@ def encode(meta: Metadata) -> bytes:
 
 
 def decode(data: bytes, *, max_bytes: int = MAX_BYTES, file: str = NAME) -> Metadata:
-    """Read an untrusted file of format 1 or 2.
+    """Read an untrusted file of format 1 or 2; `file` is its key, for errors.
 
-    Args:
-        data: The whole file.
-        max_bytes: Never hold more than this, besides `data` itself.
-        file: Its key, for errors.
+    No more than `max_bytes` are held, besides `data`. A tensor whose shards do not tile it is not
+    found here but by `coverage.cover_faults`.
 
     Raises:
-        CheckpointCorrupt: not what `encode` writes, or too large. A tensor whose shards do not
-            tile it is not found here but by `coverage.cover_faults`.
+        CheckpointCorrupt: not what `encode` writes, or too large.
     """
     try:
         if data.startswith(version_1.MAGIC):

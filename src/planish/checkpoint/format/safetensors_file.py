@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import numpy as np
 
@@ -36,7 +36,6 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.\-/:@+=()\[\] ]*")
 _PRINTED = re.compile(r"[ !#-\[\]-~]*")
 """What JSON writes as it is."""
 _SAFE = "_.-/:@+=()[] "
-_NAMED = re.compile(r"(.*)\|([0-9,]*)\|([0-9,]*)", re.DOTALL)
 
 
 class NewEntry(NamedTuple):
@@ -102,25 +101,6 @@ def entry_name(fqn: str, box: Box) -> str:
     return f"{quote_fqn(fqn)}|{sides[0]}|{sides[1]}"
 
 
-def parse_entry_name(name: str) -> tuple[str, Box]:
-    """Read what `entry_name` wrote.
-
-    Raises:
-        ValueError: `entry_name` would not write such a name.
-
-    Example:
-        >>> parse_entry_name("a%7Cb|0|4")
-        ('a|b', Box(offsets=(0,), lengths=(4,)))
-    """
-    found = _NAMED.fullmatch(name)
-    if found:
-        sides = [tuple(int(v) for v in side.split(",") if v) for side in found.groups()[1:]]
-        fqn = unquote(found[1], errors="surrogatepass")
-        if len(sides[0]) == len(sides[1]) and entry_name(fqn, Box(*sides)) == name:
-            return fqn, Box(sides[0], sides[1])
-    raise ValueError(f"an entry must be named `<fqn>|<offsets>|<lengths>`, got {name!r:.120}")
-
-
 def plan_header(
     entries: Sequence[NewEntry],
     *,
@@ -135,11 +115,7 @@ def plan_header(
         alignment: the first entry begins at a multiple of it.
 
     Returns:
-        The length word and the header; [len(entries)] first byte of each entry in the file. The
-        file ends where the last entry ends (after the header when there is none).
-
-    Raises:
-        ValueError: two entries have one name, or the header is longer than readers accept.
+        The length word and the header; [len(entries)] first byte of each entry in the file.
 
     Example:
         >>> entries = [NewEntry("w|0|4", "F32", (4,)), NewEntry("b|0|1", "I8", (1,))]
@@ -175,11 +151,7 @@ def plan_header(
 
 
 def header_bytes(word: bytes, file_size: int, *, file: str = "") -> int:
-    """Return how many bytes of a file `parse_header` needs, from its first 8 bytes.
-
-    Raises:
-        CheckpointCorrupt: no safetensors file of that size begins so.
-    """
+    """Return how many bytes of a file `parse_header` needs, from its first 8 bytes."""
     if len(word) < _LENGTH.size or file_size < _LENGTH.size:
         raise _corrupt(file, f"must have at least {_LENGTH.size} bytes, got {file_size}")
     size: int = _LENGTH.unpack_from(word)[0]
@@ -189,12 +161,7 @@ def header_bytes(word: bytes, file_size: int, *, file: str = "") -> int:
 
 
 def parse_header(data: bytes, file_size: int, *, file: str = "") -> Header:
-    """Read the header of an untrusted file.
-
-    Args:
-        data: The first `header_bytes(...)` bytes of the file, or more.
-        file_size: Bytes of the whole file.
-        file: Its key, for errors.
+    """Read the header of an untrusted file of `file_size` bytes from its first ones.
 
     Raises:
         CheckpointCorrupt: not a header, or its entries do not fill the file exactly.

@@ -87,11 +87,7 @@ class Claim(NamedTuple):
 def encode_objects(
     rank: int, roles: Mapping[str, Collected], *, allow_pickle: bool = False
 ) -> list[SmallObject]:
-    """Return the small objects of a rank; what they hold may change afterwards.
-
-    Raises:
-        TypeError: a value that must not be stored, by its place.
-    """
+    """Return the small objects of a rank; what they hold may change afterwards."""
     found = []
     for role, collected in roles.items():
         name = quote(role, safe="", errors="surrogatepass")
@@ -128,11 +124,8 @@ def _encode(role: str, value: Any, allow_pickle: bool) -> bytes:
 def choose_writers(claims: Sequence[Sequence[Claim]]) -> dict[str, int]:
     """Return key -> rank for every small object that several ranks could write: the lowest.
 
-    Args:
-        claims: `SmallObject.claim()` of the objects of each rank, rank r's at position r.
-
-    Raises:
-        LayoutMismatch: ranks claim one loader shard with different contents, all are named.
+    `claims` are those of rank r at position r. `LayoutMismatch` names the loader shards that ranks
+    claim with different contents.
     """
     claimed: dict[str, dict[int, Claim]] = {}
     for rank, mine in enumerate(claims):
@@ -198,10 +191,7 @@ def encode_extra(value: Any, *, allow_pickle: bool = False) -> bytes:
         value: None, bool, int, float (not only finite), complex, str, bytes, numpy scalars and
             arrays of numbers, dense torch tensors, and lists, tuples, dicts (keys: str, int,
             float, bool, None, tuples of these) and OrderedDicts of them.
-        allow_pickle: Write any other object with pickle, instead of refusing it.
-
-    Raises:
-        TypeError: a value that is none of these, by its place.
+        allow_pickle: Write any other object with pickle; else it is refused by its place.
 
     Example:
         >>> decode_extra(encode_extra({"step": 3, 0: (1.5, b"x")}))

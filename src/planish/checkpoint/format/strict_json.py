@@ -14,11 +14,7 @@ class FormatFault(ValueError):
 
 
 def dump_json(value: Any) -> bytes:
-    """Return canonical JSON: sorted keys, no spaces, ASCII.
-
-    Raises:
-        ValueError: not JSON-able, or a number that is not finite.
-    """
+    """Return canonical JSON: sorted keys, no spaces, ASCII."""
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, RecursionError) as error:
@@ -26,11 +22,7 @@ def dump_json(value: Any) -> bytes:
 
 
 def load_json(data: bytes) -> Any:
-    """Parse JSON; a name may appear once in an object.
-
-    Raises:
-        FormatFault: not JSON, too deep, a name twice, a number that is not finite.
-    """
+    """Parse JSON; a name may appear once in an object."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) != len(pairs):

@@ -36,11 +36,7 @@ _WIDTHS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
 
 def read(data: bytes, max_bytes: int) -> dict[str, Any]:
-    """Return the fields of `metafile.Metadata` as its parts take them; values are unchecked.
-
-    Raises:
-        FormatFault: not such a file, or it may need more than `max_bytes`.
-    """
+    """Return the fields of `metafile.Metadata` as its parts take them; values are unchecked."""
     body = memoryview(data)[:-_DIGEST_BYTES]
     if len(body) < _FIXED.size:
         raise FormatFault(f"must have at least {_FIXED.size + _DIGEST_BYTES} bytes")

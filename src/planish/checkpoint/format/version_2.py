@@ -55,11 +55,7 @@ _SCHEMA = pa.schema({
 
 
 def write(meta: Metadata) -> bytes:
-    """Return the file.
-
-    Raises:
-        ValueError: `header` or `objects` is not plain JSON.
-    """
+    """Return the file."""
     tensors, files, shards = meta.tensors, meta.files, meta.shards
     num_crcs = np.array([len(crcs) for crcs in files.crcs], np.int64)
     crcs = np.concatenate([np.zeros(0, np.uint32), *files.crcs])
@@ -107,11 +103,7 @@ def _sides(padded: I64, dims: I64) -> I64:
 
 
 def read(data: bytes, max_bytes: int) -> dict[str, Any]:
-    """Return the fields of `metafile.Metadata` as its parts take them; values are unchecked.
-
-    Raises:
-        FormatFault: not such a file, or it may need more than `max_bytes`.
-    """
+    """Return the fields of `metafile.Metadata` as its parts take them; values are unchecked."""
     if not data.startswith(_START):
         raise FormatFault(f"must begin with {_START!r}, got {data[: len(_START)]!r}")
     try:

@@ -13,13 +13,7 @@ from numpy.typing import NDArray
 def pack_columns(
     head: Mapping[str, Any], columns: Mapping[str, NDArray[Any] | Sequence[str]]
 ) -> bytes:
-    """Return JSON, and columns of numbers or texts of any lengths; equal content, equal bytes.
-
-    Example:
-        >>> head, columns = unpack_columns(pack_columns({"rank": 3}, {"file": np.arange(2)}))
-        >>> head, columns["file"].tolist()
-        ({'rank': 3}, [0, 1])
-    """
+    """Return JSON, and columns of numbers or texts of any lengths; equal content, equal bytes."""
     import pyarrow as pa
 
     from planish.base import arrow

@@ -24,15 +24,13 @@ from planish.base.errors import (
     ShapeMismatch,
     UnexpectedKeys,
 )
-from planish.checkpoint.adapters.loader_state import LoaderState
 from planish.checkpoint.format.items import PARTS, Columns, LocalItem, quoted_name
 from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.load.reader import Opened, check_objects
 from planish.checkpoint.plan.match import ShardIndex, match
-from planish.checkpoint.plan.reads import RankReads
-from planish.checkpoint.plan.share import SharedReads, rank_reads, share_reads
-from planish.checkpoint.ranks.messages import EVERYONE, ranks_text
-from planish.checkpoint.watch.monitor import CheckpointInfo
+from planish.checkpoint.plan.reads import RankPart, RankReads, assemble
+from planish.checkpoint.plan.share import SharedReads, share_reads
+from planish.checkpoint.ranks.messages import ranks_text
 
 if TYPE_CHECKING:
     from planish.checkpoint.ranks.control import Control
@@ -43,12 +41,7 @@ MIN_HOST_BYTES = 80 << 20
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How to load; equal on all ranks but for `map_fqn`, which may be any function.
-
-    Example:
-        >>> LoadOptions(parts=("model",)).strict
-        True
-    """
+    """How to load; equal on all ranks but for `map_fqn`, which may be any function."""
 
     strict: bool = True
     """Refuse tensors that only one side has; otherwise they stay as they are and are reported."""
@@ -61,8 +54,8 @@ class LoadOptions:
     dtype_policy: Literal["exact", "cast"] = "exact"
     """`cast` converts where the types differ; the default refuses."""
     redundancy: Literal["auto", "off"] = "auto"
-    """`auto`: bytes that several ranks need are read once and exchanged; `off`: each rank reads
-    all that it needs."""
+    """`auto`: bytes that several ranks need are read once and exchanged, unless all ranks run on
+    one machine and read from a folder; `off`: each rank reads all that it needs."""
     max_host_bytes: int = 256 << 20
     """Limit on buffers of one rank, beside the tensors themselves."""
     timeout_s: float = 1800.0
@@ -74,11 +67,7 @@ class LoadOptions:
     """Whether small values that were saved with `allow_pickle` may be read."""
 
     def check(self) -> None:
-        """Refuse options that mean nothing.
-
-        Raises:
-            ValueError: an unknown part or policy, or a limit that is too low.
-        """
+        """Raise `ValueError` for an unknown part or policy, or a limit that is too low."""
         unknown = sorted(set(self.parts) - set(PARTS))
         if unknown or not self.parts:
             raise ValueError(f"`parts` must be of {PARTS}, got {unknown or self.parts}")
@@ -95,34 +84,6 @@ class LoadOptions:
                 f"`timeout_s` must be positive and `max_host_bytes` at least {MIN_HOST_BYTES}, got "
                 f"{self.timeout_s} and {self.max_host_bytes}"
             )
-
-
-@dataclass
-class Loaded:
-    """What a load has brought besides the tensors, which were filled in place."""
-
-    info: CheckpointInfo
-    """Which checkpoint it was, and this rank's timings."""
-    header: Mapping[str, Any]
-    """Head of the global metadata: step, roles, layout, parents, attributes."""
-    shared: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Role to the small values that are equal on all ranks."""
-    own: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Role to the values of the saving rank of the same number, where there was one."""
-    loader: dict[str, LoaderState] = field(default_factory=dict)
-    """Role to the loader state of all saving ranks, where there is one."""
-    missing: tuple[str, ...] = ()
-    """Without `strict`: tensors of the target that the checkpoint lacks, left untouched."""
-    unexpected: tuple[str, ...] = ()
-    """Without `strict`: tensors of the checkpoint that nothing asked for."""
-    bytes_from_store: int = 0
-    """Read by all ranks together."""
-    bytes_over_network: int = 0
-    """Received by all ranks together from other ranks."""
-    sharing: Literal["all", "none"] = "none"
-    """Whether ranks exchanged bytes that several of them need, equal on all ranks."""
-    replication: float = 1.0
-    """How many ranks need a block of the checkpoint on average."""
 
 
 Key = tuple[str, str, str]
@@ -192,13 +153,9 @@ def judge(
 ) -> tuple[list[str], list[str]]:
     """Put the findings of all ranks together, on rank 0.
 
-    Returns:
-        The tensors that the checkpoint lacks, and those that nothing asks for.
-
-    Raises:
-        PlanMismatch: the ranks want different things.
-        LayoutMismatch: names, shapes or types differ; every offender is listed. `MissingKeys`,
-            `UnexpectedKeys`, `ShapeMismatch` or `DtypeMismatch` where there is only that.
+    Returns the tensors that the checkpoint lacks, and those that nothing asks for. Raises
+    `MissingKeys`, `UnexpectedKeys`, `ShapeMismatch` or `DtypeMismatch`, or `LayoutMismatch` for
+    several of these.
     """
     for name in ("options", "roles"):
         seen = {str(fact[name]): rank for rank, fact in reversed(list(enumerate(findings)))}
@@ -262,35 +219,25 @@ def _refuse_faults(
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What one rank is to do in a load, and what all ranks have found out together."""
+    """What one rank is to do in a load."""
 
     reads: RankReads
     members: list[int]
     """The ranks that this one exchanges bytes with, itself included."""
     tag: str
     """Random name of the exchange, equal on all ranks."""
-    missing: list[str]
-    """Tensors of the state that the checkpoint lacks."""
-    unexpected: list[str]
-    """Tensors of the checkpoint that nothing asks for."""
     max_host_bytes: int
     """The least of all ranks."""
-    sharing: Literal["all", "none"]
-    replication: float
-    """How many ranks need a block on average."""
+    facts: dict[str, Any]
+    """What all ranks have found out together: `missing` tensors of the state, `unexpected` ones of
+    the checkpoint, `sharing` of bytes among `all` ranks or `none`, and `replication`: how many
+    ranks need a block on average."""
 
 
 def plan_job(
     opened: Opened, fit: Fit, roles: Sequence[str], call: Control, options: LoadOptions
 ) -> JobPlan:
-    """Check and plan a load; a collective of all ranks.
-
-    Args:
-        opened: the checkpoint.
-        fit: what this rank has found.
-        roles: names of the roles that this rank loads.
-        call: the ranks that load.
-        options: those of this rank.
+    """Check and plan a load of `roles`; a collective of all ranks.
 
     Raises:
         LayoutMismatch: names, shapes, types or layouts do not fit; every offender is listed.
@@ -311,25 +258,18 @@ def plan_job(
     }
     findings = call.gather(json.dumps(finding).encode(), "fit")
     wishes = call.gather(columns.encode(), "columns")
-    heads: list[bytes] = []
-    wires: list[bytes] = []
-    error: Exception | None = None
-    if findings is not None and wishes is not None:
-        try:
-            facts = [json.loads(data) for data in findings]
-            heads, wires = _plan_for_all(opened, options, call.hosts, facts, wishes)
-        except Exception as caught:
-            error = caught
-    is_of_all = isinstance(error, (LayoutMismatch, PlanMismatch))
-    call.settle(error, "plan", whose=EVERYONE if is_of_all else None)
-    head: dict[str, Any] = json.loads(call.scatter(heads or None, "plan.head"))
-    wire = call.scatter(wires or None, "plan.reads")
+
+    def plan() -> list[bytes]:
+        facts = [json.loads(data) for data in findings or ()]
+        return _plan_for_all(opened, options, call.hosts, facts, wishes or ())
+
+    head, _, wire = call.deal(plan, "plan").partition(b"\n")
     mine = match(opened.metadata, columns)
     if wire:
-        reads = rank_reads(opened.metadata, wire, mine)
+        reads = assemble(opened.metadata, RankPart.decode(wire), mine)
     else:
         reads = share_reads(opened.metadata, [mine]).rank(opened.metadata, 0, mine)
-    return JobPlan(reads, **head)
+    return JobPlan(reads, **json.loads(head))
 
 
 def _plan_for_all(
@@ -338,8 +278,8 @@ def _plan_for_all(
     hosts: Sequence[int],
     findings: Sequence[Mapping[str, Any]],
     wishes: Sequence[bytes],
-) -> tuple[list[bytes], list[bytes]]:
-    """Return for every rank the head and the reads of its plan; no reads: it plans them alone."""
+) -> list[bytes]:
+    """Return each rank's plan: a line of JSON, and its reads where it does not plan them alone."""
     metadata = opened.metadata
     # Replicas want the same, in equal bytes, which are decoded and matched once.
     wanted = {data: Columns.decode(data) for data in dict.fromkeys(wishes)}
@@ -356,23 +296,26 @@ def _plan_for_all(
             f"{'; '.join(faults)}; load an earlier checkpoint"
         )
     shared = share_reads(metadata, reads, hosts=hosts)
-    # Sharing reads can not beat a store in the memory of this process.
-    is_shared = options.redundancy == "auto" and not opened.storage.in_memory
-    is_shared = is_shared and shared.replication > 1.0
-    ranks = range(len(reads))
-    if is_shared or len(ranks) == 1:
-        members, wires = members_of(shared), [shared.wire(rank) for rank in ranks]
-    else:
-        members, wires = [[rank] for rank in ranks], [b"" for _ in ranks]
+    # Processes of one machine share its memory of files, which costs less than messages.
+    is_near = opened.storage.in_memory or (opened.uri.startswith("file:") and len({*hosts}) == 1)
+    is_shared = options.redundancy == "auto" and not is_near and shared.replication > 1.0
+    members = members_of(shared) if is_shared else [[rank] for rank in range(len(reads))]
     head = {
-        "missing": missing,
-        "unexpected": unexpected,
         "max_host_bytes": min(finding["max_host_bytes"] for finding in findings),
         "tag": secrets.token_hex(8),
-        "sharing": "all" if is_shared else "none",
-        "replication": shared.replication,
+        "facts": {
+            "missing": missing,
+            "unexpected": unexpected,
+            "sharing": "all" if is_shared else "none",
+            "replication": shared.replication,
+        },
     }
-    return [json.dumps({**head, "members": mine}).encode() for mine in members], wires
+    return [
+        json.dumps({**head, "members": mine}).encode()
+        + b"\n"
+        + (shared.part(rank).encode() if is_shared else b"")
+        for rank, mine in enumerate(members)
+    ]
 
 
 def members_of(shared: SharedReads) -> list[list[int]]:

@@ -55,14 +55,9 @@ class Exchange:
     def __init__(
         self, control: Control, members: list[int], tag: str, reads: RankReads, buckets: int
     ) -> None:
-        """Meet the other members and learn the rounds of their messages: a collective of them.
+        """Meet the other `members` and learn the rounds of their messages: a collective of them.
 
-        Args:
-            control: the ranks that load.
-            members: numbers of the ranks that exchange bytes, this one included.
-            tag: random name, equal on all ranks.
-            reads: what this rank reads, sends and receives.
-            buckets: how many rounds the memory of this rank holds.
+        `tag` is equal on all ranks; the memory of this rank holds `buckets` rounds.
         """
         self._members, self._own = members, members.index(control.rank)
         store = PrefixStore(f"exchange/{tag}/{members[0]}", control.rendezvous())
@@ -84,12 +79,7 @@ class Exchange:
         self._num_rounds = self._highest(self.rounds.count)
 
     def run(self, pool: ReadPool, targets: Targets, recorder: Recorder, control: Control) -> None:
-        """Go through all rounds; the pool reads meanwhile.
-
-        Raises:
-            Stopped: reading has failed, here or elsewhere.
-            PeerLost: a member does not answer any more.
-        """
+        """Go through all rounds; the pool reads meanwhile."""
         try:
             for turn in range(self._num_rounds):
                 is_read = pool.wait_round(turn, control.check)

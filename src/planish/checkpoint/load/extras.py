@@ -26,8 +26,11 @@ class Extras:
     """Decoded small values, by role."""
 
     shared: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Equal on all ranks."""
     own: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of the saving rank of the same number, where there was one."""
     loader: dict[str, LoaderState] = field(default_factory=dict)
+    """Loader state of all saving ranks, where there is one."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +46,7 @@ class Names:
 
 
 def names_of(objects: Mapping[str, Any], role: str) -> Names:
-    """Return which small objects the metadata of a checkpoint names for a role.
-
-    Raises:
-        CheckpointCorrupt: they are named in another form.
-
-    Example:
-        >>> names_of({"main": {"own": {"0": "data/main.extra/00000.bin"}}}, "main").own
-        {'0': 'data/main.extra/00000.bin'}
-    """
+    """Return which small objects the metadata of a checkpoint names for a role."""
     listed = objects.get(role, {})
     try:
         own, loader = listed.get("own", {}), listed.get("loader", {})
@@ -74,12 +69,7 @@ def read_extras(
     call: Control,
     options: LoadOptions,
 ) -> Extras:
-    """Read and decode small values; a collective of all ranks.
-
-    Raises:
-        CheckpointIncomplete: an object is missing or short.
-        CheckpointCorrupt: an object is damaged.
-    """
+    """Read and decode small values; a collective of all ranks."""
 
     def decoded(key: str, data: bytes) -> Any:
         return decode_extra(data, allow_pickle=options.allow_pickle, file=key)
@@ -93,8 +83,7 @@ def read_extras(
     extras, data = Extras(), b""
     names: dict[str, Names] = {}
     shards: dict[str, list[Mapping[str, Any]]] = {}
-    error: Exception | None = None
-    try:
+    with call.settled("extras"):
         for role in sorted(collected):
             mine = names[role] = names_of(reader.opened.metadata.objects, role)
             key, loader = mine.own.get(str(call.rank), ""), collected[role].loader
@@ -117,9 +106,6 @@ def read_extras(
             keys = [mine.shared for mine in names.values() if wants_shared]
             keys += [mine.common for mine in names.values() if "loader" in options.parts]
             data = encode_extra({key: reader.read_file(key) for key in keys if key})
-    except Exception as caught:
-        error = caught
-    call.settle(error, "extras")
     content = decode_extra(call.broadcast(data, "extras.data"))
     for role, mine in names.items():
         if mine.shared in content:

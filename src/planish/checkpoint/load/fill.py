@@ -106,12 +106,7 @@ def rows_by_request(pieces: Pieces, num_requests: int) -> list[range]:
 
 
 def numpy_targets(arrays: Sequence[Array], boxes: Sequence[Sequence[Box]]) -> Targets:
-    """Return targets for arrays that are filled as a whole.
-
-    Args:
-        arrays: one for each item: the shape of its only box, or 1-D in the order of its boxes.
-        boxes: [item][box].
-    """
+    """Return targets for an array per item: in the shape of its box, or 1-D box after box."""
     return [
         list(_parts(array.view(RAW[array.dtype.itemsize]), mine))
         for array, mine in zip(arrays, boxes, strict=True)
@@ -152,23 +147,13 @@ def _parts(data: Any, boxes: Sequence[Box]) -> Iterator[Any]:
 
 
 class TensorTarget:
-    """A wanted box on a device, or of another type than the stored one.
-
-    Example:
-        >>> import torch
-        >>> target = TensorTarget(torch.zeros(2, dtype=torch.float64), torch.float32)
-        >>> target[(slice(0, 1),)] = np.array([0x3F800000], np.uint32)
-        >>> target.tensor.tolist()
-        [1.0, 0.0]
-    """
+    """A wanted box on a device, or of another type than the stored one."""
 
     def __init__(self, tensor: Tensor, stored: torch.dtype) -> None:
-        """Fill `tensor` from elements of the type `stored`."""
         self.tensor, self.stored = tensor, stored
         self.shape = tuple(tensor.shape)
 
     def __setitem__(self, place: tuple[slice, ...], value: Array) -> None:
-        """Copy the raw elements of `value` to `place`, converted to the type of the tensor."""
         import torch
 
         raw = torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8))

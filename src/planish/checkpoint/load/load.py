@@ -9,6 +9,7 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3.3 (six steps of a load) and 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections import Counter
@@ -21,9 +22,9 @@ from planish.base.errors import PeerLost
 from planish.checkpoint.commit.commit import Commit
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.items import Collected
-from planish.checkpoint.load.agree import JobPlan, Loaded, LoadOptions, fit_items, plan_job
+from planish.checkpoint.load.agree import JobPlan, LoadOptions, fit_items, plan_job
 from planish.checkpoint.load.exchange import BUCKET_BYTES, Exchange, Stopped
-from planish.checkpoint.load.extras import read_extras
+from planish.checkpoint.load.extras import Extras, read_extras
 from planish.checkpoint.load.fill import Targets, tensor_targets
 from planish.checkpoint.load.read_pool import RING, ReadPool
 from planish.checkpoint.load.reader import (
@@ -45,37 +46,20 @@ OPEN_SECONDS = 300.0
 """Limit on reading the metadata."""
 
 
-def open_on_all(
-    place: str,
-    control: Control,
-    *,
-    storage: Store | None = None,
-    timeout_s: float = OPEN_SECONDS,
-) -> Opened:
-    """Open a checkpoint on every rank; only rank 0 asks the store.
+def open_on_all(place: str, control: Control, *, storage: Store | None = None) -> Opened:
+    """Open a checkpoint, by its URI or pin, on every rank; only rank 0 asks the store.
 
-    Args:
-        place: URI of the checkpoint, or its pin; equal on all ranks.
-        control: the ranks that load.
-        storage: in place of the one that the URI names.
-        timeout_s: limit in seconds.
-
-    Raises:
-        CheckpointNotFound: nothing is committed there.
-        CheckpointIncomplete: an object that COMMIT names is missing or short.
-        CheckpointCorrupt: damaged, or not the state that the pin names.
+    Errors as `reader.open_state`.
     """
-    call = control.call(f"open {place}", timeout_s)
-    error: Exception | None = None
-    head, data = b"", b""
-    if call.rank == 0:
-        try:
-            _, _, commit, data = read_metadata(place, storage)
-            head = commit.encode()
-        except Exception as caught:
-            error = caught
-    call.settle(error, "meta")
-    commit = Commit.decode(call.broadcast(head, "commit"))
+    call = control.call(f"open {place}", OPEN_SECONDS)
+    data = b""
+
+    def read() -> bytes:
+        nonlocal data
+        _, _, commit, data = read_metadata(place, storage)
+        return commit.encode()
+
+    commit = Commit.decode(call.decide(read, "commit"))
     data = call.broadcast(data, "global.bin")
     store, path = locate(split_place(place)[0], storage)
     return Opened(store, path, commit, metafile.decode(data, max_bytes=MAX_DECODED_BYTES))
@@ -86,7 +70,7 @@ def load_state(
     collected: Mapping[str, Collected],
     control: Control,
     options: LoadOptions | None = None,
-) -> Loaded:
+) -> tuple[CheckpointInfo, Extras]:
     """Fill the tensors of a state in place; a collective of all ranks of `control`.
 
     Args:
@@ -96,17 +80,12 @@ def load_state(
         options: see `LoadOptions`.
 
     Returns:
-        What the checkpoint brings besides tensors; `missing` and `unexpected` are equal on all
-        ranks.
+        Which checkpoint it was, with `JobPlan.facts` and the bytes that all ranks together have
+        read (`bytes_from_store`) and received from others (`bytes_over_network`); small values.
 
     Raises:
-        ValueError: options that mean nothing.
-        LayoutMismatch: names, shapes, types or layouts do not fit; every offender is listed, and
-            no tensor has been touched.
-        CheckpointIncomplete: an object is missing or short, or was replaced meanwhile.
-        CheckpointCorrupt: a block differs from its checksum.
-        PeerLost: a rank went away. Whatever is raised, its `target_modified` says whether a
-            tensor of this rank may have changed.
+        PeerLost: a rank went away; for other errors see `api.load`. Whatever is raised, its
+            `target_modified` says whether a tensor of this rank may have changed.
     """
     options = options or LoadOptions()
     options.check()
@@ -129,7 +108,7 @@ def _load(
     call: Control,
     options: LoadOptions,
     recorder: Recorder,
-) -> Loaded:
+) -> tuple[CheckpointInfo, Extras]:
     """Go through all steps of a load; every rank leaves each of them, or none does."""
     # 1. Compare what this rank wants with the checkpoint; rank 0 plans the reads of all ranks.
     with recorder.stage("plan"):
@@ -168,30 +147,23 @@ def _load(
     num_bytes = reader.counters.num_bytes
     from_store, over_network = _sums(call, num_bytes, received)
     _end(opened, call, recorder.timeline(), is_kept=options.store_timings)
-    commit, header = opened.commit, opened.metadata.header
+    commit = opened.commit
     info = CheckpointInfo(
         opened.uri,
         commit.step,
         commit.attempt,
         commit.meta_sha256,
         num_bytes,
-        layout=str(header.get("layout", "")),
+        layout=str(opened.metadata.header.get("layout", "")),
         roles=commit.roles,
         timings=recorder.timeline(),
+        facts={
+            **job.facts,
+            "bytes_from_store": from_store,
+            "bytes_over_network": over_network,
+        },
     )
-    return Loaded(
-        info,
-        header,
-        extras.shared,
-        extras.own,
-        extras.loader,
-        missing=tuple(job.missing),
-        unexpected=tuple(job.unexpected),
-        bytes_from_store=from_store,
-        bytes_over_network=over_network,
-        sharing=job.sharing,
-        replication=job.replication,
-    )
+    return info, extras
 
 
 def _move(pool: ReadPool, job: JobPlan, targets: Targets, call: Control, recorder: Recorder) -> int:
@@ -221,10 +193,8 @@ def _move(pool: ReadPool, job: JobPlan, targets: Targets, call: Control, recorde
 def _sums(call: Control, *counts: int) -> list[int]:
     """Return numbers summed over all ranks."""
     parts = call.gather(np.array(counts, np.int64).tobytes(), "bytes")
-    total = b""
-    if parts is not None:
-        total = np.sum([np.frombuffer(part, np.int64) for part in parts], axis=0).tobytes()
-    sums: list[int] = np.frombuffer(call.broadcast(total, "bytes.sum"), np.int64).tolist()
+    total = np.sum([np.frombuffer(part, np.int64) for part in parts or ()], axis=0)
+    sums: list[int] = json.loads(call.broadcast(json.dumps(total.tolist()).encode(), "bytes.sum"))
     return sums
 
 

@@ -38,12 +38,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Rounds:
-    """The rounds of one rank's shared requests.
-
-    Example:
-        >>> Rounds.plan([0, 1], [3, 2], 4).places[1]
-        Place(round=1, base=4)
-    """
+    """The rounds of one rank's shared requests."""
 
     places: dict[int, Place] = field(default_factory=dict)
     """Shared request to its place."""
@@ -104,9 +99,7 @@ class ReadPool:
     def wait_round(self, turn: int, check: Callable[[], None]) -> bool:
         """Return True once the bytes of a round are in the ring, False if reading has failed.
 
-        Args:
-            turn: the round.
-            check: called now and then; raises if another rank has given up.
+        `check` is called now and then; it raises if another rank has given up.
         """
         while True:
             with self._change:

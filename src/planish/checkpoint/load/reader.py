@@ -67,17 +67,8 @@ def split_place(place: str) -> tuple[str, str]:
 def read_metadata(place: str, storage: Store | None = None) -> tuple[Store, str, Commit, bytes]:
     """Read COMMIT and the global metadata of a checkpoint, verified but not decoded.
 
-    Args:
-        place: URI of the checkpoint, or its pin.
-        storage: in place of the one that the URI names.
-
     Returns:
-        Store, key of the folder, COMMIT, content of `meta/global.bin`.
-
-    Raises:
-        CheckpointNotFound: nothing is committed there.
-        CheckpointIncomplete: COMMIT names metadata that is not there, or is short.
-        CheckpointCorrupt: COMMIT or the metadata is damaged, or not what the pin names.
+        Store, key of the folder, COMMIT, content of `meta/global.bin`. Errors as `open_state`.
     """
     uri, digest = split_place(place)
     store, path = locate(uri, storage)
@@ -126,14 +117,9 @@ def open_state(place: str, storage: Store | None = None) -> Opened:
 
 
 def check_objects(opened: Opened, files: set[int] | None = None) -> list[str]:
-    """Return what is missing or has another size among the objects, by one listing.
+    """Return a sentence for each object that is missing or has another size, by one listing.
 
-    Args:
-        opened: the checkpoint.
-        files: rows of its file table that matter; None for all.
-
-    Returns:
-        One sentence per fault, in the order of the file table.
+    Only the rows `files` of its file table are looked at; None for all.
     """
     table = opened.metadata.files
     sizes = {stat.key: stat.size for stat in opened.storage.list(opened.folder_key("data"))}
@@ -173,29 +159,19 @@ class BlockReader:
     """
 
     def __init__(self, opened: Opened, *, verify: bool = True) -> None:
-        """Read from `opened`; `verify=False` leaves the checksums out."""
         self.opened, self.verify = opened, verify
         self.counters = ReadCounters()
 
     def fetch(self, file: int, start: int, target: memoryview) -> None:
         """Fill `target` with whole blocks of a file from byte `start`, not verified.
 
-        Args:
-            file: row of the file table.
-            start: a multiple of 1 MiB.
-            target: reaches to a multiple of 1 MiB or to the end of the file.
-
-        Raises:
-            CheckpointIncomplete: the object is missing or short.
+        `target` reaches to a multiple of 1 MiB or to the end of the file. Raises
+        `CheckpointIncomplete` if the object is missing or short.
         """
         self._read(file, start, target, again=False)
 
     def check(self, file: int, start: int, target: memoryview) -> None:
-        """Verify what `fetch` has brought; what differs is read again, once.
-
-        Raises:
-            CheckpointCorrupt: a block differs from its checksum, twice.
-        """
+        """Verify what `fetch` has brought; what differs is read again, once."""
         if not self.verify:
             return
         table = self.opened.metadata.files
@@ -209,12 +185,7 @@ class BlockReader:
             check_blocks(target, crcs, file=name, algorithm=algorithm, first=first)
 
     def read(self, file: int, start: int, stop: int) -> memoryview:
-        """Return bytes `[start, stop)` of a file; whole blocks are read and verified.
-
-        Raises:
-            CheckpointIncomplete: the object is missing or short.
-            CheckpointCorrupt: a block differs from its checksum, twice.
-        """
+        """Return bytes `[start, stop)` of a file; whole blocks are read and verified."""
         if start == stop:
             return memoryview(b"")
         first, last = widen(start, stop, self.opened.metadata.files.sizes[file])
@@ -224,11 +195,7 @@ class BlockReader:
         return data[start - first : stop - first]
 
     def read_file(self, name: str, limit: int = 1 << 30) -> bytes:
-        """Return a whole file by its name relative to the attempt, verified.
-
-        Raises:
-            CheckpointCorrupt: the metadata has no such file, or it is larger than `limit` bytes.
-        """
+        """Return a whole file by its name relative to the attempt, verified."""
         table = self.opened.metadata.files
         row = table.keys.index(name) if name in table.keys else -1
         if row < 0 or table.sizes[row] > limit:

@@ -72,17 +72,12 @@ class SliceReader:
     def __init__(
         self, opened: Opened, *, reader: BlockReader | None = None, num_threads: int = 0
     ) -> None:
-        """Read from `opened` by `reader`; threads 0: twice the cores, at most 4."""
         self.opened = opened
         self.reader = reader or BlockReader(opened)
         self.num_threads = num_threads or min(4, 2 * (os.cpu_count() or 1))
 
     def spec(self, fqn: str, *, kind: str = "model", role: str = "main") -> TensorSpec:
-        """Return a tensor of the checkpoint by name.
-
-        Raises:
-            MissingKeys: there is none.
-        """
+        """Return a tensor of the checkpoint by name."""
         row = self.opened.metadata.tensor_ids.get((role, kind, fqn))
         if row is None:
             raise MissingKeys(
@@ -92,22 +87,12 @@ class SliceReader:
         return self.opened.metadata.tensors.spec(row)
 
     def read(self, tensor: TensorSpec, box: Box | None = None) -> Array:
-        """Return one box of a tensor (None: all of it), as unsigned integers of its items' size.
-
-        Raises:
-            CheckpointIncomplete: an object is missing or short.
-            CheckpointCorrupt: a block differs from its checksum.
-        """
+        """Return one box of a tensor (None: all of it), as unsigned integers of its items' size."""
         part = box or whole(tensor.shape)
         return self.read_many([Slice(tensor, (part,))])[0].reshape(part.lengths)
 
     def read_many(self, slices: Sequence[Slice]) -> list[Array]:
-        """Return [volume] elements of each slice, in the order of its boxes.
-
-        Raises:
-            CheckpointIncomplete: an object is missing or short.
-            CheckpointCorrupt: a block differs from its checksum.
-        """
+        """Return [volume] elements of each slice, in the order of its boxes."""
         arrays = [
             np.zeros(sum(box.volume for box in part.boxes), RAW[ITEM_BYTES[part.tensor.dtype]])
             for part in slices

@@ -42,12 +42,7 @@ class Fault(NamedTuple):
 
 @dataclass
 class Report:
-    """What a check has found.
-
-    Example:
-        >>> Report("file:///r/step-1", "crc").is_intact
-        True
-    """
+    """What a check has found."""
 
     uri: str
     level: Level

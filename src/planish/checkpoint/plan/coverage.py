@@ -35,7 +35,7 @@ _MAX_PASSES = 16
 def refuse_gaps(
     shapes: I64, owners: I64, sides: tuple[I64, I64], dims: I64, name: Callable[[int], str]
 ) -> None:
-    """Check that boxes tile what they belong to: no overlap, no hole.
+    """Refuse boxes that do not tile what they belong to; the first overlap and hole are named.
 
     Args:
         shapes: [t, n], padded with 1; each must be tiled.
@@ -44,9 +44,6 @@ def refuse_gaps(
             boxes lie inside.
         dims: [t], true number of dimensions.
         name: Of a row of `shapes`, for the error.
-
-    Raises:
-        LayoutMismatch: with the first overlap and the first hole.
     """
     suspects = untiled(shapes, owners, *sides)
     if not len(suspects):
@@ -158,14 +155,7 @@ def _slabs(owners: I64, limits: I64, offsets: I64, lengths: I64) -> tuple[I64, I
 def cover_faults(
     shapes: I64, owners: I64, offsets: I64, lengths: I64, *, dims: I64 | None = None
 ) -> dict[int, str]:
-    """Say for which tensors boxes that lie inside of them do not tile.
-
-    Args:
-        shapes: [t, n], padded with 1.
-        owners: [k], which tensor each box belongs to.
-        offsets: [k, n], padded with 0.
-        lengths: [k, n], padded with 1.
-        dims: [t], true number of dimensions of each tensor (n where left out), for the messages.
+    """Say for which tensors boxes that lie inside of them do not tile; arguments as `refuse_gaps`.
 
     Returns:
         Tensor index -> an overlap, or else the first hole; tensors that are tiled are absent.

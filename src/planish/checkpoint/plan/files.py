@@ -53,13 +53,7 @@ class Rows(NamedTuple):
 
 
 def header(names: Sequence[str], dtypes: Sequence[str], rows: Rows) -> bytes:
-    """Return the beginning of a file: length word, JSON and padding.
-
-    Args:
-        names: Of the tensors, as `safetensors_file.quote_fqn` returns them.
-        dtypes: Of the tensors.
-        rows: Entries in the order of their bytes.
-    """
+    """Return the beginning of a file: length word, JSON and padding; `names` are quoted."""
     entries = []
     columns = (column.tolist() for column in rows[:4])
     for tensor, dims, offsets, lengths in zip(*columns, strict=True):
@@ -69,14 +63,7 @@ def header(names: Sequence[str], dtypes: Sequence[str], rows: Rows) -> bytes:
 
 
 def header_sizes(names: Sequence[str], dtypes: Sequence[str], rows: Rows, files: I64) -> I64:
-    """Return [f]: the bytes of each header that `header` would write.
-
-    Args:
-        names: Of the tensors, as `safetensors_file.quote_fqn` returns them.
-        dtypes: Of the tensors.
-        rows: Entries of all files, file by file.
-        files: [f], the first row of each file; no file is empty.
-    """
+    """Return [f]: the bytes of the headers that `header` would write for rows from `files` on."""
     fixed = {dtype: _fixed(dtype) for dtype in dict.fromkeys(dtypes)}
     lengths = np.array([len(name) for name in names], np.int64)
     scalar, sided = np.array([fixed[dtype] for dtype in dtypes], np.int64).reshape(-1, 2).T
@@ -247,12 +234,7 @@ class GlobalPlan:
         return np.asarray(totals[self.rank_files[1:]] - totals[self.rank_files[:-1]])
 
     def metadata(self, header: Mapping[str, Any], *, algorithm: str = "crc32c") -> Metadata:
-        """Return the metadata of the checkpoint, the files' checksums still to come.
-
-        Args:
-            header: Step, roles, layout and the like.
-            algorithm: Name of the checksum of the files.
-        """
+        """Return the metadata of the checkpoint, the files' checksums still to come."""
         count = len(self.keys)
         files = FileTable(
             list(self.keys),

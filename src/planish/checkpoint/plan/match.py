@@ -116,10 +116,7 @@ def match(
 ) -> LocalReads:
     """Find the stored pieces of every wanted box; types are not looked at.
 
-    Args:
-        metadata: Of the checkpoint.
-        items: What one rank wants: tensors that the checkpoint has, with the same shapes.
-        index: Of `metadata`, where several calls share it.
+    `items` are tensors that the checkpoint has, with the same shapes; calls may share an `index`.
 
     Returns:
         One row for each wanted box and stored shard that share elements, ascending by item, box

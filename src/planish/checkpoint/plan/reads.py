@@ -56,7 +56,6 @@ class LocalReads:
     """[m, d], first element of the wanted box, in the coordinates of the tensor."""
 
     def __len__(self) -> int:
-        """Return the number of pieces."""
         return len(self.item)
 
 
@@ -72,7 +71,6 @@ class ReadRequests:
     """[q], one past the last byte in the file."""
 
     def __len__(self) -> int:
-        """Return the number of requests."""
         return len(self.file)
 
     def take(self, rows: I64) -> ReadRequests:
@@ -82,10 +80,7 @@ class ReadRequests:
     def meeting(self, base: I64, first: I64, last: I64) -> tuple[I64, I64]:
         """Return [k] the first request that each byte range meets, and how many it meets.
 
-        Args:
-            base: [f], where each file begins on the number line of all files.
-            first: [k], first byte on that line.
-            last: [k], one past the last byte there.
+        Ranges `[first, last)` lie on the number line on which file f begins at `base[f]`.
         """
         low, high = base[self.file] + self.start, base[self.file] + self.stop
         begin = np.searchsorted(high, first, side="right").astype(np.int64)
@@ -120,7 +115,6 @@ class Pieces:
     """[p], bytes of an element."""
 
     def __len__(self) -> int:
-        """Return the number of pieces."""
         return len(self.request)
 
 
@@ -143,7 +137,6 @@ class Messages:
     """[s], bytes of the packed message."""
 
     def __len__(self) -> int:
-        """Return the number of messages."""
         return len(self.peer)
 
 
@@ -265,17 +258,7 @@ class _Cuts(NamedTuple):
 def _cut(
     metadata: Metadata, requests: ReadRequests, rows: I64, pieces: tuple[I64, I64, I64]
 ) -> _Cuts:
-    """Cut pieces at the bounds of requests.
-
-    Args:
-        metadata: Of the checkpoint.
-        requests: All requests at hand.
-        rows: [p], a request for each piece.
-        pieces: [p] shard, [p, d] offsets, [p, d] lengths.
-
-    Raises:
-        CheckpointCorrupt: an element lies across the bounds of a request.
-    """
+    """Cut pieces (shard, offsets, lengths), one of the requests `rows` for each, at its bounds."""
     shard, offsets, lengths = pieces
     _, first, last, strides, itemsize = spans(metadata, shard, offsets, lengths)
     start, stop = requests.start[rows], requests.stop[rows]
@@ -330,15 +313,9 @@ def _between(shape: tuple[int, ...], region: Box, low: int, high: int) -> list[B
 
 
 def assemble(metadata: Metadata, part: RankPart, mine: LocalReads) -> RankReads:
-    """Return what a rank executes.
+    """Return what a rank executes, by what the coordinator sent it and by its own reads.
 
-    Args:
-        metadata: Of the checkpoint.
-        part: What the coordinator sent the rank.
-        mine: The rank's own reads.
-
-    Raises:
-        CheckpointCorrupt: elements of a shard lie across blocks.
+    `CheckpointCorrupt` if elements of a shard lie across blocks.
     """
     own = np.flatnonzero(part.reader == part.rank)
     own = own[np.argsort(part.number[own], kind="stable")]

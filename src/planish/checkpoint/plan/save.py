@@ -12,7 +12,7 @@ by worst fit). That hosts break ties and that cuts follow the first dimension ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import quote
@@ -56,7 +56,6 @@ def plan_save(
     *,
     split_bytes: int = SPLIT_BYTES,
     hosts: Sequence[int] | None = None,
-    lap: Callable[[str], None] = lambda step: None,
 ) -> GlobalPlan:
     """Decide which rank writes what, and where every byte goes.
 
@@ -65,7 +64,6 @@ def plan_save(
             be decoded one after the other.
         split_bytes: Replicated items with more bytes are cut.
         hosts: [ranks], number of the host of each rank; None: one host for all.
-        lap: Called after each step with its name: gather, dedup, validate, balance, offsets.
 
     Returns:
         The plan; equal arguments give plans that are equal byte by byte.
@@ -75,25 +73,19 @@ def plan_save(
             elements belong to no rank; the first offender is named.
     """
     gathered, ranks = gather(columns)
-    lap("gather")
     replicas = group_replicas(gathered)
     parts = cut_parts(gathered, replicas, split_bytes)
-    lap("dedup")
     tensor = gathered.tensor[replicas.order[replicas.starts[:-1]]][parts.group]
     tensors, owners = gathered.tensors, np.repeat(tensor, parts.count)
     refuse_gaps(
         tensors.shapes, owners, (parts.offsets, parts.lengths), tensors.dims, tensors.quoted
     )
-    lap("validate")
     where = np.zeros(ranks, np.int64)
     if hosts is not None:
         where = np.unique(np.asarray(hosts), return_inverse=True)[1].astype(np.int64)
     kinds = _dense(gathered.tensors.kinds)[tensor]
     writers = choose_writers(gathered, replicas, parts, kinds, where)
-    lap("balance")
-    plan = _lay_out(gathered, parts, writers, ranks)
-    lap("offsets")
-    return plan
+    return _lay_out(gathered, parts, writers, ranks)
 
 
 @dataclass(frozen=True)
@@ -145,15 +137,7 @@ def decode_all(wires: Iterable[bytes]) -> Iterator[Columns]:
 
 
 def gather(columns: Iterable[Columns]) -> tuple[Gathered, int]:
-    """Unify the columns of all ranks, rank r's at position r; each is looked at once.
-
-    Returns:
-        The items, and the number of ranks.
-
-    Raises:
-        LayoutMismatch: ranks disagree about the type or shape of a tensor, boxes lie outside of
-            their tensors, or the state has 2**62 elements or more.
-    """
+    """Unify the columns of all ranks; also return how many ranks there are."""
     names = _Names()
     local, counts, offsets, lengths = [], [], [], []
     for own in columns:
@@ -232,11 +216,7 @@ class _Names:
         return rows
 
     def table(self) -> tuple[TensorTable, I64]:
-        """Return all tensors sorted by name, and the row of each number.
-
-        Raises:
-            LayoutMismatch: two ranks give one tensor different types or shapes.
-        """
+        """Return all tensors sorted by name, and the row of each number."""
         width = max((shapes.shape[1] for shapes in self._shapes), default=0)
         ids, shapes = _joined(self._rows), _stacked(self._shapes, width, 1)
         dims, dtypes = _joined(self._dims), _joined(self._dtypes)
@@ -296,12 +276,7 @@ def _refuse_outside(gathered: Gathered) -> None:
 
 
 def group_replicas(gathered: Gathered) -> Replicas:
-    """Group the items that hold the same elements.
-
-    Raises:
-        LayoutMismatch: items that begin at one place have different boxes, or one rank has an
-            item twice; the first is named.
-    """
+    """Group the items that hold the same elements."""
     # Where the first element of each item lies on the number line of the state.
     shapes, tensor = gathered.tensors.shapes, gathered.tensor
     offsets = gathered.offsets[gathered.first]
@@ -420,16 +395,9 @@ def choose_writers(
 ) -> I64:
     """Return [p]: the row in `gathered` of the item whose rank writes each part.
 
-    Worst fit within each kind: largest part first, ties by place; the candidate with the fewest
-    bytes so far, ties by the bytes of its host (all kinds), then the lowest rank. A rank starts
-    with the bytes that only it holds.
-
-    Args:
-        gathered: All items.
-        replicas: Their groups.
-        parts: What is to be written.
-        kinds: [p], kind of each part; loads of different kinds do not mix.
-        hosts: [ranks], host of each rank.
+    Worst fit within each of `kinds` [p], whose loads do not mix: largest part first, ties by place;
+    the candidate with the fewest bytes so far, ties by the bytes of its host (all kinds), then the
+    lowest rank. A rank starts with the bytes that only it holds.
     """
     nbytes = parts.stop - parts.start
     low, high = replicas.starts[parts.group], replicas.starts[parts.group + 1]

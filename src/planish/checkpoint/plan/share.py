@@ -45,7 +45,6 @@ class RankSets:
     """
 
     def __init__(self) -> None:
-        """Begin without sets."""
         self.members: list[I64] = []
         """By number: ascending ranks."""
         self._numbers: dict[bytes, int] = {}
@@ -105,15 +104,8 @@ class SharedReads:
     """[ranks + 1] and [sum]: the requests that each rank reads or needs bytes of, ascending."""
     piece_of: tuple[I64, I64]
     """[q + 1] and [sum]: the pieces that may have elements in each request, ascending."""
-    wanted_bytes: int
-    """Of the tensors' bytes: what the ranks need, added up."""
     replication: float
     """How many ranks need a block on average: what all would read on their own, over this."""
-
-    @property
-    def bytes_from_store(self) -> int:
-        """Bytes of all requests."""
-        return int((self.requests.stop - self.requests.start).sum())
 
     def part(self, rank: int) -> RankPart:
         """Return what one rank must know to assemble its reads."""
@@ -135,18 +127,8 @@ class SharedReads:
             *self.wanted.rows(piece[others]),
         )
 
-    def wire(self, rank: int) -> bytes:
-        """Return `part(rank)` as bytes, for `rank_reads`."""
-        return self.part(rank).encode()
-
     def rank(self, metadata: Metadata, rank: int, mine: LocalReads) -> RankReads:
-        """Return what one rank executes.
-
-        Args:
-            metadata: Of the checkpoint.
-            rank: Its number.
-            mine: The rank's own reads, as given to `share_reads`.
-        """
+        """Return what one rank executes; `mine` are its own reads, as given to `share_reads`."""
         return assemble(metadata, self.part(rank), mine)
 
 
@@ -175,20 +157,6 @@ class Wanted:
         return (*columns, bounds, joined)
 
 
-def rank_reads(metadata: Metadata, wire: bytes, mine: LocalReads) -> RankReads:
-    """Return what a rank executes.
-
-    Args:
-        metadata: Of the checkpoint.
-        wire: `SharedReads.wire(rank)`, from the coordinator.
-        mine: The rank's own reads, of which the coordinator got a copy.
-
-    Raises:
-        CheckpointCorrupt: elements of a shard lie across blocks.
-    """
-    return assemble(metadata, RankPart.decode(wire), mine)
-
-
 def share_reads(
     metadata: Metadata,
     reads: Sequence[LocalReads],
@@ -197,18 +165,12 @@ def share_reads(
 ) -> SharedReads:
     """Plan the reads of all ranks; for one rank alone this only joins and cuts ranges.
 
-    Args:
-        metadata: Of the checkpoint.
-        reads: What each rank wants, rank r's at position r.
-        hosts: [ranks], number of the host of each rank; None: one host for all.
-
-    Returns:
-        The plan; equal arguments give equal plans.
+    `reads` are those of rank r at position r, `hosts` the hosts of the ranks (None: one for all).
     """
     where = np.zeros(len(reads), np.int64)
     if hosts is not None:
         where = np.unique(np.asarray(hosts), return_inverse=True)[1].astype(np.int64)
-    wanted, wanted_bytes = _gather(metadata, reads)
+    wanted = _gather(metadata, reads)
     blocks = _blocks(metadata, wanted)
     requests, needs, replication = _requests(metadata, blocks, wanted.sets)
     reader = _readers(requests, needs, wanted.sets, where)
@@ -225,13 +187,12 @@ def share_reads(
         wanted,
         _involved(needs, wanted.sets, len(reads)),
         _piece_of(metadata, wanted, requests),
-        wanted_bytes,
         replication,
     )
 
 
-def _gather(metadata: Metadata, reads: Sequence[LocalReads]) -> tuple[Wanted, int]:
-    """Return the different pieces of all ranks, and the bytes of all pieces added up."""
+def _gather(metadata: Metadata, reads: Sequence[LocalReads]) -> Wanted:
+    """Return the different pieces of all ranks."""
     rank = np.repeat(np.arange(len(reads)), [len(one) for one in reads])
     width = max((one.offsets.shape[1] for one in reads), default=1)
     empty = np.zeros((0, width), np.int64)
@@ -242,10 +203,8 @@ def _gather(metadata: Metadata, reads: Sequence[LocalReads]) -> tuple[Wanted, in
     first = np.flatnonzero(new)
     sets = RankSets()
     members = sets.add_rows(rank[order], np.append(first, len(order)).astype(np.int64))
-    item_bytes = metadata.tensors.item_bytes[metadata.shards.tensor[shard]]
-    total = int((np.multiply.reduce(lengths, axis=1) * item_bytes).sum())
     kept = order[first]
-    return Wanted(shard[kept], offsets[kept], lengths[kept], members, sets), total
+    return Wanted(shard[kept], offsets[kept], lengths[kept], members, sets)
 
 
 class _Blocks(NamedTuple):

@@ -13,13 +13,14 @@ import atexit
 import contextlib
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from planish.base.errors import PeerLost, PlanishError, PlanMismatch, SaveFailed
 from planish.checkpoint.ranks.messages import (
     CONNECT_SECONDS,
+    EVERYONE,
     Line,
     Peer,
     TooLate,
@@ -47,11 +48,11 @@ class Tree:
     """Who talks to whom; rank 0 is the root, and no rank has many neighbours."""
 
     hosts: tuple[int, ...]
-    """Number of the machine of each rank."""
+    """[ranks], number of the machine."""
     parents: tuple[int, ...]
-    """Rank above each rank, -1 for rank 0."""
+    """[ranks], the rank above, -1 for rank 0."""
     children: tuple[tuple[int, ...], ...]
-    """Ranks directly below each rank, ascending."""
+    """[ranks], the ranks directly below, ascending."""
     depth: int
     """Number of levels of edges; 0 for one rank."""
 
@@ -119,10 +120,8 @@ class Control:
     """
 
     def __init__(self, line: Line | None, rank: int, tree: Tree) -> None:
-        """Use `control_of`, or `Control.single()` for a process alone."""
         self.rank, self.size, self.tree = rank, len(tree.parents), tree
         self.hosts: tuple[int, ...] = tree.hosts
-        """Number of the machine of every rank, from 0."""
         self.is_closed = False
         self._line = line
         self._scope, self._deadline = "root", time.monotonic() + CONNECT_SECONDS
@@ -138,11 +137,7 @@ class Control:
 
     @classmethod
     def join(cls, group: ProcessGroup | None = None) -> Control:
-        """Meet the other ranks of `group` (default: all): a collective of the calling thread.
-
-        Raises:
-            PeerLost: not every rank could reach the store of rank 0 within a minute.
-        """
+        """Meet the other ranks of `group` (default: all): a collective of the calling thread."""
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
@@ -238,24 +233,56 @@ class Control:
             self._line.put(f"{name}/{child}", pack(below))
         return parts[self.rank]
 
-    def barrier(self, tag: str) -> None:
-        """Return when every rank has come here."""
-        self.gather(b"", f"{tag}.up")
-        self.broadcast(b"", f"{tag}.down")
+    def settle(self, error: Exception | None, tag: str) -> None:
+        """Raise on every rank if any rank brings an error; it names every rank that failed."""
+        brought = self.gather(encode_errors({self.rank: error} if error else {}).encode(), tag)
 
-    def settle(self, error: Exception | None, tag: str, *, whose: int | None = None) -> None:
-        """Raise on every rank if any rank brings an error; of several, the first rank's kind.
+        def decide() -> bytes:
+            errors = {k: v for part in brought or () for k, v in decode_errors(part).items()}
+            if errors:
+                raise joined_error(errors, self.size)
+            return b""
 
-        Rank 0 may bring one for all: then `whose` is `EVERYONE`. The error that is raised names
-        every rank that failed.
-        """
-        rank = self.rank if whose is None else whose
-        brought = self.gather(encode_errors({rank: error} if error else {}), tag)
-        found = {k: v for part in brought or () for k, v in decode_errors(part).items()}
-        by_rank = decode_errors(self.broadcast(encode_errors(found), f"{tag}.reply"))
-        if by_rank:
-            self.see_off()
-            raise joined_error(by_rank, self.size) from error
+        self.decide(decide, f"{tag}.reply", cause=error)
+
+    @contextlib.contextmanager
+    def settled(self, tag: str) -> Iterator[None]:
+        """Do what every rank does for itself; an error of any rank is raised on all."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        self.settle(error, tag)
+
+    def decide(
+        self, make: Callable[[], bytes], tag: str, *, cause: Exception | None = None
+    ) -> bytes:
+        """Return on every rank what rank 0 makes, or raise there what it raises, from `cause`."""
+        made, error = self._made(lambda: [make()])
+        return self._judged(self.broadcast(made[0] if made else None, tag), cause or error)
+
+    def deal(self, make: Callable[[], Sequence[bytes]], tag: str) -> bytes:
+        """Return this rank's part of what rank 0 makes, or raise what it raises."""
+        made, error = self._made(make)
+        return self._judged(self.scatter(made, tag), error)
+
+    def _made(
+        self, make: Callable[[], Sequence[bytes]]
+    ) -> tuple[list[bytes] | None, Exception | None]:
+        if self.rank:
+            return None, None
+        try:
+            return [b"+" + part for part in make()], None
+        except Exception as error:
+            return [b"!" + encode_errors({EVERYONE: error}).encode()] * self.size, error
+
+    def _judged(self, reply: bytes, cause: Exception | None) -> bytes:
+        if reply[:1] == b"!":
+            # Every rank hears of an error before rank 0 can leave and take the store away.
+            self.leave_together("seen", GRACE_SECONDS)
+            raise joined_error(decode_errors(reply[1:]), self.size) from cause
+        return reply[1:]
 
     def serial(self, name: str) -> int:
         """Return how often this rank has asked for the name: equal on ranks that do the same."""
@@ -272,10 +299,6 @@ class Control:
         if self._line is None:
             return self._said.get(key, "")
         return self._line.lasting(f"said/{key}")
-
-    def see_off(self) -> None:
-        """Let every rank hear of an error before rank 0 can leave and take the store away."""
-        self.leave_together("seen", GRACE_SECONDS)
 
     def leave_together(self, tag: str, seconds: float) -> None:
         """Wait up to `seconds` until every rank below has come here too; never raises."""

@@ -12,8 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planish.base import errors
 from planish.base.errors import PeerLost
@@ -32,8 +31,7 @@ _BUILTIN = {kind.__name__: kind for kind in (TypeError, ValueError, MemoryError)
 """Kinds outside of our own tree that keep their kind on the way."""
 
 
-@dataclass(frozen=True)
-class Peer:
+class Peer(NamedTuple):
     """Where one rank lives."""
 
     machine: str
@@ -57,7 +55,6 @@ class Line:
     def __init__(
         self, address: str, server: TCPStore | None, peers: Sequence[Peer], rank: int
     ) -> None:
-        """Connect; `server` is the store itself, on rank 0."""
         from torch._C._distributed_c10d import TCPStore
         from torch.distributed import DistError
 
@@ -75,7 +72,7 @@ class Line:
             ) from error
 
     def twin(self) -> Line:
-        """Return a second connection to the same store, made once."""
+        """Return a second connection to the same store; it is made once."""
         if self._twin is None:
             self._twin = Line(self.address, None, self.peers, self.rank)
         return self._twin
@@ -114,7 +111,7 @@ class Line:
         self.put(f"stage/{self.rank}", stage.encode())
 
     def stage_of(self, rank: int) -> str:
-        """Return what a rank was last doing, `none` if it never said."""
+        """Return the last note of a rank, `none` without one."""
         return self._read(f"stage/{rank}")[1:].decode() or "none"
 
     def put(self, key: str, data: bytes) -> None:
@@ -127,12 +124,9 @@ class Line:
     ) -> bytes:
         """Wait for a message of `peer`, fetch it and remove it from the store.
 
-        An abort of the operation `scope` ends the wait, and so does the end of one of the
-        processes `watched` whose message has not come.
-
-        Raises:
-            TooLate: nothing came until `deadline` (`time.monotonic`), or a process has ended;
-                `args[0]` is the rank.
+        An abort of the operation `scope` ends the wait. `TooLate`, with the rank, is raised once
+        `deadline` (`time.monotonic`) has passed, or once one of the processes `watched` whose
+        message has not come has ended.
         """
         started = looked = time.monotonic()
         while not self._call("check", [key]):
@@ -156,9 +150,9 @@ class Line:
         if not self._lives(rank) and not (key and self._call("check", [key])):
             raise TooLate(rank, f"but its process {self.peers[rank].pid} has ended")
 
-    def abort(self, scope: str, data: bytes) -> None:
+    def abort(self, scope: str, errors: str) -> None:
         """Leave the error that ends an operation, unless there is one."""
-        self._call("compare_set", f"{scope}/abort", "", data.decode())
+        self._call("compare_set", f"{scope}/abort", "", errors)
 
     def raise_abort(self, scope: str) -> None:
         """Raise the error that has ended an operation, if one has, and confirm its receipt."""
@@ -258,19 +252,19 @@ def unpack(message: bytes) -> dict[int, bytes]:
     return parts
 
 
-def encode_errors(by_rank: Mapping[int, Exception]) -> bytes:
+def encode_errors(by_rank: Mapping[int, Exception]) -> str:
     """Return the errors of some ranks as JSON, empty for none; kinds by name, never pickled."""
     found = {}
     for rank, error in by_rank.items():
         kept = {k: v for k, v in vars(error).items() if isinstance(v, (str, int, float, dict))}
         found[rank] = type(error).__name__, str(error) or repr(error), kept
-    return json.dumps(found).encode() if found else b""
+    return json.dumps(found) if found else ""
 
 
-def decode_errors(data: bytes) -> dict[int, Exception]:
+def decode_errors(text: str | bytes) -> dict[int, Exception]:
     """Undo `encode_errors`; an unknown kind becomes a `SaveFailed` that names it."""
     found: dict[int, Exception] = {}
-    for rank, (name, message, facts) in json.loads(data or "{}").items():
+    for rank, (name, message, facts) in json.loads(text or "{}").items():
         kind = getattr(errors, name, None) or _BUILTIN.get(name)
         text = message if kind else f"{name}: {message}"
         kind = kind or errors.SaveFailed
@@ -284,9 +278,8 @@ def decode_errors(data: bytes) -> dict[int, Exception]:
 def joined_error(by_rank: Mapping[int, Exception], size: int) -> Exception:
     """Return one error for all ranks: the lowest rank's kind, every message once, by rank.
 
-    Args:
-        by_rank: By rank, or by `EVERYONE`. An error that has `per_rank` names its ranks already.
-        size: Ranks in all; the only one is not named.
+    An error that has `per_rank`, or is that of `EVERYONE`, or of the only one of `size` ranks, is
+    not given the names of ranks.
     """
     first = by_rank[min(by_rank)]
     if size == 1:
@@ -310,12 +303,7 @@ def joined_error(by_rank: Mapping[int, Exception], size: int) -> Exception:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Name ranks for an error: the first eight, and how many there are.
-
-    Example:
-        >>> ranks_text([1, 2])
-        'ranks 1, 2'
-    """
+    """Name ranks for an error: the first eight, and how many there are."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f", ... ({len(ranks)} in all)" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -15,11 +15,11 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from planish.base import telemetry
-from planish.base.errors import LayoutMismatch, PlanMismatch, SaveFailed
+from planish.base.errors import PlanMismatch, SaveFailed
 from planish.checkpoint.commit.journal import new_attempt
 from planish.checkpoint.format.items import Collected, Columns, LocalItem
 from planish.checkpoint.format.small_objects import (
@@ -30,23 +30,16 @@ from planish.checkpoint.format.small_objects import (
     encode_objects,
 )
 from planish.checkpoint.plan.files import GlobalPlan, RankPlan
-from planish.checkpoint.plan.save import SPLIT_BYTES, decode_all, plan_save
+from planish.checkpoint.plan.save import decode_all, plan_save
 from planish.checkpoint.ranks.control import Control
-from planish.checkpoint.ranks.messages import (
-    EVERYONE,
-    decode_errors,
-    encode_errors,
-    joined_error,
-)
+from planish.checkpoint.ranks.messages import decode_errors, encode_errors, joined_error
 from planish.checkpoint.save.staging import place_files
 
 logger = logging.getLogger(__name__)
 
 MOST_PLANS = 8
 """Plans that are kept; the least recently used one goes first."""
-_NAMED = 8
-"""Tensors that a message names, at most."""
-_MAY_DIFFER = {"timeout_s", "pace_s", "header", "context", "allow_pickle", "scan"}
+_MAY_DIFFER = {"timeout_s", "pace_s", "header", "allow_pickle"}
 """Options that may differ between ranks."""
 
 Roles = Mapping[str, Collected]
@@ -55,12 +48,7 @@ Roles = Mapping[str, Collected]
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How to save; equal on all ranks.
-
-    Example:
-        >>> SaveOptions("/runs/step-1", step=1).inflight
-        'wait'
-    """
+    """How to save; equal on all ranks."""
 
     uri: str
     """Place of the checkpoint: `s3://bucket/key`, `file:///folder` or an absolute path."""
@@ -85,19 +73,10 @@ class SaveOptions:
     """For COMMIT."""
     header: Mapping[str, Any] = field(default_factory=dict)
     """JSON for the metadata (layout, parents, attributes); that of rank 0 counts."""
-    context: str = ""
-    """What else must be equal for a plan to be used again (adapters, group)."""
     allow_pickle: bool = False
     """Store arbitrary objects among the small values; else refuse them."""
-    scan: bool = False
-    """Count and name tensors with values that are not finite; they are saved all the same."""
 
     def __post_init__(self) -> None:
-        """Refuse options that mean nothing.
-
-        Raises:
-            ValueError: a negative step, a timeout that is not positive, an unknown policy.
-        """
         faults = []
         if type(self.step) is not int or self.step < 0:
             faults.append(f"`step` must be a whole number of at least 0, got {self.step!r}")
@@ -112,11 +91,8 @@ class SaveOptions:
 
     def compared(self) -> dict[str, Any]:
         """Return what must be equal on all ranks."""
-        names = [f.name for f in fields(self) if f.name not in _MAY_DIFFER]
-        return {
-            **{name: getattr(self, name) for name in names},
-            "tags": dict(sorted(self.tags.items())),
-        }
+        found = {name: value for name, value in vars(self).items() if name not in _MAY_DIFFER}
+        return found | {"tags": dict(sorted(self.tags.items()))}
 
 
 @dataclass
@@ -124,7 +100,6 @@ class Prepared:
     """One rank's share of a plan that may be used again."""
 
     plan: RankPlan
-    """What this rank writes."""
     starts: tuple[int, ...]
     """Where the files begin in a staging buffer."""
     size: int
@@ -174,13 +149,11 @@ class Planner:
     lost step makes all of them plan anew.
     """
 
-    def __init__(self, *, split_bytes: int = SPLIT_BYTES) -> None:
-        """Start without plans."""
+    def __init__(self) -> None:
         self.hits = 0
         """How many saves have used an earlier plan."""
         self._plans: OrderedDict[bytes, Prepared] = OrderedDict()
         self._history = b""
-        self._split_bytes = split_bytes
         self._last: tuple[list[Any], Columns, bytes] | None = None
         self._warned: set[str] = set()
         """Small objects of which ranks hold different values, as logged."""
@@ -190,11 +163,8 @@ class Planner:
     ) -> Agreed:
         """Settle what every rank writes where; a collective.
 
-        Args:
-            call: The operation.
-            roles: Collects this rank's state; an error in it is raised on all ranks.
-            options: Of the save, compared between the ranks.
-            busy: Whether this rank has no room for a further save, and does not wait for it.
+        `roles` collects this rank's state; an error in it is raised on all ranks. `busy` says that
+        this rank has no room for a further save, and does not wait for it.
 
         Raises:
             PlanMismatch: the ranks' arguments differ, or a rank stays away.
@@ -212,7 +182,7 @@ class Planner:
             call.give_up(interrupt)
             raise
         facts = {
-            "errors": encode_errors({call.rank: error} if error is not None else {}).decode(),
+            "errors": encode_errors({call.rank: error} if error is not None else {}),
             "arguments": options.compared(),
             "busy": busy,
             "history": self._history.hex(),
@@ -221,14 +191,12 @@ class Planner:
             "roles": local.roles if local else (),
         }
         gathered = call.gather(json.dumps(facts).encode(), "facts")
-        reply = None
-        if gathered is not None:
-            verdict = self._decide([json.loads(part) for part in gathered], call, options)
-            reply = json.dumps(verdict).encode()
-        verdict = json.loads(call.broadcast(reply, "verdict"))
-        if verdict["errors"]:
-            call.see_off()
-            raise joined_error(decode_errors(verdict["errors"].encode()), call.size) from error
+
+        def decide() -> bytes:
+            found = [json.loads(part) for part in gathered or ()]
+            return json.dumps(self._decide(found, call, options)).encode()
+
+        verdict = json.loads(call.decide(decide, "verdict", cause=error))
         if verdict["skip"]:
             raise Skipped(verdict["skip"])
         assert local is not None
@@ -246,10 +214,10 @@ class Planner:
     def _collect(self, rank: int, roles: Roles, options: SaveOptions) -> _Local:
         items = [item for collected in roles.values() for item in collected.items]
         small = encode_objects(rank, roles, allow_pickle=options.allow_pickle)
-        specs: list[Any] = [options.context, *((item.tensor, item.boxes) for item in items)]
+        specs = [(item.tensor, item.boxes) for item in items]
         # Comparing with the last save's items is much cheaper than making columns of them.
         if self._last is None or self._last[0] != specs:
-            columns = Columns.from_items(items, context=options.context)
+            columns = Columns.from_items(items)
             self._last = specs, columns, columns.signature()
         _, columns, signature = self._last
         facts = {role: collected.facts for role, collected in roles.items() if collected.facts}
@@ -259,36 +227,26 @@ class Planner:
         self, facts: Sequence[dict[str, Any]], call: Control, options: SaveOptions
     ) -> dict[str, Any]:
         """Return the verdict of rank 0 on what every rank has brought."""
-        errors: dict[int, Exception] = {}
-        for fact in facts:
-            errors |= decode_errors(fact["errors"].encode())
-        writers: dict[str, int] = {}
-        if not errors:
-            try:
-                _compare_arguments([fact["arguments"] for fact in facts])
-                claims = [[Claim(*claim) for claim in fact["claims"]] for fact in facts]
-                writers = choose_writers(claims)
-            except (PlanMismatch, LayoutMismatch) as error:
-                errors = {EVERYONE: error}
-            else:
-                for name in set(differing(claims)) - self._warned:
-                    self._warned.add(name)
-                    logger.warning(
-                        telemetry.event("replicated_values_differ", object=name, kept="lowest rank")
-                    )
+        errors = {k: v for fact in facts for k, v in decode_errors(fact["errors"]).items()}
+        if errors:
+            raise joined_error(errors, call.size)
+        _compare_arguments([fact["arguments"] for fact in facts])
+        claims = [[Claim(*claim) for claim in fact["claims"]] for fact in facts]
+        writers = choose_writers(claims)
+        for name in set(differing(claims)) - self._warned:
+            self._warned.add(name)
+            logger.warning(
+                telemetry.event("replicated_values_differ", object=name, kept="lowest rank")
+            )
         busy = [rank for rank, fact in enumerate(facts) if fact["busy"]]
-        reason = f"ranks {busy} still write earlier saves" if busy and not errors else ""
-        if reason and options.inflight == "raise":
+        reason = f"ranks {busy} still write earlier saves" if busy else ""
+        if busy and options.inflight == "raise":
             text = f"no more saves may be under way than there are staging buffers: {reason}"
-            errors = {0: SaveFailed(text, per_rank=dict.fromkeys(busy, text))}
-        verdict = {"errors": encode_errors(errors).decode(), "skip": reason}
-        if errors or reason:
-            return verdict
-        signatures = [bytes.fromhex(fact["signature"]) for fact in facts]
-        key = plan_key(signatures, split_bytes=self._split_bytes, hosts=call.hosts)
+            raise SaveFailed(text, per_rank=dict.fromkeys(busy, text))
+        key = plan_key([bytes.fromhex(fact["signature"]) for fact in facts], call.hosts)
         in_step = len({fact["history"] for fact in facts}) == 1
         return {
-            **verdict,
+            "skip": reason,
             "attempt": new_attempt(),
             "key": key.hex(),
             "hit": in_step and options.plan_cache and key in self._plans,
@@ -307,21 +265,15 @@ class Planner:
             self._plans.move_to_end(key)
             return self._plans[key]
         gathered = call.gather(local.columns.encode(), "columns")
-        whole, replies = None, None
-        if gathered is not None:
-            try:
-                columns = decode_all(gathered)
-                whole = plan_save(columns, split_bytes=self._split_bytes, hosts=call.hosts)
-                replies = [b"P" + whole.wire(rank) for rank in range(call.size)]
-            except Exception as error:
-                judged = isinstance(error, (LayoutMismatch, PlanMismatch))
-                replies = [b"E" + encode_errors({EVERYONE if judged else 0: error})] * call.size
-        reply = call.scatter(replies, "plan")
-        if reply[:1] == b"E":
-            call.see_off()
-            raise joined_error(decode_errors(reply[1:]), call.size)
-        plan = RankPlan.decode(reply[1:], local.columns)
-        prepared = Prepared(plan, *place_files([file.size for file in plan.files]), whole)
+        whole: GlobalPlan | None = None
+
+        def plan() -> list[bytes]:
+            nonlocal whole
+            whole = plan_save(decode_all(gathered or ()), hosts=call.hosts)
+            return [whole.wire(rank) for rank in range(call.size)]
+
+        mine = RankPlan.decode(call.deal(plan, "plan"), local.columns)
+        prepared = Prepared(mine, *place_files([file.size for file in mine.files]), whole)
         if is_kept:
             if verdict["reset"]:
                 self._plans.clear()
@@ -346,35 +298,7 @@ def _compare_arguments(by_rank: Sequence[Mapping[str, Any]]) -> None:
         raise PlanMismatch("every rank must save with the same arguments, got " + "; ".join(wrong))
 
 
-def plan_key(
-    signatures: Sequence[bytes], *, split_bytes: int, hosts: Sequence[int] | None = None
-) -> bytes:
-    """Return 32 bytes that name a plan: equal for equal arguments of `plan_save`, else different.
-
-    Args:
-        signatures: `Columns.signature()` of all ranks.
-        split_bytes: as given to `plan_save`.
-        hosts: as given to `plan_save`.
-    """
-    where = "" if hosts is None else ",".join(map(str, hosts))
-    facts = f"{len(signatures)};{split_bytes};{where};".encode()
-    return hashlib.sha256(facts + b"".join(signatures)).digest()
-
-
-def count_nonfinite(items: Sequence[LocalItem]) -> None:
-    """Count and log this rank's tensors with NaN or infinity."""
-    import torch
-
-    names = []
-    for item in items:
-        values = item.data
-        if values is None or not (values.is_floating_point() or values.is_complex()):
-            continue
-        if values.element_size() == 1:  # Nothing is computed with 8 bits but conversions.
-            values = values.to(torch.float32)
-        if not bool(torch.isfinite(values.detach()).all()):
-            names.append(item.tensor.fqn)
-    if names:
-        telemetry.count("planish_checkpoint_nonfinite_total", len(names))
-        first = ",".join(names[:_NAMED])
-        logger.warning(telemetry.event("nonfinite_tensors", count=len(names), first=first))
+def plan_key(signatures: Sequence[bytes], hosts: Sequence[int]) -> bytes:
+    """Return 32 bytes that name the plan of ranks on `hosts` with these `Columns.signature()`."""
+    where = ",".join(map(str, hosts))
+    return hashlib.sha256(f"{where};".encode() + b"".join(signatures)).digest()

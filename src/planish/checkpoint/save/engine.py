@@ -1,7 +1,7 @@
 """Saving: agree, stage, return; write and commit behind training.
 
-`SaveEngine` keeps what is worth keeping between saves: the ranks' control connection, the plans,
-two warm staging buffers, the uploading process.
+`SaveEngine` keeps between saves: the ranks' control connection, the plans, two warm staging
+buffers, the uploading process.
 
 Source: ByteCheckpoint, arXiv 2407.20143, sections 3.3 and 4.2.
 """
@@ -9,6 +9,7 @@ Source: ByteCheckpoint, arXiv 2407.20143, sections 3.3 and 4.2.
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import queue
@@ -23,22 +24,8 @@ from planish.base import telemetry
 from planish.base.errors import SaveFailed
 from planish.checkpoint.commit.journal import attempt_folder
 from planish.checkpoint.ranks.control import Control, control_of
-from planish.checkpoint.save.agree import (
-    Planner,
-    Roles,
-    SaveOptions,
-    Skipped,
-    count_nonfinite,
-)
-from planish.checkpoint.save.finish import (
-    AfterCommit,
-    Save,
-    SaveHandle,
-    commit,
-    end,
-    hear,
-    write,
-)
+from planish.checkpoint.save.agree import Planner, Roles, SaveOptions, Skipped
+from planish.checkpoint.save.finish import AfterCommit, Save, SaveHandle, commit, end, write
 from planish.checkpoint.save.staging import StagingPool, copy_tensors
 from planish.checkpoint.save.upload import FileUpload, UploadJob
 from planish.checkpoint.save.uploader import Uploader, store_settings
@@ -67,22 +54,16 @@ def default_engine(group: ProcessGroup | None = None) -> SaveEngine:
 
 
 class SaveEngine:
-    """Saves of one process group; every method that saves is a collective.
+    """Saves of one process group."""
 
-    Example:
-        >>> engine = SaveEngine(Control.single())
-        >>> engine.close()
-    """
-
-    def __init__(self, control: Control, *, num_threads: int = 0) -> None:
-        """Keep nothing yet; `num_threads` 0 chooses by the cores of the machine."""
+    def __init__(self, control: Control) -> None:
         self.control = control
         self.planner = Planner()
         self.pool = StagingPool()
         self.uploader = Uploader()
         local = control.hosts.count(control.hosts[control.rank])
         share = -(-(os.cpu_count() or 1) // local)
-        self._num_threads = num_threads or max(1, min(NUM_THREADS, share))
+        self._num_threads = max(1, min(NUM_THREADS, share))
         self._inflight: deque[SaveHandle] = deque()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -110,14 +91,7 @@ class SaveEngine:
             after_commit: Called on rank 0 in the background once the checkpoint is visible.
 
         Returns:
-            A handle; finished already if `options.is_async` is false.
-
-        Raises:
-            PlanMismatch: the ranks do not save the same.
-            LayoutMismatch: their shares make no whole.
-            PeerLost: rank 0 has ended.
-            SaveFailed: no room for a further save (`inflight="raise"`), or a rank failed
-                (`is_async=False`).
+            A handle; finished already if `options.is_async` is false. For errors see `api.save`.
         """
         began = time.perf_counter()
         place, path = self._open(options)
@@ -143,8 +117,8 @@ class SaveEngine:
         def finish() -> CheckpointInfo:
             written = write(save, self.uploader)
             gathered = behind.gather(written, "results")
-            reply = commit(save, gathered) if gathered is not None else None
-            return hear(behind.broadcast(reply, "outcome"), behind.size)
+            told = json.loads(behind.decide(lambda: commit(save, gathered or ()), "outcome"))
+            return CheckpointInfo(**{**told, "roles": tuple(told["roles"])})
 
         try:
             self._stage(save, is_reachable=storage is None)
@@ -181,8 +155,7 @@ class SaveEngine:
     def close(self, timeout: float | None = None) -> None:
         """Wait for what is under way, then give back memory, process and connections.
 
-        Args:
-            timeout: Saves that go on for longer are cancelled, seconds.
+        Saves that go on for longer than `timeout` seconds are cancelled.
         """
         if self.is_closed:
             return
@@ -229,9 +202,7 @@ class SaveEngine:
     def _stage(self, save: Save, *, is_reachable: bool) -> None:
         """Copy all that this rank writes into one buffer: planned files, then small objects.
 
-        Args:
-            save: Gets the buffer and the job.
-            is_reachable: Whether another process can open the store that its URI names.
+        `is_reachable` says whether another process can open the store that the URI names.
         """
         options, agreed = save.options, save.agreed
         prepared, small = agreed.prepared, agreed.small
@@ -250,8 +221,6 @@ class SaveEngine:
                 buffer.view[place : place + len(one.data)] = one.data
                 starts.append(place)
                 place += len(one.data)
-        if options.scan:
-            count_nonfinite(agreed.items)
         agreed.items = []  # nothing of the state lives on
         folder = attempt_folder(save.path, agreed.attempt)
         # Role and kind of a planned file are the name of its folder.

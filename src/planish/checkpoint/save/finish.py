@@ -28,7 +28,7 @@ from planish.checkpoint.format import metafile
 from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.format.small_objects import Claim, list_objects
 from planish.checkpoint.ranks.control import Control
-from planish.checkpoint.ranks.messages import EVERYONE, decode_errors, encode_errors, joined_error
+from planish.checkpoint.ranks.messages import joined_error
 from planish.checkpoint.save.agree import Agreed, SaveOptions
 from planish.checkpoint.save.staging import SharedBuffer, StagingPool
 from planish.checkpoint.save.upload import UploadJob
@@ -47,16 +47,9 @@ AfterCommit = Callable[[Store, str], None]
 
 
 class SaveHandle:
-    """A save under way; one on every rank, all ending alike.
-
-    Example:
-        >>> handle = SaveHandle("/runs/step-1")
-        >>> handle.done()
-        False
-    """
+    """A save under way; one on every rank, all ending alike."""
 
     def __init__(self, uri: str, *, skipped: str = "") -> None:
-        """Follow a save; `skipped` says why it will not happen."""
         self.uri = uri
         self.skipped = skipped
         """Why the save was left out (`inflight="skip"`), empty otherwise."""
@@ -73,10 +66,6 @@ class SaveHandle:
                 )
             )
 
-    def staged(self) -> bool:
-        """Return whether the state may be changed: yes, the call that gave the handle copies it."""
-        return True
-
     def done(self) -> bool:
         """Return whether the save has been committed or has failed."""
         return self._done.is_set()
@@ -88,11 +77,8 @@ class SaveHandle:
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """Return what was committed, waiting for it.
 
-        Args:
-            timeout: Limit on the wait in seconds; the save goes on.
-
         Raises:
-            TimeoutError: neither committed nor failed within `timeout`.
+            TimeoutError: neither committed nor failed within `timeout` seconds; the save goes on.
             SaveFailed: a rank failed, or the save was cancelled or skipped; nothing is visible.
             CheckpointExists: something else is committed there.
         """
@@ -215,7 +201,8 @@ def commit(save: Save, gathered: Sequence[bytes]) -> bytes:
     records = [Timing(*row) for result in results for row in result["timings"]]
     # Rank 0's own grow after it has sent them to itself.
     save.others = [record for record in records if record.rank != save.call.rank]
-    options = save.options
+    options, journal = save.options, save.journal
+    assert journal is not None
     try:
         with save.recorder.stage("meta"):
             meta = _metadata(save, results)
@@ -231,13 +218,13 @@ def commit(save: Save, gathered: Sequence[bytes]) -> bytes:
                 roles=save.agreed.roles,
                 run_id=options.run_id,
                 tags=options.tags,
-                overwrite=options.overwrite,
                 replaces=save.replaces,
-                journal=save.journal,
+                journal=journal,
             )
+    except CheckpointError:
+        raise
     except Exception as error:
-        reason = error if isinstance(error, CheckpointError) else _reason(0, error)
-        return json.dumps({"errors": encode_errors({EVERYONE: reason}).decode()}).encode()
+        raise _reason(0, error) from error
     try:
         # The checkpoint exists, whatever becomes of this.
         monitor.publish_commit(made.step, made.created_at)
@@ -249,7 +236,7 @@ def commit(save: Save, gathered: Sequence[bytes]) -> bytes:
             save.after_commit(save.storage, save.path)
     except Exception:
         logger.exception(telemetry.event("after_commit_failed", uri=options.uri))
-    return json.dumps({"errors": "", "info": _info(save, made)}).encode()
+    return json.dumps(_info(save, made)).encode()
 
 
 def _metadata(save: Save, results: Sequence[Mapping[str, Any]]) -> Metadata:
@@ -290,14 +277,6 @@ def _info(save: Save, made: Commit) -> dict[str, Any]:
         "layout": str(save.options.header.get("layout", "")),
         "roles": made.roles,
     }
-
-
-def hear(outcome: bytes, size: int) -> CheckpointInfo:
-    """Return, or raise, what rank 0 has told all ranks."""
-    told = json.loads(outcome)
-    if told["errors"]:
-        raise joined_error(decode_errors(told["errors"].encode()), size)
-    return CheckpointInfo(**{**told["info"], "roles": tuple(told["info"]["roles"])})
 
 
 def end(save: Save, act: Callable[[], CheckpointInfo], pool: StagingPool) -> None:

@@ -50,18 +50,9 @@ class _Copy(NamedTuple):
 
 
 class SharedBuffer:
-    """Anonymous memory with a file descriptor; all pages present from the start.
-
-    Example:
-        >>> buffer = SharedBuffer(8192)
-        >>> buffer.view[:2] = b"ok"
-        >>> os.pread(buffer.fd, 2, 0)
-        b'ok'
-        >>> buffer.free()
-    """
+    """Anonymous memory with a file descriptor; all pages present from the start."""
 
     def __init__(self, size: int) -> None:
-        """Allocate and touch `size` bytes; raises `MemoryError` where there are not so many."""
         self.size = size
         self.fd = os.memfd_create("planish-staging", os.MFD_CLOEXEC)
         self.plan: RankPlan | None = None
@@ -135,19 +126,9 @@ def free_memory_bytes() -> int:
 
 
 class StagingPool:
-    """At most two buffers of one size, handed out in turn.
-
-    Example:
-        >>> pool = StagingPool()
-        >>> first = pool.acquire(100, 0.0)
-        >>> pool.release(first)
-        >>> pool.acquire(100, 0.0) is first
-        True
-        >>> pool.close()
-    """
+    """At most two buffers of one size, handed out in turn."""
 
     def __init__(self, *, free_memory: Callable[[], int] = free_memory_bytes) -> None:
-        """Take no memory yet."""
         self._free_memory = free_memory
         self._changed = threading.Condition()
         self._size = 0

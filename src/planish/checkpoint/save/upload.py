@@ -31,12 +31,7 @@ be used until the same thread calls again."""
 
 @dataclass(frozen=True)
 class FileUpload:
-    """One object to write.
-
-    Example:
-        >>> FileUpload("run/step-1/a-X/data/main.model/00000-0.safetensors", 8, "main.model").size
-        8
-    """
+    """One object to write."""
 
     key: str
     """Full key in the store."""
@@ -65,7 +60,6 @@ class ReusedMemory:
     """A `Source` of objects that have to be put together first: one piece of memory per thread."""
 
     def __init__(self, fill: Callable[[int, int, int, memoryview], None]) -> None:
-        """Take `fill(file, start, stop, memory)`, which writes the bytes asked for."""
         self._fill, self._own = fill, threading.local()
 
     def __call__(self, file: int, start: int, stop: int) -> memoryview:
@@ -123,7 +117,7 @@ def upload_files(
     in_turns: bool = False,
     pace_s: float = 0.0,
 ) -> list[FileResult]:
-    """Write objects under write-once keys; all of them or an error.
+    """Write objects under write-once keys; all of them or an error, `Cancelled` once `stop` is set.
 
     Args:
         storage: Where.
@@ -131,15 +125,11 @@ def upload_files(
         source: The bytes.
         journal: This process's, begun with the keys of large files; the uploads are added to it.
         recorder: Gets the stages `serialise` (checksums) and `upload` of each file.
-        stop: Setting it ends the upload with `Cancelled`.
+        stop: Setting it ends the upload.
         num_threads: Requests in flight.
         in_turns: Write a part of each neighbouring file of one state, then the next part of each,
             in place of one file after the other.
         pace_s: Begin the last part so many seconds after the first, those between in proportion.
-
-    Raises:
-        StoreError: the store refused or did not answer within its retries.
-        Cancelled: `stop` was set.
     """
     states = [_File(file, None, 1, np.zeros(-(-file.size // BLOCK), np.uint32)) for file in files]
     retries = Counter(storage.counters.retries)
@@ -269,13 +259,7 @@ class UploadJob:
 def run_job(
     job: UploadJob, storage: Store, memory: memoryview, stop: threading.Event
 ) -> tuple[list[FileResult], list[Timing]]:
-    """Write the files of a job under a journal of this rank; returns what was written, and when.
-
-    Raises:
-        SaveFailed: the attempt was cleared away meanwhile.
-        StoreError: see `upload_files`.
-        Cancelled: `stop` was set.
-    """
+    """Write the files of a job under a journal of this rank; returns what was written, and when."""
 
     def source(file: int, start: int, end: int) -> memoryview:
         return memory[job.starts[file] + start : job.starts[file] + end]

@@ -57,17 +57,9 @@ def store_settings() -> dict[str, str]:
 
 
 class Uploader:
-    """The trainer's end: one job at a time, from one thread.
-
-    Example:
-        >>> uploader = Uploader()
-        >>> uploader.pid
-        0
-        >>> uploader.close()
-    """
+    """The trainer's end: one job at a time, from one thread."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._settings: dict[str, str] = {}
@@ -114,10 +106,6 @@ class Uploader:
 
         Returns:
             `files`: fields of a `FileResult` for each, `timings`: those of `Timing`.
-
-        Raises:
-            SaveFailed: the process ended.
-            Exception: the job failed.
         """
         if store is not None:
             connection, theirs = Pipe()
@@ -139,7 +127,7 @@ class Uploader:
         if store is not None:
             _leave(connection)
         if "error" in answer:
-            raise joined_error(decode_errors(answer["error"].encode()), 1)
+            raise joined_error(decode_errors(answer["error"]), 1)
         return answer
 
     def give_up(self) -> None:
@@ -197,13 +185,10 @@ def _leave(connection: Connection) -> None:
 
 
 def serve(connection: Connection, store: Store | None = None, parent: int = 0) -> None:
-    """Do jobs until the other end leaves.
+    """Do jobs until the other end leaves, in `store` or the store of each job's URI.
 
-    Args:
-        connection: To the trainer.
-        store: Where all jobs write; None: the store of each job's URI.
-        parent: Id of the trainer's process: once it is not this one's parent any more, the other
-            end is gone, whoever has inherited it.
+    Once `parent` is not this process's parent any more, the other end is gone, whoever has
+    inherited it.
     """
     stores: dict[str, Store] = {}
     stop, thread = threading.Event(), threading.Thread()
@@ -251,7 +236,7 @@ def _start_job(
             answer = {"files": [*map(astuple, files)], "timings": [*map(astuple, timings)]}
             data = json.dumps(answer)
         except Exception as error:
-            data = json.dumps({"error": encode_errors({job.rank: error}).decode()})
+            data = json.dumps({"error": encode_errors({job.rank: error})})
         with contextlib.suppress(OSError):
             connection.send_bytes(data.encode())
 

@@ -47,12 +47,7 @@ of them. If these counted, every rank would seem as slow as the slowest."""
 
 @dataclass(frozen=True)
 class Timing:
-    """One stage of one state on one rank.
-
-    Example:
-        >>> Timing(0, "save", "main.model", "upload", 10.0, 12.5, num_bytes=5).seconds
-        2.5
-    """
+    """One stage of one state on one rank."""
 
     rank: int
     op: Operation
@@ -78,13 +73,7 @@ class Timing:
 
 @dataclass
 class Timeline:
-    """All records of one save or load, of one rank or of all.
-
-    Example:
-        >>> line = Timeline([Timing(1, "load", "", "plan", 0.0, 1.0)])
-        >>> Timeline.decode(line.encode()) == line
-        True
-    """
+    """All records of one save or load, of one rank or of all."""
 
     records: list[Timing] = field(default_factory=list)
     """In the order in which they ended, rank by rank."""
@@ -134,18 +123,9 @@ class Timeline:
 
 
 class Recorder:
-    """Collects the records of one rank; any thread may add.
-
-    Example:
-        >>> recorder = Recorder(0, "save")
-        >>> with recorder.stage("plan"):
-        ...     pass
-        >>> [record.stage for record in recorder.timeline().records]
-        ['plan']
-    """
+    """Collects the records of one rank; any thread may add."""
 
     def __init__(self, rank: int, op: Operation, host: str = "") -> None:
-        """Start without records."""
         self.rank, self.op, self.host = rank, op, host
         self._records: list[Timing] = []
         self._lock = threading.Lock()
@@ -169,13 +149,7 @@ class Recorder:
             self._records.append(replace(record, rank=self.rank, op=self.op, host=self.host))
 
     def retried(self, stage: str, before: Mapping[str, int], after: Mapping[str, int]) -> None:
-        """Record store requests that were repeated: one record per reason, without a duration.
-
-        Args:
-            stage: what the requests were for.
-            before: reason to count, at the start.
-            after: the same now.
-        """
+        """Record store requests that were repeated since `before`: one record per reason."""
         now = time.time()
         for reason, count in sorted(after.items()):
             again = count - before.get(reason, 0)
@@ -196,12 +170,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a save has made visible, or a load has read.
-
-    Example:
-        >>> CheckpointInfo("file:///r/step-1", 1, "01J", "ab", 8).pin
-        'file:///r/step-1#sha256=ab'
-    """
+    """What a save has made visible, or a load has read."""
 
     uri: str
     step: int
@@ -227,12 +196,7 @@ class CheckpointInfo:
 
 
 class Straggler(NamedTuple):
-    """A rank that holds up all others.
-
-    Example:
-        >>> str(Straggler(3, "node-1", "upload", 9.0, 2.0))
-        'rank 3 on node-1 took 9.0 s (median 2.0 s), most of it beyond the others in upload'
-    """
+    """A rank that holds up all others."""
 
     rank: int
     host: str
@@ -245,7 +209,6 @@ class Straggler(NamedTuple):
     """The same of the median rank."""
 
     def __str__(self) -> str:
-        """Say it in one sentence."""
         where = f" on {self.host}" if self.host else ""
         return (
             f"rank {self.rank}{where} took {self.seconds:.1f} s "
@@ -339,12 +302,7 @@ def publish_failure(op: str, error: BaseException) -> None:
 
 
 def timings_key(folder: str, attempt: str, op: Operation = "save") -> str:
-    """Return the key of the records of one save of the checkpoint at `folder`, or of its loads.
-
-    Example:
-        >>> timings_key("runs/a/step-7", "01J")
-        'runs/a/step-7/a-01J/timings.jsonl'
-    """
+    """Return the key of the records of one save of the checkpoint at `folder`, or of its loads."""
     name = TIMINGS if op == "save" else LOAD_TIMINGS
     return f"{folder}/a-{attempt}/{name}" if folder else f"a-{attempt}/{name}"
 

@@ -35,10 +35,7 @@ _BAR_CHARACTERS = 44
 def text_report(timeline: Timeline, *, title: str, rank: int | None = None) -> str:
     """Return a heat map of the ranks, a table of the stages and the timeline of one rank.
 
-    Args:
-        timeline: records of all ranks.
-        title: place of the checkpoint.
-        rank: whose timeline to draw; None for the slowest.
+    The timeline is that of `rank`, or of the slowest; `title` is the place of the checkpoint.
     """
     records = timeline.records
     heading = f"{records[0].op if records else 'save'} of {printable(title, limit=300)}"

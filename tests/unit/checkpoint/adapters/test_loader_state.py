@@ -16,7 +16,6 @@ from planish.checkpoint.adapters.loader_state import (
     LoaderShard,
     LoaderState,
     reshard,
-    runs,
     sources,
 )
 from tests.thin import examples
@@ -212,15 +211,6 @@ def test_a_consumed_set_knows_what_is_in_it_and_what_is_left(taken, workers):
     assert sorted(itertools.chain(*left)) == [k for k in range(40) if k not in taken]
     assert all(k % workers == w for w in range(workers) for k in left[w])
     assert Consumed.from_data(found.to_data()) == found
-
-
-@pytest.mark.slow
-@given(st.integers(0, 40), st.integers(1, 9))
-def test_runs_cover_and_differ_by_at_most_one(count, parts):
-    cut = runs(count, parts)
-    assert [k for run in cut for k in range(count)[run]] == list(range(count))
-    lengths = [run.stop - run.start for run in cut]
-    assert max(lengths) - min(lengths) <= 1
 
 
 class Opaque:

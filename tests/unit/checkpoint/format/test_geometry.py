@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.checkpoint.format.geometry import Box, flat_boxes, intersect, shift, whole
-from planish.checkpoint.plan.coverage import cover_faults
+from planish.checkpoint.format.geometry import Box, flat_boxes, intersect, whole
 from tests.thin import examples
 from tests.unit.checkpoint.tilings import random_shape, random_tiling
 
@@ -27,11 +26,6 @@ def view(array, box, origin):
     """Return the part of `array`, which begins at `origin` of its tensor, that `box` covers."""
     sides = zip(box.offsets, box.lengths, origin, strict=True)
     return array[(..., *(slice(o - a, o - a + n) for o, n, a in sides))]
-
-
-def test_the_halves_of_three_rows_by_two_are_those_of_the_paper():
-    assert flat_boxes((3, 2), 0, 3) == [Box((0, 0), (1, 2)), Box((1, 0), (1, 1))]
-    assert flat_boxes((3, 2), 3, 6) == [Box((1, 1), (1, 1)), Box((2, 0), (1, 2))]
 
 
 def test_six_elements_over_four_ranks_are_two_two_two_and_nothing():
@@ -88,44 +82,3 @@ def test_an_intersection_holds_what_both_hold(seed):
     if both:
         assert (view(marks, both, (0,) * len(shape)) == 2).all()
         assert intersect(both, a) == both
-
-
-def test_a_moved_box_keeps_its_lengths():
-    assert shift(Box((1, 0), (2, 3)), (4, 5)) == Box((5, 5), (2, 3))
-
-
-@pytest.mark.slow
-@given(st.integers(0, 2**32 - 1))
-@settings(max_examples=examples(2500), deadline=None)
-def test_any_tiling_is_filled_bitwise_from_any_other(seed):
-    rng = random.Random(seed)
-    shape = random_shape(rng)
-    origin = (0,) * len(shape)
-    tensor = np.random.default_rng(seed).integers(0, 1 << 63, shape, np.int64)
-    source, target = random_tiling(rng, shape), random_tiling(rng, shape)
-    stored = [box for piece in source for box in piece]
-    # Bytes as a file holds them: the boxes of a piece one after the other.
-    blobs = [view(tensor, box, origin).tobytes() for box in stored]
-    offsets, lengths = arrays(stored, len(shape))
-    assert cover_faults(np.array([shape]), np.zeros(len(stored), int), offsets, lengths) == {}
-    for box in (box for piece in target for box in piece):
-        filled = np.full(box.lengths, -1, np.int64)
-        for row, held_box in enumerate(stored):
-            both = intersect(box, held_box)
-            if both is None:
-                continue
-            held = np.frombuffer(blobs[row], np.int64).reshape(stored[row].lengths)
-            view(filled, both, box.offsets)[...] = view(held, both, stored[row].offsets)
-        assert filled.tobytes() == view(tensor, box, origin).tobytes()
-
-
-@given(st.integers(0, 2**32 - 1))
-@settings(max_examples=examples(300), deadline=None)
-def test_the_pieces_of_a_flat_shard_lie_one_after_the_other(seed):
-    rng = random.Random(seed)
-    shape = random_shape(rng)
-    tensor = np.random.default_rng(seed).integers(0, 1 << 63, shape, np.int64)
-    volume = math.prod(shape)
-    start, stop = sorted((rng.randint(0, volume), rng.randint(0, volume)))
-    slices = [view(tensor, box, (0,) * len(shape)) for box in flat_boxes(shape, start, stop)]
-    assert b"".join(s.tobytes() for s in slices) == tensor.reshape(-1)[start:stop].tobytes()

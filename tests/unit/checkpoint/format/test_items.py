@@ -89,11 +89,10 @@ def test_columns_come_back_equal_from_bytes(tensors, data):
         length = st.tuples(*(st.integers(1, 2**40) for _ in spec.shape))
         boxes = data.draw(st.lists(st.builds(Box, side, length), max_size=3))
         held.append(LocalItem(spec, tuple(boxes)))
-    columns = Columns.from_items(held, context="adapter 1")
+    columns = Columns.from_items(held)
     read = Columns.decode(columns.encode())
     assert [read.tensors.spec(n) for n in range(len(tensors))] == tensors
     assert [read.boxes(n) for n in range(len(held))] == [item.boxes for item in held]
-    assert read.context == "adapter 1"
     assert read.encode() == columns.encode()
     assert read.signature() == columns.signature()
 
@@ -113,7 +112,6 @@ def test_the_signature_sees_every_change_but_that_of_data():
     ]
     signatures = {Columns.from_items(change).signature() for change in changes}
     assert len(signatures) == len(changes)
-    assert Columns.from_items(items(), context="x").signature() not in signatures
     assert Columns.from_items(items()).signature() in signatures
     assert {len(signature) for signature in signatures} == {32}
 

@@ -81,16 +81,3 @@ def test_bytes_without_a_checksum_and_unknown_checksums_are_refused():
     assert caught.value.block == 2
     with pytest.raises(CheckpointCorrupt, match="`md5`"):
         check_blocks(DATA, block_crcs(DATA), file="a", algorithm="md5")
-
-
-@pytest.mark.parametrize(
-    ("start", "stop", "size", "expected"),
-    [
-        (0, 1, 10, (0, 10)),
-        (0, BLOCK, 5 * BLOCK, (0, BLOCK)),
-        (BLOCK - 1, BLOCK + 1, 5 * BLOCK, (0, 2 * BLOCK)),
-        (4 * BLOCK, 4 * BLOCK + 1, 4 * BLOCK + 3, (4 * BLOCK, 4 * BLOCK + 3)),
-    ],
-)
-def test_ranges_are_widened_to_whole_blocks(start, stop, size, expected):
-    assert widen(start, stop, size) == expected

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -66,16 +64,3 @@ def test_fifty_lines_without_our_package_read_a_checkpoint(tmp_path):
         assert read.shape == array.shape
         assert read.tobytes() == array.tobytes()
     assert reader_50_lines.check_crc32(tmp_path) >= 2
-
-
-def test_the_reader_runs_alone_and_imports_nothing_of_ours(tmp_path):
-    written(tmp_path, {("model", "w"): np.arange(6, dtype=np.float32).reshape(2, 3)})
-    told = subprocess.run(
-        [sys.executable, "-S", "-c", f"import sys; sys.path = {sys.path!r}; import runpy; "
-         f"sys.argv = ['r', {str(tmp_path)!r}, 'main', 'model', 'w']; "
-         f"runpy.run_path({str(READER)!r}, run_name='__main__'); "
-         "assert not [m for m in sys.modules if m.startswith('planish')]"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    assert told.stdout == "[[0. 1. 2.]\n [3. 4. 5.]]\n"

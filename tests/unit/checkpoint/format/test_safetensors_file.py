@@ -6,23 +6,17 @@ import struct
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from planish.base.errors import CheckpointCorrupt
-from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.items import ITEM_BYTES
 from planish.checkpoint.format.safetensors_file import (
     NewEntry,
     StoredEntry,
-    entry_name,
     header_bytes,
-    parse_entry_name,
     parse_header,
     plan_header,
     quote_fqn,
 )
-from tests.thin import examples
 
 ENTRIES = [
     NewEntry("step||", "F64", ()),
@@ -92,36 +86,10 @@ def test_two_entries_of_one_name_are_refused():
         plan_header([ENTRIES[1], ENTRIES[1]])
 
 
-def test_files_are_equal_when_their_entries_are():
-    assert plan_header(ENTRIES)[0] == plan_header(list(ENTRIES))[0]
-
-
-@pytest.mark.slow
-@given(
-    st.text(max_size=1000),
-    st.lists(st.tuples(st.integers(0, 2**60), st.integers(1, 2**60)), max_size=5),
-)
-@settings(max_examples=examples(500), deadline=None)
-def test_any_name_comes_back_from_its_entry(fqn, sides):
-    box = Box(tuple(o for o, _ in sides), tuple(n for _, n in sides))
-    name = entry_name(fqn, box)
-    assert parse_entry_name(name) == (fqn, box)
-    assert name.isascii()
-    assert name.count("|") == 2
-    header, _ = plan_header([NewEntry(name, "U8", (1,))])
-    assert list(parse_header(header, len(header) + 1).entries) == [name]
-
-
 @pytest.mark.parametrize("name", ["a|b", "é", "100%", '"', "\\", "a\nb", "x" * 999 + "|"])
 def test_odd_names_are_quoted_and_differ(name):
     assert quote_fqn(name) != name
     assert quote_fqn(name + "0") != quote_fqn(name + "1")
-
-
-@pytest.mark.parametrize("name", ["w", "w|0|1|2,", "w|0|", "w|00|1", "w|a|b", "a|b|0|1", "é|0|1"])
-def test_names_that_nobody_writes_are_refused(name):
-    with pytest.raises(ValueError, match="an entry must be named"):
-        parse_entry_name(name)
 
 
 def test_a_parsed_header_lists_entries_in_the_order_of_their_bytes():

@@ -44,7 +44,7 @@ def place():
 def load(place, items, **options):
     control = Control.single()
     opened = open_on_all(place, control)
-    return load_state(opened, damage.collected(items), control, LoadOptions(**options))
+    return load_state(opened, damage.collected(items), control, LoadOptions(**options))[0]
 
 
 def ones(place, **changes):
@@ -60,9 +60,9 @@ def test_every_element_comes_back_and_no_block_is_read_twice(place):
     loaded = load(place, items)
     damage.assert_holds(items, tiny_model())
     # Header and data of two files of less than one block each.
-    assert loaded.bytes_from_store == sum(open_state(place).metadata.files.sizes)
-    assert (loaded.info.step, loaded.info.pin) == (7, place)
-    stages = {record.stage for record in loaded.info.timings.records}
+    assert loaded.facts["bytes_from_store"] == sum(open_state(place).metadata.files.sizes)
+    assert (loaded.step, loaded.pin) == (7, place)
+    stages = {record.stage for record in loaded.timings.records}
     assert stages == {"plan", "meta", "read", "verify", "copy", "barrier"}
 
 
@@ -72,8 +72,8 @@ def test_the_optimizers_bytes_are_never_read_when_only_the_model_is_wanted(place
     damage.assert_holds(items, tiny_model())
     files = open_state(place).metadata.files
     sizes = [s for k, s in zip(files.keys, files.sizes, strict=True) if ".optim/" not in k]
-    assert loaded.bytes_from_store == sum(sizes)
-    assert {r.state for r in loaded.info.timings.records} == {"", "main.model"}
+    assert loaded.facts["bytes_from_store"] == sum(sizes)
+    assert {r.state for r in loaded.timings.records} == {"", "main.model"}
 
 
 def test_a_load_from_where_nothing_can_be_written_is_none_the_worse(place, caplog):
@@ -130,8 +130,8 @@ def test_what_nothing_asks_for_is_refused_unless_not_strict(place):
         load(place, items[1:])
     missing = renamed(items[0], fqn="new.weight")
     loaded = load(place, [missing, *items[1:]], strict=False)
-    assert loaded.missing == ("`model.new.weight`",)
-    assert loaded.unexpected == (f"`model.{items[0].tensor.fqn}`",)
+    assert loaded.facts["missing"] == ["`model.new.weight`"]
+    assert loaded.facts["unexpected"] == [f"`model.{items[0].tensor.fqn}`"]
     assert bool((missing.data == 1).all())
     damage.assert_holds(items[1:], tiny_model())
 
@@ -140,7 +140,7 @@ def test_generators_of_ranks_that_are_gone_are_no_fault(place):
     item = LocalItem(TensorSpec("main", "extra", "random.00007", "U8", (4,)),
                      (whole((4,)),), torch.ones(4, dtype=torch.uint8))  # fmt: skip
     loaded = load(place, [*ones(place), item])
-    assert loaded.missing == ("`extra.random.00007`",)
+    assert loaded.facts["missing"] == ["`extra.random.00007`"]
     assert item.data.tolist() == [1, 1, 1, 1]
 
 

@@ -96,12 +96,6 @@ def expected(metadata, items):
     return found
 
 
-def test_types_are_not_looked_at():
-    metadata = saved([(spec("a", (2,)), (whole((2,)),))])
-    reads = match(metadata, [LocalItem(spec("a", (2,), "BF16"), (whole((2,)),))])
-    assert reads.lengths.tolist() == [[2]]
-
-
 def test_boxes_outside_are_refused():
     one = spec("a", (4,))
     metadata = saved([(one, (whole((4,)),))])

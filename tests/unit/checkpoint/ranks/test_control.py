@@ -110,10 +110,10 @@ def test_one_process_answers_itself_without_a_store():
     assert control.gather(b"a", "t") == [b"a"]
     assert control.broadcast(b"b", "t") == b"b"
     assert control.scatter([b"c"], "t") == b"c"
-    control.barrier("t")
+    assert control.deal(lambda: [b"d"], "t") == b"d"
     control.check()
-    with pytest.raises(LayoutMismatch, match="hole"):
-        control.settle(LayoutMismatch("hole"), "t")
+    with pytest.raises(LayoutMismatch, match="hole"), control.settled("t"):
+        raise LayoutMismatch("hole")
 
 
 LIMIT = 120.0
@@ -167,9 +167,9 @@ def test_collectives_deliver_every_ranks_bytes_and_leave_nothing_in_the_store(ho
             reply = [part * 2 for part in gathered] if gathered else None
             seen.append(call.scatter(reply, "parts"))
             seen.append(call.broadcast(b"all" if call.rank == 0 else None, "word"))
-            call.barrier("end")
+            call.settle(None, "end")
             behind = call.twin(missing=SaveFailed)
-            behind.barrier("end")
+            behind.settle(None, "end")
         return seen
 
     results, left = in_ranks(hosts, scenario)
@@ -180,13 +180,26 @@ def test_collectives_deliver_every_ranks_bytes_and_leave_nothing_in_the_store(ho
 
 def test_an_error_of_one_rank_is_raised_on_all():
     def scenario(control):
-        error = ShapeMismatch("`w` is [2] here") if control.rank == 2 else None
-        control.call("load", LIMIT).settle(error, "shapes")
+        with control.call("load", LIMIT).settled("shapes"):
+            if control.rank == 2:
+                raise ShapeMismatch("`w` is [2] here")
 
     results, _ = in_ranks([0] * 4, scenario)
     assert [type(result) for result in results] == [ShapeMismatch] * 4
     assert {str(result) for result in results} == {"rank 2: `w` is [2] here"}
     assert [result.per_rank for result in results] == [{2: "`w` is [2] here"}] * 4
+
+
+@pytest.mark.parametrize("tag", ["decide", "deal"])
+def test_what_rank_zero_can_not_make_is_raised_on_all(tag):
+    def make():
+        raise ShapeMismatch("`w` is [2]")
+
+    def scenario(control):
+        getattr(control.call("load", LIMIT), tag)(make, tag)
+
+    results, _ = in_ranks([0, 0, 1], scenario)
+    assert {(type(result), str(result)) for result in results} == {(ShapeMismatch, "`w` is [2]")}
 
 
 def test_an_abort_ends_the_wait_of_the_others_long_before_the_time_limit():
@@ -195,7 +208,7 @@ def test_an_abort_ends_the_wait_of_the_others_long_before_the_time_limit():
         if call.rank == 1:
             call.abort(SaveFailed("rank 1: disk full", per_rank={1: "disk full"}))
             return None
-        call.barrier("plan")
+        call.settle(None, "plan")
         return None
 
     results, _ = in_ranks([0] * 3, scenario)
@@ -211,10 +224,10 @@ def test_a_rank_that_stays_away_is_named_with_its_last_stage_and_catches_up_late
                 continue
             is_impatient = step == 2 and control.rank == 0
             if is_impatient:
-                wait_for_key(control, "/plan.up#0/1")
+                wait_for_key(control, "/plan#0/1")
             call = control.call(f"save step-{step}", 0.1 if is_impatient else LIMIT)
             try:
-                call.barrier("plan")
+                call.settle(None, "plan")
             except PlanMismatch as error:
                 raised = str(error)
         return raised
@@ -231,7 +244,7 @@ def test_a_late_rank_learns_that_its_operation_was_given_up():
         if control.rank == 1:
             wait_for_key(control, "given_up")
         call = control.call("save step-1", LIMIT if control.rank else 0.1)
-        call.barrier("plan")
+        call.settle(None, "plan")
 
     results, _ = in_ranks([0, 0], scenario)
     assert [type(result) for result in results] == [PlanMismatch] * 2

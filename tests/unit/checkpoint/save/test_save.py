@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import signal
 import threading
@@ -17,9 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.base import telemetry
 from planish.base.errors import CheckpointExists, LayoutMismatch, SaveFailed
-from planish.checkpoint import api
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import Collected, Columns, LocalItem, TensorSpec
 from planish.checkpoint.format.small_objects import Claim, choose_writers, differing, list_objects
@@ -62,7 +59,6 @@ def test_what_was_saved_is_there_and_equal_states_have_equal_pins(engine, root, 
         assert infos[-1].attempt == commit.attempt
         assert infos[-1].num_bytes == commit.total_bytes
         assert handle.done()
-        assert handle.staged()
     assert infos[0].sha256 == infos[1].sha256
     assert engine.planner.hits == 1
     stages = {record.stage for record in infos[0].timings.records}
@@ -304,28 +300,6 @@ def test_the_lowest_rank_writes_what_several_could():
     assert choose_writers([shards[0], shards[0]]) == {"s": 0}
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_values_that_are_not_finite_are_named_and_counted_when_asked_for(kind, caplog, tmp_path):
-    bad = torch.tensor([1.0, float("nan")]).to(kind)
-    state = {"model": {"good": torch.ones(2), "bad": bad, "count": torch.tensor(3)}}
-    before = nonfinite()
-    api.save(f"{tmp_path}/0", state, async_=False)
-    assert nonfinite() == before
-    with caplog.at_level(logging.WARNING):
-        api.save(f"{tmp_path}/1", state, async_=False, scan=True)
-    assert nonfinite() - before == 1
-    assert any("nonfinite_tensors count=1 first=bad" in text for text in caplog.messages)
-    target = {"model": {name: torch.zeros_like(value) for name, value in state["model"].items()}}
-    api.load(f"{tmp_path}/1", target)
-    assert bool(torch.isnan(target["model"]["bad"].float()[1]))
-
-
-def nonfinite():
-    lines = telemetry.metrics_text().splitlines()
-    name = "planish_checkpoint_nonfinite_total"
-    return sum(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
-
-
 def signatures(**changes):
     """Return the signatures of four ranks, those of rank 3 with changes."""
     one = {"role": "main", "kind": "model", "fqn": "w", "dtype": "F32", "shape": (8, 2)}
@@ -338,7 +312,7 @@ def signatures(**changes):
 
 
 def key(found, **more):
-    return plan_key(found, **({"split_bytes": 64, "hosts": [0, 0, 1, 1]} | more))
+    return plan_key(found, **({"hosts": [0, 0, 1, 1]} | more))
 
 
 def test_equal_ranks_have_one_plan_and_every_change_has_another():
@@ -352,15 +326,11 @@ def test_equal_ranks_have_one_plan_and_every_change_has_another():
         key(signatures(kind="optim")),
         key(signatures(role="critic")),
         key([*signatures()[:3], Columns.from_items([more]).signature()]),
-        key([*signatures()[:3], Columns.from_items([], context="a").signature()]),
-        key([*signatures()[:3], Columns.from_items([], context="b").signature()]),
         key(signatures()[:3]),
         key(signatures()[::-1]),
-        key(signatures(), split_bytes=65),
         key(signatures(), hosts=[0, 1, 0, 1]),
-        key(signatures(), hosts=None),
     ]
-    assert len({first, *changed}) == 14
+    assert len({first, *changed}) == 10
 
 
 def test_the_plan_that_was_not_used_for_longest_is_made_anew(engine, root):
