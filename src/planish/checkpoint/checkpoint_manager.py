@@ -59,7 +59,6 @@ class Schedule:
     keep_every: int = 0
     """Those whose step is a multiple stay; 0 for no such rule."""
     pins: tuple[int | str, ...] = ()
-    """Steps or places that stay."""
     grace_s: float = 30.0
     """After SIGTERM the last save gets so long, seconds."""
     max_failures: int = 2

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 STATE_SCHEMA = "train-state/2"
 POLICY, CRITIC = "policy", "critic"
-"""Roles."""
 
 PARTS: dict[str, tuple[str, str]] = {
     "model": (POLICY, "model"),
@@ -57,7 +56,6 @@ class HeldState(NamedTuple):
     """What a trainer has in memory of a train state."""
 
     parts: dict[str, Mapping[str, Any]]
-    """Of `State`, without `extra`."""
     framework: str
     """How the tensors say which part of the whole they are, as `api.save` names it."""
 

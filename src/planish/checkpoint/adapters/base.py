@@ -9,7 +9,6 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3 (one planner per framework, 
 
 from __future__ import annotations
 
-import importlib
 import random
 import zlib
 from collections.abc import Callable, Collection, Mapping, MutableMapping
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from planish.checkpoint.adapters import megatron, models
 from planish.checkpoint.adapters.gathering import Gathering
 from planish.checkpoint.adapters.loader_state import LoaderShard, LoaderState, reshard
 from planish.checkpoint.adapters.placement import place, restore, unpacked
@@ -27,20 +27,14 @@ from planish.checkpoint.format.items import PARTS as LOADED
 from planish.checkpoint.format.items import Collected
 from planish.checkpoint.format.metafile import Metadata
 
-_MODELS = "planish.checkpoint.adapters.models:gather_tensors"
-
-FRAMEWORKS = {
-    "plain": _MODELS,
-    "ddp": _MODELS,
-    "fsdp2": _MODELS,
-    "flat": _MODELS,
-    "megatron": "planish.checkpoint.adapters.megatron:gather_tensors",
+FRAMEWORKS: dict[str, Callable[[Gathering, Mapping[str, Any]], None]] = {
+    **dict.fromkeys(("plain", "ddp", "fsdp2", "flat"), models.gather_tensors),
+    "megatron": megatron.gather_tensors,
 }
-"""Name of `framework` to `module:function`, which collects the tensors of a role's state."""
+"""Name of `framework` to what collects the tensors of a role's state."""
 PARTS = ("model", "optimizer", "scheduler", "dataloader", "random", "extra")
 """Keys of one role's state."""
 MAIN = "main"
-"""Role of a state that has only one."""
 
 Framework = str | Mapping[str, str]
 """One of `FRAMEWORKS`, or one per role."""
@@ -126,8 +120,7 @@ def collect(
     gathering = Gathering(
         role, framework, for_load=for_load, metadata=metadata, rename=map_fqn, parts=parts
     )
-    module, _, function = FRAMEWORKS[framework].partition(":")
-    getattr(importlib.import_module(module), function)(gathering, state)
+    FRAMEWORKS[framework](gathering, state)
     gathering.part = "extra"
     _gather_values(gathering, state)
     _gather_random(gathering, state.get("random"))
@@ -262,7 +255,6 @@ class RandomStreams:
     """The generators of this process: of Python, NumPy, torch and the accelerator."""
 
     seed: int
-    """Of the run."""
     step: int = 0
     """Optimizer steps done: streams that are derived differ from step to step."""
     coordinate: Mapping[str, int] = field(default_factory=dict)

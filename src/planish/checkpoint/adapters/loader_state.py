@@ -27,7 +27,6 @@ class Loader(Protocol):
     dp_rank: int
     """Data-parallel rank of this process, 0 .. dp_size - 1."""
     dp_size: int
-    """Number of data-parallel ranks."""
     num_readers: int
     """Readers (worker processes) per data-parallel rank."""
 
@@ -129,7 +128,6 @@ class LoaderShard:
     """What one reader holds."""
 
     dp_rank: int
-    """Data-parallel rank of the reader."""
     reader: int
     """Number of the reader within its rank."""
     order_key: Any = 0
@@ -198,11 +196,9 @@ class LoaderState:
     shards: list[LoaderShard] = field(default_factory=list)
     """Save: this rank's, none unless its rank is 0 in every axis but dp. Read: all."""
     dp_rank: int = 0
-    """Of the rank that saves or loads."""
     dp_size: int = 1
     """Data-parallel ranks that the shards are of, or (load) are wanted for."""
     num_readers: int = 1
-    """Readers per data-parallel rank."""
 
     def common_data(self) -> dict[str, Any]:
         """Return the replicated part, for one object per role."""

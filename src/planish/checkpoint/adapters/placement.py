@@ -33,7 +33,6 @@ TYPES: dict[str, torch.dtype] = {
 }
 """Name of a type in a checkpoint -> the type."""
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TYPES.items()}
-"""The other way round."""
 
 _whole = functools.lru_cache(maxsize=65536)(whole)
 
@@ -42,7 +41,6 @@ class Placed(NamedTuple):
     """A local value as boxes of a whole tensor."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
     boxes: tuple[Box, ...]
     """As `LocalItem.boxes`; none where this rank holds nothing."""
     data: Tensor
@@ -160,7 +158,6 @@ class FlatShard:
     fqn: str
     """Name of the value: `layer.weight` in a model, `layer.weight.exp_avg` in an optimizer."""
     global_shape: tuple[int, ...]
-    """Of the whole tensor."""
     tp_offset: tuple[int, ...]
     """Where the shard that was flattened begins in the whole tensor; zeros without such."""
     tp_shape: tuple[int, ...]

@@ -38,7 +38,6 @@ class Entry:
     """A committed checkpoint."""
 
     path: str
-    """Key of its folder."""
     uri: str
     commit: Commit
 

@@ -53,7 +53,6 @@ MAX_COMMIT_BYTES = 1 << 20
 MAX_META_BYTES = 4 << 30
 _MAX_COUNT = 1 << 62
 _CHECKSUM = "crc32"
-"""Last field of COMMIT."""
 
 
 @dataclass(frozen=True)

@@ -82,11 +82,9 @@ class JournalContent:
     keys: tuple[str, ...] = ()
     """Objects that are or will be written in parts, relative to the checkpoint's folder."""
     uploads: tuple[tuple[str, str], ...] = ()
-    """Key and upload id of those that have begun."""
     host: str = ""
     pid: int = 0
     started: float = 0.0
-    """Seconds since 1970."""
     fenced: bool = False
     """Whether the attempt is being cleared away."""
 

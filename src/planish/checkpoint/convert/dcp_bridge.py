@@ -14,7 +14,7 @@ import mmap
 import os
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,6 @@ METADATA = ".metadata"
 CHUNK_BYTES = 256 << 20
 """Larger stored boxes are written to a DCP folder in parts."""
 
-Split = Callable[[str], tuple[str, str]]
-"""Name in a DCP folder to (kind, fqn)."""
-
 
 def split_name(name: str) -> tuple[str, str]:
     """Return kind and fqn of a DCP name as torch's state-dict functions make them.
@@ -85,7 +82,6 @@ def import_dcp(
     *,
     step: int | None = None,
     role: str = "main",
-    names: Split = split_name,
     overwrite: bool = False,
     storage: Store | None = None,
 ) -> CheckpointInfo:
@@ -99,7 +95,6 @@ def import_dcp(
         place: URI of the new checkpoint.
         step: training step that it is of; None: the folder's own value `step`, else 0.
         role: whose state it is.
-        names: DCP name to (kind, fqn).
         overwrite: replace what is committed at `place`.
         storage: in place of the one that `place` names.
 
@@ -110,7 +105,7 @@ def import_dcp(
     """
     source = _Folder(Path(folder))
     with contextlib.closing(source):
-        items, values = list(source.items(role, names)), source.values()
+        items, values = list(source.items(role)), source.values()
     own = values.get("step")
     if step is None:
         step = own if isinstance(own, int) and not isinstance(own, bool) and own >= 0 else 0
@@ -140,10 +135,10 @@ class _Folder:
         self.metadata = read_dcp_metadata(path.read_bytes(), name=str(path))
         self._files: dict[str, tuple[io.BufferedReader, memoryview]] = {}
 
-    def items(self, role: str, names: Split) -> Iterator[LocalItem]:
+    def items(self, role: str) -> Iterator[LocalItem]:
         """Yield every stored box as an item whose data lie in a mapped file."""
         for name, stored in self.metadata.tensors.items():
-            kind, fqn = names(name)
+            kind, fqn = split_name(name)
             dtype = TYPES_OF_TORCH.get(stored.dtype, "")
             if not dtype:
                 raise TypeError(f"`{name}` must be of a type that checkpoints hold, got {stored}")

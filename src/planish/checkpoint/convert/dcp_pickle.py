@@ -27,10 +27,8 @@ class DcpTensor(NamedTuple):
     """One tensor of a DCP folder."""
 
     dtype: str
-    """Attribute of `torch`."""
     shape: tuple[int, ...]
     boxes: list[Box]
-    """Stored parts."""
 
 
 class DcpPlace(NamedTuple):

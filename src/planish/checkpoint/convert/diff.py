@@ -21,7 +21,6 @@ from planish.checkpoint.load.extras import names_of
 from planish.checkpoint.load.fill import Array
 from planish.checkpoint.load.reader import BlockReader, Opened, open_state
 from planish.checkpoint.load.slices import Slice, SliceReader, batches
-from planish.store import Store
 
 WINDOW_BYTES = 32 << 20
 """Of one side; a window holds many small tensors, or a part of a large one."""
@@ -36,7 +35,6 @@ class TensorDiff(NamedTuple):
     num_elements: int = 0
     """Elements whose bits differ."""
     first: tuple[int, ...] = ()
-    """Index of the first of them."""
     max_abs: float = math.nan
     """Largest absolute difference of numbers; NaN where one is no number, or for odd types."""
 
@@ -49,7 +47,6 @@ class Diff:
     """Names of tensors that only the first one has."""
     only_b: list[str] = field(default_factory=list)
     differing: list[TensorDiff] = field(default_factory=list)
-    """In the order of names."""
     values: list[str] = field(default_factory=list)
     """Roles whose shared small values differ."""
     num_equal: int = 0
@@ -66,7 +63,6 @@ class Diff:
 class _Window(NamedTuple):
     tensor: TensorSpec
     start: int
-    """First element, row-major."""
     stop: int
 
     @property
@@ -84,8 +80,6 @@ def diff(
     a: str,
     b: str,
     *,
-    storage_a: Store | None = None,
-    storage_b: Store | None = None,
     parts: Sequence[str] = ("model", "optim"),
     progress: Callable[[int, int], None] | None = None,
 ) -> Diff:
@@ -94,8 +88,6 @@ def diff(
     Args:
         a: URI or pin of the first.
         b: URI or pin of the second.
-        storage_a: in place of the one that `a` names.
-        storage_b: in place of the one that `b` names.
         parts: kinds of tensors to compare: `model`, `optim`, `extra` (of single ranks: they
             differ between layouts by design).
         progress: called with bytes compared and bytes in all.
@@ -105,7 +97,7 @@ def diff(
         CheckpointIncomplete: an object of one is missing or short.
         CheckpointCorrupt: one is damaged.
     """
-    sides = open_state(a, storage_a), open_state(b, storage_b)
+    sides = open_state(a), open_state(b)
     result = Diff()
     common = list(_common(sides, parts, result))
     small = []

@@ -48,12 +48,10 @@ POLICY_SCHEMA = "policy/1"
 CONFIG = "config.json"
 """File of a Hugging Face folder that describes its model."""
 GROUP_BYTES = 64 << 20
-"""Small tensors are read together, up to this size."""
 CHUNK_BYTES = 16 << 20
 """Elements are converted in pieces of this size."""
 MAX_FILE_BYTES = 5 << 30
 WORKERS = 4
-"""Files that are written at the same time."""
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json")

@@ -28,7 +28,6 @@ class Form:
     """Type and shape of a tensor in a file."""
 
     dtype: str
-    """Key of `ITEM_BYTES`."""
     shape: tuple[int, ...]
 
     @property
@@ -45,7 +44,6 @@ class AdapterPart(NamedTuple):
     up: Slice
     """[rows, rank]"""
     scale: Slice
-    """[]"""
 
 
 class WeightPart(NamedTuple):

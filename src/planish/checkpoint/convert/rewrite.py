@@ -38,7 +38,6 @@ from planish.store import Store, open_store
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 4
-"""Parts on their way at the same time."""
 WINDOW_BYTES = 16 << 20
 NUM_WINDOWS = 16
 """Windows of the source that are kept in memory."""
@@ -51,15 +50,12 @@ class Rewritten:
     """What a rewrite has made visible."""
 
     commit: Commit
-    """The new checkpoint."""
     uri: str
-    """Its place."""
     bytes_read: int = 0
     """From the store, all requests together; 0 if it stood there already."""
     already_done: bool = False
     """An earlier call had committed the same."""
     timeline: Timeline = field(default_factory=Timeline)
-    """What each stage cost."""
 
     @property
     def pin(self) -> str:

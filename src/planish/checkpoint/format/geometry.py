@@ -33,9 +33,7 @@ class Box(NamedTuple):
     """
 
     offsets: tuple[int, ...]
-    """First index in each dimension."""
     lengths: tuple[int, ...]
-    """Extent in each dimension."""
 
     @property
     def ends(self) -> tuple[int, ...]:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import torch
 
 KINDS = ("model", "optim", "extra")
-"""What a tensor belongs to."""
 PARTS = (*KINDS, "loader")
 """What a role's state consists of: tensors of the model and of the optimizer, small values, and
 the position of the data loader. A load may be restricted to some of them."""
@@ -69,13 +68,10 @@ class TensorSpec:
     role: str
     """Which model of the state; `main` where there is only one."""
     kind: str
-    """`model`, `optim` or `extra`."""
     fqn: str
     """Canonical name, without the prefixes of wrappers."""
     dtype: str
-    """Key of `ITEM_BYTES`."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
 
 
 _KEY = attrgetter("role", "kind", "fqn")
@@ -83,7 +79,7 @@ _KEY = attrgetter("role", "kind", "fqn")
 
 @dataclass(frozen=True)
 class TensorTable:
-    """Tensors as columns; a tensor is named by (role, kind, fqn), and by its row.
+    """Tensors as columns [t]; a tensor is named by (role, kind, fqn), and by its row.
 
     Example:
         >>> table, rows = TensorTable.from_specs([TensorSpec("main", "model", "w", "F32", (2, 3))])
@@ -92,13 +88,9 @@ class TensorTable:
     """
 
     roles: tuple[str, ...]
-    """[t]"""
     kinds: tuple[str, ...]
-    """[t]"""
     fqns: tuple[str, ...]
-    """[t]"""
     dtypes: tuple[str, ...]
-    """[t]"""
     dims: I64
     """[t], number of dimensions."""
     shapes: I64
@@ -243,7 +235,6 @@ class LocalItem:
     """
 
     tensor: TensorSpec
-    """Of which tensor."""
     boxes: tuple[Box, ...]
     """Consecutive row-major pieces: one box for a regular shard, several for a flat slice."""
     data: torch.Tensor | None = None
@@ -261,7 +252,6 @@ class Collected:
     """What an adapter finds in one role's state on this rank."""
 
     items: Sequence[LocalItem]
-    """Tensors, model and optimizer."""
     shared: dict[str, Any] = field(default_factory=dict)
     """Small values equal on all ranks; written once for the role."""
     own: dict[str, Any] = field(default_factory=dict)

@@ -43,7 +43,6 @@ ALGORITHMS: dict[str, _Extend] = {
 }
 """Name in the metadata -> checksum of bytes that follow bytes with a known checksum (0: none)."""
 DEFAULT_CHECKSUM = "crc32c" if google_crc32c.implementation == "c" else "crc32"
-"""The faster of the two here."""
 
 
 def block_crcs(buffer: Buffer, algorithm: str = DEFAULT_CHECKSUM) -> NDArray[np.uint32]:
@@ -135,7 +134,6 @@ NAME = "meta/global.bin"
 MAX_BYTES = 4 << 30
 """Default bound of what `decode` may hold."""
 U32 = NDArray[np.uint32]
-"""Checksums."""
 
 _KEY = re.compile(r"(?!\.{1,2}(/|$))[^/\\\x00-\x1f\x7f]+(/(?!\.{1,2}(/|$))[^/\\\x00-\x1f\x7f]+)*")
 
@@ -147,7 +145,6 @@ class FileTable:
     keys: list[str] = field(default_factory=list)
     """Relative to the attempt's folder."""
     sizes: list[int] = field(default_factory=list)
-    """Bytes."""
     algorithms: list[str] = field(default_factory=list)
     """Checksum of each file: a key of `ALGORITHMS`."""
     crcs: list[U32] = field(default_factory=list)
@@ -200,11 +197,8 @@ class Metadata:
     """JSON: step, roles, layout, parents, attributes, versions. No time, no attempt, no process:
     equal states give equal bytes."""
     tensors: TensorTable
-    """Every tensor of every role."""
     files: FileTable
-    """Data, extra and loader objects."""
     shards: Shards
-    """Which box lies where."""
     objects: dict[str, Any] = field(default_factory=dict)
     """JSON, by role: keys of the shared extra file, the ranks' own ones, the loader's."""
 

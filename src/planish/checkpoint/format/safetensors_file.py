@@ -42,11 +42,9 @@ class NewEntry(NamedTuple):
     """One box to be written."""
 
     name: str
-    """In the file."""
     dtype: str
     """Key of `ITEM_BYTES`: the type of the tensor, not of its storage."""
     shape: tuple[int, ...]
-    """Of the box."""
 
     @property
     def nbytes(self) -> int:
@@ -59,13 +57,9 @@ class StoredEntry:
     """One entry as the header of a file describes it."""
 
     dtype: str
-    """A type of safetensors."""
     shape: tuple[int, ...]
-    """As stored."""
     start: int
-    """First byte in the file."""
     stop: int
-    """One past the last byte in the file."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +67,8 @@ class Header:
     """A parsed header."""
 
     entries: dict[str, StoredEntry]
-    """By name, in the order of their bytes."""
     notes: dict[str, str]
-    """`__metadata__` of the file."""
     data_start: int
-    """First byte after the header."""
 
 
 def quote_fqn(fqn: str) -> str:

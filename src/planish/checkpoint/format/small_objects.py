@@ -32,7 +32,6 @@ import struct
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
@@ -46,17 +45,16 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class SmallObject:
-    """One small object that a rank could write."""
+class Claim(NamedTuple):
+    """That a rank could write a small object: what the coordinator needs to know."""
 
     key: str
     """Relative to the folder of the attempt."""
-    data: bytes
-    """Content."""
-    role: str
     place: str
     """`shared`, `own`, `common` or `shard`."""
+    role: str
+    size: int
+    digest: str
     listed: Mapping[str, Any] | None = None
     """Of a shard: what metadata says of it beside the key."""
 
@@ -65,23 +63,12 @@ class SmallObject:
         """Role and kind, for timings."""
         return f"{self.role}.{'loader' if self.place in ('common', 'shard') else 'extra'}"
 
-    def claim(self) -> Claim:
-        """Return what the coordinator needs to know."""
-        digest = hashlib.sha256(self.data).hexdigest()[:32]
-        return Claim(self.key, self.place, self.role, len(self.data), digest, self.listed)
 
+class SmallObject(NamedTuple):
+    """One small object that a rank could write."""
 
-class Claim(NamedTuple):
-    """That a rank could write an object."""
-
-    key: str
-    place: str
-    role: str
-    size: int
-    digest: str
-    """Of the content."""
-    listed: Mapping[str, Any] | None = None
-    """Of a shard: what metadata says of it beside the key."""
+    claim: Claim
+    data: bytes
 
 
 def encode_objects(
@@ -89,36 +76,34 @@ def encode_objects(
 ) -> list[SmallObject]:
     """Return the small objects of a rank; what they hold may change afterwards."""
     found = []
+
+    def add(role: str, place: str, key: str, value: Any, listed: Any = None) -> None:
+        try:
+            data = encode_extra(value, allow_pickle=allow_pickle)
+        except TypeError as error:
+            raise TypeError(f"role `{role}`: {error}") from None
+        digest = hashlib.sha256(data).hexdigest()[:32]
+        full = f"data/{quote(role, safe='', errors='surrogatepass')}.{key}"
+        found.append(SmallObject(Claim(full, place, role, len(data), digest, listed), data))
+
     for role, collected in roles.items():
-        name = quote(role, safe="", errors="surrogatepass")
         if collected.shared:
-            data = _encode(role, collected.shared, allow_pickle)
-            found.append(SmallObject(f"data/{name}.extra/shared.bin", data, role, "shared"))
+            add(role, "shared", "extra/shared.bin", collected.shared)
         if collected.own:
-            data = _encode(role, collected.own, allow_pickle)
-            found.append(SmallObject(f"data/{name}.extra/{rank:05d}.bin", data, role, "own"))
-        loader, folder = collected.loader, f"data/{name}.loader"
+            add(role, "own", f"extra/{rank:05d}.bin", collected.own)
+        loader = collected.loader
         if loader is None:
             continue
         if loader.shards or loader.common:
-            data = _encode(role, loader.common_data(), allow_pickle)
-            found.append(SmallObject(f"{folder}/common.bin", data, role, "common"))
+            add(role, "common", "loader/common.bin", loader.common_data())
         several: Counter[tuple[int, int]] = Counter()
         for shard in loader.shards:
             number = several[shard.dp_rank, shard.reader]
             several[shard.dp_rank, shard.reader] += 1
             suffix = f"-{number}" if number else ""
-            key = f"{folder}/{shard.dp_rank:05d}-{shard.reader}{suffix}.bin"
-            data = _encode(role, shard.to_data(), allow_pickle)
-            found.append(SmallObject(key, data, role, "shard", shard.index()))
+            key = f"loader/{shard.dp_rank:05d}-{shard.reader}{suffix}.bin"
+            add(role, "shard", key, shard.to_data(), shard.index())
     return found
-
-
-def _encode(role: str, value: Any, allow_pickle: bool) -> bytes:
-    try:
-        return encode_extra(value, allow_pickle=allow_pickle)
-    except TypeError as error:
-        raise TypeError(f"role `{role}`: {error}") from None
 
 
 def choose_writers(claims: Sequence[Sequence[Claim]]) -> dict[str, int]:

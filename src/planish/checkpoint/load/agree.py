@@ -59,7 +59,6 @@ class LoadOptions:
     max_host_bytes: int = 256 << 20
     """Limit on buffers of one rank, beside the tensors themselves."""
     timeout_s: float = 1800.0
-    """Limit on the whole load."""
     store_timings: bool = False
     """Keep the timings of all ranks beside those of the save, if the store can be written;
     `planish checkpoint report --load` shows them."""
@@ -102,7 +101,6 @@ class Fit:
     faults: dict[str, list[str]] = field(
         default_factory=lambda: {"missing": [], "shape": [], "dtype": []}
     )
-    """Kind of fault to its sentences."""
     absent: list[str] = field(default_factory=list)
     """Tensors of this rank alone (generators) that the checkpoint lacks: never an error."""
     unfit: list[Key] = field(default_factory=list)

@@ -73,7 +73,6 @@ class Exchange:
         """Received from other ranks so far."""
         self._out: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._in: dict[tuple[int, int], list[int]] = defaultdict(list)
-        """(round of the reader, other rank) -> messages."""
         for peer, source in self._steps():
             self._learn_rounds(peer, source)
         self._num_rounds = self._highest(self.rounds.count)

@@ -39,7 +39,6 @@ class Names:
 
     shared: str
     own: Mapping[str, str]
-    """Saving rank to key."""
     common: str
     shards: tuple[Mapping[str, Any], ...]
     """Key and index of each shard of the loader."""

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from planish.checkpoint.ranks.control import Control
 
 OPEN_SECONDS = 300.0
-"""Limit on reading the metadata."""
 
 
 def open_on_all(place: str, control: Control, *, storage: Store | None = None) -> Opened:

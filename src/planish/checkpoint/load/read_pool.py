@@ -33,7 +33,6 @@ class Place(NamedTuple):
 
     round: int
     base: int
-    """First byte in the ring."""
 
 
 @dataclass
@@ -41,11 +40,9 @@ class Rounds:
     """The rounds of one rank's shared requests."""
 
     places: dict[int, Place] = field(default_factory=dict)
-    """Shared request to its place."""
     count: int = 0
     ring_bytes: int = 0
     buckets: int = RING
-    """Rounds that the ring holds."""
 
     @classmethod
     def plan(
@@ -74,7 +71,6 @@ class ReadPool:
         self.modified = False
         """Whether an element of the targets may have changed."""
         self.ring: Bytes = np.zeros(0, np.uint8)
-        """The bytes of shared requests, where `Rounds.places` says."""
         self._error: BaseException | None = None
         self._copies = PieceList(reads.copies)
         self._rows = rows_by_request(reads.copies, len(reads.requests))

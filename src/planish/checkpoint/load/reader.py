@@ -92,12 +92,8 @@ def read_metadata(place: str, storage: Store | None = None) -> tuple[Store, str,
 
 def locate(uri: str, storage: Store | None = None) -> tuple[Store, str]:
     """Return the storage of a URI, or the given one, and the key of the folder in it."""
-    if storage is None:
-        return open_store(uri)
-    if uri.startswith("/"):
-        return storage, uri.strip("/")
-    scheme, _, rest = uri.partition("://")
-    return storage, (rest if scheme == "file" else rest.partition("/")[2]).strip("/")
+    found, path = open_store(uri)
+    return found if storage is None else storage, path
 
 
 def open_state(place: str, storage: Store | None = None) -> Opened:

@@ -57,7 +57,6 @@ class Slice(NamedTuple):
     """
 
     tensor: TensorSpec
-    """As the checkpoint has it."""
     boxes: tuple[Box, ...]
 
     @property

@@ -34,7 +34,6 @@ class Fault(NamedTuple):
     """One thing that is wrong."""
 
     file: str
-    """Key relative to the attempt."""
     block: int
     """Number of the damaged block of 1 MiB; -1 for the object as a whole."""
     text: str
@@ -52,7 +51,6 @@ class Report:
     """Looked at, the metadata included."""
     num_tensors: int = 0
     num_bytes: int = 0
-    """Of the objects that were read."""
 
     @property
     def is_intact(self) -> bool:

@@ -16,7 +16,6 @@ GAP_BYTES = 256 << 10
 WASTE = 0.125
 """Wider gaps are, while they are at most this part of the request."""
 REQUEST_BYTES = 16 << 20
-"""Longest request."""
 REQUEST_SECONDS = 2e-3
 """What a request is taken to cost, whatever its size."""
 BYTES_PER_SECOND = 1e9

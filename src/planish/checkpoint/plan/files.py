@@ -36,20 +36,17 @@ _POWERS = 10 ** np.arange(1, 19, dtype=np.int64)
 
 
 class Rows(NamedTuple):
-    """The entries of one or more headers."""
+    """The entries of one or more headers: [b] boxes, their sides [b, n] padded with 0 and 1.
+
+    Bytes `start` to `stop` are counted from the end of the header.
+    """
 
     tensor: I64
-    """[b], position in the names and types given beside."""
     dims: I64
-    """[b], dimensions of the tensor."""
     offsets: I64
-    """[b, n], padded with 0."""
     lengths: I64
-    """[b, n], padded with 1."""
     start: I64
-    """[b], first byte, counted from the end of the header."""
     stop: I64
-    """[b], one past the last byte."""
 
 
 def header(names: Sequence[str], dtypes: Sequence[str], rows: Rows) -> bytes:
@@ -100,15 +97,12 @@ class FilePlan:
     key: str
     """`data/<role>.<kind>/<rank>-<k>.safetensors`, relative to the folder of the attempt."""
     header: bytes
-    """First bytes of the file: length word and JSON."""
     size: int
-    """Bytes of the file, the header included."""
     items: I64
     """[e], which of the rank's items each entry comes from."""
     starts: I64
     """[e], first byte of the entry in the item's row-major bytes (all its boxes in a row)."""
     stops: I64
-    """[e], one past the last byte there."""
     offsets: I64
     """[e], where the entry begins in the file, ascending and without gaps."""
 
@@ -125,7 +119,6 @@ class RankPlan:
     """What one rank writes."""
 
     rank: int
-    """Its number."""
     files: tuple[FilePlan, ...]
     """Ascending by role, kind and number; none where others write all that the rank holds."""
 
@@ -181,13 +174,10 @@ class GlobalPlan:
     """
 
     ranks: int
-    """Number of ranks."""
     tensors: TensorTable
-    """All tensors, ascending by role, kind and name."""
     keys: tuple[str, ...]
     """[f], relative to the folder of the attempt."""
     sizes: I64
-    """[f], bytes."""
     headers: I64
     """[f], bytes of the header alone."""
     rank_files: I64
@@ -199,7 +189,6 @@ class GlobalPlan:
     starts: I64
     """[e], first byte in the item's row-major bytes."""
     stops: I64
-    """[e], one past the last byte there."""
     file_boxes: I64
     """[f + 1], likewise the boxes of a file."""
     boxes: Rows

@@ -51,7 +51,6 @@ class LocalReads:
     offsets: I64
     """[m, d], first element of the piece, in the coordinates of the tensor."""
     lengths: I64
-    """[m, d], extent of the piece."""
     corner: I64
     """[m, d], first element of the wanted box, in the coordinates of the tensor."""
 
@@ -108,7 +107,6 @@ class Pieces:
     strides: I64
     """[p, d], bytes from one element to the next in the request; 0 for receipts."""
     lengths: I64
-    """[p, d], extent."""
     target: I64
     """[p, d], first element, counted from the corner of the wanted box; 0 for sends."""
     itemsize: I64
@@ -132,7 +130,6 @@ class Messages:
     first: I64
     """[s], first row of the message in the pieces beside it."""
     count: I64
-    """[s], rows."""
     nbytes: I64
     """[s], bytes of the packed message."""
 
@@ -145,7 +142,6 @@ class RankReads:
     """What one rank executes: read its requests, copy, send to peers, receive from peers."""
 
     requests: ReadRequests
-    """To read, in this order."""
     copies: Pieces
     """From the rank's own requests into its own items, ascending by request."""
     sends: Messages
@@ -163,7 +159,6 @@ class RankPart:
     """What a rank must know of a shared plan: its requests, and who else needs their pieces."""
 
     rank: int
-    """Its number."""
     requests: ReadRequests
     """[q], those it reads or needs bytes of, ascending by file and start."""
     reader: I64
@@ -177,7 +172,6 @@ class RankPart:
     offsets: I64
     """[k, d], first element, in the coordinates of the tensor."""
     lengths: I64
-    """[k, d], extent."""
     bounds: I64
     """[k + 1], who wants it: rows of `members`."""
     members: I64
@@ -239,20 +233,18 @@ def spans(
 
 
 class _Cuts(NamedTuple):
-    """Parts of pieces that lie in one request each."""
+    """Parts of pieces that lie in one request each.
+
+    [c] row of what was cut, byte of the first element in the request, [c, d] bytes from one element
+    to the next, first element counted from that of the piece, extent, [c] bytes of an element.
+    """
 
     pair: I64
-    """[c], row of the pieces and requests that were cut."""
     source: I64
-    """[c], byte of the first element, counted from the start of the request."""
     strides: I64
-    """[c, d], bytes from one element to the next."""
     inside: I64
-    """[c, d], first element, counted from that of the piece."""
     lengths: I64
-    """[c, d], extent."""
     itemsize: I64
-    """[c], bytes of an element."""
 
 
 def _cut(

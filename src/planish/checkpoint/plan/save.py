@@ -90,24 +90,20 @@ def plan_save(
 
 @dataclass(frozen=True)
 class Gathered:
-    """The items of all ranks that have elements, ascending by rank and item."""
+    """The items of all ranks that have elements, ascending by rank and item.
+
+    [i] each: who holds it, its number there, row of `tensors`, first row of its boxes and their
+    count, at least one; sides [b, n] of the boxes, padded with 0 and 1.
+    """
 
     tensors: TensorTable
-    """All tensors, ascending by role, kind and name."""
     rank: I64
-    """[i], who holds the item."""
     item: I64
-    """[i], its number there."""
     tensor: I64
-    """[i], row of `tensors`."""
     first: I64
-    """[i], its first row in `offsets`."""
     count: I64
-    """[i], its boxes, at least one."""
     offsets: I64
-    """[b, n], padded with 0."""
     lengths: I64
-    """[b, n], padded with 1."""
 
     def describe(self, row: int) -> str:
         """Name an item, its boxes and its rank for an error."""
@@ -183,7 +179,6 @@ class _Names:
         self._dtype: list[str] = []
         """Type of each of these tensors, as its first rank gives it."""
         self._codes: dict[str, int] = {}
-        """Type to its number."""
         self._last: dict[int, tuple[TensorTable, I64, I64]] = {}
         """Tables seen last by their `id`, with the numbers of their tensors and types."""
         self._rows: list[I64] = []
@@ -322,22 +317,19 @@ def _dense(names: Sequence[object]) -> I64:
 
 @dataclass(frozen=True)
 class Parts:
-    """What is to be written once: whole items, and cuts of large replicated ones."""
+    """What is to be written once: whole items, and cuts of large replicated ones.
+
+    [p] each: row of the replicas, bytes `start` to `stop` of the row-major item, first row of its
+    boxes and their count; sides [b, n] of the boxes, padded with 0 and 1.
+    """
 
     group: I64
-    """[p], row of the replicas."""
     start: I64
-    """[p], first byte in the item's row-major bytes."""
     stop: I64
-    """[p], one past the last byte there."""
     first: I64
-    """[p], first row in `offsets`."""
     count: I64
-    """[p], boxes."""
     offsets: I64
-    """[b, n], padded with 0."""
     lengths: I64
-    """[b, n], padded with 1."""
 
 
 def cut_parts(gathered: Gathered, replicas: Replicas, split_bytes: int) -> Parts:

@@ -46,17 +46,12 @@ class RankSets:
 
     def __init__(self) -> None:
         self.members: list[I64] = []
-        """By number: ascending ranks."""
         self._numbers: dict[bytes, int] = {}
         self._unions: dict[tuple[int, ...], int] = {}
 
     def add(self, ranks: I64) -> int:
         """Return the number of a set, given ascending."""
-        key = ranks.astype(np.int32).tobytes()
-        number = self._numbers.setdefault(key, len(self.members))
-        if number == len(self.members):
-            self.members.append(ranks)
-        return number
+        return self._number(ranks.astype(np.int32).tobytes())
 
     def add_rows(self, ranks: I64, starts: I64) -> I64:
         """Return the numbers of the sets `ranks[starts[i] : starts[i + 1]]`, each ascending."""
@@ -64,12 +59,14 @@ class RankSets:
         bounds = (4 * starts).tolist()
         result = np.empty(len(starts) - 1, np.int64)
         for row in range(len(starts) - 1):
-            key = bytes(data[bounds[row] : bounds[row + 1]])
-            number = self._numbers.setdefault(key, len(self.members))
-            if number == len(self.members):
-                self.members.append(np.frombuffer(key, np.int32).astype(np.int64))
-            result[row] = number
+            result[row] = self._number(bytes(data[bounds[row] : bounds[row + 1]]))
         return result
+
+    def _number(self, key: bytes) -> int:
+        number = self._numbers.setdefault(key, len(self.members))
+        if number == len(self.members):
+            self.members.append(np.frombuffer(key, np.int32).astype(np.int64))
+        return number
 
     def union(self, numbers: Sequence[int]) -> int:
         """Return the number of the union of sets, without repeated ranks."""
@@ -91,7 +88,6 @@ class SharedReads:
     """The reads of all ranks together."""
 
     ranks: int
-    """Number of ranks."""
     requests: ReadRequests
     """Of all ranks, ascending by file and start, disjoint."""
     reader: I64
@@ -99,7 +95,6 @@ class SharedReads:
     number: I64
     """[q], which of the reader's requests it is."""
     wanted: Wanted
-    """Different pieces, and who wants them."""
     involved: tuple[I64, I64]
     """[ranks + 1] and [sum]: the requests that each rank reads or needs bytes of, ascending."""
     piece_of: tuple[I64, I64]
@@ -141,11 +136,9 @@ class Wanted:
     offsets: I64
     """[u, d], first element, in the coordinates of the tensor."""
     lengths: I64
-    """[u, d], extent."""
     set: I64
     """[u], who wants it, a number of `sets`; a rank that wants it twice is there twice."""
     sets: RankSets
-    """Numbers of sets of ranks."""
 
     def rows(self, pieces: I64) -> tuple[I64, I64, I64, I64, I64]:
         """Return shard, offsets, lengths of pieces, and [k + 1], [sum] who wants each."""

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 CONNECT_SECONDS = 60.0
-"""Limit on the first meeting of the ranks."""
 LIVENESS_SECONDS = 0.5
 """How often a waiting rank checks whether the ranks it waits for on its own machine still live."""
 EVERYONE = -1

@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 MOST_PLANS = 8
 """Plans that are kept; the least recently used one goes first."""
 _MAY_DIFFER = {"timeout_s", "pace_s", "header", "allow_pickle"}
-"""Options that may differ between ranks."""
 
 Roles = Mapping[str, Collected]
 """Role to what the adapter found in its state."""
@@ -68,9 +67,7 @@ class SaveOptions:
     is_async: bool = True
     """Return when the state is staged, not when it is committed."""
     tags: Mapping[str, str] = field(default_factory=dict)
-    """Texts for COMMIT."""
     run_id: str = ""
-    """For COMMIT."""
     header: Mapping[str, Any] = field(default_factory=dict)
     """JSON for the metadata (layout, parents, attributes); that of rank 0 counts."""
     allow_pickle: bool = False
@@ -103,7 +100,6 @@ class Prepared:
     starts: tuple[int, ...]
     """Where the files begin in a staging buffer."""
     size: int
-    """Bytes of the buffer that they take."""
     whole: GlobalPlan | None
     """On rank 0: the plan of all ranks."""
 
@@ -132,9 +128,7 @@ class Agreed:
     small: list[SmallObject]
     """Those that this rank writes."""
     roles: tuple[str, ...]
-    """Of all ranks."""
     facts: dict[str, Any]
-    """This rank's, by role."""
 
 
 class Skipped(Exception):
@@ -187,7 +181,7 @@ class Planner:
             "busy": busy,
             "history": self._history.hex(),
             "signature": local.signature.hex() if local else "",
-            "claims": [small.claim() for small in local.small] if local else [],
+            "claims": [small.claim for small in local.small] if local else [],
             "roles": local.roles if local else (),
         }
         gathered = call.gather(json.dumps(facts).encode(), "facts")
@@ -206,7 +200,7 @@ class Planner:
             verdict["attempt"],
             prepared,
             local.items,
-            [small for small in local.small if writers.get(small.key, call.rank) == call.rank],
+            [one for one in local.small if writers.get(one.claim.key, call.rank) == call.rank],
             tuple(verdict["roles"]),
             local.facts,
         )

@@ -228,7 +228,8 @@ class SaveEngine:
             FileUpload(f"{folder}/{file.key}", file.size, file.key.split("/")[1])
             for file in prepared.plan.files
         ]
-        files += [FileUpload(f"{folder}/{one.key}", len(one.data), one.state) for one in small]
+        claims = [one.claim for one in small]
+        files += [FileUpload(f"{folder}/{one.key}", one.size, one.state) for one in claims]
         save.job = UploadJob(
             rank=self.control.rank,
             uri=options.uri,

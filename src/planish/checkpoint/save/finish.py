@@ -115,7 +115,6 @@ class Save:
     thread_storage: Store | None = None
     """Where a thread of this process writes; None where the uploading process does."""
     job: UploadJob | None = None
-    """Set once the state is staged."""
     failure: BaseException | None = None
     """What happened to this rank before it could write."""
     journal: Journal | None = None
@@ -167,7 +166,7 @@ def write(save: Save, uploader: Uploader) -> bytes:
     save.recorder.extend(Timing(*row) for row in written["timings"])
     message = {
         "files": written["files"],
-        "claims": [small.claim() for small in save.agreed.small],
+        "claims": [small.claim for small in save.agreed.small],
         "timings": [dataclasses.astuple(row) for row in save.recorder.timeline().records],
     }
     return json.dumps(message).encode()

@@ -56,7 +56,6 @@ class SharedBuffer:
         self.size = size
         self.fd = os.memfd_create("planish-staging", os.MFD_CLOEXEC)
         self.plan: RankPlan | None = None
-        """The plan that `copies` belong to."""
         self.copies: list[_Copy] = []
         self._tensor: torch.Tensor | None = None
         self._is_pinned = False

@@ -37,7 +37,6 @@ class FileUpload:
     """Full key in the store."""
     size: int
     state: str
-    """Role and kind, for the timings."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class FileResult:
     key: str
     size: int
     algorithm: str
-    """Name of the checksum."""
     crcs: tuple[int, ...]
     """Checksum of each block of 1 MiB."""
 
@@ -79,7 +77,6 @@ class _File:
     upload: FileUpload
     parts: Multipart | None
     left: int
-    """Parts that are not written yet."""
     crcs: np.ndarray[tuple[int], np.dtype[np.uint32]]
     crc_seconds: float = 0.0
     started: float = 0.0
@@ -97,7 +94,6 @@ class _Run:
     stop: threading.Event
     tasks: Iterator[tuple[int, int, int, int]]
     pace: float
-    """Seconds for each byte."""
     begun: float = field(default_factory=time.monotonic)
     handed_out: int = 0
     """Bytes whose part some thread has taken."""
@@ -242,18 +238,14 @@ class UploadJob:
 
     rank: int
     uri: str
-    """Of the checkpoint, as the caller named it."""
     path: str
-    """Its key in the store."""
     attempt: str
     files: Sequence[FileUpload]
     starts: Sequence[int]
     """Where each file begins in the staging buffer."""
     num_threads: int = 4
     timeout_s: float = 1800.0
-    """Limit on every store request."""
     pace_s: float = 0.0
-    """See `upload_files`."""
 
 
 def run_job(

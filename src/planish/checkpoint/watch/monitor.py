@@ -56,13 +56,11 @@ class Timing:
     stage: str
     """One of SAVE_STAGES or LOAD_STAGES."""
     start: float
-    """Seconds since 1970."""
     end: float
     num_bytes: int = 0
     object: str = ""
     """Key of the object inside the checkpoint, or `retry <reason>`; empty for several."""
     retries: int = 0
-    """Store requests that had to be repeated."""
     host: str = ""
 
     @property
@@ -175,7 +173,6 @@ class CheckpointInfo:
     uri: str
     step: int
     attempt: str
-    """Id of the save that was committed."""
     sha256: str
     """Digest of the global metadata, in hexadecimal: the identity of the state."""
     num_bytes: int
@@ -183,7 +180,6 @@ class CheckpointInfo:
     layout: str = ""
     """Layout that the saver named, for information."""
     roles: tuple[str, ...] = ()
-    """Roles that were committed together."""
     timings: Timeline = field(default_factory=Timeline, compare=False)
     """This rank's records; on rank 0 of a save those of every rank."""
     facts: dict[str, object] = field(default_factory=dict, compare=False)
