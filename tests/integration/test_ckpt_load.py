@@ -142,7 +142,7 @@ def test_a_replicated_load_reads_every_byte_once_and_balanced(tmp_path):
     place = place_of(tmp_path, num_ranks=4)
     found = run_ranks(
         "tests.integration.test_ckpt_load:scenario_load", 4, tmp_path / "ranks", timeout=300.0,
-        place=place, layouts=["replicated"], hosts=range(4),
+        place=place, layouts=["replicated"], hosts=[0, 1, 2, 3],
     )  # fmt: skip
     total, unique = found[0]["store"], found[0]["unique"]
     assert total / unique <= 1.05
@@ -167,7 +167,7 @@ def test_timings_of_all_ranks_are_kept_beside_those_of_the_save_when_asked_for(t
         run_ranks(
             "tests.integration.test_ckpt_load:scenario_load", 2, tmp_path / "ranks", timeout=300.0,
             place=place, layouts=["replicated"] * times, options={"store_timings": times == 2},
-            hosts=range(2),
+            hosts=[0, 1],
         )  # fmt: skip
         if times == 1:
             with pytest.raises(CheckpointNotFound, match="no load was asked to keep them"):
