@@ -21,9 +21,7 @@ from planish.verifiers import split_name
 _T = TypeVar("_T", bound=Hashable)
 
 NUM_PERMUTATIONS = 128
-"""Hash functions of one signature."""
 SHINGLE_WORDS = 3
-"""Words of one shingle."""
 SEED = 1
 """Seed of the hash functions; a constant, since the run's seed must not change the data."""
 SCHEME = "affine32"

@@ -14,19 +14,12 @@ from planish.base.config import nearest, parse_section
 from planish.base.errors import ConfigError
 from planish.base.inspection import Inspection
 from planish.base.text import code_span
-from planish.stages.curate.columns import (
-    check_types,
-    column_names,
-    form_of,
-    judge_row,
-    read_problems,
-    with_function_columns,
-)
+from planish.stages.curate import columns
 from planish.stages.curate.config import SET_KEY, CurateConfig
 from planish.stages.curate.filters import remove_unverifiable
 from planish.stages.curate.gsm8k import step_problems
 from planish.stages.curate.problem import CurationLedger, Drop, Problem, add_drop
-from planish.stages.curate.records import DataRow, DataTable, read_data
+from planish.stages.curate.records import DataRow, DataTable, check_rows, open_data
 from planish.stages.curate.report import drop_warnings
 from planish.stages.curate.select import is_steps, select
 from planish.stages.curate.tasks import task_stream
@@ -73,7 +66,7 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
     """
     settings = parse_section(CurateConfig, config.get("curate", {}), section="curate")
     try:
-        settings = with_function_columns(settings, config)
+        settings = columns.with_function_columns(settings, config)
     except ConfigError:
         return  # `check_run` tells it
     if not settings.dataset:
@@ -91,12 +84,12 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
     if settings.dataset and not found.faults:
         functions = [table["name"] for table in config.get("reward", {}).get("functions", ())]
         found.faults += verifier_faults(opened[0].problems, options, functions)
-        columns = column_names(opened[0].table.rows)
+        names = columns.column_names(opened[0].rows)
         found.warnings += [
             f"reward functions take the column {column!r}, which no row has"
-            f"{nearest(column, columns)}; its columns are {', '.join(columns)}"
+            f"{nearest(column, names)}; its columns are {', '.join(names)}"
             for column in settings.reward_columns
-            if column not in ("prompt", *columns)
+            if column not in ("prompt", *names)
         ]
         alike = [problem for source in sets for problem in source.problems]
         try_curation(settings, opened, alike, found)
@@ -110,57 +103,54 @@ class Opened:
     """Names it as `dataset`."""
     label: str
     """`data`, `held-out data` or the name of an evaluation set."""
-    table: DataTable = field(default_factory=lambda: DataTable([], ""))
-    """Its first rows."""
+    rows: list[DataRow] = field(default_factory=list)
+    unreadable: list[Drop] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     """Those with prompt and answer."""
     drops: list[Drop] = field(default_factory=list)
-    """Rows without prompt or answer, or with one of another type."""
     num_later: int = 0
-    """Rows of a file that were read beyond those of the table."""
+    """Rows of a file that were read beyond the first ones."""
     unread_after: str = ""
     """The last row that was read where the time was too short for all."""
 
     @property
     def is_part(self) -> bool:
-        """Whether there may be rows beyond those of the table."""
-        return self.num_later > 0 or len(self.table.rows) in (0, INSPECTED_ROWS)
+        """Whether there may be rows beyond the first ones."""
+        return self.num_later > 0 or len(self.rows) in (0, INSPECTED_ROWS)
 
-    def read(self, ledger: CurationLedger, key: str) -> None:
+    @property
+    def num_rows(self) -> int:
+        """All rows that were read."""
+        return len(self.rows) + len(self.unreadable) + self.num_later
+
+    def read(self, key: str) -> None:
         """Read the rows; those beyond the first ones are judged by their form alone."""
+        name, _, items = open_data(self.config, key=key, most_of_hub=INSPECTED_ROWS)
         shown: dict[str, list[Drop]] = {}
         later: list[Drop] = []
         end = 0.0
-
-        def judge(row: DataRow) -> bool:
-            nonlocal end
-            now = time.monotonic()
-            end = end or now + READING_SECONDS
-            self.num_later += 1
-            problem = judge_row(self.config, row)
-            if isinstance(problem, Drop):
-                add_drop(later, problem, shown)
-            if now > end:
-                self.unread_after = row.origin
-            return now <= end
-
         # Bad rows are gathered here, so that several are told at once.
-        self.table = read_data(
-            self.config,
-            ledger,
-            skip_bad=True,
-            key=key,
-            streaming=True,
-            max_rows=INSPECTED_ROWS,
-            beyond=judge,
-        )
-        rows = self.table.rows
-        self.problems, self.drops = read_problems(self.config, rows)
+        for item in items:
+            if isinstance(item, Drop):
+                add_drop(self.unreadable, item, shown)
+            elif len(self.rows) < INSPECTED_ROWS:
+                self.rows.append(item)
+            else:
+                now = time.monotonic()
+                end = end or now + READING_SECONDS
+                self.num_later += 1
+                if isinstance(problem := columns.judge_row(self.config, item), Drop):
+                    add_drop(later, problem, shown)
+                if now > end:
+                    self.unread_after = item.origin
+                    break
+        check_rows(name, self.rows, self.unreadable)
+        self.problems, self.drops = columns.read_problems(self.config, self.rows)
         self.drops += later
-        check_types(self.config, self.drops, len(rows) + self.num_later)
-        if is_steps(self.config, self.table):
+        columns.check_types(self.config, self.drops, len(self.rows) + self.num_later)
+        if is_steps(self.config, self.rows):
             digits = self.config.max_operand_digits
-            self.problems = step_problems(rows, digits, CurationLedger())
+            self.problems = step_problems(self.rows, digits, CurationLedger())
 
 
 def inspect_source(
@@ -174,17 +164,16 @@ def inspect_source(
 
     `config` names it as `dataset`, and `key` is the setting that does so, for messages.
     """
-    opened, ledger = Opened(config, label), CurationLedger()
+    opened = Opened(config, label)
     try:
-        opened.read(ledger, key)
+        opened.read(key)
     except ConfigError as error:
         found.faults.append(str(error))
         return Opened(config, label)
-    (reading,) = ledger.filters
-    num_rows = reading.num_in + opened.num_later
-    if reading.num_dropped:
-        bad = [example for kind in reading.examples.values() for example in kind]
-        line = f"{reading.num_dropped} of {num_rows} rows can not be read: {'; '.join(bad)}"
+    if opened.unreadable:
+        bad = [drop.example for drop in dict.fromkeys(opened.unreadable)]
+        num_bad = len(opened.unreadable)
+        line = f"{num_bad} of {opened.num_rows} rows can not be read: {'; '.join(bad)}"
         if config.skip_bad:
             found.warnings.append(f"{line}; `curate.skip_bad` leaves them out")
         else:
@@ -197,7 +186,7 @@ def inspect_source(
             f"the {label} was read up to {opened.unread_after}, as far as one comes in "
             f"{READING_SECONDS:g} s; `curate` reads the rest"
         )
-    found.rows += data_rows(opened, num_rows)
+    found.rows += data_rows(opened)
     judge_answers(opened, found)
     found.faults += verifier_faults(opened.problems[:VERIFIED_ROWS], options)
     found.warnings += form_warnings(label, opened.problems)
@@ -216,7 +205,7 @@ def try_curation(
     is_part = any(source.is_part for source in opened)
     # A rewriter of the user may take a model and minutes.
     trial = config.model_copy(update={"to_integers": config.to_integers and not config.rewriter})
-    ledger, tables = CurationLedger(), [source.table for source in opened]
+    ledger, tables = CurationLedger(), [DataTable(source.rows, "") for source in opened]
     try:
         select(trial, 0, tables, ledger, sets=sets, most_judged=VERIFIED_ROWS)
     except ConfigError as error:
@@ -237,11 +226,11 @@ def judge_answers(opened: Opened, found: Inspection) -> None:
     if not judged:
         counts = Counter(drop.reason for drop in (*opened.drops, *unjudged))
         reasons = ", ".join(f"{reason} {count}" for reason, count in counts.items())
-        rows = opened.table.rows
+        rows = opened.rows
         found.faults.append(
             f"{opened.config.dataset!r} must hold a prompt with an answer that a verifier can "
             f"judge, got none in {len(rows)} rows ({reasons}); its columns are "
-            f"{', '.join(column_names(rows))}: name them by `curate.dataset_map` = "
+            f"{', '.join(columns.column_names(rows))}: name them by `curate.dataset_map` = "
             "'prompt=...,answer=...'"
         )
 
@@ -276,7 +265,7 @@ def form_warnings(label: str, problems: Sequence[Problem]) -> list[str]:
     found: Counter[tuple[str, str]] = Counter()
     for problem in problems:
         name, form = split_name(problem.verifier)
-        asked = form_of(problem.messages)
+        asked = columns.form_of(problem.messages)
         if asked and (asked != (form or "line") if name in READS_FORMS else name in READS_ALL):
             found[asked, problem.verifier] += 1
     return [
@@ -288,21 +277,23 @@ def form_warnings(label: str, problems: Sequence[Problem]) -> list[str]:
     ]
 
 
-def data_rows(opened: Opened, num_rows: int) -> list[tuple[str, str]]:
-    """Return what a data set holds, for people; `num_rows` were looked at."""
-    problems, drops = opened.problems, opened.drops
+def data_rows(opened: Opened) -> list[tuple[str, str]]:
+    """Return what a data set holds, for people."""
+    problems, drops, num_rows = opened.problems, opened.drops, opened.num_rows
     # Of the hub exactly so many are asked for.
     first = "the first " if num_rows == INSPECTED_ROWS else ""
     more = f"; what follows is of the first {INSPECTED_ROWS}" if num_rows > INSPECTED_ROWS else ""
     rows = [(opened.label, f"{code_span(opened.config.dataset)}, {first}{num_rows} rows{more}")]
-    rows.append(("- columns", ", ".join(column_kinds(opened.table.rows))))
+    rows.append(("- columns", ", ".join(column_kinds(opened.rows))))
     for reason, count in Counter(drop.reason for drop in drops).items():
         those = [drop.example.partition(":")[0] for drop in drops if drop.reason == reason]
         more = ", ..." if count > 3 else ""
         rows.append((f"- {reason}", f"{count} rows ({', '.join(those[:3])}{more})"))
     judges = Counter(code_span(problem.verifier) for problem in problems)
     rows.append(("- verifiers", _counts(judges)))
-    asked = Counter(FORMS[form] if (form := form_of(p.messages)) else "not said" for p in problems)
+    asked = Counter(
+        FORMS[form] if (form := columns.form_of(p.messages)) else "not said" for p in problems
+    )
     rows.append(("- answers asked for as", _counts(asked)))
     led = sum(problem.messages[0]["role"] == "system" for problem in problems)
     if led:
@@ -324,7 +315,7 @@ def column_kinds(rows: Sequence[DataRow]) -> list[str]:
         ['`a` number 1, text 1']
     """
     lines = []
-    for name in column_names(rows):
+    for name in columns.column_names(rows):
         kinds = Counter(_KINDS.get(type(row.fields.get(name)), "table") for row in rows)
         lines.append(f"{code_span(name)} {_counts(kinds) if len(kinds) > 1 else next(iter(kinds))}")
     return lines

@@ -24,13 +24,10 @@ from planish.stages.curate.problem import Drop, Messages, Problem, drop
 from planish.verifiers import READS_FORMS, answer_fault, split_name
 
 MAX_CHARS = 200
-"""Longest answer that is read."""
 MAX_DEPTH = 16
-"""Deepest nesting."""
 MAX_RADICAND = 10**9
 """Largest number under a root: sympy finds every square factor of a smaller one."""
 MAX_DIGITS = 18
-"""Most digits of one number."""
 MAX_TERMS = 16
 """Most different roots of one sum."""
 

@@ -16,7 +16,6 @@ _T = TypeVar("_T")
 Messages = list[dict[str, str]]
 
 MAX_EXAMPLES = 3
-"""Examples kept for each reason."""
 MUCH = 0.2
 """A filter that drops a larger part of its rows than this is shown to people."""
 
@@ -39,9 +38,7 @@ class Problem:
     answer: str
     verifier: str
     source: str
-    """Name of the data set."""
     trace: str | None = None
-    """Worked solution that ends in the answer."""
     family: str = ""
     """Problems of one family go to the same side of the split; empty: the normalised question."""
     origin: str = ""
@@ -67,7 +64,6 @@ class Drop:
     """A row that a filter took out."""
 
     reason: str
-    """Code in the form of an identifier."""
     example: str
     """The row in short, with its origin."""
 

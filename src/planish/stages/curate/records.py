@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -76,74 +76,82 @@ def read_data(
     skip_bad: bool,
     key: str = "curate.dataset",
     label: str = "",
-    streaming: bool = False,
-    max_rows: int | None = None,
-    beyond: Callable[[DataRow], bool] | None = None,
 ) -> DataTable:
-    """Read the data set of a configuration, fetching it from where it lies.
+    """Read the data set of a configuration; `ledger` gets one filter, whose name `label` begins.
 
-    A file holds JSONL, or Parquet where its name or its first bytes say so; gzip may pack JSONL.
-
-    Args:
-        config: names it as `dataset`.
-        ledger: gets one filter.
-        skip_bad: leave out unreadable rows and count them in the ledger.
-        key: setting that holds the address, for messages.
-        label: put before the name of that filter.
-        streaming: as in `read_hub`.
-        max_rows: only the first ones are kept; None for all.
-        beyond: gets each further row of a file, and returns whether to read on; None reads none.
+    With `skip_bad` unreadable rows are left out and counted. `key` is the setting that holds the
+    address, for messages.
 
     Raises:
         ConfigError: no such data set, no rows, or a bad row; names the line.
         StoreUnavailable: the store does not answer.
     """
-    source = parse_source(config.dataset, key=key)
-    path: Path | None = None
-    if source.kind == "hub" and not source.file:
-        unit, name = "row", source.place
-        options = {"config": config.hub_config, "split": config.hub_split, "key": key}
-        rows_of_hub = read_hub(source, revision=config.hub_revision, streaming=streaming, **options)
-        items: Iterable[Any] = itertools.islice(rows_of_hub, max_rows)
-    else:
-        path = fetch_file(source, key=key)
-        name = path.name
-        unit, items = ("row", _parquet_rows(path)) if _is_parquet(path) else ("line", _lines(path))
+    name, path, items = open_data(config, key=key)
     rows: list[DataRow] = []
     bad: list[Drop] = []
     shown: dict[str, list[Drop]] = {}
-    for number, item in enumerate(items, 1):
-        if isinstance(item, bytes) and not item.strip():
-            continue
-        is_kept = max_rows is None or number <= max_rows
-        if not is_kept and beyond is None:
-            break
-        try:
-            row = DataRow(_fields(item), f"{unit} {number}")
-        except BadRow as error:
-            if not skip_bad:
-                raise ConfigError(
-                    f"{unit} {number} of `{name}` must be readable, got: {error}; "
-                    f"{'' if rows else f'{KINDS}; '}mend it, or "
-                    "leave such rows out with `curate.skip_bad = true`"
-                ) from None
-            add_drop(bad, Drop(error.reason, f"{unit} {number}: {error}"), shown)
-            continue
-        if is_kept:
-            rows.append(row)
-        elif beyond is not None and not beyond(row):
-            break
+    for item in items:
+        if isinstance(item, DataRow):
+            rows.append(item)
+        elif skip_bad:
+            add_drop(bad, item, shown)
+        else:
+            origin, _, fault = item.example.partition(": ")
+            raise ConfigError(
+                f"{origin} of `{name}` must be readable, got: {fault}; "
+                f"{'' if rows else f'{KINDS}; '}mend it, or "
+                "leave such rows out with `curate.skip_bad = true`"
+            )
+    check_rows(name, rows, bad)
+    ledger.record(f"{label}rows of the data set", "rows", rows, bad)
+    if path is not None:
+        return DataTable(rows, hash_file(path)[1])
+    canonical = "\n".join(json.dumps(row.fields, sort_keys=True, default=str) for row in rows)
+    return DataTable(rows, hashlib.sha256(canonical.encode("ascii")).hexdigest())
+
+
+def check_rows(name: str, rows: Sequence[DataRow], bad: Sequence[Drop]) -> None:
+    """Refuse a data set without any readable row."""
     if not rows:
         raise ConfigError(
             f"`{name}` must hold at least one readable row, got {len(bad)} bad rows and no other"
             + (f", the first at {bad[0].example}; {KINDS}" if bad else "; it is empty")
             + ": check `curate.dataset`"
         )
-    ledger.record(f"{label}rows of the data set", "rows", rows, bad)
-    if path is not None:
-        return DataTable(rows, hash_file(path)[1])
-    canonical = "\n".join(json.dumps(row.fields, sort_keys=True, default=str) for row in rows)
-    return DataTable(rows, hashlib.sha256(canonical.encode("ascii")).hexdigest())
+
+
+def open_data(
+    config: CurateConfig, *, key: str, most_of_hub: int | None = None
+) -> tuple[str, Path | None, Iterator[DataRow | Drop]]:
+    """Fetch the data set that a configuration names as `dataset`.
+
+    A file holds JSONL, or Parquet where its name or its first bytes say so; gzip may pack JSONL.
+    Of a data set of the hub only `most_of_hub` rows are fetched, as they are asked for.
+
+    Returns:
+        Its name, its path where it is a file, and its rows; a bad one is a drop.
+    """
+    source = parse_source(config.dataset, key=key)
+    if source.kind == "hub" and not source.file:
+        options = {"config": config.hub_config, "split": config.hub_split, "key": key}
+        options |= {"revision": config.hub_revision}
+        rows = read_hub(source, **options, streaming=most_of_hub is not None)
+        return source.place, None, _rows(itertools.islice(rows, most_of_hub), "row")
+    path = fetch_file(source, key=key)
+    if _is_parquet(path):
+        return path.name, path, _rows(_parquet_rows(path), "row")
+    return path.name, path, _rows(_lines(path), "line")
+
+
+def _rows(items: Iterable[Any], unit: str) -> Iterator[DataRow | Drop]:
+    for number, item in enumerate(items, 1):
+        if isinstance(item, bytes) and not item.strip():
+            continue
+        origin = f"{unit} {number}"
+        try:
+            yield DataRow(_fields(item), origin)
+        except BadRow as error:
+            yield Drop(error.reason, f"{origin}: {error}")
 
 
 def _is_parquet(path: Path) -> bool:

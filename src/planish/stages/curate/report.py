@@ -14,7 +14,6 @@ from planish.stages.curate.problem import CurationLedger
 from planish.stages.curate.select import Curated
 
 EXAMPLE_CHARS = 120
-"""Longest example in the report."""
 
 
 def curation_metrics(curated: Curated) -> dict[str, float]:

@@ -7,25 +7,12 @@ from dataclasses import dataclass, field
 
 from planish.base.errors import ConfigError
 from planish.records.prompts import prompt_id
+from planish.stages.curate import dedup, filters
 from planish.stages.curate.columns import compose, read_problems
 from planish.stages.curate.config import CurateConfig
-from planish.stages.curate.dedup import (
-    remove_contaminated,
-    remove_duplicates,
-    remove_near_duplicates,
-)
-from planish.stages.curate.filters import (
-    choose,
-    has_good_trace,
-    is_held_out,
-    remove_long,
-    remove_outside_band,
-    remove_unverifiable,
-    split,
-)
 from planish.stages.curate.gsm8k import is_gsm8k, step_problems
 from planish.stages.curate.problem import CurationLedger, Drop, Problem, drop, keep_first, sift
-from planish.stages.curate.records import DataTable
+from planish.stages.curate.records import DataRow, DataTable
 from planish.stages.curate.tasks import task_stream, with_mistake
 
 MAX_DRAWS_FACTOR = 200
@@ -41,12 +28,10 @@ class Curated:
 
     train: list[Problem]
     evaluation: list[Problem]
-    """Held-out problems."""
     traced: list[Problem]
     """Training problems whose worked traces teach the cold start."""
     ledger: CurationLedger
     sets: dict[str, list[Problem]] = field(default_factory=dict)
-    """Problems of each evaluation set."""
 
 
 def curate(
@@ -63,7 +48,7 @@ def curate(
     alike = [problem for problems in sets.values() for problem in problems]
     train, evaluation = select(config, seed, tables, ledger, pass_rates, sets=alike)
     traced = _traced(config, train, ledger)
-    if config.trace_mistakes and (not tables or is_steps(config, tables[0])):
+    if config.trace_mistakes and (not tables or is_steps(config, tables[0].rows)):
         traced = [with_mistake(problem, config.trace_mistakes, seed) for problem in traced]
     return Curated(train, evaluation, traced, ledger, sets)
 
@@ -83,7 +68,7 @@ def set_problems(
         name, rows = chosen.name, tables[chosen.name].rows
         read = read_problems(config.of_set(chosen), rows)
         problems = ledger.record(f"{name}, readable problems", "rows", *read)
-        judged = remove_unverifiable(problems)
+        judged = filters.remove_unverifiable(problems)
         problems = ledger.record(f"{name}, verifiable answer", "prompts", *judged)
         # Prompts are told apart by their ids.
         different = keep_first(problems, lambda p: prompt_id(p.messages, p.answer))
@@ -127,17 +112,21 @@ def select(
         if len(tables) > 1:
             evaluation = _prepare(config, tables[1], ledger, "held-out ", most_judged)
         else:
-            train, evaluation = split(train, config.evaluation_fraction, config.evaluation_size)
+            train, evaluation = filters.split(
+                train, config.evaluation_fraction, config.evaluation_size
+            )
             drops = [drop(problem, "held_out") for problem in evaluation]
             ledger.record("split, training part", "prompts", train, drops, is_choice=True)
     # Generated problems are made of few words: only equal ones leak.
     ngram = config.contamination_ngram if tables else 0
-    clean = remove_contaminated(train, [*evaluation, *sets], ngram=ngram)
+    clean = dedup.remove_contaminated(train, [*evaluation, *sets], ngram=ngram)
     train = ledger.record("contamination", "prompts", *clean)
-    chosen = choose(evaluation, config.evaluation_size, "over_evaluation_size")
+    chosen = filters.choose(evaluation, config.evaluation_size, "over_evaluation_size")
     evaluation = ledger.record("evaluation size", "prompts", *chosen, is_choice=True)
     if pass_rates is not None:
-        band = remove_outside_band(pass_rates(train), config.pass_rate_min, config.pass_rate_max)
+        band = filters.remove_outside_band(
+            pass_rates(train), config.pass_rate_min, config.pass_rate_max
+        )
         train = ledger.record("pass rate", "prompts", *band)
     for name, problems in (("training", train), ("evaluation", evaluation)):
         if not problems:
@@ -150,13 +139,13 @@ def select(
 
 def _traced(config: CurateConfig, train: list[Problem], ledger: CurationLedger) -> list[Problem]:
     def judge(problem: Problem) -> Drop | None:
-        if has_good_trace(problem):
+        if filters.has_good_trace(problem):
             return None
         return drop(problem, "no_trace" if problem.trace is None else "wrong_trace")
 
     good, bad = sift(train, judge)
     count = len(good) if config.num_traces is None else config.num_traces
-    chosen, surplus = choose(good, count, "over_num_traces")
+    chosen, surplus = filters.choose(good, count, "over_num_traces")
     drops = [*bad, *surplus]
     return ledger.record("traces for the cold start", "prompts", chosen, drops, is_choice=True)
 
@@ -173,7 +162,7 @@ def _generate(
     for draws, problem in enumerate(task_stream(config, seed)):
         if draws >= patience or all(len(s) >= w for s, w in zip(sides, wanted, strict=True)):
             break
-        side = int(is_held_out(problem, config.evaluation_fraction))
+        side = int(filters.is_held_out(problem, config.evaluation_fraction))
         if problem.key in seen:
             drops.append(drop(problem, "duplicate"))
         elif len(sides[side]) >= wanted[side]:
@@ -186,9 +175,9 @@ def _generate(
     return sides
 
 
-def is_steps(config: CurateConfig, table: DataTable) -> bool:
+def is_steps(config: CurateConfig, rows: Sequence[DataRow]) -> bool:
     """Return whether the problems are arithmetic made of GSM8K's steps."""
-    return config.gsm8k_as == "steps" and is_gsm8k(table.rows)
+    return config.gsm8k_as == "steps" and is_gsm8k(rows)
 
 
 def _prepare(
@@ -199,7 +188,7 @@ def _prepare(
     most_judged: int | None,
 ) -> list[Problem]:
     """Turn rows into problems and apply the filters that look at one set."""
-    if is_steps(config, table):
+    if is_steps(config, table.rows):
         problems = step_problems(table.rows, config.max_operand_digits, ledger)
     else:
         read = read_problems(config, table.rows)
@@ -215,10 +204,10 @@ def _prepare(
         rewriter = load_rewriter(config.rewriter)
         rewritten = rewrite_problems(problems, lambda q, v: compose(config, q, v), rewriter)
         problems = record("answers as integers", rewritten)
-    problems = record("verifiable answer", remove_unverifiable(problems, most_judged))
-    problems = record("prompt length", remove_long(problems, config.max_prompt_chars))
-    problems = record("duplicates", remove_duplicates(problems))
-    near = remove_near_duplicates(
+    problems = record("verifiable answer", filters.remove_unverifiable(problems, most_judged))
+    problems = record("prompt length", filters.remove_long(problems, config.max_prompt_chars))
+    problems = record("duplicates", dedup.remove_duplicates(problems))
+    near = dedup.remove_near_duplicates(
         problems,
         threshold=config.near_duplicate_threshold,
         min_words=config.near_duplicate_min_words,

@@ -28,7 +28,6 @@ MIXTURE: dict[tuple[int, str, int], int] = {
 """(digits, operator, digits) to the number of different expressions in GSM8K's training file."""
 
 MODULUS = 10
-"""Modulus of modular chains."""
 
 
 def _problem(
@@ -136,7 +135,6 @@ TASKS: dict[str, Callable[[random.Random, CurateConfig], Iterator[Problem]]] = {
     "modular-chain": modular_chain,
     "scratchpad-multiplication": scratchpad_multiplication,
 }
-"""Name to an endless stream."""
 
 
 def task_stream(config: CurateConfig, seed: int) -> Iterator[Problem]:

@@ -37,9 +37,7 @@ class Judged:
 
     rollouts: RolloutSet
     verdicts: list[Verdict]
-    """One per rollout."""
     num_samples: int
-    """n."""
 
     def accuracy(self) -> Accuracies:
         """Return accuracies [P, n]."""

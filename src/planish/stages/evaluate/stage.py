@@ -82,7 +82,6 @@ class Scored:
     name: str
     """Name of the set; empty for the held-out prompts."""
     ref: Ref
-    """Ref of the report."""
     report: EvalReport
     is_new: bool
     """It had to be computed."""

@@ -20,7 +20,6 @@ from planish.store.sources import open_folder, parse_source
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
-"""Name of the card in the exported folder."""
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 _LICENCE_LINE = re.compile(r"\A---\n(?:.*\n)*?license:[ \t]*['\"]?([A-Za-z0-9.-]+)")
 _HEAD_BYTES = 1 << 16

@@ -17,7 +17,6 @@ class CheckpointResult(NamedTuple):
     """Output parameters."""
 
     policy_pin: str
-    """Pinned URI of the exported policy."""
 
 
 def run(

@@ -48,7 +48,6 @@ class Watched:
     """The fault, if there is one; else that of the last call whose servers answered."""
     num_calls: int = 0
     num_failed: int = 0
-    """Calls in which a server did not answer."""
 
 
 def run(

@@ -25,7 +25,6 @@ class Link:
     """
 
     index: int
-    """0, 1, ..."""
     offset: int
     """Iterations before it; its first iteration is `offset + 1`."""
     num_iterations: int

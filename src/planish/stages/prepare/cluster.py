@@ -22,7 +22,6 @@ from planish.run.gang.manifests import RUNTIME
 from planish.run.kube import Kube, in_pod
 
 ACTIVE_PHASES = ("", "Pending", "Running")
-"""Phases of a workflow that has not ended."""
 
 DRIVER_LABEL = "nvidia.com/cuda.driver.major"
 """Label by which GPU feature discovery tells the major version of a node's driver."""
@@ -176,7 +175,6 @@ class PodRequests:
     stages: Mapping[str, Pod] = field(default_factory=dict)
     """The pod of each stage that runs a model."""
     gpu_bytes: int = 80 * 10**9
-    """Memory of one GPU."""
     num_nodes: int = 1
     """Pods that train together, each as large as `rank`; 0 outside a cluster."""
     has_gang_pods: bool = False

@@ -18,20 +18,9 @@ from planish.engines import APART
 from planish.models.config import ModelConfig
 from planish.models.experts import sharing_fault
 from planish.models.shapes import MEGATRON_FAMILIES, ModelShape, built_shape, known_shape, shape_of
+from planish.stages.prepare import memory
 from planish.stages.prepare.cluster import Pod, PodRequests
-from planish.stages.prepare.memory import (
-    Config,
-    MemoryPart,
-    Sharing,
-    cold_start_parts,
-    critic_parameters,
-    engine_parts,
-    expert_rank_part,
-    memory_share,
-    opening_bytes,
-    settings_of_engine,
-    train_parts,
-)
+from planish.stages.prepare.memory import Config, MemoryPart, Sharing
 from planish.store.sources import open_folder, parse_source
 
 USABLE = 0.92
@@ -59,14 +48,12 @@ class Demand:
     """Memory that one device of a stage must hold."""
 
     stage: str
-    """`sft`, `train`, `rollout` or `evaluate`."""
     device: str
     """The device in words: `each of 8 GPUs`."""
     parts: tuple[MemoryPart, ...]
     room_bytes: int
     """Usable memory of the device."""
     remedy: str
-    """What to change where it does not fit."""
 
     @property
     def num_bytes(self) -> int:
@@ -215,7 +202,7 @@ def _rank_faults(config: Config, requests: PodRequests) -> list[str]:
 
 def ranks_apart(config: Config) -> tuple[int, int]:
     """Return how many attention and expert ranks have devices of a pod: rank i has device i."""
-    engine = settings_of_engine(config)
+    engine = memory.settings_of_engine(config)
     return (0, 0) if engine.peers else (engine.attention_ranks, engine.expert_ranks)
 
 
@@ -286,7 +273,7 @@ def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[De
         found += _train_demands(config, shape, pod, gpu_bytes, num_nodes)
     has_model = bool(config["model"]["path"])
     if (pod := requests.stages.get("sft")) and (config["sft"]["force"] or not has_model):
-        parts = cold_start_parts(config, shape, gpu_bytes, on_cpu=not pod.gpus)
+        parts = memory.cold_start_parts(config, shape, gpu_bytes, on_cpu=not pod.gpus)
         remedy = "lower `sft.traces_per_minibatch` or `sft.max_rows`"
         if has_model:
             remedy += ", or begin with the model as it is (`sft.force=false`)"
@@ -314,14 +301,14 @@ def _engine_demands(
         return []
     remedy = "take a smaller model, `model.dtype=bfloat16`, or devices with more memory"
     more = f"lower `{stage}.max_rows` or `{stage}.max_response_tokens`, {remedy}"
-    parts = engine_parts(config, shape, stage, gpu_bytes, on_cpu=not pod.gpus)
-    others = [expert_rank_part(config, shape)] if experts else []
+    parts = memory.engine_parts(config, shape, stage, gpu_bytes, on_cpu=not pod.gpus)
+    others = [memory.expert_rank_part(config, shape)] if experts else []
     room = room_of_experts = _room(pod, 1 + is_apart * (attention + experts), gpu_bytes)
     if not pod.gpus:
         total = (*_times(parts, attention), *_times(others, experts))
         return [Demand(stage, HOST, total, room, more)]
     if name.startswith("vllm"):
-        room = int(memory_share(config) * gpu_bytes)
+        room = int(memory.memory_share(config) * gpu_bytes)
         more = f"raise `engine.memory_share`, lower `{stage}.max_response_tokens`, {remedy}"
     device = f"each of {pod.gpus} GPUs" if pod.gpus > 1 else "a GPU"
     if not experts:
@@ -359,7 +346,7 @@ def _train_demands(
     if is_megatron:  # whose data-parallel ranks have a copy each
         grid = grid_of(config)
         sharing = Sharing(grid["tp"] * grid["pp"], grid["ep"] * grid["pp"], gathers=False)
-    parts, room = train_parts(config, shape, sharing), _room(pod, ranks, gpu_bytes)
+    parts, room = memory.train_parts(config, shape, sharing), _room(pod, ranks, gpu_bytes)
     if not pod.gpus:
         return [Demand("train", HOST, tuple(_times(parts, ranks)), room, remedy)]
     device = f"each of {num_nodes * pod.gpus} GPUs"
@@ -368,13 +355,13 @@ def _train_demands(
     if not is_megatron:  # which takes its part of a model to the GPU
         opened = MemoryPart(
             "a model in float32 before it is shared, beside what is",
-            opening_bytes(config, shape, sharing.ranks),
+            memory.opening_bytes(config, shape, sharing.ranks),
             "while models are opened, one after the other",
         )
         found.append(Demand("train", device, (opened,), room, whole))
     host = MemoryPart(
         "models in float32 on their way to the GPUs",
-        4 * (shape.parameters + critic_parameters(config, shape)) * ranks,
+        4 * (shape.parameters + memory.critic_parameters(config, shape)) * ranks,
         f"{ranks} processes x 4 B x parameters",
     )
     room_on_host = pod.memory_bytes - ranks * PROGRAM_BYTES

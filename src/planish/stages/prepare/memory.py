@@ -50,7 +50,6 @@ class MemoryPart:
     num_bytes: int
     """On one device."""
     how: str
-    """How it is counted."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,6 @@ class Precision:
     product: int
     """Inputs and results of matrix products."""
     stream: int
-    """Residual stream."""
     casts: int
     """1 where each product makes a copy of its input in its own type, else 0."""
 

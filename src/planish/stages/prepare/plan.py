@@ -19,18 +19,13 @@ class RunPlan:
     run: RunFile
     link: Link
     num_shards: int
-    """Rollout tasks of an iteration."""
     is_new: bool
-    """The root held no run before."""
     newest_version: int | None
-    """Newest finished policy of the root; None for none."""
     changed: Sequence[str] = field(default_factory=tuple)
-    """Settings that differ from the run before."""
     opened: Sequence[tuple[str, str]] = field(default_factory=tuple)
     """Data and model as they were found: (what, value in Markdown)."""
     warnings: Sequence[str] = field(default_factory=tuple)
     away_from: Sequence[str] = field(default_factory=tuple)
-    """Nodes that the pods keep away from."""
     retries: str = ""
     """Whether the cluster tries tasks again, in Markdown; empty outside a cluster."""
     is_evaluated: bool = False

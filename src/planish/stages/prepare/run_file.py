@@ -49,13 +49,10 @@ class RunFile:
     """Content of `run.json`."""
 
     config: Config
-    """Resolved tables."""
     code_version: str
-    """Version of the package that wrote it."""
     resumed_from: str
     """Root of the run that this one began from, or the pin in it; empty for none."""
     origin: StartPins
-    """Where the root began."""
     initial: StartPins
     """Where the present run of the chain begins."""
     preset: str = ""

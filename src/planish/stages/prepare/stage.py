@@ -21,6 +21,7 @@ from planish.run.avoid import WHICH_RUNS, avoided, node_affinity
 from planish.run.chain import parse_chain
 from planish.run.lock import Holder, acquire, check_free, current_holder, is_alive
 from planish.run.stage import Artifact, Context, Outcome, execute
+from planish.stages.prepare import devices
 from planish.stages.prepare.chain import find_link, is_evaluated, record_link
 from planish.stages.prepare.checks import check_run
 from planish.stages.prepare.cluster import (
@@ -29,12 +30,6 @@ from planish.stages.prepare.cluster import (
     PodRequests,
     check_cluster,
     inside_cluster,
-)
-from planish.stages.prepare.devices import (
-    device_faults,
-    device_warnings,
-    memory_rows,
-    this_machine,
 )
 from planish.stages.prepare.inspect import inspect_sources
 from planish.stages.prepare.plan import RunPlan, render
@@ -56,15 +51,12 @@ class PreparedRun(NamedTuple):
     """Output parameters."""
 
     config_sha256: str
-    """Digest of the resolved configuration."""
     offset: int
-    """Iterations before this run."""
     chain_index: int
     """Place of this run in its chain, never -1."""
     node_affinity: dict[str, Any]
     """Keeps the pods of this run away from faulty machines; empty for none."""
     unfinished: bool
-    """Whether the run has anything left to do."""
 
 
 class Wish(NamedTuple):
@@ -217,12 +209,12 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     check_free(root, me, alive=liveness(api))
     check_not_stopped(root)
     config = wish.configuration()
-    findings, requests = Findings(), this_machine()
+    findings, requests = Findings(), devices.this_machine()
     if api is not None:
         requests = PodRequests.parse(wish.requests).of_training(config["train"])
         findings = check_cluster(api, requests, assume_autoscaling=chain.assume_autoscaling)
     faults = [*check_run(config, wish.num_shards), *findings.faults]
-    if faults := [*faults, *device_faults(config, requests)]:
+    if faults := [*faults, *devices.device_faults(config, requests)]:
         raise ConfigError("; ".join(faults))
     away_from = nodes_to_avoid(root, chain.resume_from, wish.max_avoided_nodes, api=api)
     lock = acquire(root, me, alive=liveness(api))
@@ -240,7 +232,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         check_adapters(config, start.state)
     policy = run_file.initial.policy if newest is None else layout.policy(root, newest)
     found = inspect_sources(config, policy=policy, changed=changed)
-    memory, tight = memory_rows(config, found.model_config, requests)
+    memory, tight = devices.memory_rows(config, found.model_config, requests)
     write_run_file(root, run_file)
     record_link(root, link)
     plan = RunPlan(
@@ -253,7 +245,12 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         changed=changed,
         opened=[*found.rows, *memory],
         warnings=[
-            *(*findings.warnings, *found.warnings, *device_warnings(config, requests), *tight)
+            *(
+                *findings.warnings,
+                *found.warnings,
+                *devices.device_warnings(config, requests),
+                *tight,
+            )
         ],
         away_from=away_from,
         retries=findings.retries,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from planish.base.errors import PlanishError
+from planish.records.refs import Ref
 from planish.records.reports import BestPolicy
 from planish.run.avoid import AvoidedNode
 
@@ -73,27 +74,9 @@ def busy_seconds(tasks: Iterable[TaskLog]) -> float:
     return total
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A finished policy or train state."""
-
-    kind: str
-    """policy or state."""
-    number: int
-    """Policy version or optimizer step."""
-    uri: str
-    sha256: str
-    """Digest of the manifest."""
-
-    @property
-    def pin(self) -> str:
-        """`<uri>#sha256=<digest>`."""
-        return f"{self.uri}#sha256={self.sha256}"
-
-
-def last_pin(saved: Sequence[Saved]) -> str | None:
-    """Return the pin of the newest one, None without any."""
-    return saved[-1].pin if saved else None
+def last_pin(refs: Mapping[int, Ref]) -> str | None:
+    """Return the pin of the newest policy or state, None without any."""
+    return refs[max(refs)].pin() if refs else None
 
 
 @dataclass(frozen=True)
@@ -103,7 +86,6 @@ class Evaluation:
     version: int
     scalars: dict[str, float]
     sources: dict[str, dict[str, float]]
-    """Scores by source and name."""
 
     @property
     def accuracy(self) -> float:
@@ -129,13 +111,11 @@ class Sample:
     prompt: str
     """Empty when the set of prompts is missing."""
     answer: str
-    """Ground truth."""
     response: str
     is_correct: bool
     extracted: str = ""
     """The answer that the verifier saw."""
     num_tokens: int = 0
-    """Response length."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +123,6 @@ class SampleComparison:
     """Responses to one prompt by two policies, or by one."""
 
     title: str
-    """What the reader should look at."""
     columns: Sequence[tuple[str, Sequence[Sample]]]
     """Heading and responses, left to right."""
 
@@ -160,7 +139,6 @@ class MachineAlert:
     machine: str
     metric: str
     score: float
-    """Distance in the detector's unit."""
     first_second: float
     """Start of the evidence, seconds since 1970."""
     last_second: float
@@ -171,7 +149,6 @@ class MachineAlert:
     state: str = ""
     """Newest state that the monitor wrote; `resolved` when it is over."""
     stage: str = ""
-    """Stage that ran on the machine."""
     iteration: int = 0
     """1, 2, ...; 0 outside iterations."""
     history: tuple[tuple[float, str], ...] = ()
@@ -201,7 +178,6 @@ class Event:
     row: str
     """Which row of the picture shows it."""
     begin_seconds: float
-    """Seconds since 1970."""
     end_seconds: float
     """The same; 0 where it has no end."""
     text: str
@@ -214,9 +190,7 @@ class ReportFacts:
     """Everything that the report shows."""
 
     root: str
-    """URI of the run."""
     state: str = ""
-    """Final state as the scheduler gives it; empty where it gives none."""
     run: dict[str, Any] = field(default_factory=dict)
     """`run.json`; empty when unknown."""
     tasks: list[TaskLog] = field(default_factory=list)
@@ -224,21 +198,20 @@ class ReportFacts:
     updates: dict[int, dict[str, float]] = field(default_factory=dict)
     """Iteration to the scalars of its update."""
     evaluations: list[Evaluation] = field(default_factory=list)
-    """On the held-out prompts, by policy version."""
     sets: dict[str, list[Evaluation]] = field(default_factory=dict)
-    """On each evaluation set, by policy version."""
     control: dict[str, float] = field(default_factory=dict)
     """Scores of as many seconds of supervised training from the same start; empty: not measured."""
     best: BestPolicy | None = None
-    policies: list[Saved] = field(default_factory=list)
-    states: list[Saved] = field(default_factory=list)
+    policies: dict[int, Ref] = field(default_factory=dict)
+    """Finished policies by version."""
+    states: dict[int, Ref] = field(default_factory=dict)
+    """Finished train states by optimizer step."""
     alerts: list[MachineAlert] = field(default_factory=list)
     avoided: list[AvoidedNode] = field(default_factory=list)
     """Nodes that following runs keep away from, where that is set."""
     restart: str = ""
     """Whether this run is started again; empty where restarts are off or none was due."""
     curation: str = ""
-    """Markdown of the curation report."""
     events: list[Event] = field(default_factory=list)
     """Faults and what was done about them; empty for an undisturbed run."""
     comparisons: list[SampleComparison] = field(default_factory=list)

@@ -14,11 +14,12 @@ from typing import Any
 from planish import store
 from planish.records import layout
 from planish.records.io import read_manifest
+from planish.records.refs import Ref
 from planish.records.reports import EvalReport, UpdateReport, read_best, read_report
 from planish.run.avoid import avoided
 from planish.run.stage import read_run
 from planish.stages.report.events import run_events
-from planish.stages.report.facts import Evaluation, MachineAlert, ReportFacts, Saved, TaskLog
+from planish.stages.report.facts import Evaluation, MachineAlert, ReportFacts, TaskLog
 from planish.stages.report.reader import Reader
 from planish.stages.report.samples import sample_comparisons
 from planish.stages.report.text import one_line
@@ -139,14 +140,14 @@ def _evaluations(reader: Reader) -> dict[str, list[Evaluation]]:
     return evaluations
 
 
-def _saved(reader: Reader, kind: str, example: str) -> list[Saved]:
+def _saved(reader: Reader, kind: str, example: str) -> dict[int, Ref]:
     """Find finished sets whose folders are numbered like `example`."""
     folder = example.rpartition("/")[0]
-    sets = []
+    sets = {}
     for uri in reader.list(folder, f"the folder of each {kind}"):
         if match := _SAVED.fullmatch(uri.removeprefix(f"{folder}/")):
             place, number = uri.rpartition("/")[0], int(match[1])
             manifest = reader.attempt(f"{kind} {number}", partial(read_manifest, place), None)
             if manifest is not None:
-                sets.append(Saved(kind, number, place, manifest.sha256))
-    return sorted(sets, key=lambda saved: saved.number)
+                sets[number] = manifest.ref(place)
+    return dict(sorted(sets.items()))

@@ -15,9 +15,7 @@ from planish.stages.report.tables import ScoreChange, change_of
 from planish.stages.report.text import number, one_line, percent, seconds, utc, visible
 
 FAILURES = {"FAILED", "ERROR", "TERMINATED", *CANCELLED}
-"""Final states after which something has to be mended."""
 ENDED = "Ended by a person"
-"""What stands in place of the state of a run that a person terminated."""
 MAX_LISTED = 40
 """Rows of a list that may grow without bound."""
 
@@ -28,9 +26,7 @@ class Card(NamedTuple):
     title: str
     value: str
     note: str = ""
-    """Small print."""
     before: str = ""
-    """The number before the run; empty when there is none."""
     change: ScoreChange | None = None
     is_big: bool = False
     """Takes twice the width."""

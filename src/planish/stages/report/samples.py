@@ -20,7 +20,6 @@ from planish.stages.report.facts import ReportFacts, Sample, SampleComparison
 from planish.stages.report.reader import Reader
 
 MAX_SET_BYTES = 256 << 20
-"""Larger sets are not read for samples."""
 MAX_VERIFIED_GROUPS = 64
 """Held-out prompts whose responses are verified again, to choose samples from."""
 RESPONSES_PER_COLUMN = 2
@@ -29,7 +28,6 @@ RESPONSES_PER_COLUMN = 2
 Groups = dict[str, list[Sample]]
 """Responses by prompt, in order of its id."""
 Texts = dict[str, str]
-"""Prompts by id."""
 
 
 def sample_comparisons(reader: Reader, facts: ReportFacts) -> list[SampleComparison]:

@@ -13,9 +13,7 @@ from planish.stages.report.text import number, one_line
 
 _STEP = re.compile(r"\| (.{1,80}?) \| ([a-z ]{1,20}) \| (\d{1,12}) \| (\d{1,12}) \| (\d{1,12}) \|$")
 MAX_STEPS = 30
-"""Steps of curation shown."""
 MAX_SAVED = 24
-"""Policies and states listed; the newest are kept."""
 NEWEST_SCORES = 4
 """Evaluations with a column, beside the first and the best one."""
 _ERROR = "_standard_error"
@@ -40,7 +38,6 @@ class ScoreChange(NamedTuple):
     """A difference in words, judged."""
 
     text: str
-    """With sign."""
     is_better: bool = False
     is_worse: bool = False
 
@@ -61,7 +58,6 @@ class ScoreTable(NamedTuple):
     """Heads, that of the labels included."""
     rows: list[ScoreRow]
     has_change: bool
-    """The last column is a change."""
 
 
 def change_of(before: float, after: float, *, noise: float = 0.0) -> ScoreChange:
@@ -195,18 +191,20 @@ def _per_source(evaluations: Sequence[Evaluation]) -> list[ScoreRow]:
 def saved_rows(facts: ReportFacts) -> tuple[list[dict[str, str]], str]:
     """Return the best and the newest policies and states with digests, and what was left out."""
     best = facts.best.policy_version if facts.best else None
-    older, newest = facts.policies[: -MAX_SAVED // 2], facts.policies[-MAX_SAVED // 2 :]
-    kept = [*(policy for policy in older if policy.number == best), *newest]
-    kept += facts.states[-MAX_SAVED // 2 :]
-    labels = {"policy": "policy", "state": "state, step"}
+    newest = [*facts.policies][-MAX_SAVED // 2 :]
+    kept = [
+        (f"policy {version}" + ", best" * (version == best), ref)
+        for version, ref in facts.policies.items()
+        if version in newest or version == best
+    ]
+    kept += [(f"state, step {n}", ref) for n, ref in [*facts.states.items()][-MAX_SAVED // 2 :]]
     rows = [
         {
-            "label": f"{labels[item.kind]} {item.number}"
-            + (", best" if item.kind == "policy" and item.number == best else ""),
-            "place": item.uri.removeprefix(facts.root).lstrip("/"),
-            "sha256": item.sha256,
+            "label": label,
+            "place": ref.uri.removeprefix(facts.root).lstrip("/"),
+            "sha256": ref.manifest_sha256,
         }
-        for item in kept
+        for label, ref in kept
     ]
     hidden = len(facts.policies) + len(facts.states) - len(kept)
     return rows, f"{hidden} older sets are not listed." if hidden else ""

@@ -11,7 +11,6 @@ from planish.checkpoint.convert.layouts import Layout
 from planish.checkpoint.load.reader import split_place
 
 SECTION = "reshard"
-"""Table of the configuration in `run.json`."""
 CHECKPOINT_SCHEMA = "checkpoint/1"
 """Schema of a Ref whose digest is that of a checkpoint's metadata."""
 
@@ -27,9 +26,7 @@ class ReshardJob:
     """
 
     source_pin: str
-    """Pin of the committed checkpoint."""
     target: str
-    """URI of the result."""
     layout: str
     """As `Layout` writes it."""
     parts: Literal["all", "model"] = "all"

@@ -26,7 +26,6 @@ class PreparedReshard(NamedTuple):
     """Output parameters."""
 
     config_sha256: str
-    """Digest of the resolved wish."""
 
 
 def run(

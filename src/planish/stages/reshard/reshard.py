@@ -32,9 +32,7 @@ class Resharded(NamedTuple):
     """Output parameters."""
 
     source_pin: str
-    """Pin of the state that was read."""
     result_pin: str
-    """Pin of what was written."""
 
 
 class _Made(NamedTuple):

@@ -30,15 +30,7 @@ def run(
 ) -> None:
     """Score the rollouts of one iteration.
 
-    Args:
-        root: URI of the run.
-        config_sha256: digest of the run's configuration.
-        number: iteration within this run, from 1.
-        offset: iterations before this run.
-        num_shards: rollout shards of the iteration.
-        policy_pin: pinned URI of the policy that sampled.
-        rewards: gets the Ref of the reward set.
-        metrics: gets counts and means.
+    `components/reward.py` says what the parameters are.
     """
     execute(
         "reward",

@@ -37,11 +37,8 @@ def measure_control(
 ) -> dict[str, float]:
     """Continue supervised training for some seconds and measure on the held-out prompts.
 
-    Args:
-        root: URI of a run whose supervised start is done.
-        seconds: wall time of training; loading and measuring are not counted.
-        policy_pin: policy to start from; empty takes the run's supervised start.
-        learning_rate: of AdamW.
+    `seconds` are wall time of training, without loading and measuring. An empty `policy_pin`
+    takes the run's supervised start.
 
     Returns:
         `accuracy` (avg@n as the evaluate stage measures it), `greedy`, `steps`, `seconds`.

@@ -39,12 +39,7 @@ class Probe:
     ) -> None:
         """Start the engine of rollouts and evaluation.
 
-        Args:
-            policy: the one that is trained; each measurement reads its weights anew.
-            config: responses and rows of the engine.
-            engine: settings of the engine.
-            run_seed: seed of the run.
-            dtype: type of the weights while they are measured, as the policy is saved in the end.
+        Each measurement reads the weights of `policy` anew, in `dtype`: that in which it is saved.
 
         Raises:
             ConfigError: the engine is not there, or does not fit this device.

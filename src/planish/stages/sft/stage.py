@@ -41,12 +41,7 @@ def run(
 ) -> FirstPolicy:
     """Give the policy that the first iteration starts from.
 
-    Args:
-        root: URI of the run.
-        config_sha256: digest of the run's configuration.
-        prompts: Ref of the training prompts.
-        policy: gets the Ref of the policy.
-        metrics: gets steps, loss and accuracy.
+    `components/sft.py` says what the parameters are.
     """
     outcome = execute(
         "sft",

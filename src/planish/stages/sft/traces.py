@@ -71,7 +71,7 @@ def encode_traces(
 
     Args:
         traces: worked solutions.
-        tokenizer: tokenizer of the policy.
+        tokenizer: of the policy.
         without: prompt ids whose traces are left out.
         max_traces: take only so many; 0 takes all.
         max_tokens: leave out longer traces; 0 takes all.

@@ -49,15 +49,10 @@ def train_steps(
     learning_rate: float,
     warmup_steps: int,
 ) -> Iterator[Step]:
-    """Train `policy` in place, yielding after each optimizer step.
+    """Train `policy` in place, in its own type and on its own device; yield after each step.
 
-    Args:
-        policy: its model is trained in its own type and on its own device.
-        traces: traces to learn; the loss is the mean over response tokens of a mini-batch.
-        config: AdamW, mini-batch size, clipping.
-        seed: of the order of the traces.
-        learning_rate: after the warm-up.
-        warmup_steps: linear.
+    The loss is the mean over response tokens of a mini-batch; `seed` is that of the order of the
+    traces, and the warm-up to `learning_rate` is linear.
 
     Raises:
         ConfigError: the loss or the gradient was not finite several times in a row.
@@ -106,14 +101,7 @@ def train_until(
     seed: int,
     measure: Callable[[], float],
 ) -> dict[str, float]:
-    """Train until `measure` reaches the target, or to the cap in steps.
-
-    Args:
-        policy: trained in place.
-        traces: traces to learn.
-        config: target, cap, and how often to measure.
-        seed: seed of the order of the traces.
-        measure: returns the accuracy of the present weights.
+    """Train in place until `measure` returns the target accuracy, or to the cap in steps.
 
     Returns:
         `accuracy` after the last step, `steps`, `loss` (mean since the last measurement but one),

@@ -117,14 +117,6 @@ def test_thirteen_words_in_a_row_are_a_leak_and_twelve_are_not():
     assert remove_contaminated([thirteen], held, ngram=0)[0] == [thirteen]
 
 
-def test_instructions_that_all_problems_share_are_no_leak():
-    instruction = " ".join(f"please{chr(97 + i)}" for i in range(20))
-    held = [problem(f"{instruction} held {chr(97 + i) * 3}") for i in range(8)]
-    train = [problem(f"{instruction} train {chr(97 + i) * 3}") for i in range(3)]
-    assert remove_contaminated(train, held, ngram=13)[0] == train
-    assert remove_contaminated(train, held[:2], ngram=13)[0] == [], "too few to tell"
-
-
 def test_problems_in_a_frame_are_near_duplicates_by_what_is_in_it():
     frame = "Please read what follows and work on it line by line. {} End with the answer alone."
     rng = random.Random(7)

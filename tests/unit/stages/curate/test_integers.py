@@ -22,84 +22,55 @@ from planish.stages.curate.problem import Problem
 WORDS = {"n": "How much?", "p/q": "give p + q as", "a+b*sqrt(c)": "a and b may be negative"}
 
 
-@pytest.mark.parametrize(
-    ("answer", "form", "integer"),
-    [
-        ("42", "n", 42),
-        ("-7", "n", -7),
-        ("$1,234$", "n", 1234),
-        ("10/2", "n", 5),
-        ("\\sqrt{16}", "n", 4),
-        ("3/4", "p/q", 7),
-        ("-3/4", "p/q", 1),
-        ("6/8", "p/q", 7),
-        ("\\frac{3}{4}", "p/q", 7),
-        ("-\\dfrac{14}{6}", "p/q", -4),
-        ("\\frac12", "p/q", 3),
-        ("11-2\\sqrt{6}", "a+b*sqrt(c)", 15),
-        ("2\\sqrt{3}", "a+b*sqrt(c)", 5),
-        ("\\sqrt{12}", "a+b*sqrt(c)", 5),
-        ("1+sqrt(5)", "a+b*sqrt(c)", 7),
-        ("3\\cdot\\sqrt{2}+\\sqrt{8}-1", "a+b*sqrt(c)", 6),
-        ("\\sqrt{2}\\sqrt{3}", "a+b*sqrt(c)", 7),
-        ("6/\\sqrt{3}", "a+b*sqrt(c)", 5),
-        ("\\left(1+\\sqrt{2}\\right)", "a+b*sqrt(c)", 4),
-    ],
-)
-def test_answers_become_integers_by_rule(answer, form, integer):
-    question, found = rewrite("How much?", answer)
-    assert found == str(integer)
-    assert WORDS[form] in question
-    assert (question == "How much?") == (form == "n")
+INTEGERS = {
+    "n": {"42": 42, "-7": -7, "$1,234$": 1234, "10/2": 5, "\\sqrt{16}": 4},
+    "p/q": {
+        "3/4": 7, "-3/4": 1, "6/8": 7, "\\frac{3}{4}": 7, "-\\dfrac{14}{6}": -4, "\\frac12": 3,
+    },
+    "a+b*sqrt(c)": {
+        "11-2\\sqrt{6}": 15, "2\\sqrt{3}": 5, "\\sqrt{12}": 5, "1+sqrt(5)": 7,
+        "3\\cdot\\sqrt{2}+\\sqrt{8}-1": 6, "\\sqrt{2}\\sqrt{3}": 7, "6/\\sqrt{3}": 5,
+        "\\left(1+\\sqrt{2}\\right)": 4,
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        ("", "answer_empty"),
-        ("$ $", "answer_empty"),
-        ("0.5", "decimal"),
-        (".5", "decimal"),
-        ("5.0", "decimal"),
-        ("50\\%", "unit"),
-        ("30^\\circ", "unit"),
-        ("5\\text{ cm}", "unit"),
-        ("[1,2]", "interval"),
-        ("(0,\\infty)", "interval"),
-        ("\\{1,2\\}", "set"),
-        ("1, 2", "several_values"),
-        ("1 or 2", "several_values"),
-        ("\\pm 2", "several_values"),
-        ("1\\frac{1}{2}", "mixed_number"),
-        ("1 2", "mixed_number"),
-        ("x+1", "symbol"),
-        ("\\pi", "symbol"),
-        ("2^3", "symbol"),
-        ("__import__('os')", "symbol"),
-        ("\u0667", "symbol"),
-        ("\\frac{1+\\sqrt{5}}{2}", "fraction_of_root"),
-        ("\\sqrt{2}+\\sqrt{3}", "several_roots"),
-        ("1/0", "division_by_zero"),
-        ("1/(1+\\sqrt{2})", "division_by_a_sum"),
-        ("\\sqrt{-4}", "root_of_no_positive_number"),
-        ("\\sqrt{\\sqrt{2}}", "root_of_no_positive_number"),
-        ("\\sqrt{2000000014}", "too_many_digits"),
-        ("9" * 19, "too_many_digits"),
-        ("*".join(["999999999"] * 9), "too_many_digits"),
-        ("9" * 300, "answer_too_long"),
-        ("(" * 20 + "1" + ")" * 20, "nested_too_deep"),
-        ("(1", "not_a_number"),
-        ("1)", "not_a_number"),
-        ("1+", "not_a_number"),
-        ("\\sqrt", "not_a_number"),
-        ("\\frac{1}", "not_a_number"),
-        ("\\frac{1}{23", "not_a_number"),
-    ],
-)
-def test_answers_without_a_unique_integer_form_are_rejected_with_a_reason(answer, reason):
-    with pytest.raises(Unreadable) as caught:
-        rewrite("How much?", answer)
-    assert str(caught.value) == reason
+@pytest.mark.parametrize("form", INTEGERS)
+def test_answers_become_integers_by_rule(form):
+    for answer, integer in INTEGERS[form].items():
+        question, found = rewrite("How much?", answer)
+        assert found == str(integer), answer
+        assert WORDS[form] in question
+        assert (question == "How much?") == (form == "n")
+
+
+REJECTED = {
+    "answer_empty": ["", "$ $"],
+    "decimal": ["0.5", ".5", "5.0"],
+    "unit": ["50\\%", "30^\\circ", "5\\text{ cm}"],
+    "interval": ["[1,2]", "(0,\\infty)"],
+    "set": ["\\{1,2\\}"],
+    "several_values": ["1, 2", "1 or 2", "\\pm 2"],
+    "mixed_number": ["1\\frac{1}{2}", "1 2"],
+    "symbol": ["x+1", "\\pi", "2^3", "__import__('os')", "\u0667"],
+    "fraction_of_root": ["\\frac{1+\\sqrt{5}}{2}"],
+    "several_roots": ["\\sqrt{2}+\\sqrt{3}"],
+    "division_by_zero": ["1/0"],
+    "division_by_a_sum": ["1/(1+\\sqrt{2})"],
+    "root_of_no_positive_number": ["\\sqrt{-4}", "\\sqrt{\\sqrt{2}}"],
+    "too_many_digits": ["\\sqrt{2000000014}", "9" * 19, "*".join(["999999999"] * 9)],
+    "answer_too_long": ["9" * 300],
+    "nested_too_deep": ["(" * 20 + "1" + ")" * 20],
+    "not_a_number": ["(1", "1)", "1+", "\\sqrt", "\\frac{1}", "\\frac{1}{23"],
+}
+
+
+@pytest.mark.parametrize("reason", REJECTED)
+def test_answers_without_a_unique_integer_form_are_rejected_with_a_reason(reason):
+    for answer in REJECTED[reason]:
+        with pytest.raises(Unreadable) as caught:
+            rewrite("How much?", answer)
+        assert str(caught.value) == reason, answer
 
 
 @given(st.integers(-40, 40), st.integers(-40, 40), st.integers(1, 400), st.integers(1, 12))

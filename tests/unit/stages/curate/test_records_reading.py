@@ -15,7 +15,7 @@ from planish.base.errors import ConfigError
 from planish.stages.curate import records
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.problem import CurationLedger
-from planish.stages.curate.records import as_answer, field_of, read_data
+from planish.stages.curate.records import as_answer, read_data
 from tests.unit.records.bombs import bomb, peak_megabytes
 
 GOOD = b'{"prompt": "1+1", "answer": "2"}'
@@ -182,12 +182,6 @@ def test_packed_lines_are_read_and_a_bomb_is_refused(tmp_path):
             for _ in range(80):
                 file.write(block)
         assert "must unpack to at most 67108864 bytes, 100 times" in refused(path, skip_bad=True)
-
-
-def test_nested_fields_are_found_by_dotted_names():
-    fields = {"reward_model": {"ground_truth": "7"}, "a": 1}
-    found = [field_of(fields, name) for name in ("reward_model.ground_truth", "a.b", "c")]
-    assert found == ["7", None, None]
 
 
 @pytest.mark.parametrize(

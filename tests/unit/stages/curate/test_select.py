@@ -21,7 +21,7 @@ from planish.stages.curate.filters import (
     split,
 )
 from planish.stages.curate.pass_rate import prompt_set
-from planish.stages.curate.problem import CurationLedger, Problem, words
+from planish.stages.curate.problem import CurationLedger, Problem
 from planish.stages.curate.records import DataRow, DataTable
 from planish.stages.curate.report import curation_metrics, curation_report, drop_warnings
 from planish.stages.curate.select import curate
@@ -41,11 +41,6 @@ def select(config, *fields, pass_rates=None, held=()):
     tables = [DataTable(rows(*fields), "0" * 64)] if fields else []
     tables += [DataTable(rows(*held), "1" * 64)] if held else []
     return curate(config, 0, tables, CurationLedger(), pass_rates)
-
-
-def test_words_are_lower_case_in_one_unicode_form_with_operators():
-    assert words("How MANY? \uff13\u00d72 = 6.5") == ("how", "many", "3", "2", "=", "6.5")
-    assert words("4-2=") == ("4", "-", "2", "=")
 
 
 def test_the_split_depends_on_the_problem_alone():
@@ -193,28 +188,30 @@ def test_configured_fields_and_verifiers_win():
     assert kept[0].answer == "1.5"
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"answer": "2"}, "no_prompt"),
-        ({"prompt": "x"}, "no_answer"),
-        ({"prompt": "x", "answer": 1 / 3}, "answer_is_no_text"),
-        ({"prompt": "x", "answer": ["2", "3"]}, "several_answers"),
-        ({"prompt": "x", "answer": []}, "no_answer"),
-        ({"prompt": "x", "solution": "so it is 2"}, "no_answer"),
-        ({"prompt": "x", "answer": "2", "verifier": 7}, "unknown_verifier"),
-        ({"prompt": 5, "answer": "2"}, "prompt_is_no_text"),
-        ({"prompt": [], "answer": "2"}, "prompt_is_no_text"),
-        ({"prompt": ["x"], "answer": "2"}, "prompt_is_no_text"),
-        ({"prompt": [{"role": "tool", "content": "x"}], "answer": "2"}, "prompt_is_no_text"),
-        ({"prompt": [{"role": "user", "content": 5}], "answer": "2"}, "prompt_is_no_text"),
-        ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "2"}, "prompt_is_no_text"),
-        ({"prompt": {"role": "user", "content": "x"}, "answer": "2"}, "prompt_is_no_text"),
-        ({"prompt": "x", "answer": "2", "system": 7}, "system_is_no_text"),
+ROWS = {
+    "no_prompt": [{"answer": "2"}],
+    "no_answer": [
+        {"prompt": "x"},
+        {"prompt": "x", "answer": []},
+        {"prompt": "x", "solution": "so it is 2"},
     ],
-)
-def test_rows_without_a_problem_or_an_answer_are_dropped_with_a_reason(fields, reason):
-    assert read(fields, skip_bad=True) == ([], [reason])
+    "answer_is_no_text": [{"prompt": "x", "answer": 1 / 3}],
+    "several_answers": [{"prompt": "x", "answer": ["2", "3"]}],
+    "unknown_verifier": [{"prompt": "x", "answer": "2", "verifier": 7}],
+    "system_is_no_text": [{"prompt": "x", "answer": "2", "system": 7}],
+    "prompt_is_no_text": [
+        {"prompt": prompt, "answer": "2"}
+        for prompt in (
+            *(5, [], ["x"], {"role": "user", "content": "x"}, [{"role": "user", "content": 5}]),
+            *([{"role": role, "content": "x"}] for role in ("tool", "assistant")),
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("reason", ROWS)
+def test_rows_without_a_problem_or_an_answer_are_dropped_with_a_reason(reason):
+    assert read(*ROWS[reason], skip_bad=True) == ([], [reason] * len(ROWS[reason]))
 
 
 def test_rows_of_mixed_types_are_refused_by_number():
@@ -371,17 +368,6 @@ def test_the_report_shows_counts_and_examples_and_no_markup_of_the_data():
     row = next(line for line in page.split("<tr>") if "answer_too_long" in line)
     assert row.count("<td") == 3
     assert "<code>line 41: &lt;script&gt;alert(1)&lt;/script&gt; | `x` **b** # head" in row
-
-
-def test_metrics_are_the_counts_of_the_ledger():
-    curated = select(CurateConfig(dataset="d", num_traces=0), *sums(100))
-    metrics = curation_metrics(curated)
-    assert metrics["num_train"] == len(curated.train)
-    assert metrics["in_split_training_part"] == 100
-    assert metrics["out_split_training_part"] == len(curated.train)
-    assert metrics["num_traces"] == 0
-    assert "trace characters" not in curation_report(curated, "")
-    json.dumps(metrics, allow_nan=False)
 
 
 def test_defaults_hold_and_impossible_settings_are_refused_all_at_once():

@@ -20,12 +20,6 @@ def take(root, index, iterations):
     return link
 
 
-def test_a_new_root_begins_at_iteration_one(file_root):
-    link = take(file_root, 0, 8)
-    assert (link.offset, link.offset + 1, link.last) == (0, 1, 8)
-    assert read_link(file_root, 0) == link
-
-
 def test_the_same_run_again_keeps_its_offset(file_root):
     take(file_root, 0, 2)
     finish(file_root, 2)

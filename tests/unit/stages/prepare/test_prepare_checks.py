@@ -14,10 +14,6 @@ from planish.stages.prepare.settings import build_config
 BASE = {"preset": "", "config": "", "model": "", "dataset": "", "seed": -1}
 
 
-def test_the_published_configuration_has_no_fault():
-    assert build_config(**BASE, overrides="")["algorithm"]["name"] == "dapo"
-
-
 def test_impossible_combinations_are_told_together():
     faults = {
         "reward.max_response_tokens=9000": "`reward.max_response_tokens` must equal .*9000 and 204",
@@ -57,12 +53,6 @@ def test_experts_that_nothing_can_tell_are_not_kept(overrides, words):
         overrides = f"rollout.keep_routing=true model.num_experts=4 {good}"
         assert build_config(**BASE, overrides=overrides)["rollout"]["keep_routing"] is True
     assert "keep_routing" not in build_config(**BASE, overrides="")["rollout"]
-
-
-@pytest.mark.parametrize("name", APART)
-def test_experts_apart_keep_the_experts_of_tokens(name):
-    overrides = f"rollout.keep_routing=true model.num_experts=4 engine.name={name}"
-    assert build_config(**BASE, overrides=overrides)["rollout"]["keep_routing"] is True
 
 
 DIVIDE = "`engine.expert_ranks` must divide the"
@@ -173,11 +163,6 @@ def test_windows_that_an_algorithm_cannot_use_are_told(algorithm, overrides, wor
 def test_windows_that_fit_have_no_fault(algorithm, overrides):
     config = build_config(**BASE, overrides=f"algorithm.name={algorithm} {overrides}")
     assert config["rollout"]["window_tokens"] > 0
-
-
-def test_without_windows_their_settings_leave_the_digest_alone():
-    rollout = build_config(**BASE, overrides="")["rollout"]
-    assert not {"window_tokens", "unfinished", "max_staleness"} & set(rollout)
 
 
 def test_the_longest_response_is_given_once():

@@ -26,14 +26,6 @@ def test_overrides_stand_before_or_behind_the_options(capsys):
         assert resolve_config(parse_toml(toml_text(shown), name="shown")) == shown
 
 
-def test_a_file_is_shown_as_a_preset_is(tmp_path, capsys):
-    file = tmp_path / "mine.toml"
-    file.write_text('[algorithm]\nname = "grpo"\n[train]\nmax_groups = "none"\n')
-    assert main(["config", "show", str(file), "run.seed=3"]) == 0
-    shown = capsys.readouterr().out
-    assert {"[algorithm]", 'name = "grpo"', "seed = 3"} <= set(shown.splitlines())
-
-
 @pytest.mark.parametrize("is_preset_first", [True, False])
 def test_a_file_is_laid_over_a_preset_and_overrides_over_both(tmp_path, capsys, is_preset_first):
     file = tmp_path / "mine.toml"

@@ -29,16 +29,6 @@ def build(**changes):
     return build_config(**{**NOTHING, **changes})
 
 
-def test_an_empty_wish_gives_the_published_values():
-    config = build()
-    assert config["rollout"]["prompts_per_iteration"] == 512
-    assert config["rollout"]["group_size"] == 16
-    assert config["train"]["learning_rate"] == 1e-6
-    assert config["run"]["seed"] == 0
-    overridden = build(overrides="run.seed=6 'evaluate.pass_at=[1, 4]'")
-    assert (overridden["run"]["seed"], overridden["evaluate"]["pass_at"]) == (6, [1, 4])
-
-
 def test_later_layers_win(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("[run]\nseed = 5\n[train]\nlearning_rate = 1e-4\nweight_decay = 0.2\n")

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from planish.records.refs import Ref
 from planish.records.reports import BestPolicy
 from planish.run.avoid import AvoidedNode
 from planish.stages.report.facts import (
@@ -17,7 +18,6 @@ from planish.stages.report.facts import (
     ReportFacts,
     Sample,
     SampleComparison,
-    Saved,
     TaskLog,
 )
 from planish.stages.report.gather import gather
@@ -115,7 +115,7 @@ def hostile_facts():
         evaluations=[
             Evaluation(v, {"accuracy": 0.5, HOSTILE: 1.0}, {HOSTILE: {}, "b": {}}) for v in (0, 1)
         ],
-        policies=[Saved("policy", 1, f"file:///runs/{HOSTILE}/policies/00001", "0" * 64)],
+        policies={1: Ref("policy/1", f"file:///runs/{HOSTILE}/policies/00001", "0" * 64)},
         alerts=[MachineAlert(HOSTILE, HOSTILE, 1.0, 5.0, 6.0, *[HOSTILE] * 4, 3)],
         avoided=[AvoidedNode(HOSTILE, HOSTILE, HOSTILE, 4, 5.0)],
         events=[Event("attempts", 5.0, 6.0, HOSTILE, True), Event("gangs", 5.0, 0.0, HOSTILE)],
@@ -148,8 +148,8 @@ def test_a_failure_names_stage_error_last_good_state_and_command():
             TaskLog("rollout", 3, 1, "running", 11, 4),
             TaskLog("train", 2, 0, "failed", 20, 2, error="PeerLost: rank 1 is gone"),
         ],
-        policies=[Saved("policy", 1, "file:///runs/a b/policies/00001", "1" * 64)],
-        states=[Saved("state", 16, "file:///runs/a b/states/step-00000016", "2" * 64)],
+        policies={1: Ref("policy/1", "file:///runs/a b/policies/00001", "1" * 64)},
+        states={16: Ref("state/1", "file:///runs/a b/states/step-00000016", "2" * 64)},
     )
     html, markdown = pages(facts, "FAILED", "post-train", "The DAG failed.")
     text = " ".join(Elements(html).text.split())

@@ -22,7 +22,6 @@ MAX_MARKED_POINTS = 40
 """Lines with more points than this are drawn without a marker and a tool tip on each."""
 MAX_POINTS = 400
 MAX_BARS = 60
-"""More bars than this are averaged over neighbours."""
 MAX_SPANS = 600
 """A timeline with more bars joins neighbours."""
 LARGEST = 1e300
@@ -46,7 +45,6 @@ class Chart(NamedTuple):
     narrow: str
     """The same for a narrow window, where the other would be too small to read."""
     hint: str
-    """How to read it."""
     legend: Sequence[tuple[str, str, str]] = ()
     """Label, name of the colour and kind (line, dash, box, mark)."""
     values: Sequence[Sequence[str]] = ()
@@ -62,7 +60,6 @@ class Line(NamedTuple):
     points: Mapping[int, float]
     """Iteration to value, iterations increasing."""
     is_secondary: bool = False
-    """Drawn thinner and dashed."""
 
 
 class Mark(NamedTuple):

@@ -45,11 +45,9 @@ class Panel:
     y_label: str
     """Quantity and unit of the vertical axis."""
     hint: str
-    """How to read it."""
     curves: tuple[Curve, ...] = ()
     unit: Unit = "number"
     from_zero: bool = True
-    """The vertical axis starts at 0."""
     is_log: bool = False
     """The vertical axis is logarithmic, where every value is positive."""
     floor: float = -math.inf

@@ -6,25 +6,9 @@ from collections.abc import Collection, Sequence
 
 from planish.stages.report.events import ROWS
 from planish.stages.report.facts import ReportFacts, TaskLog
-from planish.stages.report.figures.charts import (
-    Chart,
-    Line,
-    Mark,
-    Span,
-    bar_chart,
-    line_chart,
-    timeline,
-)
-from planish.stages.report.figures.panels import (
-    ACCURACY,
-    CRITIC_PANELS,
-    LENGTHS,
-    PANELS,
-    PREFIX,
-    SLOTS,
-    Curve,
-    Panel,
-)
+from planish.stages.report.figures import charts, panels
+from planish.stages.report.figures.charts import Chart, Line, Mark, Span
+from planish.stages.report.figures.panels import Curve, Panel
 from planish.stages.report.text import seconds
 
 GROUPS: tuple[tuple[str, str, str], ...] = (
@@ -32,7 +16,6 @@ GROUPS: tuple[tuple[str, str, str], ...] = (
     ("all correct", "teal", "rollout/ds/all_correct_frac"),
     ("all wrong", "red", "rollout/ds/all_wrong_frac"),
 )
-"""Label, colour and metric of the fates of a group."""
 KEPT_GROUPS = Panel(
     "Groups kept by dynamic sampling",
     "share of sampled groups",
@@ -85,19 +68,19 @@ def all_charts(facts: ReportFacts) -> list[Chart]:
     sections = (facts.config.get(name, {}) for name in ("rollout", "reward"))
     limits = [section.get("max_response_tokens") for section in sections]
     longest = next(((f"limit {n:,}", float(n)) for n in limits if n), None)
-    reward, entropy, *others = PANELS
-    charts = [
+    reward, entropy, *others = panels.PANELS
+    found = [
         _accuracy(facts, keeps_all=keeps_all),
         draw(facts, reward),
-        draw(facts, LENGTHS, limit=longest),
+        draw(facts, panels.LENGTHS, limit=longest),
         draw(facts, entropy),
         _groups(facts, keeps_all=keeps_all),
         *(draw(facts, panel) for panel in others),
     ]
     if any("critic_learning_rate" in scalars for scalars in facts.updates.values()):
-        charts += [draw(facts, panel) for panel in CRITIC_PANELS]
-    charts += _window_charts(facts)
-    drawn = [chart for chart in charts if chart is not None]
+        found += [draw(facts, panel) for panel in panels.CRITIC_PANELS]
+    found += _window_charts(facts)
+    drawn = [chart for chart in found if chart is not None]
     # Two columns: an odd count would leave a hole before the timeline.
     times = _stage_times(facts, is_wide=len(drawn) % 2 == 0)
     return drawn + [chart for chart in (times, _task_timeline(facts)) if chart is not None]
@@ -105,7 +88,7 @@ def all_charts(facts: ReportFacts) -> list[Chart]:
 
 def _accuracy(facts: ReportFacts, *, keeps_all: bool) -> Chart | None:
     marks = held_out(facts)
-    hint = "Every group trains, whatever its accuracy." if keeps_all else ACCURACY.hint
+    hint = "Every group trains, whatever its accuracy." if keeps_all else panels.ACCURACY.hint
     if marks:
         when = "before, during and after" if len(marks) > 2 else "before and after"
         hint = f"Diamonds: held-out prompts {when}, +- 1 standard error. {hint}"
@@ -113,7 +96,7 @@ def _accuracy(facts: ReportFacts, *, keeps_all: bool) -> Chart | None:
     if facts.control:
         control = ("supervised instead", facts.control["accuracy"])
         hint += " Dotted: held-out prompts after as many seconds of supervised training instead."
-    return draw(facts, ACCURACY, marks=marks, limit=control, hint=hint)
+    return draw(facts, panels.ACCURACY, marks=marks, limit=control, hint=hint)
 
 
 def held_out(facts: ReportFacts) -> list[Mark]:
@@ -167,7 +150,7 @@ def draw(
     if not lines and not marks:
         return None
     bands = pretraining(facts)
-    return line_chart(panel, lines, marks=marks, limit=limit, bands=bands, hint=hint)
+    return charts.line_chart(panel, lines, marks=marks, limit=limit, bands=bands, hint=hint)
 
 
 def _groups(facts: ReportFacts, *, keeps_all: bool) -> Chart | None:
@@ -183,7 +166,7 @@ def _groups(facts: ReportFacts, *, keeps_all: bool) -> Chart | None:
         for label, color, values in fates
         if values
     ]
-    return bar_chart(ALL_GROUPS if keeps_all else KEPT_GROUPS, layers) if layers else None
+    return charts.bar_chart(ALL_GROUPS if keeps_all else KEPT_GROUPS, layers) if layers else None
 
 
 def _window_charts(facts: ReportFacts) -> list[Chart | None]:
@@ -196,7 +179,7 @@ def _window_charts(facts: ReportFacts) -> list[Chart | None]:
     lines = [Line("continued", "orange", shares)]
     if used := facts.series("rollout/slot_utilisation"):
         lines.append(Line("utilisation", "teal", used))
-    return [draw(facts, SLOTS, lines=lines), draw(facts, PREFIX)]
+    return [draw(facts, panels.SLOTS, lines=lines), draw(facts, panels.PREFIX)]
 
 
 def _stage_times(facts: ReportFacts, *, is_wide: bool) -> Chart | None:
@@ -212,7 +195,7 @@ def _stage_times(facts: ReportFacts, *, is_wide: bool) -> Chart | None:
         )
         for name in _stage_order({name for stages in times.values() for name in stages})
     ]
-    return bar_chart(STAGE_TIMES, layers, is_wide=is_wide) if layers else None
+    return charts.bar_chart(STAGE_TIMES, layers, is_wide=is_wide) if layers else None
 
 
 def _stage_order(names: set[str]) -> list[str]:
@@ -229,7 +212,7 @@ def _task_timeline(facts: ReportFacts) -> Chart | None:
     for name in _stage_order({task.stage for task in facts.tasks}):
         is_split = name == "rollout" and 1 < len(shards) <= 8
         rows += [f"rollout {shard}" for shard in sorted(shards)] if is_split else [name]
-    return timeline(
+    return charts.timeline(
         TIMELINE, rows, [s for task in facts.tasks for s in _spans(task, rows, facts.began)]
     )
 
@@ -262,4 +245,4 @@ def recovery(facts: ReportFacts) -> Chart | None:
         start, end = event.begin_seconds, event.end_seconds or last
         spans.append(Span(event.row, color, start - zero, max(0.0, end - start), event.text))
     rows = [row for row in ROWS if any(event.row == row for event in facts.events)]
-    return timeline(RECOVERY, rows, spans, since="the first of them")
+    return charts.timeline(RECOVERY, rows, spans, since="the first of them")
