@@ -9,7 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from planish import store
 from planish.records import layout
 from planish.records.rewards import nothing_learnt
 from planish.stages.curate.problem import MUCH
+from planish.stages.report.facts import TaskLog
 
 POLL_SECONDS = 0.3
 SAMPLING = re.compile(
@@ -57,28 +57,7 @@ FACTS: dict[str, tuple[tuple[str, str, str], ...]] = {
 """Stage to (metric, words, format): what its progress line shows."""
 
 
-@dataclass(frozen=True)
-class EndedTask:
-    """One ended task attempt, read from its stage log."""
-
-    stage: str
-    iteration: int
-    shard: int
-    state: str
-    start_seconds: float
-    startup_seconds: float
-    seconds: float
-    metrics: Mapping[str, float]
-    already_done: bool
-    error: str
-
-    @property
-    def key(self) -> tuple[int, str, int]:
-        """What makes the task unique in a run."""
-        return (self.iteration, self.stage, self.shard)
-
-
-def read_tasks(root: str, since: float) -> list[EndedTask]:
+def read_tasks(root: str, since: float) -> list[TaskLog]:
     """Return the ended attempts that began after `since` (Unix seconds), in order of their end."""
     tasks = []
     for uri in store.list_uris(layout.logs(root) + "/"):
@@ -90,28 +69,15 @@ def read_tasks(root: str, since: float) -> list[EndedTask]:
             continue  # it is being replaced at this very moment: the next look sees it
         if entry["state"] == "running" or entry["start_seconds"] < since:
             continue
-        tasks.append(
-            EndedTask(
-                stage=entry["stage"],
-                iteration=entry["iteration"],
-                shard=entry["shard"],
-                state=entry["state"],
-                start_seconds=entry["start_seconds"],
-                startup_seconds=entry.get("startup_seconds", 0.0),
-                seconds=entry["seconds"],
-                metrics=entry.get("metrics", {}),
-                already_done=entry.get("already_done", False),
-                error=entry.get("error", ""),
-            )
-        )
-    return sorted(tasks, key=lambda task: task.start_seconds + task.seconds)
+        tasks.append(TaskLog(**{n: entry[n] for n in TaskLog.__annotations__ if n in entry}))
+    return sorted(tasks, key=lambda task: task.end_seconds)
 
 
-def progress_line(task: EndedTask, elapsed: float) -> str:
+def progress_line(task: TaskLog, elapsed: float) -> str:
     """Return the line about one ended task.
 
     Example:
-        >>> task = EndedTask("reward", 2, 0, "done", 0, 0, 1.5, {"reward_mean": -0.2}, False, "")
+        >>> task = TaskLog("reward", 2, 0, "done", 0, 1.5, metrics={"reward_mean": -0.2})
         >>> progress_line(task, 9)
         '    9.0 s  iteration 2  reward       1.5 s  reward -0.200'
     """
@@ -179,24 +145,25 @@ def watch(
     console: Console,
     log: Path,
     begin: Callable[[], None],
-) -> list[EndedTask]:
+) -> list[TaskLog]:
     """Print one line for each task until the run ends; return the tasks of this run.
 
     On a terminal a last line tells how far the sampling is that goes on. `begin` is called once,
     when a first task has succeeded: from then on the root is this run's.
     """
     began = time.time()
-    shown: dict[tuple[int, str, int], EndedTask] = {}
+    shown: dict[tuple[int, str, int], TaskLog] = {}
     told, sampling = 0, ""
     with console.status("") if console.is_terminal else nullcontext() as status:
         while True:
             ended = process.poll() is not None
             for task in read_tasks(root, began - 1):
-                if shown.get(task.key) != task:
+                key = (task.iteration, task.stage, task.shard)
+                if shown.get(key) != task:
                     is_first = all(seen.state == "failed" for seen in shown.values())
                     if is_first and task.state == "done":
                         begin()
-                    shown[task.key] = task
+                    shown[key] = task
                     told, sampling = log.stat().st_size, ""
                     style = "bold red" if task.state == "failed" else None
                     line = progress_line(task, time.time() - began)
@@ -213,19 +180,18 @@ def watch(
             time.sleep(POLL_SECONDS)
 
 
-def seconds_by_stage(tasks: Sequence[EndedTask]) -> dict[str, float]:
+def seconds_by_stage(tasks: Sequence[TaskLog]) -> dict[str, float]:
     """Return wall seconds by stage; shards that ran side by side count once, from first to last."""
     spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for task in tasks:
-        span = (task.start_seconds, task.start_seconds + task.seconds)
-        spans[task.stage, task.iteration].append(span)
+        spans[task.stage, task.iteration].append((task.start_seconds, task.end_seconds))
     total: dict[str, float] = defaultdict(float)
     for (stage, _), parts in sorted(spans.items()):
         total[stage] += max(end for _, end in parts) - min(start for start, _ in parts)
     return {stage: round(seconds, 2) for stage, seconds in total.items()}
 
 
-def work_seconds(tasks: Sequence[EndedTask]) -> float:
+def work_seconds(tasks: Sequence[TaskLog]) -> float:
     """Return the seconds spent on sampling and updating; of parallel shards the slowest counts."""
     slowest: dict[tuple[str, int], float] = defaultdict(float)
     for task in tasks:

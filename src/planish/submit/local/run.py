@@ -27,8 +27,9 @@ from planish.base.errors import EXIT_FAILED, ConfigError
 from planish.records import layout
 from planish.run.lock import check_free, current_holder
 from planish.run.signals import RUN_STOP_SECONDS, end_descendants
+from planish.stages.report.facts import TaskLog
 from planish.store import file_uri, normal_uri
-from planish.submit.local.progress import EndedTask, seconds_by_stage, watch, work_seconds
+from planish.submit.local.progress import seconds_by_stage, watch, work_seconds
 
 PACKAGE = Path(__file__).resolve().parents[2]
 TRACKER_SECONDS = 60.0
@@ -181,7 +182,7 @@ def show_run(arguments: argparse.Namespace, console: Console) -> int:
 
 def finish(
     arguments: argparse.Namespace,
-    tasks: Sequence[EndedTask],
+    tasks: Sequence[TaskLog],
     began: float,
     log_path: Path,
     console: Console,

@@ -17,24 +17,26 @@ from tests.unit.submit.kfp_server import Server
 SPEC = {"pipeline_spec": {"pipelineInfo": {"name": "post-train"}}}
 
 
+FACTS = KubeflowRun("exp", {"root": "s3://b/r", "seed": 1}, "account", "", {"x": "y"}, "RUNNING")
+
+
 class FakeRuns:
     """Meets `Runs`."""
 
-    def __init__(self, existing=()):
-        self.existing = dict(existing)
+    def __init__(self, facts=FACTS):
+        self.told = facts
         self.created = []
 
     def facts(self, run_id):
-        return KubeflowRun("exp", {"root": "s3://b/r", "seed": 1}, "account", "", {"x": run_id})
+        return self.told
 
     def find(self, name, experiment_id):
         assert experiment_id == "exp"
-        return self.existing.get(name, "")
+        return next((f"id-{name}" for known, _ in self.created if known == name), "")
 
     def create(self, name, facts):
         self.created.append((name, facts))
-        self.existing[name] = f"id-{len(self.created)}"
-        return self.existing[name]
+        return f"id-{name}"
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def test_the_following_run_has_the_same_parameters_and_the_next_place(ask, file_
     ((name, facts),) = runs.created
     assert name == run_name(file_root, 2)
     assert facts.parameters == {"root": "s3://b/r", "seed": 1, "chain": '{"index": 2}'}
-    assert (facts.service_account, facts.pipeline) == ("account", {"x": "now"})
+    assert (facts.service_account, facts.pipeline) == ("account", {"x": "y"})
 
 
 @pytest.mark.parametrize(

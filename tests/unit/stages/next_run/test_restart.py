@@ -11,37 +11,14 @@ import pytest
 from planish import store
 from planish.records import layout
 from planish.run.avoid import AvoidedNode, avoid
-from planish.run.kubeflow import KubeflowRun, restart_name
+from planish.run.kubeflow import restart_name
 from planish.run.lock import Holder, acquire, current_holder
 from planish.run.stage import PathArtifact
 from planish.stages.next_run.restart import restart
 from planish.stages.report.stage import run
 from planish.store.documents import read_json, write_json
+from tests.unit.stages.next_run.test_next_run import FACTS, SPEC, FakeRuns
 from tests.unit.submit.kfp_server import Server
-
-SPEC = {"pipeline_spec": {"pipelineInfo": {"name": "post-train"}}}
-FACTS = KubeflowRun(
-    "exp", {"root": "r", "chain": '{"index": 2}'}, "account", "", {"x": "y"}, "RUNNING"
-)
-
-
-class FakeRuns:
-    """Meets `Runs`."""
-
-    def __init__(self, facts=FACTS):
-        self.told = facts
-        self.created = []
-
-    def facts(self, run_id):
-        return self.told
-
-    def find(self, name, experiment_id):
-        assert experiment_id == "exp"
-        return next((f"id-{name}" for known, _ in self.created if known == name), "")
-
-    def create(self, name, facts):
-        self.created.append((name, facts))
-        return f"id-{name}"
 
 
 @pytest.fixture

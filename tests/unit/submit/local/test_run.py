@@ -13,9 +13,9 @@ from rich.console import Console
 from planish.__main__ import main, parser
 from planish.engines import ENGINES
 from planish.records import layout
+from planish.stages.report.facts import TaskLog
 from planish.store.documents import write_json
 from planish.submit.local.progress import (
-    EndedTask,
     progress_line,
     read_tasks,
     seconds_by_stage,
@@ -24,7 +24,7 @@ from planish.submit.local.progress import (
 from planish.submit.local.run import default_root, finish, pipelines_folder, tiny_preset
 
 REPOSITORY = Path(__file__).resolve().parents[4]
-REWARD = EndedTask("reward", 2, 0, "done", 10.0, 0.5, 1.5, {"reward_mean": -0.2}, False, "")
+REWARD = TaskLog("reward", 2, 0, "done", 10.0, 1.5, metrics={"reward_mean": -0.2})
 
 
 def test_a_progress_line_tells_a_failure_a_task_done_before_and_a_shard() -> None:
@@ -38,14 +38,12 @@ def test_a_progress_line_tells_a_failure_a_task_done_before_and_a_shard() -> Non
 
 
 def test_parallel_shards_count_once() -> None:
-    def shard(index: int, start: float, seconds: float, sampled: float) -> EndedTask:
-        return EndedTask(
-            *("rollout", 1, index, "done", start, 0.5, seconds),
-            *({"sample_seconds": sampled}, False, ""),
-        )
+    def shard(index: int, start: float, seconds: float, sampled: float) -> TaskLog:
+        metrics = {"sample_seconds": sampled}
+        return TaskLog("rollout", 1, index, "done", start, seconds, metrics=metrics)
 
     tasks = [shard(0, 0.0, 4.0, 2.0), shard(1, 1.0, 5.0, 3.0)]
-    trained = EndedTask("train", 1, 0, "done", 6.0, 0.5, 9.0, {"update_seconds": 4.0}, False, "")
+    trained = TaskLog("train", 1, 0, "done", 6.0, 9.0, metrics={"update_seconds": 4.0})
     assert seconds_by_stage([*tasks, trained]) == {"rollout": 6.0, "train": 9.0}
     assert work_seconds([*tasks, trained]) == 7.0
 
