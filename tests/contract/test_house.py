@@ -33,7 +33,7 @@ CEILINGS = {
     "records": 2_900,
     "run": 2_880,
     "show": 1_580,
-    "stages": 17_350,
+    "stages": 17_330,
     "store": 2_900,
     "submit": 2_250,
     "verifiers": 2_940,

@@ -179,9 +179,9 @@ def settings(facts: ReportFacts) -> dict[str, str]:
 def outcomes(facts: ReportFacts) -> dict[str, str]:
     """Return the key numbers of a run by their labels; empty where unknown."""
     found = {
-        f"{score} {when}": score_cell(evaluation.scalars, score) if evaluation else ""
+        f"{score} {when}": score_cell(scalars, score)
         for score in ("accuracy", "greedy")
-        for when, evaluation in (("before", facts.before), ("after", facts.after))
+        for when, scalars in (("before", facts.before), ("after", facts.after))
     }
     best, tokens = facts.best, facts.num_tokens
     share = percent(best.accuracy, decimals=1) if best else ""

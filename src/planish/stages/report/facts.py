@@ -8,11 +8,15 @@ from typing import Any
 
 from planish.base.errors import PlanishError
 from planish.records.refs import Ref
-from planish.records.reports import BestPolicy
+from planish.records.reports import BestPolicy, EvalReport
 from planish.run.avoid import AvoidedNode
 
 WEIGHT = "num_generated_groups"
 """Metric of a shard that weighs its means."""
+Evaluations = Mapping[int, EvalReport]
+"""Evaluations on one set of prompts by policy version, increasing."""
+ACCURACY_ERROR = "accuracy_standard_error"
+"""Score that is there where a prompt has several samples."""
 SUCCESS = {"SUCCEEDED", "COMPLETE", "COMPLETED", "DONE"}
 
 
@@ -77,30 +81,6 @@ def busy_seconds(tasks: Iterable[TaskLog]) -> float:
 def last_pin(refs: Mapping[int, Ref]) -> str | None:
     """Return the pin of the newest policy or state, None without any."""
     return refs[max(refs)].pin() if refs else None
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Scores of one policy version on one set of prompts."""
-
-    version: int
-    scalars: dict[str, float]
-    sources: dict[str, dict[str, float]]
-
-    @property
-    def accuracy(self) -> float:
-        """Mean accuracy over prompts and samples, `avg@n`."""
-        return self.scalars["accuracy"]
-
-    @property
-    def error(self) -> float | None:
-        """Standard error of the accuracy; None for one sample a prompt."""
-        return self.scalars.get("accuracy_standard_error")
-
-    @property
-    def greedy(self) -> float | None:
-        """Accuracy of the most probable response, where it was measured."""
-        return self.scalars.get("greedy")
 
 
 @dataclass(frozen=True)
@@ -197,8 +177,8 @@ class ReportFacts:
     """Newest attempt of each task, by start."""
     updates: dict[int, dict[str, float]] = field(default_factory=dict)
     """Iteration to the scalars of its update."""
-    evaluations: list[Evaluation] = field(default_factory=list)
-    sets: dict[str, list[Evaluation]] = field(default_factory=dict)
+    evaluations: Evaluations = field(default_factory=dict)
+    sets: dict[str, Evaluations] = field(default_factory=dict)
     control: dict[str, float] = field(default_factory=dict)
     """Scores of as many seconds of supervised training from the same start; empty: not measured."""
     best: BestPolicy | None = None
@@ -244,14 +224,15 @@ class ReportFacts:
         return [task for task in reversed(self.tasks) if task.state != "done"]
 
     @property
-    def before(self) -> Evaluation | None:
-        """Evaluation of the starting policy."""
-        return self.evaluations[0] if self.evaluations else None
+    def before(self) -> Mapping[str, float]:
+        """Scores of the starting policy on the held-out prompts; empty without an evaluation."""
+        return self.evaluations[min(self.evaluations)].scalars if self.evaluations else {}
 
     @property
-    def after(self) -> Evaluation | None:
-        """Evaluation of the newest evaluated policy, when it is another one."""
-        return self.evaluations[-1] if len(self.evaluations) > 1 else None
+    def after(self) -> Mapping[str, float]:
+        """The same of the newest evaluated policy, when it is another one."""
+        last = max(self.evaluations, default=0)
+        return self.evaluations[last].scalars if len(self.evaluations) > 1 else {}
 
     @property
     def rise_error(self) -> float | None:

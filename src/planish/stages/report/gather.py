@@ -19,7 +19,7 @@ from planish.records.reports import EvalReport, UpdateReport, read_best, read_re
 from planish.run.avoid import avoided
 from planish.run.stage import read_run
 from planish.stages.report.events import run_events
-from planish.stages.report.facts import Evaluation, MachineAlert, ReportFacts, TaskLog
+from planish.stages.report.facts import Evaluations, MachineAlert, ReportFacts, TaskLog
 from planish.stages.report.reader import Reader
 from planish.stages.report.samples import sample_comparisons
 from planish.stages.report.text import one_line
@@ -51,7 +51,7 @@ def gather(root: str, state: str = "", *, curves_only: bool = False) -> ReportFa
         reader.missing.append("stage logs: no stage has begun")
     _read_updates(reader, facts)
     facts.sets = _evaluations(reader)
-    facts.evaluations = facts.sets.pop("", [])
+    facts.evaluations = facts.sets.pop("", {})
     if facts.evaluations and store.exists(layout.best_policy(root)):
         facts.best = reader.attempt("the best policy", partial(read_best, root), None)
     if facts.evaluations and store.exists(layout.control(root)):
@@ -121,9 +121,9 @@ def _read_updates(reader: Reader, facts: ReportFacts) -> None:
         reader.missing.append("updates: no iteration has trained")
 
 
-def _evaluations(reader: Reader) -> dict[str, list[Evaluation]]:
+def _evaluations(reader: Reader) -> dict[str, Evaluations]:
     """Read the evaluations of each set of prompts, by version; those held out have no name."""
-    evaluations: dict[str, list[Evaluation]] = {}
+    found: dict[str, dict[int, EvalReport]] = {}
     for uri in reader.list(f"{reader.root}/evals", "the evaluations"):
         if place := layout.parse_evaluation(reader.root, uri):
             name, version = place
@@ -131,13 +131,11 @@ def _evaluations(reader: Reader) -> dict[str, list[Evaluation]]:
             report = reader.attempt(what, partial(read_report, EvalReport, uri), None)
             if report is not None:
                 sources = {one_line(k): scalars(v) for k, v in report.sources.items()}
-                found = Evaluation(version, scalars(report.scalars), sources)
-                evaluations.setdefault(name, []).append(found)
-    if not evaluations:
+                own = found.setdefault(name, {})
+                own[version] = EvalReport(scalars(report.scalars), sources, report.attributes)
+    if not found:
         reader.missing.append("evaluation: no policy has been evaluated")
-    for own in evaluations.values():
-        own.sort(key=lambda evaluation: evaluation.version)
-    return evaluations
+    return {name: dict(sorted(own.items())) for name, own in found.items()}
 
 
 def _saved(reader: Reader, kind: str, example: str) -> dict[int, Ref]:

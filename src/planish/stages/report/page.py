@@ -120,24 +120,22 @@ def _cards(facts: ReportFacts) -> list[Card]:
     """Return the key numbers: accuracy before and after, then what the run cost."""
     before, after = facts.before, facts.after
     cards: list[Card] = []
-    if before is None:
+    if not before:
         cards.append(Card("Held-out accuracy", "not evaluated"))
     else:
         error = facts.rise_error or 0.0
         note = f"\u00b1 {100 * error:.1f} (1 standard error)" if error else ""
         title = "Held-out accuracy, mean over samples"
-        new = after.accuracy if after else None
-        cards.append(_score_card(title, before.accuracy, new, note, noise=error))
-    if before is not None and before.greedy is not None:
-        new = after.greedy if after else None
-        cards.append(_score_card("Greedy accuracy", before.greedy, new, "one response per prompt"))
-    if before is not None and after is not None:
-        names = before.scalars.keys() & after.scalars.keys()
-        passes = [name for name in names if name.startswith("pass@")]
-        if passes:
-            name = max(passes, key=lambda name: (len(name), name))
-            old, new = before.scalars[name], after.scalars[name]
-            cards.append(_score_card(name, old, new, "prompts solved at least once"))
+        old, new = before["accuracy"], after.get("accuracy")
+        cards.append(_score_card(title, old, new, note, noise=error))
+    if "greedy" in before:
+        old, new = before["greedy"], after.get("greedy")
+        cards.append(_score_card("Greedy accuracy", old, new, "one response per prompt"))
+    passes = [name for name in before.keys() & after.keys() if name.startswith("pass@")]
+    if passes:
+        name = max(passes, key=lambda name: (len(name), name))
+        old, new = before[name], after[name]
+        cards.append(_score_card(name, old, new, "prompts solved at least once"))
     if facts.best is not None and len(facts.best.evaluated) > 2:
         note = f"avg@n {percent(facts.best.accuracy, decimals=1)}, of {len(facts.best.evaluated)}"
         cards.append(Card("Best policy", f"{facts.best.policy_version}", f"{note} evaluated"))
@@ -177,7 +175,7 @@ def _score_card(
 def _evaluation_lead(facts: ReportFacts) -> str:
     if not facts.evaluations:
         return ""
-    scalars = facts.evaluations[-1].scalars
+    scalars = facts.after or facts.before
     prompts = number(scalars["num_prompts"]) if "num_prompts" in scalars else "The"
     samples = f", {number(scalars['num_samples'])} samples each" if "num_samples" in scalars else ""
     return (

@@ -114,7 +114,7 @@ def _held_out(reader: Reader, facts: ReportFacts) -> list[SampleComparison]:
         return []
     place = layout.evaluation_prompts(reader.root)
     texts = _prompt_texts(reader, place, "the held-out prompts")
-    first, last = versions = facts.before.version, facts.after.version
+    first, last = versions = min(facts.evaluations), max(facts.evaluations)
     before, after = (
         reader.attempt(
             f"sample rollouts of the evaluation of policy {version}",

@@ -15,7 +15,7 @@ from planish.run.kubeflow import CANCELLED, KfpRuns
 from planish.run.lock import current_holder, refuse_stranger
 from planish.run.stage import Artifact, Context, Outcome, execute
 from planish.stages.next_run.restart import FAILED, restart
-from planish.stages.report.facts import ReportFacts, last_pin
+from planish.stages.report.facts import ACCURACY_ERROR, ReportFacts, last_pin
 from planish.stages.report.gather import gather
 from planish.stages.report.page import build_page
 from planish.stages.report.render import render_html, render_markdown
@@ -117,14 +117,17 @@ def as_summary(facts: ReportFacts) -> dict[str, Any]:
     return {
         "root": facts.root,
         "state": facts.final_state,
-        "accuracy_before": before.accuracy if before else None,
-        "accuracy_before_standard_error": before.error if before else None,
-        "accuracy_after": after.accuracy if after else None,
-        "accuracy_after_standard_error": after.error if after else None,
-        "greedy_before": before.greedy if before else None,
-        "greedy_after": after.greedy if after else None,
+        "accuracy_before": before.get("accuracy"),
+        "accuracy_before_standard_error": before.get(ACCURACY_ERROR),
+        "accuracy_after": after.get("accuracy"),
+        "accuracy_after_standard_error": after.get(ACCURACY_ERROR),
+        "greedy_before": before.get("greedy"),
+        "greedy_after": after.get("greedy"),
         "evaluation_sets": {
-            name: {"accuracy_before": own[0].accuracy, "accuracy_after": own[-1].accuracy}
+            name: {
+                f"accuracy_{when}": own[version].scalars["accuracy"]
+                for when, version in (("before", min(own)), ("after", max(own)))
+            }
             for name, own in facts.sets.items()
         },
         "control": facts.control or None,

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from planish.records.reports import BestPolicy
-from planish.stages.report.facts import Evaluation, ReportFacts
+from planish.records.reports import BestPolicy, EvalReport
+from planish.stages.report.facts import Evaluations, ReportFacts
 from planish.stages.report.text import number, one_line
 
 _STEP = re.compile(r"\| (.{1,80}?) \| ([a-z ]{1,20}) \| (\d{1,12}) \| (\d{1,12}) \| (\d{1,12}) \|$")
@@ -111,7 +111,7 @@ def _label(name: str, scalars: Mapping[str, float]) -> str:
 
 
 def score_tables(
-    evaluations: Sequence[Evaluation], best: BestPolicy | None = None, *, name: str = ""
+    evaluations: Evaluations, best: BestPolicy | None = None, *, name: str = ""
 ) -> list[ScoreTable]:
     """Return the table over all prompts and the table per source; none without evaluations.
 
@@ -122,30 +122,30 @@ def score_tables(
         return []
     best_version = best.policy_version if best else None
     newest = len(evaluations) - NEWEST_SCORES
-    evaluations = [
-        evaluation
-        for place, evaluation in enumerate(evaluations)
-        if not 0 < place < newest or evaluation.version == best_version
+    chosen = [
+        version
+        for place, version in enumerate(evaluations)
+        if not 0 < place < newest or version == best_version
     ]
     heads = [
-        f"policy {evaluation.version}"
-        + (" (best)" if len(evaluations) > 2 and evaluation.version == best_version else "")
-        for evaluation in evaluations
+        f"policy {version}" + " (best)" * (len(chosen) > 2 and version == best_version)
+        for version in chosen
     ]
-    if len(evaluations) > 1:
+    shown, has_change = [evaluations[version] for version in chosen], len(chosen) > 1
+    if has_change:
         heads[0] += " (before)"
         heads[-1] += " (after)"
         heads.append("change")
     titles = ("All held-out prompts", "Mean accuracy per source")
     if name:
         titles = (name, f"{name}, mean accuracy per source")
-    tables = [ScoreTable(titles[0], ["score", *heads], _overall(evaluations), len(evaluations) > 1)]
-    if rows := _per_source(evaluations):
-        tables.append(ScoreTable(titles[1], ["source", *heads], rows, len(evaluations) > 1))
+    tables = [ScoreTable(titles[0], ["score", *heads], _overall(shown), has_change)]
+    if rows := _per_source(shown):
+        tables.append(ScoreTable(titles[1], ["source", *heads], rows, has_change))
     return tables
 
 
-def _overall(evaluations: Sequence[Evaluation]) -> list[ScoreRow]:
+def _overall(evaluations: Sequence[EvalReport]) -> list[ScoreRow]:
     first, last = evaluations[0].scalars, evaluations[-1].scalars
     # What stands in other cells is no row of its own, and pass@1 is avg@n.
     names = {name for evaluation in evaluations for name in evaluation.scalars}
@@ -174,7 +174,7 @@ def _importance(name: str) -> tuple[int, int, str]:
     return place, len(name), name
 
 
-def _per_source(evaluations: Sequence[Evaluation]) -> list[ScoreRow]:
+def _per_source(evaluations: Sequence[EvalReport]) -> list[ScoreRow]:
     """Return the accuracy of each source; none where there is one source only."""
     sources = sorted({name for evaluation in evaluations for name in evaluation.sources})
     rows = []

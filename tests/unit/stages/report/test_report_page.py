@@ -9,10 +9,9 @@ from html.parser import HTMLParser
 import pytest
 
 from planish.records.refs import Ref
-from planish.records.reports import BestPolicy
+from planish.records.reports import BestPolicy, EvalReport
 from planish.run.avoid import AvoidedNode
 from planish.stages.report.facts import (
-    Evaluation,
     Event,
     MachineAlert,
     ReportFacts,
@@ -112,9 +111,9 @@ def hostile_facts():
         run={"preset": HOSTILE, "config": {HOSTILE: {HOSTILE: HOSTILE}}, "code_version": HOSTILE},
         tasks=[TaskLog("$\\frac{$", 1, 0, "failed", 5.0, 1.0, error=HOSTILE)],
         updates={1: {"entropy": 0.5}},
-        evaluations=[
-            Evaluation(v, {"accuracy": 0.5, HOSTILE: 1.0}, {HOSTILE: {}, "b": {}}) for v in (0, 1)
-        ],
+        evaluations=dict.fromkeys(
+            (0, 1), EvalReport({"accuracy": 0.5, HOSTILE: 1.0}, {HOSTILE: {}, "b": {}})
+        ),
         policies={1: Ref("policy/1", f"file:///runs/{HOSTILE}/policies/00001", "0" * 64)},
         alerts=[MachineAlert(HOSTILE, HOSTILE, 1.0, 5.0, 6.0, *[HOSTILE] * 4, 3)],
         avoided=[AvoidedNode(HOSTILE, HOSTILE, HOSTILE, 4, 5.0)],
@@ -217,24 +216,24 @@ def test_a_change_is_judged_beyond_its_noise_and_is_the_difference_of_what_is_pr
     assert change_of(0.30, 0.35, noise=0.02).is_better is True
     assert change_of(0.30, 0.25, noise=0.02).is_worse is True
     assert change_of(0.21049, 0.42751).text == "+21.8 points"  # 21.0 % -> 42.8 %
-    lengths = [Evaluation(i, {"response_length_mean": n}, {}) for i, n in ((0, 23.97), (1, 24.012))]
+    lengths = {i: EvalReport({"response_length_mean": n}) for i, n in ((0, 23.97), (1, 24.012))}
     (row,) = score_tables(lengths)[0].rows
     assert (row.cells, row.change.text) == (["23.97", "24.01"], "+0.04")
     # Fewer unreadable answers are better.
-    shares = [Evaluation(i, {"invalid_fraction": n}, {}) for i, n in ((0, 0.06), (1, 0.01))]
+    shares = {i: EvalReport({"invalid_fraction": n}) for i, n in ((0, 0.06), (1, 0.01))}
     (row,) = score_tables(shares)[0].rows
     assert row.label == "responses without a readable answer"
     assert (row.change.text, row.change.is_better) == ("-5.0 points", True)
-    table = score_tables(shares[:1])[0]
+    table = score_tables({0: shares[0]})[0]
     assert (table.columns, table.has_change) == (["score", "policy 0"], False)
 
 
 def test_evaluations_on_the_way_are_drawn_and_the_best_is_named(healthy_facts):
-    first, last = healthy_facts.evaluations
-    between = [Evaluation(n, {"accuracy": 0.3 + 0.01 * (n == 2)}, {}) for n in range(1, 8)]
+    first, last = healthy_facts.evaluations.values()
+    between = {n: EvalReport({"accuracy": 0.3 + 0.01 * (n == 2)}) for n in range(1, 8)}
     pin = f"{healthy_facts.root}/policies/00002#sha256={'0' * 64}"
     best = BestPolicy(pin, 2, 0.31, tuple(range(9)))
-    facts = replace(healthy_facts, evaluations=[first, *between, last], best=best)
+    facts = replace(healthy_facts, evaluations={0: first, **between, 8: last}, best=best)
     html, markdown = pages(facts)
     text = Elements(html).text
     assert all(f"held-out, policy {n}: " in html for n in range(1, 8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from planish.stages.report.events import ROWS
-from planish.stages.report.facts import ReportFacts, TaskLog
+from planish.stages.report.facts import ACCURACY_ERROR, ReportFacts, TaskLog
 from planish.stages.report.figures import charts, panels
 from planish.stages.report.figures.charts import Chart, Line, Mark, Span
 from planish.stages.report.figures.panels import Curve, Panel
@@ -103,12 +103,13 @@ def held_out(facts: ReportFacts) -> list[Mark]:
     """Return the accuracies of evaluated policies, the first and last at the ends of the run."""
     first = facts.iterations[0] - 1 if facts.iterations else 0
     last = facts.iterations[-1] if facts.iterations else 0
-    places = {id(facts.after): ("after", last), id(facts.before): ("before", first)}
+    versions = [*facts.evaluations]
+    places = {versions[-1]: ("after", last), versions[0]: ("before", first)} if versions else {}
     marks = []
-    for evaluation in facts.evaluations:
-        name, x = places.get(id(evaluation), (f"policy {evaluation.version}", evaluation.version))
-        error = evaluation.error or 0.0
-        marks.append(Mark(f"held-out, {name}", "orange", x, evaluation.accuracy, error))
+    for version, report in facts.evaluations.items():
+        name, x = places.get(version, (f"policy {version}", version))
+        accuracy, error = (report.scalars.get(k, 0.0) for k in ("accuracy", ACCURACY_ERROR))
+        marks.append(Mark(f"held-out, {name}", "orange", x, accuracy, error))
     return marks
 
 
