@@ -64,7 +64,8 @@ class Child:
         return self.returncode
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 class Program(Child):
@@ -88,20 +89,33 @@ def _loaded() -> Forks:
 
 
 def start(
-    module: str, *arguments: str, log: Path, environment: dict[str, str] | None = None
+    module: str,
+    *arguments: str,
+    log: Path,
+    environment: dict[str, str] | None = None,
+    stdin: int | None = None,
 ) -> Program:
     """Start `python -m module arguments` in a session of its own; its output goes to `log`.
 
-    As with `subprocess`, no environment is that of this process.
+    As with `subprocess`, no environment is that of this process. `stdin` is a descriptor of this
+    process; without one there is no input.
     """
     forks = _loaded()
-    (pid,) = forks.ask(
-        do="fork",
-        module=module,
-        arguments=arguments,
-        log=str(log.absolute()),
-        environment=dict(os.environ if environment is None else environment),
-    )
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as door:
+        door.bind(f"{folder}/door")
+        door.listen()
+        door.settimeout(300.0)
+        (pid,) = forks.ask(
+            do="fork",
+            module=module,
+            arguments=arguments,
+            log=str(log.absolute()),
+            environment=dict(os.environ if environment is None else environment),
+            door="" if stdin is None else f"{folder}/door",
+        )
+        if stdin is not None:
+            with door.accept()[0] as child:
+                socket.send_fds(child, [b"."], [stdin])
     # From then on a signal to its process group reaches it.
     wait_for(lambda: os.getsid(pid) == pid)
     return Program(forks, pid)
@@ -174,6 +188,12 @@ def _become(job: dict[str, Any]) -> None:
     """Be the program of a job; does not return."""
     os.setsid()
     begin_child(job["log"], job["environment"])
+    if job["door"]:
+        with socket.socket(socket.AF_UNIX) as door:
+            door.connect(job["door"])
+            _, (stdin,), _, _ = socket.recv_fds(door, 1, 1)
+        os.dup2(stdin, 0)
+        os.close(stdin)
     tempfile.tempdir = None  # which may be that of the process that forks
     sys.argv[1:] = job["arguments"]
     sys.modules.pop(job["module"], None)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,9 +16,9 @@ import pytest
 
 from planish.base.errors import ConfigError, EngineError
 from planish.engines.disagg import attention_model, exchange, expert_rank, processes
-from planish.engines.disagg.processes import launch
 from planish.models.policy import save_policy
 from planish.records.rollouts import FinishReason
+from tests.integration import programs
 from tests.integration.test_disagg_equality import weights
 from tests.processes import marked, marks, wait_until_none
 from tests.unit.engines.disagg.instances import ThreadRank, disagg, moe_policy
@@ -30,7 +31,13 @@ SECONDS = 60.0
 REQUESTS = [request(i, 60) for i in range(6)]
 
 
-def running(attention: int, expert: int, launcher=launch):
+def forked(end: Connection, number: int) -> programs.Program:
+    """Start a rank as `launch` does, but as a fork of a process that has imported torch."""
+    module = "planish.engines.disagg.rank"
+    return programs.start(module, log=Path(os.devnull), stdin=end.fileno())
+
+
+def running(attention: int, expert: int, launcher=forked):
     """Return an instance of processes whose requests have a few tokens, and what they become."""
     policy = moe_policy("Qwen3Moe")
     expected = {o.request_id: o for o in start(policy).generate(REQUESTS)}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LONGEST_PAUSE = 0.05
+LONGEST_PAUSE = 0.1
 
 
 def wait_for(
