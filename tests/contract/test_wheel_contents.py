@@ -5,12 +5,14 @@ from __future__ import annotations
 import email
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import venv
 import zipfile
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -103,10 +105,16 @@ def program(built, wheel, tmp_path_factory):
     (site,) = folder.glob("lib/python*/site-packages")
     for distribution in requirements(wheel).values():
         for path in distribution.files:
-            if ".." not in path.parts and "__pycache__" not in path.parts:
-                target = site / path
+            if ".." in path.parts or "__pycache__" in path.parts:
+                continue
+            source = str(distribution.locate_file(path))
+            # With its byte code: to compile it all would take longer than the tests.
+            compiled = [cache_from_source(source)] if path.suffix == ".py" else []
+            for name in (source, *compiled):
+                target = site / path.parent / Path(name).relative_to(Path(source).parent)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.symlink_to(distribution.locate_file(path))
+                if os.path.exists(name):
+                    target.symlink_to(name)
     return folder / "bin/planish"
 
 
