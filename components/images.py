@@ -70,17 +70,14 @@ class Resources:
     """
 
     cpu: str
-    """CPU request in cores."""
     memory: str
     """Memory request and limit, in units that Kubernetes knows (`Gi`, not `GB`)."""
     timeout_seconds: int
-    """Deadline of one attempt."""
     retries: int = 0
     """Attempts after the first one."""
     backoff_seconds: int = 30
     """Pause before the first retry; doubles each time."""
     gpus: int = 0
-    """GPUs of the pod."""
     shared_memory: str = ""
     """Size of `/dev/shm` for GPU stages; counts against `memory`."""
 
@@ -101,7 +98,6 @@ class Profile:
     name: str
     """`[a-z0-9-]+`; part of the file name of the compiled pipeline."""
     num_iterations: int
-    """Iterations of one run."""
     num_shards: int
     """Parallel rollout tasks of one iteration."""
     parallelism: int
@@ -110,13 +106,11 @@ class Profile:
     stages: Mapping[str, Resources]
     """Resources by stage; every stage is named."""
     deadline_seconds: int
-    """Deadline of the whole run."""
     retention_seconds: int
     """How long the cluster keeps the workflow of an ended run."""
     compact: bool = False
     """Reward, train and checkpoint are one task on the resources of train."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment of every task."""
     num_nodes: int = 1
     """Pods that train together, each with the resources of `train`. Above 1 the train task itself
     has those of `WAITING`: it submits them as one job and waits."""
@@ -275,7 +269,6 @@ For models that one GPU does not hold: `engine.tensor_parallel` is 4.
 """
 
 PROFILES: dict[str, Profile] = {p.name: p for p in (CPU_TINY, GPU_1X8, GPU_4X8, GPU_16X8)}
-"""Profiles by name."""
 
 GPU_IMAGES = frozenset(
     STAGE_IMAGES[stage] for p in PROFILES.values() for stage, pod in p.stages.items() if pod.gpus

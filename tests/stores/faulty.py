@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from planish.base.errors import StoreUnavailable
 from planish.store.base import (
     Buffer,
-    Counters,
     Folder,
     Multipart,
     Stat,
@@ -58,13 +58,9 @@ class FaultyStore:
         return self.inner.in_memory
 
     @property
-    def counters(self) -> Counters:
+    def retries(self) -> Counter[str]:
         """Those of the store inside."""
-        return self.inner.counters
-
-    @counters.setter
-    def counters(self, value: Counters) -> None:
-        self.inner.counters = value
+        return self.inner.retries
 
     def uri(self, key: str) -> str:
         """Return what the store inside returns."""

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from planish import store
-from planish.base.errors import ConfigError, ObjectExists, PlanishError
+from planish.base.errors import ConfigError, ObjectExists
 from planish.records import layout
 from planish.store.documents import read_json
 
@@ -85,26 +85,9 @@ def avoid(root: str, node: AvoidedNode) -> bool:
 
 
 def avoided(root: str) -> list[AvoidedNode]:
-    """Return the nodes that are avoided, by the time at which they were named.
-
-    An object of another form is logged and left out.
-    """
-    nodes = []
-    for uri in store.list_uris(f"{layout.avoided_nodes(root)}/"):
-        try:
-            raw: Any = read_json(uri)
-            node = AvoidedNode(
-                name=str(raw["name"]),
-                named_by=str(raw["named_by"]),
-                run_id=str(raw["run_id"]),
-                iteration=int(raw["iteration"]),
-                seconds=float(raw["seconds"]),
-            )
-            if not is_node_name(node.name):
-                raise ValueError(f"no name of a node: {node.name!r}")
-            nodes.append(node)
-        except (PlanishError, KeyError, TypeError, ValueError) as error:
-            logger.warning("not an avoided node uri=%s error=%s", uri, error)
+    """Return the nodes that are avoided, by the time at which they were named."""
+    uris = store.list_uris(f"{layout.avoided_nodes(root)}/")
+    nodes = [AvoidedNode(**read_json(uri)) for uri in uris]
     return sorted(nodes, key=lambda node: (node.seconds, node.name))
 
 

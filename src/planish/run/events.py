@@ -38,24 +38,20 @@ def record_event(
 
 
 def record_earlier_attempt(root: str, uri: str, now: float) -> None:
-    """Record the attempt at a task whose log entry is about to be overwritten, if it went wrong.
+    """Record the attempt whose log entry `uri` the next one, begun at `now`, overwrites.
 
-    Args:
-        root: URI of the run.
-        uri: of the entry.
-        now: Unix time at which the next attempt began.
+    One that went well is no event.
     """
     try:
         earlier = read_json(uri)
     except (PlanishError, OSError):
         return
-    if not isinstance(earlier, dict) or earlier.get("state") not in ("running", "failed"):
+    if earlier["state"] not in ("running", "failed"):
         return
-    begin, length = earlier.get("start_seconds"), earlier.get("seconds")
-    if not isinstance(begin, float) or not isinstance(length, float):
-        return
+    begin = earlier["start_seconds"]
     # An attempt that was killed has told no end: it was over when the next one began.
-    end = begin + length if earlier["state"] == "failed" else now
+    end = begin + earlier["seconds"] if earlier["state"] == "failed" else now
     facts = {name: earlier.get(name) for name in ("stage", "shard", "error", "exit_code")}
-    iteration = earlier.get("iteration", 0)
-    record_event(root, "attempt", iteration, begin_seconds=begin, end_seconds=end, **facts)
+    record_event(
+        root, "attempt", earlier["iteration"], begin_seconds=begin, end_seconds=end, **facts
+    )

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"
 """Where an installation for several users mounts the token that its API asks for."""
@@ -41,21 +41,8 @@ class KubeflowRun:
     """State of the run now, in the words of the API."""
 
 
-class Runs(Protocol):
-    """The runs of one Kubeflow installation."""
-
-    def facts(self, run_id: str) -> KubeflowRun:
-        """Return how a run was started."""
-
-    def find(self, name: str, experiment_id: str) -> str:
-        """Return the id of the run of that name; empty when there is none."""
-
-    def create(self, name: str, facts: KubeflowRun) -> str:
-        """Start a run and return its id."""
-
-
 class KfpRuns:
-    """Meets `Runs` through the generated client of the API; its import takes a second.
+    """The runs of one Kubeflow installation, by the generated client; its import takes a second.
 
     Inside a task kfp itself has no client: it is imported in part there (`_KFP_RUNTIME`).
     """

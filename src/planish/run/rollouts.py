@@ -25,19 +25,7 @@ def run(
     """Run the shards `shard`, `shard + num_tasks`, ...; each writes its own records and log.
 
     An attempt after one that was cut off finds the finished shards done and goes on behind them.
-
-    Args:
-        root: URI of the run.
-        config_sha256: digest of the run's configuration.
-        number: iteration within this run, from 1.
-        offset: iterations before this run.
-        shard: index of the first shard.
-        num_tasks: rollout tasks of the iteration.
-        num_shards: shards of the iteration; they share the groups evenly.
-        policy_pin: pinned URI of the policy that samples.
-        state_pin: pinned URI of the train state that holds the prompt cursor; "" at the beginning.
-        rollouts: gets the Ref of the last of these rollout sets.
-        metrics: gets the counts, shares and lengths of the same.
+    The arguments are those of the stage; `rollouts` and `metrics` are of the last of these shards.
     """
     sample = stage_run("rollout")
     for index in range(shard, num_shards, num_tasks):

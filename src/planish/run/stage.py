@@ -248,9 +248,8 @@ def _refuse_known_failure(context: Context, run_id: str) -> None:
     uri = layout.failed_file(context.root, context.stage, context.iteration, context.shard)
     if not store.exists(uri):
         return
-    marker: Any = read_json(uri)
-    this_task = {"config_sha256": context.config_sha256, "run_id": run_id}
-    if isinstance(marker, dict) and this_task.items() <= marker.items():
+    marker = read_json(uri)
+    if (marker["config_sha256"], marker["run_id"]) == (context.config_sha256, run_id):
         raise ConfigError(f"an earlier attempt of this task failed for good: {marker['error']}")
 
 

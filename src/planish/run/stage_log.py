@@ -9,7 +9,6 @@ import logging
 import os
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from planish import store
@@ -19,6 +18,7 @@ from planish.records import layout
 from planish.run import lock
 from planish.run.events import record_earlier_attempt
 from planish.store.documents import read_json, write_json
+from planish.store.processes import process_start
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +27,9 @@ FLUSH_SECONDS = 60.0
 
 
 def process_age_seconds() -> float:
-    """Return the seconds since this process began; 0 where the system does not tell."""
-    try:
-        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        return 0.0
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    """Return the seconds since this process began."""
+    started = process_start(os.getpid()) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started if started else 0.0
 
 
 EARLIER = "earlier"
@@ -46,8 +42,8 @@ def earlier_success(uri: str) -> dict[str, Any] | None:
         entry = read_json(uri)
     except (PlanishError, OSError):
         return None
-    entry = entry.get(EARLIER, entry) if isinstance(entry, dict) else {}
-    return entry if entry.get("state") == "done" else None
+    entry = entry.get(EARLIER, entry)
+    return entry if entry["state"] == "done" else None
 
 
 class _Lines(logging.Handler):

@@ -32,17 +32,7 @@ def run(
     """Run three stages in turn; each writes its own records and its own log.
 
     An attempt after one that was cut off finds the finished stages done and goes on behind them.
-
-    Args:
-        root: URI of the run.
-        config_sha256: digest of the run's configuration.
-        number: iteration within this run, from 1.
-        offset: iterations before this run.
-        num_shards: rollout shards of the iteration.
-        policy_pin: pinned URI of the policy that sampled.
-        state_pin: train state before the iteration; empty before the first.
-        state: gets the Ref of the new train state.
-        metrics: gets the scalars of the update.
+    The arguments are those of the stages.
     """
     of_iteration: dict[str, Any] = {
         "root": root,

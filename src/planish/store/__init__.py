@@ -23,7 +23,6 @@ from planish.store.base import (
     STORES,
     TIMEOUT_SECONDS,
     Buffer,
-    Counters,
     Folder,
     Multipart,
     Stat,
@@ -42,7 +41,6 @@ from planish.store.base import (
 __all__ = [
     "PART_BYTES",
     "SINGLE_PUT_BYTES",
-    "Counters",
     "Folder",
     "Multipart",
     "Stat",

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 from urllib.parse import quote_from_bytes, unquote
@@ -88,46 +87,6 @@ class Folder(NamedTuple):
     """Keys without a slash at the end, ascending."""
 
 
-@dataclass
-class Counters:
-    """Requests sent and bytes moved; any thread may add.
-
-    Example:
-        >>> c = Counters(); c.add("put", sent=3); c.total(), c.requests["put"], c.bytes_out
-        (1, 1, 3)
-    """
-
-    requests: Counter[str] = field(default_factory=Counter)
-    """By kind: put, get, head, list, delete, create, part, complete, abort; each try counts."""
-    retries: Counter[str] = field(default_factory=Counter)
-    """Tries that were not the first, by the reason (an HTTP status or the name of an error)."""
-    bytes_out: int = 0
-    bytes_in: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-
-    def add(self, kind: str, *, sent: int = 0, received: int = 0) -> None:
-        """Count one request of a kind and the bytes of its bodies."""
-        with self._lock:
-            self.requests[kind] += 1
-            self.bytes_out += sent
-            self.bytes_in += received
-
-    def received(self, num_bytes: int) -> None:
-        """Count bytes of an answer to a request that has been counted before."""
-        with self._lock:
-            self.bytes_in += num_bytes
-
-    def retried(self, reason: str) -> None:
-        """Count a try that follows a failed one."""
-        with self._lock:
-            self.retries[reason] += 1
-
-    def total(self) -> int:
-        """Return the number of requests of all kinds."""
-        with self._lock:
-            return sum(self.requests.values())
-
-
 class Multipart(Protocol):
     """An object that is being written in parts; visible to nobody until `complete`.
 
@@ -168,7 +127,8 @@ class Store(Protocol):
     `StoreUnavailable` (after retries). Methods may be called from any thread.
     """
 
-    counters: Counters
+    retries: Counter[str]
+    """Tries that were not the first, by the reason (an HTTP status or the name of an error)."""
     in_memory: bool
     """Whether the objects lie in the memory of this process, where no other process finds them."""
 

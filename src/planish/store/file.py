@@ -16,6 +16,7 @@ import re
 import secrets
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -31,7 +32,6 @@ from planish.base.errors import (
 from planish.store.base import (
     TIMEOUT_SECONDS,
     Buffer,
-    Counters,
     Folder,
     Stat,
     Upload,
@@ -71,7 +71,7 @@ class FileStore:
     in_memory = False
 
     def __init__(self, root: str | Path = "/"):
-        self.counters = Counters()
+        self.retries: Counter[str] = Counter()
         self._root = Path(root).absolute()
 
     def uri(self, key: str) -> str:
@@ -83,9 +83,7 @@ class FileStore:
     ) -> str:
         """Write an object as a whole."""
         view = memoryview(data).cast("B")
-        self.counters.add("put", sent=view.nbytes)
-        # Counted as one request, unlike the parts of an upload.
-        file = FileMultipart(self._path(key), key, self.uri(key), view.nbytes, Counters())
+        file = FileMultipart(self._path(key), key, self.uri(key), view.nbytes)
         try:
             file.write(1, view)
             return file.complete(if_none_match=if_none_match, if_match=if_match)
@@ -94,12 +92,10 @@ class FileStore:
 
     def open_multipart(self, key: str, size: int) -> FileMultipart:
         """Begin an object in parts."""
-        self.counters.add("create")
-        return FileMultipart(self._path(key), key, self.uri(key), size, self.counters)
+        return FileMultipart(self._path(key), key, self.uri(key), size)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Remove a temporary file."""
-        self.counters.add("abort")
         if not upload_id.startswith(_temporary_prefix(key)) or "/" in upload_id:
             raise StoreError(f"an upload of {key!r} must not be named {upload_id!r}")
         with _store_errors(self.uri(key)), _absent_is_fine():
@@ -107,7 +103,6 @@ class FileStore:
 
     def open_uploads(self, key: str) -> list[Upload]:
         """Return the temporary files of a key."""
-        self.counters.add("list")
         uploads: list[Upload] = []
         with _store_errors(self.uri(key)), _absent_is_fine():
             for path in self._path(key).parent.glob(_temporary_prefix(key) + "*"):
@@ -133,14 +128,12 @@ class FileStore:
                         f"got {offset + done}"
                     )
                 done += count
-        self.counters.add("get", received=view.nbytes)
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         """Return what there is of a range of a file."""
         with _store_errors(self.uri(key)), open(self._path(key), "rb") as file:
             file.seek(start)
             data = file.read(-1 if length is None else length)
-        self.counters.add("get", received=len(data))
         return data
 
     def get(self, key: str, limit: int) -> tuple[bytes, str]:
@@ -152,12 +145,10 @@ class FileStore:
                     f"`{self.uri(key)}` must be at most {limit} bytes here, got {facts.size}"
                 )
             data = file.read(limit)
-        self.counters.add("get", received=len(data))
         return data, facts.etag
 
     def head(self, key: str) -> Stat:
         """Return the facts of a file; a folder or a device is none."""
-        self.counters.add("head")
         with _store_errors(self.uri(key)):
             facts = self._path(key).stat()
             if not stat.S_ISREG(facts.st_mode):
@@ -166,7 +157,6 @@ class FileStore:
 
     def list(self, folder: str) -> Iterator[Stat]:
         """Yield every file below a folder."""
-        self.counters.add("list")
         files: list[Stat] = []
         waiting = [folder]
         while waiting:
@@ -177,13 +167,11 @@ class FileStore:
 
     def folder(self, folder: str) -> Folder:
         """Return the direct content of a folder."""
-        self.counters.add("list")
         direct = self._scan(folder)
         return Folder(sorted(direct.objects), sorted(direct.folders))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove files."""
-        self.counters.add("delete")
         for key in keys:
             path = self._path(key)
             with _store_errors(self.uri(key)), _absent_is_fine(), _locked(path.parent):
@@ -238,10 +226,9 @@ class FileMultipart:
 
     may_be_begun_twice = False
 
-    def __init__(self, target: Path, key: str, uri: str, size: int, counters: Counters):
+    def __init__(self, target: Path, key: str, uri: str, size: int):
         self.key = key
         self.part_bytes = part_bytes(size)
-        self._counters = counters
         self._target = target
         self._uri = uri
         self._path = target.parent / temporary_name(_digest(key))
@@ -260,7 +247,6 @@ class FileMultipart:
     def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
         """Write one part at its place."""
         view, offset = memoryview(data).cast("B"), (number - 1) * self.part_bytes
-        self._counters.add("part", sent=view.nbytes)
         with _store_errors(self._uri):
             while view.nbytes:
                 count = os.pwrite(self._descriptor, view, offset)
@@ -268,7 +254,6 @@ class FileMultipart:
 
     def complete(self, *, if_none_match: bool = False, if_match: str = "") -> str:
         """Sync the bytes and give the file its name."""
-        self._counters.add("complete")
         folder = self._target.parent
         with _store_errors(self._uri):
             os.fsync(self._descriptor)
@@ -297,7 +282,6 @@ class FileMultipart:
 
     def abort(self) -> None:
         """Remove the file unless it has its name."""
-        self._counters.add("abort")
         self._close()
 
     def _close(self) -> None:

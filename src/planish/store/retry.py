@@ -11,6 +11,7 @@ import random
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -19,7 +20,6 @@ from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionErro
 from urllib3.exceptions import TimeoutError as LateError
 
 from planish.base import telemetry
-from planish.store.base import Counters
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Transient(Exception):
     def __init__(self, reason: str, text: str, *, sent: bool = True, answered: bool = False):
         super().__init__(text)
         self.reason = reason
-        """For counters: an HTTP status, an S3 code or the name of an error."""
+        """For the count: an HTTP status, an S3 code or the name of an error."""
         self.sent = sent
         """Whether the server may have got, and acted upon, the request."""
         self.answered = answered
@@ -73,12 +73,13 @@ class Tries:
     """The tries of one request.
 
     Example:
-        >>> tries = Tries(Counters(), deadline=time.monotonic() + 5)
+        >>> tries = Tries(Counter(), deadline=time.monotonic() + 5)
         >>> tries.run(lambda: "answer"), tries.count, tries.is_ambiguous
         ('answer', 1, False)
     """
 
-    counters: Counters
+    retries: Counter[str]
+    """Gets the reason of each further try."""
     deadline: float
     """Monotonic seconds; no try and no wait goes beyond."""
     retry_seconds: float = RETRY_SECONDS
@@ -105,7 +106,7 @@ class Tries:
                 if waited >= self.retry_seconds or time.monotonic() + wait >= self.deadline:
                     raise
                 waited += wait
-                self.counters.retried(error.reason)
+                self.retries[error.reason] += 1
                 telemetry.count("planish_store_retries_total", scheme="s3")
                 facts = telemetry.event(
                     "retrying", tries=self.count, reason=error.reason, wait_seconds=wait

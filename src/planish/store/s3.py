@@ -41,7 +41,6 @@ from planish.base.errors import (
 from planish.store.base import (
     TIMEOUT_SECONDS,
     Buffer,
-    Counters,
     Folder,
     Stat,
     Upload,
@@ -146,7 +145,7 @@ class S3Store:
                 "the bucket"
             ) from None
         self._client = Client(settings, bucket, timeout_s=timeout_s, read_seconds=read_seconds)
-        self.counters: Counters = self._client.counters
+        self.retries = self._client.retries
 
     def uri(self, key: str) -> str:
         """Return `s3://bucket/key`."""
@@ -161,7 +160,6 @@ class S3Store:
         try:
             with self._client.tries() as tries:
                 answer = self._client.call(
-                    "put",
                     "PUT",
                     check_key(key),
                     headers_of,
@@ -233,9 +231,7 @@ class S3Store:
     def head(self, key: str) -> Stat:
         """Return the facts of an object."""
         try:
-            headers = self._client.call(
-                "head", "HEAD", check_key(key), headers_of, handled={400, 403, 404}
-            )
+            headers = self._client.call("HEAD", check_key(key), headers_of, handled={400, 403, 404})
         except Refused as refused:
             if not refused.code:
                 # The answer has no body, and not every server names its code in a header.
@@ -317,7 +313,7 @@ class S3Multipart:
         checksum = _checksum(view, crc32c)
         query = {"partNumber": str(number), "uploadId": self.upload_id}
         answer = self._client.call(
-            "part", "PUT", self.key, headers_of, query=query, headers=checksum, body=view
+            "PUT", self.key, headers_of, query=query, headers=checksum, body=view
         )
         self._parts[number] = (answer.get("ETag", ""), "".join(checksum.values()))
 
@@ -335,7 +331,6 @@ class S3Multipart:
         try:
             with self._client.tries() as tries:
                 answer = self._client.call(
-                    "complete",
                     "POST",
                     self.key,
                     whole,
@@ -399,7 +394,7 @@ class _Download:
         """Read what there is of the range; raises ObjectChanged, ObjectTooLarge."""
         try:
             self._client.call(
-                "get", "GET", self._key, self._take, headers=self._headers, handled={412, 416}
+                "GET", self._key, self._take, headers=self._headers, handled={412, 416}
             )
         except Refused as refused:
             if refused.status == 412:
@@ -438,7 +433,6 @@ class _Download:
                 raise Transient("IncompleteRead", "the answer ended early")
             self.target[self.done : self.done + len(block)] = block
             self.done += len(block)
-            self._client.counters.received(len(block))
             if self.done >= mark + SLICE_BYTES:
                 mark, began = self.done, time.monotonic()
             elif time.monotonic() - began > self._client.read_seconds:

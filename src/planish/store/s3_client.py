@@ -11,6 +11,7 @@ import contextlib
 import os
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -42,7 +43,6 @@ from planish.base.errors import (
     StoreMisconfigured,
     StoreUnavailable,
 )
-from planish.store.base import Counters
 from planish.store.retry import (
     FULL_CODES,
     RETRY_SECONDS,
@@ -68,8 +68,6 @@ _HEAD_BYTES = 1000
 _MAX_IDLE = 64
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 """A body is guarded by a checksum of its own; hashing it here would cost more than sending it."""
-_KINDS = {"GET": "list", "POST": "delete", "DELETE": "abort"}
-"""Of what the SDK asks by itself: method to the kind that is counted."""
 _AWS = (
     *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE"),
@@ -130,7 +128,7 @@ class Client(Minio):
         timeout_s: float,
         read_seconds: float = READ_SECONDS,
     ):
-        self.counters = Counters()
+        self.retries: Counter[str] = Counter()
         self.bucket = bucket
         self.endpoint = settings.endpoint
         self._settings = settings
@@ -154,7 +152,6 @@ class Client(Minio):
 
     def call(
         self,
-        kind: str,
         method: str,
         key: str,
         take: Take[T],
@@ -167,7 +164,6 @@ class Client(Minio):
         """Send a request until it succeeds, and return what `take` makes of the answer.
 
         Args:
-            kind: for the counters.
             method: GET, PUT, ...
             key: of the object; empty for the bucket.
             take: called with each good answer; what breaks in it is retried.
@@ -189,7 +185,7 @@ class Client(Minio):
 
         def once() -> T:
             own = headers() if callable(headers) else headers or {}
-            return self._send(kind, method, key, take, query or {}, own, view, tries.deadline)
+            return self._send(method, key, take, query or {}, own, view, tries.deadline)
 
         try:
             return tries.run(once)
@@ -223,10 +219,7 @@ class Client(Minio):
     ) -> Answer:
         """Send what an operation of the SDK asks, in place of its own way."""
         query = query_params or {}
-        kind = "create" if object_name and "uploads" in query else _KINDS[method]
-        return self.call(
-            kind, method, object_name or "", whole, query=query, headers=headers, body=body
-        )
+        return self.call(method, object_name or "", whole, query=query, headers=headers, body=body)
 
     @contextlib.contextmanager
     def tries(self) -> Iterator[Tries]:
@@ -239,7 +232,7 @@ class Client(Minio):
 
     def _new_tries(self) -> Tries:
         deadline = time.monotonic() + self._timeout_s
-        return Tries(self.counters, deadline, self._settings.retry_seconds)
+        return Tries(self.retries, deadline, self._settings.retry_seconds)
 
     def place(self, key: str) -> str:
         """Return a key as messages name it."""
@@ -259,7 +252,6 @@ class Client(Minio):
 
     def _send(
         self,
-        kind: str,
         method: str,
         key: str,
         take: Take[T],
@@ -275,7 +267,6 @@ class Client(Minio):
             # The parent of a fork goes on using the connections.
             self._http, self._process = _pool(), os.getpid()
         url, signed = self._signed(method, key, query, headers, body)
-        self.counters.add(kind, sent=0 if body is None else body.nbytes)
         answer: Answer | None = None
         try:
             answer = self._http.urlopen(

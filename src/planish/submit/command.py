@@ -318,15 +318,13 @@ def cleanup(options: argparse.Namespace) -> Lines:
 
     server, _ = _described(options)
     with server.asked():
+        settings = client.Configuration()
+        settings.retries = False
         try:
-            config.load_config()
+            config.load_config(client_configuration=settings)
         except config.ConfigException as error:
             raise ConfigError(f"`cleanup` must reach Kubernetes, got {error}") from None
-        kube = Kube(
-            client.Configuration.get_default_copy(),
-            server.namespace_of_runs(options.namespace),
-            patience_seconds=0,
-        )
+        kube = Kube(settings, server.namespace_of_runs(options.namespace), patience_seconds=0)
         try:
             yield from clean_up(server, kube, options.run)
         except ClusterError as error:

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from planish import store
 from planish.base.errors import ConfigError, ObjectMissing, PlanishError
@@ -67,10 +67,7 @@ def avoid(root: str, node: str, *, undo: bool = False) -> list[str]:
     return [f"deleted {uri}"]
 
 
-@dataclass(frozen=True, order=True)
-class _Attempt:
-    """One attempt of a task that has written lines."""
-
+class _Attempt(NamedTuple):
     start_seconds: float
     uri: str
     state: str
@@ -109,6 +106,12 @@ def _silent(folder: str, stage: str, iteration: int) -> Iterator[str]:
                 yield f"== {name} {state}, and wrote no line"
 
 
+def _checked_folder(root: str, num_lines: int) -> str:
+    if num_lines < 1:
+        raise ConfigError(f"`--lines` must be at least 1, got {num_lines}")
+    return layout.logs(normal_uri(root))
+
+
 def logs(root: str, *, stage: str = "", iteration: int = -1, num_lines: int = 40) -> Iterator[str]:
     """Yield the last lines of task attempts, each below a line that says whose they are.
 
@@ -122,9 +125,7 @@ def logs(root: str, *, stage: str = "", iteration: int = -1, num_lines: int = 40
     Raises:
         ObjectMissing: no such attempt has written anything yet.
     """
-    if num_lines < 1:
-        raise ConfigError(f"`--lines` must be at least 1, got {num_lines}")
-    folder = layout.logs(normal_uri(root))
+    folder = _checked_folder(root, num_lines)
     attempts = _attempts(folder, stage, iteration)
     if not attempts:
         if silent := list(_silent(folder, stage, iteration)):
@@ -172,9 +173,7 @@ def follow(
         has_ended: asked before each look; what is there then is the last.
         sleep: waits between two looks, in seconds.
     """
-    if num_lines < 1:
-        raise ConfigError(f"`--lines` must be at least 1, got {num_lines}")
-    folder = layout.logs(normal_uri(root))
+    folder = _checked_folder(root, num_lines)
     shown: dict[str, int] = {}
     complete: set[str] = set()
     shown_last = ""

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from planish.base.config import (
-    RunConfig,
     Section,
     config_sha256,
     load_preset,
@@ -27,11 +26,6 @@ class Toy(Section):
     """Rate."""
 
 
-def test_an_unknown_key_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"`toy.sise`.*got 3; did you mean `size`"):
-        parse_section(Toy, {"sise": 3}, section="toy")
-
-
 def test_nothing_is_coerced_and_all_faults_are_told() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_section(Toy, {"size": "3", "rate": "x"}, section="toy")
@@ -53,12 +47,6 @@ def test_nothing_is_coerced_and_all_faults_are_told() -> None:
 )
 def test_overrides_are_toml_values_or_text(text: str, value: object) -> None:
     assert parse_override(text)[2] == value
-
-
-@pytest.mark.parametrize("text", ["train=1", "=1", "train.x", ""])
-def test_a_malformed_override_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"section\.key=value"):
-        parse_override(text)
 
 
 def test_later_layers_and_overrides_win_key_by_key() -> None:
@@ -94,11 +82,6 @@ def test_faults_of_all_sections_come_in_one_message() -> None:
         resolve_config({"run": {"sed": 1}, "train": {"lerning_rate": 1.0}})
     assert "`run.sed`" in str(caught.value)
     assert "`train.lerning_rate`" in str(caught.value)
-
-
-def test_the_seed_must_be_an_integer() -> None:
-    with pytest.raises(ConfigError, match=r"run\.seed"):
-        parse_section(RunConfig, {"seed": 1.5}, section="run")
 
 
 def test_where_a_run_is_computed_is_not_part_of_its_digest() -> None:

@@ -93,6 +93,9 @@ def test_a_setting_that_may_be_none_is_switched_off_by_none():
         ("train." + "x." * 5000 + "x=1", "section.key=value"),
         ("train.learning_rate='\x00'", "`train.learning_rate`"),
         ("model.path=\udcff", "valid Unicode"),
+        *((text, "section.key=value") for text in ("train=1", "=1", "train.x", "")),
+        ("run.seed=1.5", "`run.seed`"),
+        ("run.sed=1", "did you mean `seed`"),
     ],
 )
 def test_an_override_of_a_strange_shape_is_refused(override, words):

@@ -60,13 +60,6 @@ def test_files_that_are_left_out_are_not_asked_for(store_root):
         fetch_files(ref.uri)
 
 
-def test_bytes_and_files_of_equal_content_give_one_digest(file_root, tmp_path):
-    (tmp_path / "weights").write_bytes(b"w" * 5000)
-    one = write(f"{file_root}/a", {"x": tmp_path / "weights"})
-    two = write(f"{file_root}/b", {"x": b"w" * 5000})
-    assert one.manifest_sha256 == two.manifest_sha256
-
-
 def test_the_folder_of_a_file_store_is_used_in_place(file_root):
     ref = write(file_root)
     assert fetch_files(ref.uri) == Path(ref.uri.removeprefix("file://"))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import duckdb
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -107,15 +106,6 @@ def test_row_groups_hold_whole_groups_and_every_row_once(seed, groups, group_siz
     assert RolloutSet.from_columns(decode(data, RolloutSet.COLUMNS, name="x")) == record
 
 
-def test_files_hold_no_statistics_no_program_metadata_and_zstd():
-    metadata = pq.ParquetFile(pa.BufferReader(file_of(random_rollouts()))).metadata
-    assert metadata.metadata is None
-    for number in range(metadata.num_columns):
-        column = metadata.row_group(0).column(number)
-        assert column.compression == "ZSTD"
-        assert not column.is_stats_set
-
-
 def test_a_rollout_set_opens_in_duckdb_as_it_is(file_root):
     record = random_rollouts(groups=3, group_size=4)
     write_set(f"{file_root}/set", record, parents={}, attributes={})
@@ -131,16 +121,6 @@ def test_a_rollout_set_opens_in_duckdb_as_it_is(file_root):
         f"select response_tokens, response, finish from '{pattern}' where answer = '7'"
     ).fetchall()
     assert one == [(record.response_tokens.row(7).tolist(), record.response[7], record.finish[7])]
-
-
-def test_a_rollout_set_opens_in_pandas_as_it_is(file_root):
-    record = random_rollouts()
-    write_set(f"{file_root}/set", record, parents={}, attributes={})
-    frame = pd.read_parquet(f"{file_root[7:]}/set/shard-00000.parquet")
-    assert frame["response"].tolist() == record.response
-    assert frame["rollout_logprobs"][2].tolist() == record.rollout_logprobs.row(2).tolist()
-    assert frame["window_start"].dtype == np.int32
-    assert frame.isna().sum().sum() == 0
 
 
 def table_of(record):
@@ -275,14 +255,6 @@ def test_a_file_of_many_batches_comes_back_as_it_was():
     pieces = list(decode_pieces(file_of(record), RolloutSet.COLUMNS, name="x"))
     assert len(pieces) > 2
     assert RolloutSet.from_columns(join(pieces, RolloutSet.COLUMNS)) == record
-
-
-def test_joining_files_equals_reading_one():
-    record = random_rollouts(groups=4)
-    halves = [record.take_groups([0, 1]), record.take_groups([2, 3])]
-    parts = [decode(file_of(half), RolloutSet.COLUMNS, name="x") for half in halves]
-    parts[1]["group_index"] += 2
-    assert RolloutSet.from_columns(join(parts, RolloutSet.COLUMNS)) == record
 
 
 def test_text_of_a_row_group_has_a_limit_with_a_clear_message(monkeypatch):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from planish import store
-from planish.base.errors import ObjectMissing, RecordError
+from planish.base.errors import RecordError
 from planish.records import EvalReport, UpdateReport, read_report, write_report
 from planish.records.reports import parse_report
 
@@ -35,11 +35,6 @@ def test_not_a_number_survives_as_valid_json(file_root):
     raw = json.loads(store.read(f"{file_root}/x"), parse_constant=pytest.fail)
     assert raw["scalars"] == {"kl": "NaN"}
     assert math.isnan(read_report(UpdateReport, f"{file_root}/x").scalars["kl"])
-
-
-def test_a_missing_report_is_missing(file_root):
-    with pytest.raises(ObjectMissing):
-        read_report(EvalReport, f"{file_root}/none")
 
 
 @pytest.mark.parametrize(

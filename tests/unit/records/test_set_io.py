@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import replace
 
@@ -36,29 +35,6 @@ def test_a_set_comes_back_equal(store_root, kind):
         f"{store_root}/set/manifest.json",
         f"{store_root}/set/shard-00000.parquet",
     ]
-
-
-def test_the_manifest_tells_all_but_place_and_time(store_root):
-    record = random_rollouts()
-    ref = write_set(f"{store_root}/set", record, parents=PARENTS, attributes=ATTRIBUTES)
-    data = store.read(f"{ref.uri}/manifest.json")
-    shard = store.read(f"{ref.uri}/shard-00000.parquet")
-    assert json.loads(data) == {
-        "schema": "rollouts/1",
-        "num_rows": 20,
-        "parents": PARENTS,
-        "attributes": ATTRIBUTES,
-        "shards": [
-            {
-                "name": "shard-00000.parquet",
-                "rows": 20,
-                "bytes": len(shard),
-                "sha256": hashlib.sha256(shard).hexdigest(),
-            }
-        ],
-    }
-    assert ref.manifest_sha256 == hashlib.sha256(data).hexdigest()
-    assert read_manifest(ref.uri, sha256=ref.manifest_sha256).attributes == ATTRIBUTES
 
 
 @pytest.mark.server

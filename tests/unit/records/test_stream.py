@@ -20,11 +20,6 @@ from planish.records.stream import (
 )
 
 
-def test_a_fresh_cursor_deals_ordinals_to_shards_in_turn():
-    assert list(islice(assign(fresh_cursor(), 0, 2), 4)) == [0, 2, 4, 6]
-    assert list(islice(assign(fresh_cursor(), 1, 2), 4)) == [1, 3, 5, 7]
-
-
 def test_pending_ordinals_come_first():
     cursor = {"next": 9, "pending": [2, 5, 7]}
     assert list(islice(assign(cursor, 0, 2), 4)) == [2, 7, 10, 12]
@@ -67,14 +62,6 @@ def test_no_ordinal_is_lost_or_consumed_twice(num_shards, iterations):
 def test_each_epoch_visits_each_prompt_once(num_prompts, seed, epoch):
     ordinals = range(epoch * num_prompts, (epoch + 1) * num_prompts)
     assert sorted(position(k, num_prompts, seed) for k in ordinals) == list(range(num_prompts))
-
-
-def test_epochs_and_seeds_have_orders_of_their_own():
-    def order(epoch, seed):
-        return tuple(position(epoch * 50 + k, 50, seed) for k in range(50))
-
-    assert len({order(0, 0), order(1, 0), order(0, 1), order(1, 1)}) == 4
-    assert order(3, 7) == order(3, 7)
 
 
 def test_the_order_of_an_epoch_stays_as_it_is():

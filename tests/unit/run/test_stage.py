@@ -26,7 +26,6 @@ from planish.run.stage import (
     Outcome,
     PathArtifact,
     execute,
-    finite_metrics,
     is_stopped,
     load_run,
     mark_stopped,
@@ -84,10 +83,6 @@ def test_outputs_metrics_and_log_are_written(root: str, tmp_path: Path) -> None:
     assert 0 < entry["startup_seconds"] < 3600
     lines = store.read(f"{root}/logs/00002-toy-01-0.txt").decode()
     assert "working hard" in lines
-
-
-def test_finite_metrics_replace_infinity_by_a_flag() -> None:
-    assert finite_metrics({"a": math.inf, "b": 1}) == {"a_nonfinite": 1.0, "b": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -175,26 +170,11 @@ def test_a_strange_reference_is_refused(tmp_path: Path, data: bytes) -> None:
         read_ref(PathArtifact(str(tmp_path / "ref")))
 
 
-def test_a_strange_mark_of_failure_is_no_failure(
-    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RUN_ID", "run-a")
-    for mark in ([], {}, {"config_sha256": [], "run_id": "run-a"}):
-        write_json(layout.failed_file(root, "toy", 0, 0), mark)
-        call(root, lambda context: Outcome(), tmp_path)
-
-
-def test_another_configuration_under_the_root_is_refused(root: str) -> None:
+def test_what_is_missing_or_of_another_run_is_told(root: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="choose a new root"):
         load_run(root, "0" * 64)
-
-
-def test_a_root_without_run_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="prepare stage"):
         load_run((tmp_path / "none").as_uri(), "0" * 64)
-
-
-def test_a_missing_input_artifact_names_its_path(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="absent"):
         read_ref(PathArtifact(str(tmp_path / "absent")))
 
@@ -227,18 +207,6 @@ def test_the_command_line_mirrors_the_signature(tmp_path: Path) -> None:
     assert stage_main(run, [*argv, "--values", str(values)]) == 0
     assert seen == {"root": "file:///r", "number": 3, "fast": True, "result": "/x", "note": "n"}
     assert json.loads(values.read_text()) == {"count": 4, "pin": "p"}
-
-
-def test_a_wrong_boolean_on_the_command_line_is_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def run(*, fast: bool) -> None:
-        """Do it."""
-
-    with pytest.raises(SystemExit) as caught:
-        stage_main(run, ["--fast", "yes"])
-    assert caught.value.code == 2
-    assert "true or false" in capsys.readouterr().err
 
 
 def test_attempts_before_the_last_are_kept_as_events(root: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from planish.base import telemetry
 from planish.base.errors import ConfigError
 from planish.run import stage_metrics
 from planish.run.stage import Outcome, PathArtifact, execute
-from planish.run.stage_metrics import SCALARS, StageMetrics
+from planish.run.stage_metrics import StageMetrics
 from tests import pages
 from tests.servers.program import free_port
 
@@ -75,17 +75,6 @@ def test_scalars_of_the_outcome_become_gauges_and_what_is_not_finite_is_counted(
     assert found["planish_reward_kept_ratio"] == 0.25
     assert found["planish_stage_nonfinite_total"] == 2
     assert "planish_reward_accuracy_ratio" not in found
-
-
-def test_a_second_task_of_the_machine_takes_the_next_port(monkeypatch):
-    port = free_port()
-    monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
-    with StageMetrics("rollout", 1) as first, StageMetrics("rollout", 1) as second:
-        first.open()
-        second.open()
-        assert first._server is not None
-        assert second._server is not None
-        assert port <= first._server.port < second._server.port < port + 16
 
 
 def test_a_rank_has_a_port_of_its_own_after_that_of_its_launcher(monkeypatch):
@@ -187,10 +176,3 @@ def test_a_stage_that_fails_is_counted_by_its_exit_code(tmp_path, file_root):
     with pytest.raises(SystemExit):
         execute("reward", work, root=file_root, config_sha256=None, outputs={})
     assert pages.samples(telemetry.metrics_text())['planish_stage_failures_total{code="2"}'] == 1
-
-
-def test_every_gauge_of_a_scalar_is_declared_without_labels():
-    declared = {metric.name: metric for metric in telemetry.METRICS}
-    for gauges in SCALARS.values():
-        for gauge in gauges.values():
-            assert (declared[gauge].kind, declared[gauge].labels) == ("gauge", ())

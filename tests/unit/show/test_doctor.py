@@ -41,10 +41,6 @@ def test_packages_are_grouped_by_extra_and_missing_ones_named_with_the_remedy():
     assert details["extra dev"].startswith("pytest ")
 
 
-def test_the_base_packages_are_here():
-    assert states(doctor.packages())["base packages"] == "ok"
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an accelerator")
 def test_a_driver_that_is_too_old_is_wrong_and_no_accelerator_is_fine(monkeypatch):
     assert states(doctor.devices())["accelerators"] == "absent"

@@ -205,21 +205,6 @@ def test_nothing_at_a_uri_is_told(store_root):
         shown(store_root)
 
 
-def test_a_local_path_is_a_uri_too(tmp_path, monkeypatch):
-    write_set(f"file://{tmp_path}/a b/set", random_prompts(), parents={}, attributes={})
-    monkeypatch.chdir(tmp_path)
-    assert "prompts/1" in shown("a b/set")
-    assert "prompts/1" in shown(str(tmp_path / "a b"))
-
-
-def test_the_command_prints_and_returns_zero(file_root, capsys):
-    ref = write_set(f"{file_root}/set", random_prompts(), parents={}, attributes={})
-    assert main(["show", ref.uri, "--rows", "3"]) == 0
-    printed = capsys.readouterr()
-    assert "row 2 of 7" in printed.out
-    assert printed.err == ""
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -227,6 +212,8 @@ def test_the_command_prints_and_returns_zero(file_root, capsys):
         (["show", "s3://bucket/../x"], 2, "`..` segment"),
         (["show", "ftp://x/y"], 2, "must begin with"),
         (["show", "file:///x#sha256=1"], 1, "a pinned URI must read"),
+        (["show", " "], 2, "must be a URI or a path"),
+        (["show", "a\0b"], 2, "must not hold"),
     ],
 )
 def test_an_error_is_one_line_with_its_exit_code(capsys, arguments, code, words):
@@ -236,12 +223,6 @@ def test_an_error_is_one_line_with_its_exit_code(capsys, arguments, code, words)
     assert printed.err.count("\n") == 1
     assert printed.err.startswith("planish: ")
     assert words in printed.err
-
-
-@pytest.mark.parametrize("text", ["", " ", "a\0b"])
-def test_nothing_to_show_is_refused(capsys, text):
-    assert main(["show", text]) == 2
-    assert "planish: " in capsys.readouterr().err
 
 
 def test_a_parquet_file_of_any_origin_shows_its_columns_and_rows(store_root, tmp_path):

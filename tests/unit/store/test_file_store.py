@@ -4,7 +4,6 @@ import errno
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -14,27 +13,6 @@ from planish import store
 from planish.base.errors import AccessRefused, ObjectExists, StoreError, StoreUnavailable
 from planish.store import file as file_module
 from planish.store.file import TEMPORARY
-
-
-@pytest.mark.slow
-def test_readers_never_see_half_of_a_write(file_root):
-    old, new = b"a" * 200_000, b"b" * 300_000
-    store.write(f"{file_root}/x", old)
-    seen, over = set(), threading.Event()
-
-    def watch():
-        while not over.is_set():
-            data = store.read(f"{file_root}/x")
-            seen.add((data[:1], len(data), data.count(data[:1])))
-
-    reader = threading.Thread(target=watch)
-    reader.start()
-    for _ in range(30):
-        store.write(f"{file_root}/x", new)
-        store.write(f"{file_root}/x", old)
-    over.set()
-    reader.join()
-    assert seen <= {(b"a", 200_000, 200_000), (b"b", 300_000, 300_000)}
 
 
 def test_a_killed_writer_leaves_the_old_object_and_nothing_in_listings(file_root):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import pytest
 import yaml
 
 from planish.__main__ import main
@@ -55,10 +54,3 @@ def test_placement_is_written_as_the_sdk_of_kubeflow_writes_it():
     )
     _, prepared = next(ours.pods())
     assert {key: prepared[key] for key in executors["exec-box"]} == executors["exec-box"]
-
-
-@pytest.mark.parametrize("more", [["--toleration", "a:Never"], ["--node-selector", "pool"]])
-def test_a_placement_that_can_not_be_is_refused(more, capsys):
-    words = ["submit", "s3://b/r", "--profile", "cpu-tiny", "--dry-run", *more]
-    assert main(words) == 2
-    assert more[1] in capsys.readouterr().err

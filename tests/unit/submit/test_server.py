@@ -133,9 +133,3 @@ def test_the_password_of_an_address_is_printed_nowhere(words, server, capsys, cl
         assert f"http://***@127.0.0.1:{port}" in told
         assert "me:" not in told
         assert "geheim" not in told
-
-
-def test_a_server_with_a_password_is_described_without_it(server):
-    found = connect(server.url.replace("://", "://me:gehe@im@"))
-    host = server.url.removeprefix("http://")
-    assert found.describe("n").startswith(f"Kubeflow at http://***@{host} serves one user")

@@ -17,7 +17,7 @@ from planish.run.kube import Kube
 from planish.run.stage import is_stopped, mark_stopped
 from planish.submit import cleanup, parameters, pipeline
 from planish.submit.root import follow, stop
-from planish.submit.server import check_times, connect
+from planish.submit.server import connect
 from tests.unit.submit.kfp_server import Server
 
 
@@ -60,56 +60,6 @@ def test_a_run_carries_pipeline_parameters_and_account(server, client, package):
     assert "kubernetes" in spec["platform_spec"]["platforms"]
     assert server.posted("experiments")[0]["display_name"] == "planish"
     assert body["experiment_id"] in server.objects["experiments"]
-
-
-def test_a_schedule_runs_one_at_a_time_and_takes_the_first_unfinished_place(
-    server, client, package
-):
-    client.start_schedule(
-        package, {"root": "s3://b/r"}, name="nightly", experiment="e", cron="0 0 2 * * *"
-    )
-    body = server.posted("recurringruns")[0]
-    assert int(body["max_concurrency"]) == 1
-    assert body["no_catchup"] is True
-    assert body["mode"] == "ENABLE"
-    assert body["trigger"]["cron_schedule"]["cron"] == "0 0 2 * * *"
-    assert body["runtime_config"]["parameters"] == {"root": "s3://b/r", "chain": '{"index": -1}'}
-
-
-def test_a_schedule_can_be_an_interval(server, client, package):
-    client.start_schedule(
-        package, {"root": "s3://b/r"}, name="hourly", experiment="e", interval_seconds=3600
-    )
-    trigger = server.posted("recurringruns")[0]["trigger"]
-    assert int(trigger["periodic_schedule"]["interval_second"]) == 3600
-
-
-@pytest.mark.parametrize(
-    ("times", "words"),
-    [
-        (("", 0), "either --cron or"),
-        (("0 2 * * *", 0), "six fields"),
-        (("0 0 2 * * *", 5), "either --cron or"),
-        (("", -5), "must be positive, got -5"),
-    ],
-)
-def test_impossible_schedules_are_refused(times, words):
-    with pytest.raises(ConfigError, match=words):
-        check_times(*times)
-
-
-def test_waiting_polls_until_the_run_has_ended(server, client):
-    run = server.add_run(display_name="x")
-    server.states = ["RUNNING", "RUNNING", "FAILED"]
-    state = client.wait(run["run_id"], timeout_seconds=60, poll_seconds=0)
-    assert state == "FAILED"
-    assert [r[1] for r in server.requests].count(f"/apis/v2beta1/runs/{run['run_id']}") == 3
-
-
-def test_waiting_ends_in_time(server, client):
-    run = server.add_run(display_name="x", state="RUNNING")
-    with pytest.raises(ClusterError, match="must end within -1 s, got state RUNNING"):
-        client.wait(run["run_id"], timeout_seconds=-1, poll_seconds=0)
 
 
 @pytest.mark.parametrize(("state", "ended"), [("RUNNING", 1), ("SUCCEEDED", 0)])
@@ -168,57 +118,59 @@ def test_wrong_parameters_are_told_at_once(package):
     assert "overrides" not in str(caught.value).replace("'overrides'", "")
 
 
-def test_a_setting_that_is_given_as_a_parameter_is_told_its_place(package):
-    with pytest.raises(ConfigError, match=r"`?'-p overrides=train\.learning_rate=1e-6'"):
-        parameters.parse_parameters(["train.learning_rate=1e-6"], package.inputs)
+def gpus(profile, *pairs):
+    return [
+        "submit",
+        "s3://b/r",
+        "--profile",
+        profile,
+        *(w for pair in pairs for w in ("-p", pair)),
+    ]
 
 
-@pytest.mark.parametrize(
-    ("profile", "pairs", "words"),
-    [
-        (
-            "gpu-1x8",
-            ["preset=", "overrides=train.num_nodes=2"],
-            "take the profile gpu-4x8 or gpu-16x8 with",
-        ),
-        (
-            "gpu-1x8",
-            ["preset=", "overrides=rollout.device=cpu"],
-            "`rollout.device` must be 'auto' or 'cuda'",
-        ),
-        (
-            "gpu-4x8",
-            ["preset=", "overrides=train.num_processes=1"],
-            "must be 0 or 8 in a pod of 8 GPUs",
-        ),
-        ("cpu-tiny", ["preset=dapo-qwen2.5-7b"], "fit in the 1.5 GiB that the host memory leaves"),
-        ("cpu-tiny", ["model=Qwen/Qwen2.5-7B"], "fit in the 1.5 GiB that the host memory leaves"),
-        ("gpu-1x8", ["preset=", "overrides=train.lerning_rate=1"], "did you mean `learning_rate`"),
-        (
-            "gpu-1x8",
-            ["preset=", "config=/absent.toml"],
-            "`config` must be the URI or path of a TOML file",
-        ),
-        (
-            "gpu-1x8",
-            [],
-            "`preset` must be named for pods with GPUs, got none; the default 'dapo-tiny'",
-        ),
-        ("gpu-4x8", ["model=Qwen/Qwen2.5-7B"], "`-p preset=dapo-qwen2.5-0.5b` is the smallest"),
-        ("gpu-16x8", ["preset=dapo-tiny"], "`model.path` must name a model in pods with GPUs"),
-        (
-            "gpu-1x8",
-            ["preset=dapo-moe-tiny"],
-            "'dapo-qwen2.5-0.5b' is the smallest, or give a model",
-        ),
-    ],
-)
-def test_settings_that_the_pods_can_not_carry_are_refused_at_once(profile, pairs, words, capsys):
-    """No server is asked: there is none at the address."""
-    options = ["--host", "http://127.0.0.1:9", "--profile", profile]
-    options += [word for pair in pairs for word in ("-p", pair)]
-    assert main(["submit", "s3://b/r", *options]) == 2
-    assert words in capsys.readouterr().err
+REFUSED = [
+    (["schedule", "s3://b/r"], "either --cron or"),
+    (["schedule", "s3://b/r", "--cron", "0 2 * * *"], "six fields"),
+    (["schedule", "s3://b/r", "--cron", "0 0 2 * * *", "--interval-seconds", "5"], "either --cron"),
+    (["schedule", "s3://b/r", "--interval-seconds", "-5"], "must be positive, got -5"),
+    (["upload", "rehard"], "must be one of ['post-train', 'reshard'], got 'rehard'"),
+    (["upload", "reshard", "--iterations", "2"], "must be left out for reshard"),
+    (["avoid", "file:///r", "a/b"], "a node must be named like the label"),
+    (["avoid", "s3:/folder", "node-3"], "must begin with one of"),
+    (["submit", "bucket/run"], "must be a URI"),
+    (["submit", "/tmp/run"], "must be a URI"),
+    (["submit", "s3://b/r", "--profile", "cpu-tny"], "did you mean `cpu-tiny`"),
+    (["submit", "s3://b/r", "--iterations", "9"], "must be 1 to 8, got 9; longer training"),
+    (["submit", "s3://b/r", "--iterations", "0"], "must be 1 to 8, got 0"),
+    (["submit", "s3://b/r", "--gpu-memory", "0"], "must be 1 to 10000 GB, got 0"),
+    (["submit", "s3://b/r", "--image", "core"], "must be REGISTRY/FOLDER of all images or NAME"),
+    (["submit", "s3://b/r", "--image", "cor=x"], "got 'cor=x'"),
+    (["submit", "s3://b/r", "--image", "core="], "got 'core='"),
+    (["submit", "s3://b/r", "--pipeline", "/absent.yaml"], "must hold a pipeline of `python"),
+    (["submit", "s3://b/r", "--toleration", "a:Never"], "an effect of"),
+    (["submit", "s3://b/r", "--node-selector", "pool"], "must be KEY=VALUE, got 'pool'"),
+    (["submit", "s3://b/r", "-p", "dataset=https://u:p@h/x"], "must hold no token, user or"),
+    (["submit", "s3://b/r", "-p", "train.learning_rate=1"], "'-p overrides=train.learning_rate=1'"),
+    (gpus("gpu-1x8", "preset=", "overrides=train.num_nodes=2"), "take the profile gpu-4x8 or"),
+    (gpus("gpu-1x8", "preset=", "overrides=rollout.device=cpu"), "must be 'auto' or 'cuda'"),
+    (gpus("gpu-4x8", "preset=", "overrides=train.num_processes=1"), "must be 0 or 8 in a pod of 8"),
+    (gpus("cpu-tiny", "preset=dapo-qwen2.5-7b"), "fit in the 1.5 GiB that the host memory leaves"),
+    (gpus("cpu-tiny", "model=Qwen/Qwen2.5-7B"), "fit in the 1.5 GiB that the host memory leaves"),
+    (gpus("gpu-1x8", "preset=", "overrides=train.lerning_rate=1"), "did you mean `learning_"),
+    (gpus("gpu-1x8", "preset=", "config=/absent.toml"), "must be the URI or path of a TOML file"),
+    (gpus("gpu-1x8"), "must be named for pods with GPUs, got none; the default 'dapo-tiny'"),
+    (gpus("gpu-4x8", "model=Qwen/Qwen2.5-7B"), "`-p preset=dapo-qwen2.5-0.5b` is the smallest"),
+    (gpus("gpu-16x8", "preset=dapo-tiny"), "`model.path` must name a model in pods with GPUs"),
+    (gpus("gpu-1x8", "preset=dapo-moe-tiny"), "is the smallest, or give a model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "told"), REFUSED)
+def test_what_can_not_be_is_refused_before_anybody_is_asked(words, told, capsys):
+    """No server is at the address."""
+    host = [] if words[0] == "avoid" else ["--host", "http://127.0.0.1:9"]
+    assert main([*words, *host]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_what_this_machine_can_not_see_is_left_to_prepare():
@@ -327,11 +279,27 @@ def body_id(server):
     return next(iter(server.objects["runs"]))
 
 
-def test_the_command_line_schedules_and_waits(server, capsys):
+def test_a_schedule_runs_one_at_a_time_and_takes_the_first_unfinished_place(server):
     options = ["--host", server.url, "--profile", "cpu-tiny", "--iterations", "1"]
     assert main(["schedule", "s3://b/r", *options, "--cron", "0 0 2 * * *"]) == 0
-    assert server.posted("recurringruns")[0]["display_name"] == "r dapo-tiny"
+    assert main(["schedule", "s3://b/r", *options, "--interval-seconds", "3600"]) == 0
+    body, hourly = server.posted("recurringruns")
+    assert body["display_name"] == "r dapo-tiny"
+    assert (int(body["max_concurrency"]), body["no_catchup"], body["mode"]) == (1, True, "ENABLE")
+    assert body["trigger"]["cron_schedule"]["cron"] == "0 0 2 * * *"
+    assert body["runtime_config"]["parameters"] == {"root": "s3://b/r", "chain": '{"index": -1}'}
+    assert int(hourly["trigger"]["periodic_schedule"]["interval_second"]) == 3600
+
+
+def test_waiting_polls_until_the_run_has_ended_or_the_time_is_over(server, client, capsys):
     run = server.add_run(display_name="x")
+    server.states = ["RUNNING", "RUNNING", "FAILED"]
+    assert client.wait(run["run_id"], timeout_seconds=60, poll_seconds=0) == "FAILED"
+    assert [r[1] for r in server.requests].count(f"/apis/v2beta1/runs/{run['run_id']}") == 3
+    server.states = ["RUNNING"]
+    with pytest.raises(ClusterError, match="must end within -1 s, got state RUNNING"):
+        client.wait(run["run_id"], timeout_seconds=-1, poll_seconds=0)
+    server.states = ["SUCCEEDED"]
     words = ["status", run["run_id"], "--host", server.url]
     assert main(words) == 0
     assert main([*words, "--wait"]) == 0
@@ -361,36 +329,6 @@ def test_a_pipeline_is_uploaded_once_and_a_changed_one_is_another_version(server
     assert original == changed.replace("mirror/team", "planish")
     assert main(["upload", "reshard", "--host", server.url, "--profile", "cpu-tiny"]) == 0
     assert server.files[2] == (pipeline._folder() / "reshard-cpu-tiny.yaml").read_text()
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["upload", "rehard"], "must be one of ['post-train', 'reshard'], got 'rehard'"),
-        (["upload", "reshard", "--iterations", "2"], "must be left out for reshard"),
-        (["submit", "s3://b/r", "--profile", "cpu-tny"], "did you mean `cpu-tiny`"),
-        (["submit", "s3://b/r", "--iterations", "9"], "must be 1 to 8, got 9; longer training"),
-        (["submit", "s3://b/r", "--iterations", "0"], "must be 1 to 8, got 0"),
-        (["submit", "s3://b/r", "--gpu-memory", "0"], "must be 1 to 10000 GB, got 0"),
-        (
-            ["submit", "s3://b/r", "--image", "core"],
-            "must be REGISTRY/FOLDER of all images or NAME",
-        ),
-        (["submit", "s3://b/r", "--image", "cor=x"], "got 'cor=x'"),
-        (["submit", "s3://b/r", "--image", "core="], "got 'core='"),
-        (["submit", "s3://b/r", "--pipeline", "/absent.yaml"], "must hold a pipeline of `python"),
-        (["submit", "s3://b/r", "-p", "dataset=https://u:p@h/x"], "must hold no token, user or"),
-    ],
-)
-def test_options_that_can_not_be_are_refused_before_anybody_is_asked(words, told, capsys):
-    assert main([*words, "--host", "http://127.0.0.1:9"]) == 2
-    assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("root", ["bucket/run", "/tmp/run"])
-def test_a_root_that_is_no_uri_is_refused(root, capsys):
-    assert main(["submit", root]) == 2
-    assert "must be a URI" in capsys.readouterr().err
 
 
 def write_log(root, stage, lines, state, *, shard=0, start=0.0):
@@ -517,10 +455,3 @@ def test_an_operator_names_a_node_and_takes_it_back(file_root, capsys):
         assert main(["avoid", file_root, "node-3", "--undo"]) == 0
         assert capsys.readouterr().out == expected
     assert avoided(file_root) == []
-
-
-@pytest.mark.parametrize(
-    "words", [["avoid", "file:///r", "a/b"], ["avoid", "s3:/folder", "node-3"]]
-)
-def test_a_node_or_a_root_that_can_not_be_is_refused(words):
-    assert main(words) == 2

@@ -85,14 +85,6 @@ def test_rows_may_be_those_of_verl_in_parquet(tmp_path, module):
         read_cases(tmp_path / "rows.parquet")
 
 
-def test_columns_of_the_rows_reach_the_function_and_those_it_lacks_are_a_fault(tmp_path, module):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"answer": "1", "response": "2", "score": 0.5, "share": 0.5}\n')
-    name = module("share", "return share", "share")
-    assert check_contract(name, read_cases(file)).scores == (0.5,)
-    assert "takes the column `share`" in check_contract(name).faults[0]
-
-
 def test_built_in_verifiers_are_listed_and_count_rows_right_wrong_and_not_judgeable(
     tmp_path, capsys
 ):

@@ -59,11 +59,6 @@ def test_only_the_last_300_characters_are_searched_for_the_answer_line():
     assert verify("integer", "Answer: 72\n" + "y" * 300, "72").invalid
 
 
-def test_only_the_last_300_characters_are_searched_for_a_boxed_answer():
-    assert verify("integer", "\\boxed{72}" + "y" * 290, "72").accuracy == 1.0
-    assert verify("integer", "\\boxed{72}" + "y" * 291, "72").invalid
-
-
 def test_integral_decimals_are_refused_when_the_option_is_off():
     strict = VerifierOptions(accept_integral_decimals=False)
     assert verify("integer", "Answer: 5.0", "5").accuracy == 1.0
@@ -74,10 +69,6 @@ def test_more_than_64_digits_never_become_a_number():
     assert verify("integer", "Answer: " + "0" * 63 + "7", "7").accuracy == 1.0
     assert verify("integer", "Answer: " + "0" * 64 + "7", "7").accuracy == 0.0
     assert verify("integer", "Answer: " + "9" * 290, "9" * 64).accuracy == 0.0
-
-
-def test_a_million_digits_end_at_once():
-    assert verify("integer", "7" * 10**7 + "\nAnswer: 72", "72").accuracy == 1.0
 
 
 def test_extraction_takes_the_last_line_and_the_last_balanced_box():

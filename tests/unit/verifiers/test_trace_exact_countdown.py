@@ -32,10 +32,6 @@ def test_trace_rule(response, answer, accuracy, invalid):
     assert (verdict.accuracy, verdict.invalid, verdict.error) == (accuracy, invalid, False)
 
 
-def test_trace_needs_an_integer_ground_truth():
-    assert verify("trace", "=1/2", "1/2").error
-
-
 @pytest.mark.parametrize(
     ("response", "accuracy"), [("yes", 1.0), (" yes\n", 1.0), ("Yes", 0.0), ("yes.", 0.0)]
 )
@@ -75,10 +71,6 @@ def test_countdown_rule(response, accuracy):
 def test_countdown_divides_exactly():
     task = countdown_answer([8, 3, 8, 3], 24)
     assert verify("countdown", "8/(3-8/3)", task).accuracy == 1.0
-
-
-def test_countdown_without_any_text_is_invalid():
-    assert verify("countdown", "\n \n", TASK).invalid
 
 
 @pytest.mark.parametrize(

@@ -90,14 +90,14 @@ def load_state(
     options.check()
     call = control.call(f"load {opened.pin}", options.timeout_s)
     recorder = Recorder(call.rank, "load", socket.gethostname())
-    retries = Counter(opened.storage.counters.retries)
+    retries = Counter(opened.storage.retries)
     try:
         return _load(opened, collected, call, options, recorder)
     except BaseException as error:
         monitor.publish_failure("load", error)
         raise
     finally:
-        recorder.retried("read", retries, opened.storage.counters.retries)
+        recorder.retried("read", retries, opened.storage.retries)
         monitor.publish(recorder.timeline(), call.rank)
 
 

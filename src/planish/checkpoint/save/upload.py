@@ -128,7 +128,7 @@ def upload_files(
         pace_s: Begin the last part so many seconds after the first, those between in proportion.
     """
     states = [_File(file, None, 1, np.zeros(-(-file.size // BLOCK), np.uint32)) for file in files]
-    retries = Counter(storage.counters.retries)
+    retries = Counter(storage.retries)
     try:
         for state in states:
             if is_large(state.upload.size):
@@ -159,7 +159,7 @@ def upload_files(
                     state.parts.abort()
         raise
     abort_lost_uploads(storage, begun)  # at the end: the later, the less can still be on its way
-    recorder.retried("upload", retries, storage.counters.retries)
+    recorder.retried("upload", retries, storage.retries)
     return [
         FileResult(s.upload.key, s.upload.size, DEFAULT_CHECKSUM, tuple(s.crcs.tolist()))
         for s in states

@@ -14,7 +14,7 @@ from planish import store
 from planish.base.errors import ObjectExists
 from planish.records import layout
 from planish.run.avoid import avoided
-from planish.run.kubeflow import CANCELLED, KfpRuns, Runs, restart_name
+from planish.run.kubeflow import CANCELLED, KfpRuns, restart_name
 from planish.stages.next_run.stage import submit_once
 from planish.store.documents import read_json
 
@@ -22,7 +22,9 @@ FAILED = ("FAILED", "ERROR")
 """Final states after which a restart may be due."""
 
 
-def restart(root: str, state: str, max_restarts: int, connect: Callable[[], Runs] = KfpRuns) -> str:
+def restart(
+    root: str, state: str, max_restarts: int, connect: Callable[[], KfpRuns] = KfpRuns
+) -> str:
     """Submit a failed run again, with its own parameters, where a machine was named in it.
 
     The record of a restart is written before the run is submitted, and the name of that run is

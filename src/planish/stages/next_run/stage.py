@@ -14,7 +14,7 @@ from typing import Literal
 from planish import store
 from planish.records import layout
 from planish.run.chain import parse_chain, with_settings
-from planish.run.kubeflow import KfpRuns, KubeflowRun, Runs, run_name
+from planish.run.kubeflow import KfpRuns, KubeflowRun, run_name
 from planish.run.lock import current_holder, hand_over
 from planish.run.stage import Context, Outcome, execute
 
@@ -39,7 +39,7 @@ def run(root: str, config_sha256: str, chain_index: int, chain: str) -> None:
 
 
 def submit_next(
-    root: str, chain_index: int, max_runs: int, connect: Callable[[], Runs] = KfpRuns
+    root: str, chain_index: int, max_runs: int, connect: Callable[[], KfpRuns] = KfpRuns
 ) -> Decision:
     """Submit run `chain_index + 1` unless the chain ends here or that run exists already.
 
@@ -61,7 +61,7 @@ def submit_next(
     return "submitted" if is_new else "exists"
 
 
-def submit_once(runs: Runs, root: str, name: str, facts: KubeflowRun) -> tuple[str, bool]:
+def submit_once(runs: KfpRuns, root: str, name: str, facts: KubeflowRun) -> tuple[str, bool]:
     """Start a run unless there is one of that name; return its id, and whether it is new.
 
     The root is handed over before: the new run may begin while this one still writes its report.

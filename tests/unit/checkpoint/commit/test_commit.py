@@ -90,9 +90,9 @@ def test_publish_writes_every_field_of_the_commit(storage):
 
 
 def test_publish_leaves_no_journal_and_costs_eleven_requests(storage):
-    before = storage.counters.total()
+    before = storage.requests.total()
     publish_small(storage)
-    assert storage.counters.total() - before == 11  # the data object is one of them
+    assert storage.requests.total() - before == 11  # the data object is one of them
     assert not [stat.key for stat in storage.list("run") if "journal" in stat.key]
 
 
