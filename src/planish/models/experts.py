@@ -63,16 +63,21 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """Return the routed experts of a layer, 0 for a dense model.
+    """Return the routed experts of a layer that a config.json names, 0 for a dense model.
 
-    Args:
-        config: content of config.json.
+    Raises:
+        ConfigError: it names no whole number.
 
     Example:
         >>> num_experts({"num_local_experts": 8}), num_experts({})
         (8, 0)
     """
-    return next((int(config[key]) for key in _COUNTS if config.get(key)), 0)
+    count = next((config[key] for key in _COUNTS if config.get(key)), 0)
+    if not isinstance(count, int):
+        raise ConfigError(
+            f"config.json must have a whole number of experts, got {count!r:.100}; correct the file"
+        )
+    return count
 
 
 def routing_dtype(config: Mapping[str, Any]) -> str:

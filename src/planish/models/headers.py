@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from planish.base.errors import ConfigError
 from planish.models.library import load_transformers
 from planish.store.sources import SourceFolder
 
@@ -14,6 +15,8 @@ MAX_HEADER_BYTES = 100_000_000
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _INDEX = "model.safetensors.index.json"
 
+MAX_SIZE = 10_000_000
+"""Largest number that sizes of a model may have."""
 UNLIMITED = 1 << 20
 """Tokens of a model that names no limit."""
 BY_LENGTH = ("dynamic", "longrope", "su")
@@ -75,6 +78,41 @@ def read_headers(folder: SourceFolder) -> tuple[Tensors, list[str]]:
                 "cut: copy or download it again"
             )
     return tensors, faults
+
+
+def parse_config(text: str | bytes, place: str) -> dict[str, Any]:
+    """Return the object in a config.json that lies at `place`, or raise ConfigError."""
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place} must be JSON, got {error}; download it again") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{place} must hold a JSON object, got {raw!r:.80}; download it again")
+    return raw
+
+
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config.json with what one of several modalities says of its language model."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
+
+
+def config_size(
+    config: Mapping[str, Any], *keys: str, least: int = 1, default: int | None = None
+) -> int:
+    """Return the first whole number that a config.json has under some keys, or raise ConfigError.
+
+    Example:
+        >>> config_size({"n_layer": 2}, "num_hidden_layers", "n_layer")
+        2
+    """
+    size = next((config[key] for key in keys if config.get(key) is not None), default)
+    if isinstance(size, bool) or not isinstance(size, int) or not least <= size <= MAX_SIZE:
+        raise ConfigError(
+            f"config.json must have a whole number of {least} to {MAX_SIZE} as "
+            f"{' or '.join(f'`{key}`' for key in keys)}, got {size!r:.100}; correct the file"
+        )
+    return size
 
 
 def vocabulary(config: Mapping[str, Any]) -> int:

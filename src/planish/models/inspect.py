@@ -6,7 +6,6 @@ machine with accelerators; the weights themselves stay where they are.
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Mapping
@@ -30,6 +29,7 @@ from planish.models.headers import (
     Tensors,
     architecture_fault,
     context_tokens,
+    parse_config,
     read_headers,
     room_fault,
     vocabulary,
@@ -239,14 +239,8 @@ def weight_rows(folder: SourceFolder, found: Inspection) -> tuple[list[tuple[str
             "that `save_pretrained` wrote"
         )
     size = min(folder.sizes["config.json"], MAX_SMALL_BYTES)
-    try:
-        raw: Any = json.loads(folder.read("config.json", 0, size))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"config.json of {folder.name!r} must be JSON, got {error}; download it again"
-        ) from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"config.json of {folder.name!r} must be an object, got {raw!r:.80}")
+    text = folder.read("config.json", 0, size)
+    raw = parse_config(text, f"config.json of {folder.name!r}")
     found.model_config = raw
     tensors, faults = read_headers(folder)
     fault = architecture_fault(raw)

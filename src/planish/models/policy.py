@@ -6,7 +6,6 @@ written last. Weights are safetensors only; no model brings its own code.
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ import torch
 from planish.base.errors import ConfigError, RecordError
 from planish.models.config import ModelConfig
 from planish.models.experts import on_disk
-from planish.models.headers import dtype_name
+from planish.models.headers import dtype_name, parse_config
 from planish.models.library import load_transformers
 from planish.models.tokens import Tokenizer, character_tokenizer, load_tokenizer
 from planish.records.io import fetch_files, read_manifest, write_files
@@ -209,17 +208,12 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text("utf-8"))
+        return parse_config(path.read_bytes(), repr(str(path)))
     except FileNotFoundError:
         raise ConfigError(
             f"a model folder must hold config.json, got none in {str(folder)!r}; give the folder "
             "that `save_pretrained` wrote"
         ) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{str(path)!r} must be JSON, got {error}; download it again") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{str(path)!r} must hold a JSON object, got {type(raw).__name__}")
-    return raw
 
 
 def _model_class(config: Mapping[str, Any], heads: Sequence[str]) -> Any:

@@ -6,6 +6,7 @@ the families of `FAMILIES`.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +15,7 @@ from typing import Any
 from planish.base.errors import ConfigError
 from planish.models.config import ModelConfig
 from planish.models.experts import num_experts
-
-MAX_SIZE = 10_000_000
-"""Of any number in a config.json."""
+from planish.models.headers import UNLIMITED, config_size, language_config
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral")
 """`model_type` of config.json whose parameters are counted to the last one."""
@@ -126,18 +125,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         ConfigError: latent attention, layers of several kinds, or a size that is missing or no
             positive whole number.
     """
-    inner = config.get("text_config")
-    config = {**config, **inner} if isinstance(inner, dict) else config
-
-    def size(*keys: str, default: int = 0) -> int:
-        found = next((config[key] for key in keys if config.get(key) is not None), default)
-        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= MAX_SIZE:
-            raise ConfigError(
-                f"config.json must have a whole number of 1 to {MAX_SIZE} as "
-                f"{' or '.join(f'`{key}`' for key in keys)}, got {found!r:.100}; correct the file"
-            )
-        return found
-
+    config = language_config(config)
+    size = functools.partial(config_size, config)
     family = str(config.get("model_type", ""))
     mixed = [
         k for k in ("kv_lora_rank", "first_k_dense_replace", "mlp_only_layers") if config.get(k)
@@ -159,7 +148,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         head_dim=size("head_dim", default=max(1, width // heads)),
         vocab_size=size("vocab_size"),
         tied_embeddings=bool(config.get("tie_word_embeddings")),
-        max_model_tokens=size("max_position_embeddings", default=1 << 20),
+        max_model_tokens=size("max_position_embeddings", default=UNLIMITED),
         num_experts=num_experts(config),
         experts_per_token=size("num_experts_per_tok") if has_experts else 1,
         has_qkv_bias=family.startswith("qwen2") or bool(config.get("attention_bias")),

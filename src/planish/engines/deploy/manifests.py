@@ -18,6 +18,7 @@ from planish.base.errors import ConfigError
 from planish.base.parallel import GPU_POD_VARIABLE
 from planish.engines.config import EngineConfig
 from planish.engines.deploy.connections import TOKEN_ENV
+from planish.engines.planner.cli import write_output
 from planish.engines.planner.documents import PlannedRun, read_plan
 
 ANY_GPU_NODE = ("nvidia.com/gpu.present", "true")
@@ -30,14 +31,13 @@ _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_./-]*[A-Za-z0-9])?")
 
 
 class Role(NamedTuple):
-    """The pods of one role."""
+    """The pods of one role, one for each rank."""
 
     role: str
     """`attention` or `expert`."""
     name: str
     """Name of its service and its set of pods."""
     replicas: int
-    """Ranks."""
     gpus: int
     """GPUs of each pod; 0 for ranks on the CPU."""
     label: tuple[str, str]
@@ -45,27 +45,18 @@ class Role(NamedTuple):
 
 
 def manifests(options: argparse.Namespace, _: object) -> Iterator[str]:
-    """Render, and yield the YAML, or write it into `--out`.
-
-    Raises:
-        ConfigError: no plan, one that says not to disaggregate, or options that do not fit it.
-    """
+    """Render, and yield the YAML, or write it into `--out`."""
     planned = read_plan(options.plan)
     text = render(planned, options)
     if options.out is None:
         yield text.rstrip("\n")
         return
-    try:
-        options.out.write_text(text, "utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"`--out` must be a file that can be written, got {options.out}: {error}"
-        ) from None
+    write_output("--out", options.out, text)
     yield f"wrote {options.out}; apply it with `kubectl apply -f {options.out}`"
 
 
 def render(planned: PlannedRun, options: argparse.Namespace) -> str:
-    """Return the YAML of all objects; as `manifests` raises."""
+    """Return the YAML of all objects."""
     import jinja2
 
     check(planned, options)
@@ -132,12 +123,7 @@ def check(planned: PlannedRun, options: argparse.Namespace) -> None:
 
 
 def node_labels(planned: PlannedRun, given: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the label of nodes for each type of GPU of a plan.
-
-    Args:
-        planned: the plan.
-        given: `GPU:LABEL=VALUE`, for each type.
-    """
+    """Return the label of nodes for each type of GPU of a plan, by the options `--nodes`."""
     used = {planned.deployment.attention_gpu.name, planned.deployment.expert_gpu.name}
     labels = {}
     for word in given:

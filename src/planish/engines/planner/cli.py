@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from planish.base.errors import ConfigError
 from planish.base.text import Table
 
 Progress = Callable[[str, int, int], None]
@@ -24,7 +25,6 @@ Lines = Iterator[Table | str]
 LARGEST = 1e12
 """Largest number that an option may have."""
 RANK_PORT = 9610
-"""Where a rank listens for its coordinator."""
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": (
@@ -54,9 +54,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def counts(text: str) -> tuple[int, ...]:
     """Return the positive numbers of `1,2,4` or `1..16`, rising.
 
-    Raises:
-        argparse.ArgumentTypeError: another form.
-
     Example:
         >>> counts("1..3"), counts("8,2")
         ((1, 2, 3), (2, 8))
@@ -79,11 +76,7 @@ def replicas(text: str) -> tuple[int, ...] | str:
 
 
 def positive(text: str) -> float:
-    """Return a number above 0 and at most `LARGEST`, or `inf`.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else.
-    """
+    """Return a number above 0 and at most `LARGEST`, or `inf`."""
     try:
         value = float(text)
     except ValueError:
@@ -96,11 +89,7 @@ def positive(text: str) -> float:
 
 
 def whole(text: str, most: int, what: str) -> int:
-    """Return a whole number from 1 to `most`.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else.
-    """
+    """Return a whole number from 1 to `most`."""
     if not text.isdecimal() or not 1 <= int(text) <= most:
         raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
     return int(text)
@@ -268,11 +257,18 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="gets everything, each evaluated plan too")
 
 
-def run(options: argparse.Namespace, progress: Progress) -> Lines:
-    """Do what the parsed options ask for, and yield what to print.
+def write_output(option: str, path: Path | None, text: str) -> None:
+    """Write the file that an option names, if it names one, or raise ConfigError."""
+    try:
+        if path is not None:
+            path.write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"`{option}` must be a file that can be written, got {path}: {error}"
+        ) from None
 
-    Raises:
-        PlanishError: it could not be done.
-    """
+
+def run(options: argparse.Namespace, progress: Progress) -> Lines:
+    """Do what the parsed options ask for, and yield what to print."""
     module, _, function = COMMANDS[options.action][0].partition(":")
     yield from getattr(importlib.import_module(module), function)(options, progress)

@@ -19,6 +19,7 @@ from planish.engines.planner.performance import (
     Workload,
     attention_stage,
     expert_stage,
+    free_bytes,
     outside_stage,
     rows_per_node,
 )
@@ -41,43 +42,73 @@ class Times:
     """Layers without experts and logits, on the attention node, once an iteration."""
 
 
-@dataclass(frozen=True, slots=True)
 class Deployment:
-    """Attention replicas and expert nodes with their stages."""
+    """Attention replicas and expert nodes, whether or not they fit."""
 
-    model: MoeModel
-    attention_gpu: Gpu
-    expert_gpu: Gpu
-    tp_a: int
-    """GPUs of an attention replica."""
-    tp_e: int
-    """GPUs of an expert node."""
-    n_a: int
-    """Attention replicas."""
-    n_e: int
-    """Expert nodes."""
-    attention: Stage
-    """Seconds for the rows of one replica, as those of `outside` and `network`."""
-    experts: Stage
-    """Seconds for the rows of one expert node."""
-    outside: Stage
-    network: Network
-    expert_rows: float
-    """Rows of the busiest expert node for one row of each replica."""
-    row_bytes: float
-    """Bytes of cache on one attention GPU for one request."""
-    free_bytes: float
-    """Bytes of one attention GPU for the cache."""
+    def __init__(
+        self,
+        model: MoeModel,
+        workload: Workload,
+        constants: Constants,
+        profiles: Profiles,
+        attention_gpu: Gpu,
+        expert_gpu: Gpu,
+        *,
+        tp_a: int,
+        tp_e: int,
+        n_a: int,
+        n_e: int,
+    ) -> None:
+        """Compute the stages.
+
+        Args:
+            model: its experts are divided by `n_e`.
+            workload: lengths, and how it is spread.
+            constants: of what no profile measured.
+            profiles: measured stages.
+            attention_gpu: type of each.
+            expert_gpu: type of each.
+            tp_a: GPUs of an attention replica.
+            tp_e: GPUs of an expert node.
+            n_a: attention replicas.
+            n_e: expert nodes.
+        """
+        self.model, self.attention_gpu, self.expert_gpu = model, attention_gpu, expert_gpu
+        self.tp_a, self.tp_e, self.n_a, self.n_e = tp_a, tp_e, n_a, n_e
+        length, local = workload.length, model.num_experts // n_e
+        self.attention: Stage = profiles.get(
+            ("attention", attention_gpu.name, tp_a)
+        ) or attention_stage(model, attention_gpu, tp_a, length, constants)
+        """Seconds for the rows of one replica, as those of `outside` and `network`."""
+        measured = profiles.get(("experts", expert_gpu.name, tp_e))
+        self.experts: Stage = (
+            measured.repeated(local)
+            if measured
+            else expert_stage(model, expert_gpu, tp_e, local, constants)
+        )
+        """Seconds for the rows of one expert node."""
+        self.outside = outside_stage(model, attention_gpu, tp_a, length, constants)
+        crossing = BYTES * model.hidden_size * rows_per_node(model, n_e, workload.combine)
+        self.network = Network(
+            attention_bytes=crossing * n_e / tp_a,
+            expert_bytes=crossing * n_a * workload.imbalance / tp_e,
+            attention_rate=attention_gpu.network_rate,
+            expert_rate=expert_gpu.network_rate,
+            half_rate_bytes=constants.half_rate_bytes,
+            latency=constants.network_seconds,
+        )
+        self.expert_rows = n_a * model.experts_per_token / n_e * workload.imbalance
+        """Rows of the busiest expert node for one row of each replica."""
+        self.row_bytes = length * model.kv_bytes(tp_a) * model.all_layers
+        """Bytes of cache on one attention GPU for one request."""
+        self.free_bytes = free_bytes(attention_gpu, model.attention_bytes(tp_a), constants)
+        """Bytes of one attention GPU for the cache."""
+        self.gpus = tp_a * n_a + tp_e * n_e
 
     @property
     def sizes(self) -> dict[str, int]:
         """How many GPUs, replicas and nodes there are, by name."""
         return {"tp_a": self.tp_a, "tp_e": self.tp_e, "n_a": self.n_a, "n_e": self.n_e}
-
-    @property
-    def gpus(self) -> int:
-        """GPUs in all."""
-        return self.tp_a * self.n_a + self.tp_e * self.n_e
 
     def sum_of(self, figure: str) -> float:
         """Return the `price` or the `watts` of all GPUs; NaN where that of one is unknown."""
@@ -115,64 +146,6 @@ class Deployment:
         return max(0, math.ceil(self.free_bytes / (micro_batches * self.row_bytes)) - 1)
 
 
-def free_bytes(model: MoeModel, gpu: Gpu, tp: int, constants: Constants) -> float:
-    """Return the bytes of an attention GPU that weights and reserve leave to the cache."""
-    return gpu.memory_bytes * (1 - constants.memory_reserve) - model.attention_bytes(tp)
-
-
 def expert_bytes(model: MoeModel, n_e: int, redundancy: float) -> float:
     """Return the bytes of weights of an expert node, which its GPUs share."""
     return BYTES * model.expert_parameters * model.num_experts / n_e * (1 + redundancy)
-
-
-def deploy(
-    model: MoeModel,
-    workload: Workload,
-    gpus: tuple[Gpu, Gpu],
-    constants: Constants,
-    profiles: Profiles,
-    *,
-    tp_a: int,
-    tp_e: int,
-    n_a: int,
-    n_e: int,
-) -> Deployment:
-    """Return a deployment with its stages, whether or not it fits.
-
-    The first of `gpus` have attention, the second experts; `n_e` must divide the experts.
-    """
-    attention_gpu, expert_gpu = gpus
-    local = model.num_experts // n_e
-    measured = profiles.get(("experts", expert_gpu.name, tp_e))
-    experts: Stage = (
-        measured.repeated(local)
-        if measured
-        else expert_stage(model, expert_gpu, tp_e, local, constants)
-    )
-    length = workload.length
-    width = BYTES * model.hidden_size
-    crossing = rows_per_node(model, n_e, workload.combine)
-    return Deployment(
-        model=model,
-        attention_gpu=attention_gpu,
-        expert_gpu=expert_gpu,
-        tp_a=tp_a,
-        tp_e=tp_e,
-        n_a=n_a,
-        n_e=n_e,
-        attention=profiles.get(("attention", attention_gpu.name, tp_a))
-        or attention_stage(model, attention_gpu, tp_a, length, constants),
-        experts=experts,
-        outside=outside_stage(model, attention_gpu, tp_a, length, constants),
-        network=Network(
-            attention_bytes=width * crossing * n_e / tp_a,
-            expert_bytes=width * crossing * n_a * workload.imbalance / tp_e,
-            attention_rate=attention_gpu.network_rate,
-            expert_rate=expert_gpu.network_rate,
-            half_rate_bytes=constants.half_rate_bytes,
-            latency=constants.network_seconds,
-        ),
-        expert_rows=n_a * model.experts_per_token / n_e * workload.imbalance,
-        row_bytes=length * model.kv_bytes(tp_a) * model.all_layers,
-        free_bytes=free_bytes(model, attention_gpu, tp_a, constants),
-    )

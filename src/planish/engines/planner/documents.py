@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from planish.base.errors import ConfigError
-from planish.engines.planner.deployment import Deployment, Profiles, deploy
+from planish.engines.planner.deployment import Deployment, Profiles
 from planish.engines.planner.gpus import Gpu
 from planish.engines.planner.models import MoeModel
 from planish.engines.planner.performance import (
@@ -75,10 +75,15 @@ class PlannedRun(_Stored):
     @cached_property
     def deployment(self) -> Deployment:
         """GPUs, ranks and stages."""
-        gpus = (self.gpus[self.plan.attention_gpu], self.gpus[self.plan.expert_gpu])
-        profiles = {(one.stage, one.gpu, one.tp): one for one in self.profiles}
-        sizes = self.plan.model_dump(include={"tp_a", "tp_e", "n_a", "n_e"})
-        return deploy(self.model, self.workload, gpus, self.constants, profiles, **sizes)
+        return Deployment(
+            self.model,
+            self.workload,
+            self.constants,
+            {(one.stage, one.gpu, one.tp): one for one in self.profiles},
+            self.gpus[self.plan.attention_gpu],
+            self.gpus[self.plan.expert_gpu],
+            **self.plan.model_dump(include={"tp_a", "tp_e", "n_a", "n_e"}),
+        )
 
     @cached_property
     def cache_seconds(self) -> float:
@@ -138,11 +143,7 @@ def _read(kind: type[DocumentT], path: Path, command: str) -> DocumentT:
 
 
 def read_plan(path: Path) -> PlannedRun:
-    """Return what a document plans.
-
-    Raises:
-        ConfigError: no such file, or not such a document.
-    """
+    """Return what a document plans; ConfigError where it is none."""
     return _read(PlannedRun, path, "planish rollout plan --json")
 
 
@@ -152,13 +153,7 @@ def read_profile(
     """Return the measured GPU and its stages; noise that makes more rows quicker is levelled out.
 
     What was not measured is added from the data sheet: sums over GPUs, norms and the router, and
-    the cache of another length.
-
-    Args:
-        path: of the file.
-        model: which is planned.
-        length: cached tokens of a request that are planned for.
-        constants: of what is added.
+    the cache of a request that has another `length` in tokens than the measured one.
 
     Raises:
         ConfigError: no such file, another model, or damaged content.

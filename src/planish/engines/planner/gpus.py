@@ -63,20 +63,13 @@ and L40S (2 of 400) are the paper's testbeds; L20 is taken as L40S, A100 as A800
 H200 with one card of 400 Gb/s each."""
 
 _LARGEST = 1e18
-"""Largest figure of a GPU, in its unit."""
-CHANGEABLE = tuple(field.name for field in dataclasses.fields(Gpu) if field.name != "name")
-"""What `changed` may replace."""
+_CHANGEABLE = tuple(field.name for field in dataclasses.fields(Gpu) if field.name != "name")
 
 
 def find_gpus(names: str, measured: Gpu | None = None) -> list[Gpu]:
-    """Return the GPUs of a list with commas, each once, in its order.
+    """Return the GPUs of a list with commas, each once, in its order; or raise ConfigError.
 
-    Args:
-        names: of the table, or of the measured GPU of a profile.
-        measured: that GPU.
-
-    Raises:
-        ConfigError: an unknown or missing name.
+    Names are of the table, or of the `measured` GPU of a profile.
 
     Example:
         >>> [gpu.name for gpu in find_gpus("H20,l40s,h20")]
@@ -96,9 +89,6 @@ def find_gpus(names: str, measured: Gpu | None = None) -> list[Gpu]:
 def changed(gpus: Sequence[Gpu], changes: Sequence[str]) -> list[Gpu]:
     """Return GPUs with figures of the user's, each `<gpu>.<figure>=<number>` in the units of `Gpu`.
 
-    Raises:
-        ConfigError: no such figure, no number, or no such GPU in the table.
-
     Example:
         >>> changed(find_gpus("h100"), ["h100.price=4.5"])[0].price
         4.5
@@ -112,10 +102,10 @@ def changed(gpus: Sequence[Gpu], changes: Sequence[str]) -> list[Gpu]:
         except ValueError:
             value = math.nan
         usable = 0 < value <= _LARGEST and (figure != "per_node" or value.is_integer())
-        if name not in {**GPUS, **table} or figure not in CHANGEABLE or not usable:
+        if name not in {**GPUS, **table} or figure not in _CHANGEABLE or not usable:
             raise ConfigError(
                 f"a changed figure must be <gpu>.<figure>=<positive number> with a figure of "
-                f"{', '.join(CHANGEABLE)}, got {change!r}; correct `--gpu-data`"
+                f"{', '.join(_CHANGEABLE)}, got {change!r}; correct `--gpu-data`"
             )
         if name in table:
             exact: Any = int(value) if figure == "per_node" else value

@@ -7,7 +7,6 @@ covered by the reserve.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,8 @@ from pydantic import NonNegativeInt, PositiveInt, with_config
 from planish.base.errors import ConfigError
 from planish.engines.planner.gpus import STORED
 from planish.models.experts import num_experts
+from planish.models.headers import MAX_SIZE, config_size, language_config, parse_config
 
-MAX_SIZE = 10_000_000
-"""Largest number in a config.json."""
 BYTES = 2
 """Size of a weight, an activation or a cached number: bfloat16."""
 
@@ -28,13 +26,7 @@ BYTES = 2
 @with_config(STORED)
 @dataclass(frozen=True)
 class MoeModel:
-    """Shapes of one model.
-
-    Example:
-        >>> mixtral = MODELS["mixtral-8x22b"]
-        >>> mixtral.kv_bytes_per_token, round(mixtral.expert_parameters / 1e9, 2)
-        (229376, 16.91)
-    """
+    """Shapes of one model."""
 
     name: str
     """Name of the table, or the folder of its config.json."""
@@ -193,29 +185,7 @@ def find_model(text: str) -> MoeModel:
             f"`--model` must be one of {', '.join(MODELS)} or a config.json, got {text!r}; "
             "choose a name or give the path of a file"
         )
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} must hold JSON that is not deeply nested, got {error}; give the config.json "
-            "of a model"
-        ) from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got a {type(config).__name__}")
-    return model_of(config, str(path.resolve().parent.name))
-
-
-def _whole_number(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
-    """Return the first of some keys that a config.json has."""
-    given = (config[key] for key in keys if config.get(key) is not None)
-    found: Any = next(given, default)
-    whole = isinstance(found, int) and not isinstance(found, bool)
-    if not whole or not 0 <= found <= MAX_SIZE:
-        raise ConfigError(
-            f"config.json must have a whole number up to {MAX_SIZE} as "
-            f"{' or '.join(f'`{k}`' for k in keys)}, got {found!r}; correct the file"
-        )
-    return int(found)
+    return model_of(parse_config(path.read_bytes(), str(path)), path.resolve().parent.name)
 
 
 def model_of(config: Mapping[str, Any], name: str) -> MoeModel:
@@ -227,25 +197,19 @@ def model_of(config: Mapping[str, Any], name: str) -> MoeModel:
     Raises:
         ConfigError: a dense model, a missing key, or sizes that are not positive integers.
     """
-    if isinstance(config.get("text_config"), dict):
-        # Models of several modalities keep the language model's sizes there.
-        config = {**config, **config["text_config"]}
-    try:
-        experts = num_experts(config)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"config.json must have a whole number of experts, got none: {error}; correct the file"
-        ) from None
+    config = language_config(config)
+    experts = num_experts(config)
     if not experts:
         raise ConfigError(
             f"the model must have routed experts, got a dense one ({config.get('model_type')!r}, "
             "without `num_experts`, `num_local_experts` and `n_routed_experts`); a dense model has "
             "nothing to disaggregate"
         )
-    size = functools.partial(_whole_number, config)
+    size = functools.partial(config_size, config)
+    optional = functools.partial(size, least=0, default=0)
     layers, heads = size("num_hidden_layers"), size("num_attention_heads")
-    step = max(1, size("decoder_sparse_step", "moe_layer_freq", default=1))
-    first, listed = size("first_k_dense_replace", default=0), config.get("mlp_only_layers") or []
+    step = max(1, optional("decoder_sparse_step", "moe_layer_freq", default=1))
+    first, listed = optional("first_k_dense_replace"), config.get("mlp_only_layers") or []
     offset = 1 if "decoder_sparse_step" in config else 0
     if not isinstance(listed, list):
         raise ConfigError(
@@ -256,33 +220,32 @@ def model_of(config: Mapping[str, Any], name: str) -> MoeModel:
         for layer in range(layers)
     )
     expert_size = size("moe_intermediate_size", "intermediate_size")
-    shared = size("n_shared_experts", default=0) * expert_size
-    latent = size("kv_lora_rank", default=0)
-    made = MoeModel(
+    shared = optional("n_shared_experts") * expert_size
+    latent = optional("kv_lora_rank")
+    chosen = size("num_experts_per_tok")
+    if not sparse or not chosen <= experts <= MAX_SIZE:
+        raise ConfigError(
+            "config.json must describe at least one layer with experts and at most as many experts "
+            f"per token as experts, got {sparse} layers, {chosen} of {experts}; correct the file"
+        )
+    return MoeModel(
         name=name,
         layers=sparse,
         hidden_size=size("hidden_size"),
         expert_size=expert_size,
         num_experts=experts,
-        experts_per_token=size("num_experts_per_tok"),
+        experts_per_token=chosen,
         num_heads=heads,
         num_kv_heads=size("num_key_value_heads", default=heads),
-        head_dim=size("head_dim", default=size("hidden_size") // max(heads, 1)),
+        head_dim=size("head_dim", default=size("hidden_size") // heads),
         vocab_size=size("vocab_size"),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         dense_layers=layers - sparse,
-        dense_size=size("intermediate_size", default=0) if sparse < layers else 0,
-        shared_size=size("shared_expert_intermediate_size", default=shared),
-        q_rank=size("q_lora_rank", default=0) if latent else 0,
+        dense_size=optional("intermediate_size") if sparse < layers else 0,
+        shared_size=optional("shared_expert_intermediate_size", default=shared),
+        q_rank=optional("q_lora_rank") if latent else 0,
         kv_rank=latent,
         rope_dim=size("qk_rope_head_dim") if latent else 0,
         nope_dim=size("qk_nope_head_dim") if latent else 0,
         value_dim=size("v_head_dim") if latent else 0,
     )
-    needed = (made.layers, made.hidden_size, expert_size, heads, made.num_kv_heads, made.head_dim)
-    if min(needed) < 1 or not 1 <= made.experts_per_token <= experts <= MAX_SIZE:
-        raise ConfigError(
-            "config.json must describe at least one layer with experts, positive sizes and at "
-            f"most as many experts per token as experts, got {made}; correct the file"
-        )
-    return made

@@ -24,8 +24,6 @@ from planish.engines.planner.models import BYTES, MoeModel
 Combine = Literal["exact", "local_sum"]
 """`exact`: one row per token and expert crosses the network; `local_sum`: at most one per token and
 expert node, which sums its experts."""
-
-
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Cost = Annotated[float, Field(ge=0.0, lt=LARGEST)]
 
@@ -57,12 +55,7 @@ class Constants:
 @with_config(STORED)
 @dataclass(frozen=True)
 class Workload:
-    """What is decoded, and how it is spread.
-
-    Example:
-        >>> Workload().length
-        650.5
-    """
+    """What is decoded, and how it is spread."""
 
     input_tokens: PositiveFloat = 571.0
     """Median of the paper's workload, as that of the response."""
@@ -71,7 +64,7 @@ class Workload:
     """Load of the busiest expert node over the mean."""
     combine: Combine = "exact"
     redundancy: NonNegativeFloat = 0.0
-    """Expert weights stored twice, as a share of all."""
+    """Share of the expert weights that is stored twice."""
 
     @property
     def length(self) -> float:
@@ -83,15 +76,11 @@ class Workload:
 class Roofline:
     """Seconds = max(rows * compute, weights) + rows * slope + fixed.
 
-    Example:
-        >>> Roofline(compute=2.0, weights=10.0, slope=1.0, fixed=0.5).seconds(4)
-        14.5
+    `weights` are the seconds to read the matrices.
     """
 
     compute: float
-    """Seconds per row in matrices, at the rate of computing."""
     weights: float
-    """Seconds to read the matrices."""
     slope: float
     fixed: float
 
@@ -107,12 +96,7 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds between measured points, and beyond the last along the line through the last two.
-
-    Example:
-        >>> Measured(rows=(1.0, 3.0), measured=(10.0, 14.0), slope=0.5, fixed=1.0).seconds(5)
-        21.5
-    """
+    """Seconds between measured points, and beyond the last along the line through the last two."""
 
     rows: tuple[float, ...]
     """Points, rising; at least two."""
@@ -262,12 +246,7 @@ def rows_per_node(model: MoeModel, expert_nodes: int, combine: Combine) -> float
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Seconds of one direction = max over both sides of (bytes + half) / rate, plus latency.
-
-    Example:
-        >>> Network(1e5, 5e4, 1e10, 2e10, half_rate_bytes=0.0, latency=0.0).seconds(100)
-        0.001
-    """
+    """Seconds of one direction = max over both sides of (bytes + half) / rate, plus latency."""
 
     attention_bytes: float
     """Bytes per row of a micro-batch of one attention node that each of its GPUs sends."""
@@ -285,7 +264,12 @@ class Network:
         return (sent if sent > received else received) + self.latency
 
 
-def most_rows(seconds: Callable[[int], float], limit: float, bound: int) -> int:
+def free_bytes(gpu: Gpu, weights: float, constants: Constants) -> float:
+    """Return the bytes of a GPU that its weights and the reserve leave to the cache."""
+    return gpu.memory_bytes * (1 - constants.memory_reserve) - weights
+
+
+def most_rows(seconds: Callable[[float], float], limit: float, bound: int) -> int:
     """Return the most rows below a bound that take no longer than the limit, by bisection."""
     low, high = 0, bound
     while high - low > 1:

@@ -17,12 +17,8 @@ def iteration_seconds(
 ) -> float:
     """Return the seconds from the first attention to the last reply of one iteration.
 
-    Args:
-        attention: seconds of the attention stage, for one micro-batch and layer.
-        experts: seconds of the expert stage, likewise.
-        network: seconds of one direction between the two, likewise.
-        micro_batches: at least 1.
-        layers: layers with experts, at least 1.
+    The three times are of one micro-batch and layer, that of the network of one direction; there is
+    at least one micro-batch, and one layer with experts.
 
     Example:
         >>> iteration_seconds(400, 300, 100, 3, 56), iteration_seconds(100, 120, 200, 3, 10)
@@ -51,12 +47,7 @@ def min_micro_batches(network: float, slowest: float) -> int:
 def speedup(
     attention: float, experts: float, network: float, layers: int, *, fewer: int, more: int
 ) -> float:
-    """Return tokens per second with `more` micro-batches over `fewer`, each of the same size.
-
-    Example:
-        >>> round(speedup(1.0, 1.0, 0.0, 100, fewer=1, more=2), 2)
-        1.99
-    """
+    """Return tokens per second with `more` micro-batches over `fewer`, each of the same size."""
     rates = [
         count / iteration_seconds(attention, experts, network, count, layers)
         for count in (more, fewer)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from planish.base.errors import ConfigError
 from planish.base.text import Table
-from planish.engines.planner.cli import Progress
+from planish.engines.planner.cli import Progress, write_output
 from planish.engines.planner.gpus import GPUS, Gpu
 from planish.engines.planner.models import BYTES, MoeModel, find_model
 from planish.engines.planner.performance import Constants, attention_stage, expert_stage
@@ -42,17 +42,11 @@ COLD_BYTES = 256 << 20
 MAX_COPIES = 64
 """Weights of a stage are copied until they exceed every cache, at most so often."""
 MIN_R2 = 0.98
-"""Share of the variance that the fit must explain."""
 
 
 @dataclass(frozen=True)
 class FittedLine:
-    """Seconds = max(floor, slope * rows + offset), which is k1, k2 or k3, k4 of the paper.
-
-    Example:
-        >>> round(fit([1.0, 2.0, 3.0, 4.0], [5.0, 5.0, 7.0, 9.0]).slope, 6)
-        2.0
-    """
+    """Seconds = max(floor, slope * rows + offset), which is k1, k2 or k3, k4 of the paper."""
 
     slope: float
     offset: float
@@ -62,12 +56,7 @@ class FittedLine:
 
 
 def fit(rows: Sequence[float], seconds: Sequence[float]) -> FittedLine:
-    """Return the best line with a floor, by least squares over every place of its bend.
-
-    Args:
-        rows: rising; at least two.
-        seconds: of each.
-    """
+    """Return the best line with a floor, by least squares over every place of its bend."""
     found: list[FittedLine] = []
     mean = fmean(seconds)
     spread = sum((y - mean) ** 2 for y in seconds) or 1e-30
@@ -81,11 +70,7 @@ def fit(rows: Sequence[float], seconds: Sequence[float]) -> FittedLine:
 
 
 def profile(options: argparse.Namespace, progress: Progress) -> Iterator[Table | str]:
-    """Measure, write the file, and yield tables.
-
-    Raises:
-        ConfigError: no such device, too few rows, or no place for the file.
-    """
+    """Measure, write the file, and yield tables."""
     model = find_model(options.model)
     there = torch.cuda.is_available()
     if options.device == "cuda" and not there:
@@ -120,10 +105,7 @@ def profile(options: argparse.Namespace, progress: Progress) -> Iterator[Table |
         "torch": torch.__version__,
         "stages": stages,
     }
-    try:
-        options.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", "utf-8")
-    except OSError as error:
-        raise ConfigError(f"`--out` must be a file that can be written: {error}") from None
+    write_output("--out", options.out, json.dumps(document, indent=1, allow_nan=False) + "\n")
     for one in stages:
         yield comparison(model, gpu, one, options.length, dtype.itemsize)
     low = [f"{one['stage']} tp={one['tp']}" for one in stages if one["r2"] < MIN_R2]
@@ -195,13 +177,7 @@ def attention_layer(
 ) -> Callable[[], Tensor]:
     """Return a call that computes attention of one layer, with its shared experts, for decode.
 
-    Args:
-        model: shapes.
-        tp: GPUs of the node; one of them is measured.
-        rows: requests.
-        length: cached tokens of each.
-        device: which computes.
-        dtype: of weights and cache.
+    It is the part of one of `tp` GPUs, for so many rows of `length` cached tokens each.
     """
     made = functools.partial(_random, device=device, dtype=dtype)
     shapes = model.attention_matrices(tp)

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from planish.base.errors import ConfigError
-from planish.engines.planner.deployment import Deployment, Profiles, deploy
+from planish.engines.planner.deployment import Deployment, Profiles
 from planish.engines.planner.documents import read_profile
 from planish.engines.planner.gpus import Gpu, changed, find_gpus
 from planish.engines.planner.models import MoeModel, find_model
@@ -66,16 +66,12 @@ class Query:
     """Which calibration the ratio is to."""
 
     def deploy(self, gpus: tuple[Gpu, Gpu], **sizes: int) -> Deployment:
-        """Return one of the deployments; `sizes` as `deploy` takes them."""
-        return deploy(self.model, self.workload, gpus, self.constants, self.profiles, **sizes)
+        """Return a deployment; the first of `gpus` have attention, `sizes` are its own."""
+        return Deployment(self.model, self.workload, self.constants, self.profiles, *gpus, **sizes)
 
 
 def read_query(options: argparse.Namespace) -> Query:
-    """Return what the options ask for.
-
-    Raises:
-        ConfigError: a value that can not be.
-    """
+    """Return what the options ask for, or raise ConfigError."""
     if math.inf in (options.input, options.output):
         raise ConfigError("`--input` and `--output` must be finite; give numbers")
     model = find_model(options.model)
@@ -137,11 +133,7 @@ def read_query(options: argparse.Namespace) -> Query:
 
 
 def read_constants(changes: Sequence[str]) -> Constants:
-    """Return the constants with changes of the form `name=number`.
-
-    Raises:
-        ConfigError: no such constant, or no number in its range.
-    """
+    """Return the constants with changes of the form `name=number`, or raise ConfigError."""
     given = {name: text for name, _, text in (change.partition("=") for change in changes)}
     try:
         return TypeAdapter(Constants).validate_strings(given)

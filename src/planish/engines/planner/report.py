@@ -16,6 +16,7 @@ from typing import Any
 from planish.base.errors import ConfigError
 from planish.base.text import Table
 from planish.engines.planner.baseline import ColocatedPlan, baselines
+from planish.engines.planner.cli import write_output
 from planish.engines.planner.deployment import expert_bytes
 from planish.engines.planner.models import BYTES
 from planish.engines.planner.query import BaselineName, Query, read_query
@@ -38,11 +39,7 @@ PLANS_SHOWN = 8
 
 
 def plan(options: argparse.Namespace, _: object) -> Iterator[Table | str]:
-    """Search, write the document, and yield tables.
-
-    Raises:
-        ConfigError: wrong input, or nothing fits.
-    """
+    """Search, write the document, and yield tables; ConfigError where nothing fits."""
     query = read_query(options)
     found = search(query)
     if found.best is None:
@@ -52,13 +49,7 @@ def plan(options: argparse.Namespace, _: object) -> Iterator[Table | str]:
             "more GPUs, other types, fewer micro-batches or a longer time between tokens"
         )
     document = describe(query, found)
-    if options.json is not None:
-        try:
-            options.json.write_text(json.dumps(document, allow_nan=False) + "\n", "utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"`--json` must be a file that can be written, got {options.json}: {error}"
-            ) from None
+    write_output("--json", options.json, json.dumps(document, allow_nan=False) + "\n")
     yield from tables(query, found, document)
 
 
@@ -77,20 +68,18 @@ def describe(query: Query, found: Search) -> dict[str, Any]:
         best.value(query.objective) / one.value(query.objective) if one else None
         for one in (baseline, strongest)
     )
-    gpus = {gpu.name: gpu for gpu in (*query.attention_gpus, *query.expert_gpus)}
     # A plan is for the mean length; attention takes longer towards the end of a response.
     load = query.workload
     at_end = replace(load, input_tokens=load.input_tokens + load.output_tokens / 2)
-    one = best.deployment
-    pair = (one.attention_gpu, one.expert_gpu)
-    last = replace(query, workload=at_end).deploy(pair, **one.sizes)
+    pair = (best.deployment.attention_gpu, best.deployment.expert_gpu)
+    last = replace(query, workload=at_end).deploy(pair, **best.deployment.sizes)
     return {
         "schema": "rollout-plan/1",
         **flat(best),
         "model": asdict(query.model),
         "workload": asdict(load),
         "constants": asdict(query.constants),
-        "gpus": {name: asdict(gpu) for name, gpu in gpus.items()},
+        "gpus": {gpu.name: asdict(gpu) for gpu in (*query.attention_gpus, *query.expert_gpus)},
         "profiles": [
             {"stage": stage, "gpu": gpu, "tp": tp, **asdict(measured)}
             for (stage, gpu, tp), measured in query.profiles.items()
@@ -120,17 +109,17 @@ def _known(value: float) -> float | None:
 
 def flat(one: Plan) -> dict[str, Any]:
     """Return a plan as it stands in the document."""
-    at, times = one.deployment, one.times
+    at, times = one.deployment, asdict(one.times)
     gpus = {"attention_gpu": at.attention_gpu.name, "expert_gpu": at.expert_gpu.name}
     return {
         "plan": {**gpus, **at.sizes, "m": one.m, "b_a": one.b_a},
         "batch": one.batch,
         "num_gpus": one.gpus,
         "times_s": {
-            "attention": times.attention,
-            "expert": times.experts,
-            "network": times.network,
-            "outside": times.outside,
+            "attention": times["attention"],
+            "expert": times["experts"],
+            "network": times["network"],
+            "outside": times["outside"],
             "total": one.total,
         },
         "tokens_per_s": one.tokens_per_second,
@@ -149,12 +138,7 @@ def _side(one: ColocatedPlan | None) -> dict[str, Any] | None:
 
 
 def verdict(gain: float | None) -> str:
-    """Say whether to disaggregate, by the gain over the strongest colocated form, if any fits.
-
-    Example:
-        >>> verdict(0.97), verdict(1.0), verdict(1.2)
-        ('do not disaggregate', 'no clear gain', 'disaggregate')
-    """
+    """Say whether to disaggregate, by the gain over the strongest colocated form, if any fits."""
     if gain is None or gain >= CLEAR_GAIN:
         return "disaggregate"
     return "do not disaggregate" if gain < 1 else "no clear gain"
@@ -166,18 +150,14 @@ def resources(best: Plan, redundancy: float) -> dict[str, float]:
     passes = best.m * model.layers
     rows = model.experts_per_token / one.n_e
     expert = expert_bytes(model, one.n_e, 0.0)
-    flops = best.b_a * one.expert_rows * 6 * model.hidden_size * model.expert_size
+    flops = best.b_a * one.expert_rows * 6 * model.hidden_size * model.expert_size / one.tp_e
     cached = best.m * best.b_a * one.row_bytes
     read = best.m * model.attention_bytes(one.tp_a) + cached
     return {
         "attention_busy": times.attention * passes / best.total,
         "experts_busy": times.experts * passes / best.total,
         "network_busy": times.network * passes / best.total,
-        "experts_compute_utilisation": flops
-        / one.tp_e
-        / one.expert_gpu.flops
-        * passes
-        / best.total,
+        "experts_compute_utilisation": flops / one.expert_gpu.flops * passes / best.total,
         "experts_memory_rate_utilisation": (
             expert / one.tp_e / one.expert_gpu.memory_rate * best.m / best.total
         ),

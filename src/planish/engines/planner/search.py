@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from planish.base.errors import ConfigError
-from planish.engines.planner.deployment import Deployment, Times, expert_bytes, free_bytes
+from planish.engines.planner.deployment import Deployment, Times, expert_bytes
 from planish.engines.planner.gpus import Gpu
-from planish.engines.planner.models import MoeModel
-from planish.engines.planner.performance import most_rows
+from planish.engines.planner.performance import free_bytes, most_rows
 from planish.engines.planner.query import FIGURES, Objective, Query, Space
 
 MOST_REPLICAS = 1024
@@ -64,17 +63,17 @@ class Plan:
 
     @property
     def per_gpu(self) -> float:
-        """Tokens per second and GPU."""
-        return self.tokens_per_second / self.deployment.gpus
+        """Tokens per second and GPU; those below by price and watt, NaN where one is unknown."""
+        return self.tokens_per_second / self.gpus
 
     @property
     def per_cost(self) -> float:
-        """Tokens per second and unit of price; NaN without a price."""
+        """Tokens per second and unit of price."""
         return self.tokens_per_second / self.deployment.sum_of("price")
 
     @property
     def per_watt(self) -> float:
-        """Tokens per second and watt; NaN where the watts are unknown."""
+        """Tokens per second and watt."""
         return self.tokens_per_second / self.deployment.sum_of("watts")
 
     def value(self, objective: Objective) -> float:
@@ -128,27 +127,32 @@ def search(query: Query) -> Search:
             f"{', '.join(unknown)}; none is published: give yours, prices in units of an L20, "
             f"with `--gpu-data {unknown[0]}.{figure}=...`, or choose another objective"
         )
-    nodes = query.space.expert_nodes or default_expert_nodes(query.model)
-    uneven = [count for count in nodes if query.model.num_experts % count]
+    experts = query.model.num_experts
+    nodes = query.space.expert_nodes or [
+        count
+        for count in range(8 if experts > 32 else experts, experts + 1)
+        if experts % count == 0
+    ]
+    uneven = [count for count in nodes if experts % count]
     if uneven:
         raise ConfigError(
-            f"`--expert-nodes` must divide the {query.model.num_experts} experts of "
-            f"{query.model.name}, got {', '.join(map(str, uneven))}; choose divisors"
+            f"`--expert-nodes` must divide the {experts} experts of {query.model.name}, got "
+            f"{', '.join(map(str, uneven))}; choose divisors"
         )
     found = Search([])
     for pair in itertools.product(query.attention_gpus, query.expert_gpus):
         for tp_a, tp_e, n_e in fitting_sizes(query, pair, nodes, found.rejected):
             make = functools.partial(query.deploy, pair, tp_a=tp_a, tp_e=tp_e, n_e=n_e)
             try_replicas(make, query.space, query.objective, found)
-    found.plans.sort(key=lambda plan: _rank(plan, query.objective))
+
+    def rank(plan: Plan) -> tuple[float | str, ...]:
+        one = plan.deployment
+        names = (one.attention_gpu.name, one.expert_gpu.name)
+        return (-plan.value(query.objective), one.gpus, plan.m, *names, *one.sizes.values())
+
+    found.plans.sort(key=rank)
     found.edge = edge_of(found, query.space)
     return found
-
-
-def _rank(plan: Plan, objective: Objective) -> tuple[float | str, ...]:
-    one = plan.deployment
-    names = (one.attention_gpu.name, one.expert_gpu.name)
-    return (-plan.value(objective), one.gpus, plan.m, *names, *one.sizes.values())
 
 
 def try_replicas(
@@ -205,14 +209,6 @@ def edge_of(found: Search, space: Space) -> str:
     return ""
 
 
-def default_expert_nodes(model: MoeModel) -> tuple[int, ...]:
-    """Return the numbers of expert nodes that are tried by default, as `Space` says."""
-    experts = model.num_experts
-    if experts <= 32:
-        return (experts,)
-    return tuple(count for count in range(8, experts + 1) if experts % count == 0)
-
-
 def fitting_sizes(
     query: Query, gpus: tuple[Gpu, Gpu], nodes: Sequence[int], rejected: Counter[str]
 ) -> list[tuple[int, int, int]]:
@@ -225,7 +221,7 @@ def fitting_sizes(
         elif not model.splits_over(tp):
             heads = f"{model.num_heads} heads and {model.num_kv_heads} KV heads"
             why = f"{heads} do not split over tp_a={tp}"
-        elif free_bytes(model, attention_gpu, tp, query.constants) <= 0:
+        elif free_bytes(attention_gpu, model.attention_bytes(tp), query.constants) <= 0:
             why = f"attention weights do not fit tp_a={tp} of {attention_gpu.name}"
         else:
             halves.append(tp)

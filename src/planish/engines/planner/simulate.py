@@ -19,7 +19,7 @@ from typing import Any
 from planish.base.errors import ConfigError
 from planish.base.text import Table, seconds_text
 from planish.engines.config import DEAD_S
-from planish.engines.planner.cli import Progress
+from planish.engines.planner.cli import Progress, write_output
 from planish.engines.planner.documents import PlannedRun, read_plan
 from planish.engines.planner.pipeline import Pipeline, Served, Work
 from planish.engines.planner.timeline import timeline_svg
@@ -30,26 +30,16 @@ NUM_FACTORS = 8191
 
 @dataclass(frozen=True)
 class Death:
-    """A rank that ends during the run.
-
-    Example:
-        >>> read_death("attention:2@1.5")
-        Death(role='attention', rank=2, seconds=1.5)
-    """
+    """A rank that ends `seconds` after the start of the run."""
 
     role: str
     """`attention` or `experts`."""
     rank: int
     seconds: float
-    """When, since the start."""
 
 
 def read_death(text: str) -> Death:
-    """Return the death of `attention:2@1.5` or `experts:0@3`.
-
-    Raises:
-        ConfigError: another form.
-    """
+    """Return the death of `attention:2@1.5` or `experts:0@3`, or raise ConfigError."""
     role, _, rest = text.partition(":")
     rank, _, seconds = rest.partition("@")
     try:
@@ -82,11 +72,10 @@ class SimulatedRun:
     """What a simulated run did."""
 
     pipeline: Pipeline
-    """Ranks and links with their work."""
     spans: list[Served] = field(default_factory=list)
     """What was done in the first iteration."""
     iterations: list[float] = field(default_factory=list)
-    """Seconds of each iteration."""
+    """Seconds of each."""
     tokens: int = 0
     """Tokens of all responses, those that a dead rank lost not counted."""
     lost_tokens: int = 0
@@ -200,14 +189,10 @@ def work_of(
     alive: Sequence[bool],
     imbalance: float,
 ) -> Work:
-    """Return the times of one micro-batch.
+    """Return the times of one micro-batch, a `row` of the slots of all living attention ranks.
 
-    Args:
-        planned: deployment with its stages.
-        row: the slot of each living attention rank.
-        hot: [layers] which of the living expert ranks is the busiest.
-        alive: which expert ranks live; these share the rows of the others.
-        imbalance: load of the busiest over the mean.
+    `hot` names the busiest expert rank of each layer, among those `alive`, which share the rows of
+    the others; `imbalance` is its load over the mean.
     """
     one = planned.deployment
     attention, dispatch, outside = ([0.0] * one.n_a for _ in range(3))
@@ -236,26 +221,16 @@ def work_of(
 
 
 def simulate(options: argparse.Namespace, progress: Progress) -> Iterator[Table | str]:
-    """Run the plan of a file on simulated ranks, and yield tables.
-
-    Raises:
-        ConfigError: no plan, or wrong input.
-    """
+    """Run the plan of a file on simulated ranks, and yield tables."""
     planned = read_plan(options.plan)
     disturbed = read_disturbances(options, planned)
     requests = options.requests or 2 * planned.places
     outcome = run(planned, requests, disturbed, progress)
     document = describe(planned, outcome, requests, disturbed)
-    written = {options.json: json.dumps(document, allow_nan=False) + "\n"}
-    if options.picture is not None:
-        title = f"{planned.model.name}: first layers of an iteration"
-        written[options.picture] = timeline_svg(outcome.spans, title, layers=options.layers)
-    for path, text in written.items():
-        try:
-            if path is not None:
-                path.write_text(text, "utf-8")
-        except OSError as error:
-            raise ConfigError(f"{path} must be a file that can be written: {error}") from None
+    write_output("--json", options.json, json.dumps(document, allow_nan=False) + "\n")
+    title = f"{planned.model.name}: first layers of an iteration"
+    picture = timeline_svg(outcome.spans, title, layers=options.layers)
+    write_output("--picture", options.picture, picture)
     iteration = document["iteration_s"]
     planned_text = seconds_text(iteration["planned"])
     rows = [
@@ -285,11 +260,7 @@ def simulate(options: argparse.Namespace, progress: Progress) -> Iterator[Table 
 
 
 def read_disturbances(options: argparse.Namespace, planned: PlannedRun) -> Disturbances:
-    """Return what the options disturb.
-
-    Raises:
-        ConfigError: a value that can not be, or a rank that the plan does not have.
-    """
+    """Return what the options disturb, or raise ConfigError."""
     if not 0 <= options.jitter <= 2 or not 0 <= options.spread <= 2:
         raise ConfigError(
             f"`--jitter` and `--spread` must be from 0 to 2, got {options.jitter:g} and "

@@ -31,13 +31,7 @@ text { fill: #ddd } .back { fill: #2a2d31 } .tick { stroke: #555 } svg { backgro
 
 
 def timeline_svg(spans: Sequence[Served], title: str, *, layers: int) -> str:
-    """Return the picture of the first layers of an iteration.
-
-    Args:
-        spans: of one iteration.
-        title: heading.
-        layers: how many of them are shown.
-    """
+    """Return the picture of the first layers of an iteration."""
     shown = [span for span in spans if span.layer < layers and span.kind in LABELS]
     start = min((span.start for span in shown), default=0.0)
     end = max((span.end for span in shown), default=1.0)

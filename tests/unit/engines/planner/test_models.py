@@ -105,6 +105,7 @@ def test_key_value_heads_are_replicated_beyond_their_number():
     qwen = MODELS["qwen3-235b"]
     assert [qwen.kv_bytes(tp) for tp in (1, 2, 4, 8)] == [2048, 1024, 512, 512]
     assert qwen.attention_matrices(8)[0] == (4096, 8192 // 8 + 2 * 128)
+    assert qwen.splits_over(8)
     # The queries are wider than the residual stream.
     assert qwen.attention_matrices(1) == [(4096, 8192 + 1024), (8192, 4096)]
 
@@ -115,12 +116,9 @@ def test_latent_attention_caches_its_compressed_rows_on_every_gpu():
     assert model.kv_bytes_per_token == 61 * 1152
 
 
-def test_a_model_of_several_modalities_is_read_by_its_language_model():
+def test_tied_embeddings_are_stored_once_and_several_modalities_are_read_by_their_language():
     nested = {"model_type": "qwen3_vl_moe", "vocab_size": 1, "text_config": QWEN3}
     assert model_of(nested, "q") == model_of(QWEN3, "q")
-
-
-def test_tied_embeddings_are_stored_once():
     tied, apart = (model_of({**QWEN3, "tie_word_embeddings": t}, "q") for t in (True, False))
     assert apart.attention_bytes(1) - tied.attention_bytes(1) == 2 * 151936 * 4096
 
@@ -142,7 +140,7 @@ def test_layers_without_experts_are_counted_in_each_family():
         ({**MIXTRAL, "num_experts_per_tok": 9}, "at most as many experts per token"),
         ({**QWEN3, "mlp_only_layers": 3}, "must be a list, got 3"),
         ({**QWEN3, "num_experts": "x"}, "whole number of experts"),
-        ({**QWEN3, "num_hidden_layers": 10**12}, "whole number up to 10000000"),
+        ({**QWEN3, "num_hidden_layers": 10**12}, "whole number of 1 to 10000000"),
         ({**QWEN3, "mlp_only_layers": list(range(94))}, "at least one layer with experts"),
     ],
 )
@@ -154,7 +152,7 @@ def test_a_config_that_can_not_be_is_refused(config, message):
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
 def test_a_file_that_is_no_config_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ConfigError, match="must hold"):
+    with pytest.raises(ConfigError, match=r"config\.json must (be JSON|hold a JSON object), got"):
         find_model(str(tmp_path))
 
 

@@ -116,24 +116,3 @@ def test_experts_wait_for_the_slowest_attention_rank_that_has_rows():
 
     assert end([1.0, 4.0], [1.0, 4.0]) == end([4.0, 4.0], [4.0, 4.0])
     assert end([3.0, 0.0], [0.0, 3.0]) < end([3.0, 3.0], [3.0, 3.0])
-
-
-def test_a_rank_that_is_always_the_busiest_sets_the_pace():
-    seconds = []
-    for layers in ([[5.0, 1.0]] * 6, [[5.0, 1.0], [1.0, 5.0]] * 3, [[3.0, 3.0]] * 6):
-        work = [Work([1.0], [0.1], layers, [0.1, 0.1], [0.0])] * 3
-        seconds.append(Pipeline(1, 2).iteration(0.0, work, 6))
-    same, changing, even_load = seconds
-    assert same == pytest.approx(3 * 6 * 5.0 + 1.0 + 0.1 + 0.1)
-    # Where the busiest changes, the others' idle time goes to the next micro-batch.
-    assert even_load < changing < 1.1 * even_load
-
-
-def test_jitter_costs_more_the_more_ranks_wait_for_each_other():
-    source = random.Random(2)
-    factors = [source.lognormvariate(-0.02, 0.2) for _ in range(4001)]
-    ends = []
-    for ranks in (1, 4, 16):
-        work = [even(1.0, 1.0, 0.2, 40, ranks, ranks)] * 3
-        ends.append(Pipeline(ranks, ranks).iteration(0.0, work, 40, factors))
-    assert iteration_seconds(1.0, 1.0, 0.2, 3, 40) < ends[0] < ends[1] < ends[2]

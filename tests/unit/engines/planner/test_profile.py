@@ -11,7 +11,7 @@ from planish.__main__ import main
 from planish.engines.planner.documents import read_profile
 from planish.engines.planner.models import MODELS, find_model
 from planish.engines.planner.performance import Constants
-from planish.engines.planner.profile import attention_layer, cold, expert_layer, fit
+from planish.engines.planner.profile import attention_layer, expert_layer, fit
 
 TINY = {
     "model_type": "deepseek_v3",
@@ -67,24 +67,15 @@ def test_what_is_measured_has_the_shapes_of_the_planner(name, tp):
     assert expert_layer(*shapes)().shape == (3, 16)
 
 
-@pytest.mark.slow
-def test_the_file_says_what_was_measured_and_how(measured):
+def test_a_plan_takes_the_measured_stages(measured, tmp_path):
+    # Noise must not decide: the times of the file are replaced by round ones.
     document = json.loads((measured / "profile.json").read_text())
-    assert document["label"] == "measured-cpu"
+    assert (document["label"], document["gpu"]["name"]) == ("measured-cpu", "cpu")
     found = {(one["stage"], one["tp"]) for one in document["stages"]}
     assert found == {(stage, tp) for stage in ("attention", "experts") for tp in (1, 2)}
     for one in document["stages"]:
         assert one["rows"] == [2, 4, 8, 16]
-        assert all(seconds > 0 for seconds in one["seconds"])
-        assert one["r2"] <= 1
-    assert document["gpu"]["name"] == "cpu"
-    assert document["gpu"]["memory_rate"] > 1e8
-
-
-def test_a_plan_takes_the_measured_stages(measured, tmp_path):
-    # Noise must not decide: the times of the file are replaced by round ones.
-    document = json.loads((measured / "profile.json").read_text())
-    for one in document["stages"]:
+        assert min(one["seconds"]) > 0
         one["seconds"] = [1.0, 1.0, 2.0, 4.0] if one["stage"] == "experts" else [3.0] * 4
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(document))
@@ -100,19 +91,6 @@ def test_a_plan_takes_the_measured_stages(measured, tmp_path):
     assert made["times_s"]["expert"] == pytest.approx(1.0, rel=1e-3)
     assert made["per_watt"] is None
     assert main(["rollout", "simulate", str(tmp_path / "plan.json"), "--requests", "30"]) == 0
-
-
-def test_weights_are_met_cold():
-    made = []
-
-    def build():
-        made.append([torch.zeros(1 << 20)])
-        return made[-1]
-
-    turn = cold(build)
-    # 4 MiB each: 64 of them exceed any cache.
-    assert [next(turn) is one for one in made] == [True] * 64
-    assert next(turn) is made[0]
 
 
 def test_another_length_is_corrected_by_the_cache(measured):
