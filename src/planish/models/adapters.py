@@ -23,24 +23,15 @@ DOWN, UP, SCALE = "lora_A", "lora_B", "lora_scale"
 """Names of tensors: `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, A and B above, beside
 `<layer>.weight`; and once for a model `alpha / rank`."""
 
-ADAPTER_FILE = "adapter_config.json"
-"""File of a folder that holds adapters of peft."""
-
 _LAYER = re.compile(r"(?:.+\.)?layers\.\d+\..+")
 
 
 class Adapters(NamedTuple):
-    """Size and place of adapters.
-
-    Example:
-        >>> Adapters(8, 32.0, ("q_proj",)).scale
-        4.0
-    """
+    """Size and place of adapters."""
 
     rank: int
     """Columns of B; above 0."""
     alpha: float
-    """Numerator of the scale."""
     target_modules: tuple[str, ...]
     """Last parts of the names of layers; none is every linear layer but those of experts."""
 
@@ -50,7 +41,7 @@ class Adapters(NamedTuple):
         return self.alpha / self.rank
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as JSON."""
+        """Return the settings as JSON holds them."""
         return {**self._asdict(), "target_modules": list(self.target_modules)}
 
 
@@ -73,11 +64,6 @@ def find_layers(
 
     Raises:
         ConfigError: a name is that of no linear layer, or of experts.
-
-    Example:
-        >>> shapes = {"model.layers.0.self_attn.q_proj.weight": (4, 2), "lm_head.weight": (9, 2)}
-        >>> find_layers(shapes, [])
-        {'model.layers.0.self_attn.q_proj': (4, 2)}
     """
     layers: dict[str, tuple[int, int]] = {}
     of_experts: set[str] = set()
@@ -107,17 +93,6 @@ def find_layers(
     }
 
 
-def adapter_folder_fault(folder: str) -> str:
-    """Return what is wrong with a model folder that holds `ADAPTER_FILE`.
-
-    transformers would put the adapters on top of its weights, which are not those of the policy.
-    """
-    return (
-        f"a model folder must hold a whole model, got adapters (`{ADAPTER_FILE}`) in {folder!r}; "
-        "merge them into their model: `merge_and_unload` of peft, then `save_pretrained`"
-    )
-
-
 def is_adapter(name: str) -> bool:
     """Return whether a tensor of a train state belongs to adapters.
 
@@ -129,12 +104,7 @@ def is_adapter(name: str) -> bool:
 
 
 def num_trained(layers: Mapping[str, tuple[int, int]], rank: int) -> int:
-    """Return the parameters of all adapters.
-
-    Example:
-        >>> num_trained({"model.layers.0.self_attn.q_proj": (4, 2)}, 8)
-        48
-    """
+    """Return the parameters of all adapters."""
     return sum(rank * (rows + columns) for rows, columns in layers.values())
 
 
@@ -150,16 +120,14 @@ def check_same(info: Mapping[str, Any], adapters: Adapters | None, *, pin: str) 
         ConfigError: rank, alpha or layers differ, or one of them has no adapters.
     """
     held, wanted = info.get(KEY), adapters.to_json() if adapters else None
-    if held == wanted:
-        return
-    raise ConfigError(
-        "`model.lora_rank`, `lora_alpha` and `lora_target_modules` must be those of the train "
-        f"state that is loaded, {_words(held)} in {pin!r}, got {_words(wanted)}; undo the change, "
-        "or start a new root from the policy alone (`model=<policy folder>`)"
-    )
-
-
-def _words(settings: Any) -> str:
-    if not isinstance(settings, dict):
-        return "all weights"
-    return ", ".join(f"{name} {value}" for name, value in settings.items())
+    if held != wanted:
+        there, here = (
+            ", ".join(f"{name} {value}" for name, value in (settings or {}).items())
+            or "all weights"
+            for settings in (held, wanted)
+        )
+        raise ConfigError(
+            "`model.lora_rank`, `lora_alpha` and `lora_target_modules` must be those of the train "
+            f"state that is loaded, {there} in {pin!r}, got {here}; undo the change, or start a "
+            "new root from the policy alone (`model=<policy folder>`)"
+        )

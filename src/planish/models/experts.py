@@ -27,17 +27,6 @@ class DiskTensor(NamedTuple):
     """Size of that part along each dimension; the numbers lie in the same order."""
 
 
-class ExpertNames(NamedTuple):
-    """Names in a policy folder of the three tensors of one expert of width F."""
-
-    gate: str
-    """[F, H]"""
-    up: str
-    """[F, H]"""
-    down: str
-    """[H, F]"""
-
-
 class _Names(NamedTuple):
     """How one family names the experts of a layer on disk."""
 
@@ -83,15 +72,8 @@ def num_experts(config: Mapping[str, Any]) -> int:
 def routing_dtype(config: Mapping[str, Any]) -> str:
     """Return the smallest integer type that holds the id of every expert, and -1.
 
-    Args:
-        config: content of config.json.
-
     Raises:
         ConfigError: a dense model, which has no routing.
-
-    Example:
-        >>> routing_dtype({"num_experts": 128}), routing_dtype({"n_routed_experts": 256})
-        ('int8', 'int16')
     """
     count = num_experts(config)
     if not count:
@@ -117,14 +99,7 @@ def is_expert(name: str) -> bool:
 def spread_fault(experts: int, ranks: int, redundant: int) -> str:
     """Return why the experts of a layer cannot be spread over ranks; "" when they can.
 
-    Args:
-        experts: routed experts of a layer.
-        ranks: that hold them.
-        redundant: replicas that each rank holds besides its part.
-
-    Example:
-        >>> spread_fault(8, 3, 0)
-        '`engine.expert_ranks` must divide the 8 experts of a layer, got 3'
+    `redundant` are the replicas that each rank holds besides its part.
     """
     if not experts:
         return (
@@ -149,10 +124,6 @@ def sharing_fault(experts: int, ranks: int, *, tensor_parallel: int, shares_toke
         ranks: `train.expert_parallel`.
         tensor_parallel: ranks that share every other matrix.
         shares_tokens: `train.sequence_parallel`.
-
-    Example:
-        >>> sharing_fault(8, 3, tensor_parallel=1, shares_tokens=False)
-        '`train.expert_parallel` must divide the 8 experts of a layer, got 3'
     """
     if not experts:
         return (
@@ -175,15 +146,10 @@ def sharing_fault(experts: int, ranks: int, *, tensor_parallel: int, shares_toke
 def check_family(names: Iterable[str], config: Mapping[str, Any]) -> None:
     """Refuse experts that no policy could be saved of, since their names are not known.
 
-    Args:
-        names: of tensors, in memory or of a folder.
-        config: content of config.json; its `model_type` decides.
+    Names are of tensors, in memory or of a folder.
 
     Raises:
         ConfigError: there are such.
-
-    Example:
-        >>> check_family(["model.layers.0.mlp.up_proj.weight"], {"model_type": "other"})
     """
     kind = config.get("model_type")
     if kind not in FAMILIES and any(map(_EXPERTS.search, names)):
@@ -197,11 +163,6 @@ def disk_tensors(
     name: str, shape: Sequence[int], config: Mapping[str, Any]
 ) -> Iterator[DiskTensor]:
     """Yield the tensors of a policy folder that one tensor in memory becomes.
-
-    Args:
-        name: in memory; that of the folder where the two are equal.
-        shape: in memory.
-        config: content of config.json; its `model_type` decides.
 
     Raises:
         ConfigError: experts of a family whose names are not known.
@@ -239,16 +200,18 @@ def disk_tensors(
             )
 
 
-def expert_names(names: Collection[str], config: Mapping[str, Any]) -> list[list[ExpertNames]]:
-    """Return the tensors of each expert (inner) of each sparse layer (outer, ascending).
+def expert_names(
+    names: Collection[str], config: Mapping[str, Any]
+) -> list[list[tuple[str, str, str]]]:
+    """Return gate [F, H], up [F, H] and down [H, F] of each expert of each sparse layer, ascending.
 
     Args:
-        names: of all tensors of a policy folder without `expert_faults`.
+        names: of all tensors of a policy folder.
         config: content of config.json.
 
     Example:
         >>> moe = {"model_type": "mixtral", "num_local_experts": 1}
-        >>> expert_names(["model.layers.2.block_sparse_moe.gate.weight"], moe)[0][0].up
+        >>> expert_names(["model.layers.2.block_sparse_moe.gate.weight"], moe)[0][0][1]
         'model.layers.2.block_sparse_moe.experts.0.w3.weight'
     """
     family = FAMILIES.get(str(config.get("model_type")))
@@ -257,15 +220,11 @@ def expert_names(names: Collection[str], config: Mapping[str, Any]) -> list[list
     router = f".{family.block}.gate.weight"
     layers = [name.removesuffix(".gate.weight") for name in names if name.endswith(router)]
     layers.sort(key=lambda layer: [int(part) for part in layer.split(".") if part.isdigit()])
+    gate, up, down = (f"{part}.weight" for part in (family.gate, family.up, family.down))
     return [
         [
-            ExpertNames(
-                *(
-                    f"{layer}.experts.{expert}.{part}.weight"
-                    for part in (family.gate, family.up, family.down)
-                )
-            )
-            for expert in range(num_experts(config))
+            (f"{expert}.{gate}", f"{expert}.{up}", f"{expert}.{down}")
+            for expert in (f"{layer}.experts.{number}" for number in range(num_experts(config)))
         ]
         for layer in layers
     ]
@@ -274,45 +233,24 @@ def expert_names(names: Collection[str], config: Mapping[str, Any]) -> list[list
 def expert_faults(names: Collection[str], config: Mapping[str, Any]) -> list[str]:
     """Return which experts of a policy folder are missing or one too many.
 
-    Args:
-        names: of all tensors of the folder.
-        config: content of config.json.
-
     Example:
         >>> moe = {"model_type": "qwen3_moe", "num_experts": 1}
         >>> expert_faults(["model.layers.0.mlp.gate.weight"], moe)[0]
         'model.layers.0.mlp.experts.0.gate_proj.weight is missing'
     """
-    family = FAMILIES.get(str(config.get("model_type")))
-    if family is None:
-        return []
-    count, router = num_experts(config), f".{family.block}.gate.weight"
-    found = [
-        (match[1], int(match[2]), match[0]) for match in map(_EXPERT.fullmatch, names) if match
-    ]
-    layers = {layer for layer, _, _ in found}
-    layers |= {
-        f"{name.removesuffix('.gate.weight')}.experts" for name in names if name.endswith(router)
-    }
-    wanted = [
-        f"{layer}.{expert}.{part}.weight"
-        for layer in sorted(layers)
-        for expert in range(count)
-        for part in (family.gate, family.up, family.down)
-    ]
+    names = set(names)
+    wanted = [name for layer in expert_names(names, config) for one in layer for name in one]
+    known = str(config.get("model_type")) in FAMILIES
     faults = [f"{name} is missing" for name in wanted if name not in names]
     return faults + [
-        f"{name} is of none of the {count} experts" for _, expert, name in found if expert >= count
+        f"{name} is of none of the {num_experts(config)} experts"
+        for name in sorted(names.difference(wanted))
+        if known and is_expert(name)
     ]
 
 
 def on_disk(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tensors by their names in a policy folder: views of those in memory, not copies.
-
-    Args:
-        tensors: in memory, by name; anything that slices and reshapes as torch's do.
-        config: content of config.json.
-    """
+    """Return tensors by their names in a policy folder: views of those in memory, not copies."""
     return {
         part.name: tensor[
             tuple(slice(a, a + n) for a, n in zip(part.start, part.extent, strict=True))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from planish.base.errors import ConfigError
-from planish.models.library import load_transformers
 from planish.store.sources import SourceFolder
 
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library for the header of a file."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _INDEX = "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
 
 MAX_SIZE = 10_000_000
 """Largest number that sizes of a model may have."""
@@ -36,13 +36,6 @@ def read_headers(folder: SourceFolder) -> tuple[Tensors, list[str]]:
     tensors: Tensors = {}
     faults: list[str] = []
     files = [name for name in folder.sizes if name.endswith(".safetensors")]
-    if not files:
-        pickles = sorted(name for name in folder.sizes if name.endswith(_PICKLES))
-        found = f"only pickled weights {pickles[:4]}" if pickles else "no weights"
-        faults.append(
-            f"a model folder must hold *.safetensors, got {found} in {folder.name!r}; save it by "
-            "`save_pretrained`: pickles can run code and are never loaded"
-        )
     if _INDEX in folder.sizes:
         try:
             index: Any = json.loads(folder.read(_INDEX, 0, folder.sizes[_INDEX]))
@@ -80,15 +73,53 @@ def read_headers(folder: SourceFolder) -> tuple[Tensors, list[str]]:
     return tensors, faults
 
 
-def parse_config(text: str | bytes, place: str) -> dict[str, Any]:
-    """Return the object in a config.json that lies at `place`, or raise ConfigError."""
+def parse_config(text: bytes | None, place: str) -> dict[str, Any]:
+    """Return the object in the config.json of a model.
+
+    Args:
+        text: content of the file; None where there is none.
+        place: folder or file, for messages.
+
+    Raises:
+        ConfigError: there is none, or no JSON object in it.
+    """
+    if text is None:
+        raise ConfigError(
+            f"a model folder must hold config.json, got none in {place!r}; give the folder that "
+            "`save_pretrained` wrote"
+        )
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place} must be JSON, got {error}; download it again") from None
+        raise ConfigError(
+            f"config.json of {place!r} must be JSON, got {error}; download it again"
+        ) from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{place} must hold a JSON object, got {raw!r:.80}; download it again")
+        raise ConfigError(
+            f"config.json of {place!r} must hold a JSON object, got {raw!r:.80}; download it again"
+        )
     return raw
+
+
+def folder_fault(names: Iterable[str], place: str) -> str:
+    """Return why no policy can be opened from a folder with files of these names, "" when it can.
+
+    transformers would put adapters on top of weights that are not those of the policy.
+    """
+    names = set(names)
+    if _ADAPTER in names:
+        return (
+            f"a model folder must hold a whole model, got adapters (`{_ADAPTER}`) in {place!r}; "
+            "merge them into their model: `merge_and_unload` of peft, then `save_pretrained`"
+        )
+    if any(name.endswith(".safetensors") for name in names):
+        return ""
+    pickles = sorted(name for name in names if name.endswith(_PICKLES))
+    found = f"only pickled weights {pickles[:4]}" if pickles else "no weights"
+    return (
+        f"a model folder must hold *.safetensors, got {found} in {place!r}; save it by "
+        "`save_pretrained`: pickles can run code and are never loaded"
+    )
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -116,14 +147,8 @@ def config_size(
 
 
 def vocabulary(config: Mapping[str, Any]) -> int:
-    """Return the tokens that a model of this config.json knows; 0 where it does not say.
-
-    Example:
-        >>> vocabulary({"text_config": {"vocab_size": 8}}), vocabulary({})
-        (8, 0)
-    """
-    inner = config.get("text_config")
-    size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else 0)
+    """Return the tokens that a model of this config.json knows; 0 where it does not say."""
+    size = language_config(config).get("vocab_size")
     return size if isinstance(size, int) else 0
 
 
@@ -137,9 +162,6 @@ def context_tokens(config: Mapping[str, Any]) -> int:
 
     Rotary scalings whose table depends on the length in use are another model beyond their original
     context: keys of earlier tokens stay as they were in a cache, and are new in a trainer.
-
-    Args:
-        config: content of config.json.
 
     Example:
         >>> rope = {"type": "longrope", "original_max_position_embeddings": 4096}
@@ -160,15 +182,8 @@ def context_tokens(config: Mapping[str, Any]) -> int:
 def room_fault(config_tokens: int, prompt_tokens: int, response_tokens: int, setting: str) -> str:
     """Return why a prompt leaves no room for the longest response, "" when it does.
 
-    Args:
-        config_tokens: of `context_tokens`, or a lower limit of an engine.
-        prompt_tokens: of one prompt.
-        response_tokens: most of a response.
-        setting: that sets them, such as `rollout.max_response_tokens`.
-
-    Example:
-        >>> room_fault(48, 9, 39, "x"), room_fault(48, 9, 40, "x")[:71]
-        ('', "prompt and response must fit in the model's 48 tokens, got 9 + `x` = 40")
+    `config_tokens` are of `context_tokens`, or a lower limit of an engine; `setting` sets the
+    tokens of a response.
     """
     if prompt_tokens + response_tokens <= config_tokens:
         return ""
@@ -176,19 +191,4 @@ def room_fault(config_tokens: int, prompt_tokens: int, response_tokens: int, set
         f"prompt and response must fit in the model's {config_tokens} tokens, got {prompt_tokens} "
         f"+ `{setting}` = {response_tokens}; lower it, lower `rollout.max_prompt_tokens`, or use a "
         "model with a longer context"
-    )
-
-
-def architecture_fault(config: Mapping[str, Any]) -> str:
-    """Return why neither trainer nor engine `transformers` can open a model, "" when they can."""
-    transformers = load_transformers()
-
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if isinstance(name, str) and name.endswith("ForCausalLM") and hasattr(transformers, name):
-        return ""
-    return (
-        "`architectures` in config.json must name a model that this version of transformers "
-        f"({transformers.__version__}) knows, such as 'Qwen3ForCausalLM', got {names!r:.200}; "
-        "choose another model: code that comes with a model is never run"
     )

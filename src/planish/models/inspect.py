@@ -16,24 +16,19 @@ from planish.base.config import parse_section
 from planish.base.errors import ConfigError
 from planish.base.inspection import Inspection
 from planish.base.text import bytes_text, code_span
-from planish.models.adapters import (
-    ADAPTER_FILE,
-    adapter_folder_fault,
-    configured,
-    find_layers,
-    num_trained,
-)
+from planish.models.adapters import configured, find_layers, num_trained
 from planish.models.config import ModelConfig
 from planish.models.experts import check_family
 from planish.models.headers import (
     Tensors,
-    architecture_fault,
     context_tokens,
+    folder_fault,
     parse_config,
     read_headers,
     room_fault,
     vocabulary,
 )
+from planish.models.library import model_class
 from planish.models.tokens import Tokenizer, load_tokenizer
 from planish.store.sources import SourceFolder, open_folder, parse_source
 
@@ -114,10 +109,6 @@ def context_faults(
 def open_tokenizer(folder: SourceFolder, settings: ModelConfig) -> Tokenizer:
     """Open the tokenizer of a model, whose small files alone are fetched.
 
-    Args:
-        folder: of the model.
-        settings: chat template where the model has none, and stop strings.
-
     Raises:
         ConfigError: no readable tokenizer, no end token or no chat template.
     """
@@ -132,13 +123,7 @@ def open_tokenizer(folder: SourceFolder, settings: ModelConfig) -> Tokenizer:
 
 
 def add_adapter_row(settings: ModelConfig, tensors: Tensors, found: Inspection) -> None:
-    """Add how many parameters of the policy adapters train, where there are any.
-
-    Args:
-        settings: of the adapters.
-        tensors: of the model, as in a folder.
-        found: gets a row, or the fault of layers that the model has not.
-    """
+    """Add how many parameters of the policy adapters train, or why its tensors can have none."""
     adapters = configured(settings)
     if adapters is None:
         return
@@ -162,13 +147,7 @@ def add_adapter_row(settings: ModelConfig, tensors: Tensors, found: Inspection) 
 
 
 def built_tensors(settings: ModelConfig) -> Tensors:
-    """Return the tensors of the policy that is built from scratch, in a folder.
-
-    Example:
-        >>> tensors = built_tensors(ModelConfig(num_layers=1, hidden_size=64))
-        >>> tensors["model.layers.0.mlp.down_proj.weight"]
-        ('F32', (64, 192))
-    """
+    """Return the tensors of the policy that is built from scratch, in a folder."""
     width, head = settings.hidden_size, settings.head_dim
     shapes = {"model.embed_tokens": (settings.vocab_size, width), "model.norm": (width,)}
     for number in range(settings.num_layers):
@@ -193,10 +172,7 @@ def built_tensors(settings: ModelConfig) -> Tensors:
 def measure_prompts(found: Inspection, tokenizer: Tokenizer, limit: int) -> list[int]:
     """Add how long the prompts are under the model's chat template, and return that, rising.
 
-    Args:
-        found: its `prompts` are measured.
-        tokenizer: of the model.
-        limit: `rollout.max_prompt_tokens`; 0 for none.
+    `limit` is `rollout.max_prompt_tokens`, 0 for none.
     """
     if not found.prompts:
         return []
@@ -222,33 +198,22 @@ def measure_prompts(found: Inspection, tokenizer: Tokenizer, limit: int) -> list
 
 
 def weight_rows(folder: SourceFolder, found: Inspection) -> tuple[list[tuple[str, str]], Tensors]:
-    """Return what model it is and how large, and its tensors; sets `found.model_config`.
-
-    Args:
-        folder: of the model.
-        found: gets the faults of architecture and weights.
+    """Return what model it is and how large, and its tensors; `found` gets their faults.
 
     Raises:
         ConfigError: no config.json, or one that is no JSON object.
     """
-    if ADAPTER_FILE in folder.sizes:
-        raise ConfigError(adapter_folder_fault(folder.name))
-    if "config.json" not in folder.sizes:
-        raise ConfigError(
-            f"a model folder must hold config.json, got none in {folder.name!r}; give the folder "
-            "that `save_pretrained` wrote"
-        )
-    size = min(folder.sizes["config.json"], MAX_SMALL_BYTES)
-    text = folder.read("config.json", 0, size)
-    raw = parse_config(text, f"config.json of {folder.name!r}")
-    found.model_config = raw
+    size = min(folder.sizes.get("config.json", 0), MAX_SMALL_BYTES)
+    text = folder.read("config.json", 0, size) if "config.json" in folder.sizes else None
+    found.model_config = raw = parse_config(text, folder.name)
     tensors, faults = read_headers(folder)
-    fault = architecture_fault(raw)
+    fault = folder_fault(folder.sizes, folder.name)
     found.faults += [*([fault] if fault else []), *faults]
-    try:
-        check_family(tensors, raw)
-    except ConfigError as error:
-        found.faults.append(str(error))
+    for check in (lambda: model_class(raw), lambda: check_family(tensors, raw)):
+        try:
+            check()
+        except ConfigError as error:
+            found.faults.append(str(error))
     names = raw.get("architectures")
     parameters = sum(math.prod(shape) for _, shape in tensors.values())
     weights = sum(size for name, size in folder.sizes.items() if name.endswith(".safetensors"))

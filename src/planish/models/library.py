@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from planish.base.errors import ConfigError
+
+_ARCHITECTURE = re.compile(r"[A-Za-z0-9]+(?P<head>For[A-Za-z]+)")
 UNUSED = ("sklearn", "scipy")
 
 
@@ -30,3 +35,30 @@ def load_transformers() -> Any:
         for name in hidden:
             del sys.modules[name]
     return transformers
+
+
+def model_class(config: Mapping[str, Any], heads: Sequence[str] = ("ForCausalLM",)) -> Any:
+    """Return the class of transformers that a config.json names.
+
+    Args:
+        config: its content.
+        heads: endings of the names of classes that will do.
+
+    Raises:
+        ConfigError: this version of transformers has no such class.
+    """
+    transformers = load_transformers()
+    names = config.get("architectures") or []
+    name = names[0] if isinstance(names, list) and names else None
+    match = _ARCHITECTURE.fullmatch(name) if isinstance(name, str) else None
+    found = None
+    if match is not None and match["head"] in heads:
+        found = getattr(transformers, match[0], None)
+    if found is None:
+        wanted = " or ".join(f"'Qwen3{head}'" for head in heads)
+        raise ConfigError(
+            "`architectures` in config.json must name a model that this version of transformers "
+            f"({transformers.__version__}) knows, such as {wanted}, got {names!r:.200}; choose "
+            "another model: code that comes with a model is never run"
+        )
+    return found

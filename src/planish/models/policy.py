@@ -6,7 +6,6 @@ written last. Weights are safetensors only; no model brings its own code.
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from planish.base.errors import ConfigError, RecordError
 from planish.models.config import ModelConfig
 from planish.models.experts import on_disk
 from planish.models.headers import dtype_name, parse_config
-from planish.models.library import load_transformers
+from planish.models.library import load_transformers, model_class
 from planish.models.tokens import Tokenizer, character_tokenizer, load_tokenizer
 from planish.records.io import fetch_files, read_manifest, write_files
 from planish.records.refs import Ref, parse_pin
@@ -27,8 +26,6 @@ from planish.records.refs import Ref, parse_pin
 SCHEMA = "policy/1"
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-_ARCHITECTURE = re.compile(r"[A-Za-z0-9]+(?P<head>For[A-Za-z]+)")
 
 
 @dataclass
@@ -38,7 +35,6 @@ class Policy:
     model: Any
     """Causal LM of transformers (untyped, hence Any), in evaluation mode."""
     tokenizer: Tokenizer
-    """Its tokenizer and chat template."""
     version: int = 0
     """`policy_version`: the iteration after which it was exported, 0 before the first."""
     folder: Path | None = None
@@ -117,8 +113,8 @@ def load_policy(
             f"a policy's manifest must hold `policy_version` as an integer, got {version!r} at "
             f"{uri!r}; export the policy again"
         )
-    model = (load_model(folder, dtype=dtype) if sets_weights else _unset_model(folder)).to(device)
-    return Policy(model=model, tokenizer=load_tokenizer(folder), version=version, folder=folder)
+    model = load_model(folder, dtype=dtype) if sets_weights else empty_model(folder, "cpu")
+    return Policy(model.to(device), load_tokenizer(folder), version, folder)
 
 
 def load_model(
@@ -138,10 +134,10 @@ def load_model(
     """
     from transformers.utils.logging import disable_progress_bar
 
-    model_class = _model_class(read_model_config(folder), heads)
+    made = model_class(read_model_config(folder), heads)
     disable_progress_bar()
     try:
-        model, report = model_class.from_pretrained(
+        model, report = made.from_pretrained(
             str(folder),
             output_loading_info=True,
             dtype="auto" if dtype is None else dtype,
@@ -166,38 +162,28 @@ def load_model(
     return model.eval()
 
 
-def empty_model(folder: Path) -> Any:
-    """Return the model that config.json of a folder describes, in evaluation mode, without storage.
+def empty_model(folder: Path, device: str = "meta") -> Any:
+    """Return the model that config.json of a folder describes, in evaluation mode, without weights.
 
-    All its tensors are on the device `meta`; no file of weights is opened.
+    On the device `meta` no tensor has storage; elsewhere buffers are computed, and nobody has set
+    the weights. No file of weights is opened.
 
     Raises:
         ConfigError: as `load_model`.
     """
-    return _framed(folder, torch.device("meta"))
-
-
-def _unset_model(folder: Path) -> Any:
-    """Return it with the buffers that it computes by itself, and weights that nobody has set."""
-    load_transformers()
+    made = model_class(read_model_config(folder))
     from transformers.initialization import no_init_weights
 
-    with no_init_weights():
-        model = _framed(folder, torch.device("cpu"))
-    model.tie_weights()
-    return model
-
-
-def _framed(folder: Path, device: torch.device) -> Any:
-    model_class = _model_class(read_model_config(folder), ("ForCausalLM",))
     try:
-        with device:
-            return model_class(model_class.config_class.from_pretrained(str(folder))).eval()
+        with no_init_weights(), torch.device(device):
+            model = made(made.config_class.from_pretrained(str(folder))).eval()
     except Exception as error:
         raise ConfigError(
             "a model folder must hold a configuration that this version of transformers builds, "
             f"got {type(error).__name__}: {str(error)[:300]}; check its config.json"
         ) from None
+    model.tie_weights()
+    return model
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
@@ -207,32 +193,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         ConfigError: missing, or not a JSON object.
     """
     path = folder / "config.json"
-    try:
-        return parse_config(path.read_bytes(), repr(str(path)))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"a model folder must hold config.json, got none in {str(folder)!r}; give the folder "
-            "that `save_pretrained` wrote"
-        ) from None
-
-
-def _model_class(config: Mapping[str, Any], heads: Sequence[str]) -> Any:
-    transformers = load_transformers()
-
-    names = config.get("architectures") or []
-    name = names[0] if isinstance(names, list) and names else None
-    match = _ARCHITECTURE.fullmatch(name) if isinstance(name, str) else None
-    model_class = None
-    if match is not None and match["head"] in heads:
-        model_class = getattr(transformers, match[0], None)
-    if model_class is None:
-        wanted = " or ".join(f"'Qwen3{head}'" for head in heads)
-        raise ConfigError(
-            "`architectures` in config.json must name a model that this version of transformers "
-            f"({transformers.__version__}) knows, such as {wanted}, got {names!r}; choose another "
-            "model: code that comes with a model is never run"
-        )
-    return model_class
+    return parse_config(path.read_bytes() if path.is_file() else None, str(folder))
 
 
 def save_policy(
@@ -251,9 +212,6 @@ def save_policy(
         version: `policy_version` to write down.
         parents: name to manifest sha256.
         attributes: further attributes of the manifest, such as `config_sha256`.
-
-    Returns:
-        Ref of schema `policy/1`.
     """
     from huggingface_hub import save_torch_state_dict
 

@@ -1,6 +1,6 @@
 """Open a pretrained policy by folder or address: safetensors only, no code from the model.
 
-It downloads nothing but configuration, tokenizer and safetensors files, and never loads a pickle.
+Nothing but configuration, tokenizer and safetensors files is downloaded, and no pickle is loaded.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from pathlib import Path
 import torch
 
 from planish.base.errors import ConfigError
-from planish.models.adapters import ADAPTER_FILE, adapter_folder_fault
+from planish.models.headers import folder_fault
 from planish.models.policy import Policy, load_model, read_model_config
 from planish.models.tokens import load_tokenizer
 from planish.store.sources import fetch_folder, parse_source
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """What is fetched of a model: everything that one without pickles and code needs."""
-
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def load_pretrained(
@@ -70,19 +68,7 @@ def check_folder(folder: Path) -> None:
     Raises:
         ConfigError: names what is missing, or the pickled weights that are there instead.
     """
-    if (folder / ADAPTER_FILE).exists():
-        raise ConfigError(adapter_folder_fault(str(folder)))
     read_model_config(folder)
-    if any(folder.glob("*.safetensors")):
-        return
-    pickles = sorted({path.name for pattern in _PICKLES for path in folder.glob(pattern)})
-    if pickles:
-        raise ConfigError(
-            f"a model folder must hold *.safetensors, got only pickled weights {pickles[:4]} in "
-            f"{str(folder)!r}; pickles can run code and are never loaded: convert them with "
-            "`save_pretrained` on a machine that trusts them"
-        )
-    raise ConfigError(
-        f"a model folder must hold *.safetensors, got no weights in {str(folder)!r}; give the "
-        "folder that `save_pretrained` wrote"
-    )
+    fault = folder_fault((path.name for path in folder.iterdir()), str(folder))
+    if fault:
+        raise ConfigError(fault)

@@ -35,31 +35,23 @@ class ModelShape:
     """
 
     layers: int
-    """Decoder layers."""
     hidden_size: int
-    """Width of the residual stream."""
     intermediate_size: int
     """Width of the feed-forward layer, or of one expert."""
     num_heads: int
-    """Query heads."""
     num_kv_heads: int
-    """Key and value heads."""
     head_dim: int
-    """Width of one head."""
     vocab_size: int
-    """Rows of the embedding."""
     tied_embeddings: bool
-    """The LM head is the input embedding."""
     max_model_tokens: int
     """Longest prompt plus response, tokens."""
     num_experts: int = 0
     """Routed experts of each layer; 0 for a dense model."""
     experts_per_token: int = 1
-    """Experts that compute a token; 1 for a dense model."""
     has_qkv_bias: bool = False
-    """Queries, keys and values have a bias, as in Qwen2."""
+    """As in Qwen2."""
     has_qk_norm: bool = False
-    """Queries and keys are normalised for each head, as in Qwen3."""
+    """For each head, as in Qwen3."""
     family: str = ""
     """`model_type` of config.json."""
 
@@ -117,9 +109,6 @@ class ModelShape:
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """Return the sizes that a config.json tells.
-
-    Args:
-        config: content of the file.
 
     Raises:
         ConfigError: latent attention, layers of several kinds, or a size that is missing or no
@@ -198,9 +187,6 @@ _CONTEXT = 32_768
 
 def known_shape(name: str) -> ModelShape | None:
     """Return the sizes of a model of the Qwen2.5 family by its name; None for any other.
-
-    Args:
-        name: address of a model, as `model.path`.
 
     Source: Qwen2.5 technical report, arXiv 2412.15115, table 1, and the config.json of the models.
     """

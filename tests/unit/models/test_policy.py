@@ -149,7 +149,7 @@ def test_unknown_architecture_is_refused_by_name(tmp_path, architectures, seen):
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"), [("{", "must be JSON"), ("[1]", "must hold a JSON object, got list")]
+    ("text", "fault"), [("{", "must be JSON"), ("[1]", "must hold a JSON object, got .1")]
 )
 def test_unreadable_configuration_is_named(tmp_path, text, fault):
     (tmp_path / "config.json").write_text(text)

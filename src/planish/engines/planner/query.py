@@ -65,9 +65,12 @@ class Query:
     baseline: BaselineName = "ideal"
     """Which calibration the ratio is to."""
 
-    def deploy(self, gpus: tuple[Gpu, Gpu], **sizes: int) -> Deployment:
-        """Return a deployment; the first of `gpus` have attention, `sizes` are its own."""
-        return Deployment(self.model, self.workload, self.constants, self.profiles, *gpus, **sizes)
+    def deploy(
+        self, gpus: tuple[Gpu, Gpu], *, tp_a: int, tp_e: int, n_a: int, n_e: int
+    ) -> Deployment:
+        """Return a deployment; the first of `gpus` have attention."""
+        shared = (self.model, self.workload, self.constants, self.profiles)
+        return Deployment(*shared, *gpus, tp_a=tp_a, tp_e=tp_e, n_a=n_a, n_e=n_e)
 
 
 def read_query(options: argparse.Namespace) -> Query:
