@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,8 @@ def empty_model(folder: Path, device: str = "meta") -> Any:
     from transformers.initialization import no_init_weights
 
     try:
-        with no_init_weights(), torch.device(device):
+        # It switches all threads at once, and on `meta` there is nothing to set.
+        with nullcontext() if device == "meta" else no_init_weights(), torch.device(device):
             model = made(made.config_class.from_pretrained(str(folder))).eval()
     except Exception as error:
         raise ConfigError(
