@@ -28,7 +28,7 @@ CEILINGS = {
     "base": 1_530,
     "checkpoint": 15_030,
     "engines": 10_970,
-    "minder": 9_730,
+    "minder": 9_380,
     "models": 2_850,
     "records": 2_900,
     "run": 2_810,

@@ -57,7 +57,6 @@ def test_a_faulty_machine_is_cordoned_and_its_pods_of_the_job_are_evicted(fleet)
         "minder/cordoned-by": "minder",
         "minder/reason": "dissimilar cpu_usage",
         "minder/since": "2033-05-18T03:33:20Z",
-        "minder/was-unschedulable": "false",
         "minder/alert": about.id,
         "minder/job": f"{fleet.namespace}/train",
     }

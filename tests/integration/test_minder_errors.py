@@ -97,17 +97,6 @@ def test_every_failure_is_counted_the_service_lives_and_goes_on(served, scripted
     assert "Traceback" not in served.log
 
 
-def test_refused_credentials_make_no_hot_loop(served, scripted):
-    wait_for(lambda: calls(served, "ok") >= 1, 90, lambda: served.log)
-    scripted.answer = lambda request: Reply(401)
-    wait_for(lambda: errors(served, "401") >= 1, 15)
-    scripted.requests.clear()
-    time.sleep(3)
-    # One question in half a second, which is the longest pause here.
-    assert 2 <= len(scripted.requests) <= 8
-    assert "check the token" in served.log
-
-
 def test_a_job_whose_metrics_are_all_empty_is_skipped(served, scripted):
     wait_for(lambda: calls(served, "ok") >= 1, 90, lambda: served.log)
 

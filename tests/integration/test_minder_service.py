@@ -140,16 +140,3 @@ def test_a_configuration_is_checked_against_prometheus_in_one_line(scraped, flee
     assert done.returncode == 4
     done = command("validate-config", "--offline", "--config", str(path))
     assert done.returncode == 0
-
-
-def test_what_is_wrong_in_a_configuration_is_named_with_exit_code_3(tmp_path):
-    path = tmp_path / "minder.toml"
-    raw = raw_settings(tmp_path, "http://127.0.0.1:9", ["a"])
-    for change, key in (
-        ({"detect": {"metricss": ["cpu_usage"]}}, "minder.detect.metricss"),
-        ({"models": {"folder": str(tmp_path / "none")}}, "limits.json"),
-        ({"denoise": {"denoiser": "pca"}}, "cpu_usage"),
-    ):
-        done = command("serve", "--config", str(write_toml(path, {**raw, **change})))
-        assert (done.returncode, done.stderr.count("\n")) == (3, 1)
-        assert key in done.stderr

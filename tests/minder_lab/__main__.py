@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from planish.base.config import read_toml
-from planish.base.errors import ConfigError, PlanishError
+from planish.base.errors import PlanishError
 from planish.minder.detect.config import MinderConfig, minder_config
 from planish.minder.detect.metrics_table import METRICS
 from planish.minder.detect.model_files import default_models
 from planish.minder.lab.calibrate import Recorded, calibrate, record, site_tables, toml_of
 from planish.minder.lab.cases import facts_of, trace_files
-from planish.minder.lab.evaluate import table
 from planish.minder.lab.files import write_frame, write_samples
-from planish.minder.lab.prioritise import labelled, rank
 from planish.minder.lab.train import train_models
 from planish.minder.lab.vae import Training
 from tests.minder_lab.evaluate import SEEDS, Plan, Wanted, case_of, cases, each_case, evaluate
@@ -55,10 +53,6 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--seconds", type=float, default=150.0, help="of CPU time for each metric")
     one.add_argument("--metrics", metavar="A,B", help="default: those that detect; `all` for 21")
     one.set_defaults(do=_train)
-    one = verbs.add_parser("prioritise", help="order the metrics by how well they tell faults")
-    _add_cases(one, "calibrate", faults=100, normal=40)
-    one.add_argument("--metrics", metavar="A,B", help="default: those of the settings")
-    one.set_defaults(do=_prioritise)
     one = verbs.add_parser("calibrate", help="find thresholds and floors")
     _add_cases(one, "calibrate", faults=120, normal=60)
     one.add_argument("--out", type=Path, metavar="TOML", help="gets the tables")
@@ -90,7 +84,6 @@ def _add_cases(one: argparse.ArgumentParser, use: str, *, faults: int, normal: i
                      help="between two samples of a simulated machine (default 1)")  # fmt: skip
     one.add_argument("--missing", type=float, default=0.0, metavar="P",
                      help="share of the samples that are lost (default 0)")  # fmt: skip
-    one.add_argument("--work", type=Path, metavar="DIR", help="keeps finished jobs for a next run")
     one.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default 1)")
     one.add_argument("--json", type=Path, metavar="FILE", help="also write every figure there")
     one.set_defaults(use=use)
@@ -118,8 +111,6 @@ def _progress(what: str, done: int, total: int) -> None:
 
 def _simulate(options: argparse.Namespace) -> None:
     names = {None: SIMULATED, "all": tuple(METRICS)}.get(options.metrics)
-    if options.raw and options.out.suffix == ".npz":
-        raise ConfigError("raw samples need the long form: name a .csv or .parquet file")
     case = simulate(
         options.seed,
         machines=options.machines,
@@ -149,23 +140,12 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace, variants: tuple[str, ...]) -> Plan:
-    if options.scrape_seconds < 1 or not 0 <= options.missing < 1:
-        raise ConfigError(
-            "`--scrape-seconds` must be at least 1 and `--missing` at least 0 and below 1, got "
-            f"{options.scrape_seconds} and {options.missing}"
-        )
-    if options.workers < 1 or options.faults < 0 or options.normal < 0:
-        raise ConfigError(
-            "`--workers` must be at least 1, `--faults` and `--normal` at least 0, got "
-            f"{options.workers}, {options.faults} and {options.normal}"
-        )
     tables = read_toml(options.config) if options.config else {}
     return Plan(
         variants=variants,
         models=options.models,
         comparison=getattr(options, "comparison", COMPARISON),
         config={name: one for name, one in tables.items() if name in MinderConfig.model_fields},
-        work=options.work,
         every=options.scrape_seconds,
         missing=options.missing,
     )
@@ -209,27 +189,6 @@ def _fit(plan: Plan) -> None:
     training = Training(seed=SEEDS["train"], max_seconds=150.0)
     limits = variant.models.limits
     fit_comparison(frames, plan.comparison, variant.config, limits, training)
-
-
-def _prioritise(options: argparse.Namespace) -> dict[str, Any]:
-    plan = _plan(options, ("raw",))
-    base = dict(plan.config or {})
-    if options.metrics:
-        base["detect"] = {**base.get("detect", {}), "metrics": options.metrics.split(",")}
-    variant = build("raw", plan.models, base=base, comparison=plan.comparison)
-    metrics = variant.config.detect.metrics
-    wanted = [one for one in _cases(options) if isinstance(one, tuple)]
-    found = []
-    for number, (seed, kind) in enumerate(wanted, 1):
-        found.append(simulate(seed, fault=kind, metrics=metrics))
-        _progress("cases", number, len(wanted))
-    order = rank(metrics, *labelled(found, variant.config, variant.models.limits)).ranked
-    rows = [
-        (one.metric, "-" if one.depth is None else one.depth, f"{one.importance:.3f}")
-        for one in order
-    ]
-    print(table("| metric | depth | importance |", rows))
-    return {"order": [asdict(one) for one in order]}
 
 
 def _calibrate(options: argparse.Namespace) -> dict[str, Any]:

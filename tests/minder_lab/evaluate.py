@@ -5,20 +5,17 @@ Seeds of training, calibration and evaluation never meet, see `SEEDS`.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from planish.minder.lab.cases import Case, Truth, facts_path, read_case
+from planish.minder.lab.cases import Case, read_case
 from planish.minder.lab.evaluate import Progress, outcome_of
-from planish.minder.lab.replay import Alarm
 from planish.minder.lab.score import CaseOutcome
 from tests.minder_lab.simulator import simulate
 from tests.minder_lab.simulator.sampling import thinned
@@ -45,9 +42,6 @@ class Plan:
     """Folder of what only comparisons need."""
     config: Mapping[str, Any] | None = None
     """Tables that the default profile starts from."""
-    work: Path | None = None
-    """Keeps finished cases, so that an interrupted run goes on; they are named by seed, settings
-    and models, not by the code."""
     every: int = 1
     """Seconds between two samples of a simulated machine."""
     missing: float = 0.0
@@ -110,15 +104,7 @@ def each_case(
     workers: int,
     progress: Progress | None,
 ) -> Iterator[Judged]:
-    """Yield what is said of each case, in their order.
-
-    Args:
-        plan: as for `evaluate`.
-        wanted: as for `evaluate`.
-        judge: function of a module, called with the case, detectors and plan.
-        workers: as for `evaluate`.
-        progress: as for `evaluate`.
-    """
+    """Yield what is said of each case, in their order; `judge` is a function of a module."""
     for done, judged in enumerate(_each(plan, wanted, judge, workers), 1):
         if progress:
             progress(done, len(wanted))
@@ -153,53 +139,11 @@ def _next(wanted: Wanted) -> Any:
 
 def one_case(wanted: Wanted, variants: Mapping[str, Variant], plan: Plan) -> dict[str, CaseOutcome]:
     """Replay one case through all variants."""
-    result: dict[str, CaseOutcome] = {}
-    case: Case | None = None
+    case = case_of(wanted, plan)
     metrics = tuple(dict.fromkeys(m for v in variants.values() for m in v.config.detect.metrics))
-    for name, variant in variants.items():
-        place = None
-        if plan.work is not None:
-            thin = "" if plan.every == 1 and not plan.missing else f"-{plan.every}-{plan.missing}"
-            place = plan.work / f"{_key(wanted)}{thin}-{_digest(variant)}.json"
-        if place is not None and place.exists():
-            result[name] = outcome_from(json.loads(place.read_text("utf-8")))
-            continue
-        if case is None:
-            case = case_of(wanted, plan)
-        outcome = outcome_of(
+    return {
+        name: outcome_of(
             case, variant.models, variant.config, metrics=metrics, detector=variant.make()
         )
-        result[name] = outcome
-        if place is not None:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(json.dumps(asdict(outcome)), "utf-8")
-    return result
-
-
-def _key(wanted: Wanted) -> str:
-    """Return a name of a case that changes with what a recorded one holds."""
-    if not isinstance(wanted, Path):
-        return f"{wanted[0]}-{wanted[1]}"
-    facts = facts_path(wanted)
-    held = wanted.read_bytes() + (facts.read_bytes() if facts.exists() else b"")
-    return f"{wanted.stem}-{hashlib.sha256(held).hexdigest()[:12]}"
-
-
-def _digest(variant: Variant) -> str:
-    """Return a short name of settings and models."""
-    ids = sorted(f"{one.metric}:{one.version}" for one in variant.models.denoisers.values())
-    text = "|".join([variant.name, variant.config.model_dump_json(), *ids])
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def outcome_from(raw: Mapping[str, Any]) -> CaseOutcome:
-    """Return an outcome of its plain values."""
-    fault = raw["fault"]
-    return CaseOutcome(
-        case=raw["case"],
-        fault=None if fault is None else Truth(**{**fault, "machines": tuple(fault["machines"])}),
-        machines=raw["machines"],
-        seconds=raw["seconds"],
-        alarms=tuple(Alarm(**alarm) for alarm in raw["alarms"]),
-        call_seconds=tuple(raw["call_seconds"]),
-    )
+        for name, variant in variants.items()
+    }

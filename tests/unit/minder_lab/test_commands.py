@@ -38,16 +38,6 @@ def test_evaluate_prints_a_table_and_writes_every_figure(tmp_path, capsys):
     assert 20 <= raw["calls"] <= 60
 
 
-def test_prioritise_ranks_the_metrics_that_are_wanted(capsys):
-    code, shown = run(
-        *(capsys, "prioritise", "--faults", 4, "--normal", 2, "--seed", 4_200_000),
-        *("--metrics", "cpu_usage,gpu_duty_cycle,disk_usage"),
-    )
-    rows = [line.split(" | ")[0].strip("| ") for line in shown.out.splitlines()[2:]]
-    assert code == 0
-    assert sorted(rows) == ["cpu_usage", "disk_usage", "gpu_duty_cycle"]
-
-
 @pytest.mark.long
 def test_calibrate_shows_where_it_began_and_where_it_ended(tmp_path, capsys):
     path = tmp_path / "settings.json"
@@ -59,23 +49,6 @@ def test_calibrate_shows_where_it_began_and_where_it_ended(tmp_path, capsys):
     assert "| theta | 2.0 |" in shown.out
     assert found["best"]["f1"] >= found["start"]["f1"]
     assert found["tried"] > 20
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("evaluate", "--variants", "mindr"), "did you mean `minder`"),
-        (("evaluate", "--workers", "0"), "--workers"),
-        (("calibrate", "--config", "/nonexistent.toml"), "TOML"),
-        (("simulate", "x.npz", "--fault", "gremlins"), "gremlins"),
-        (("simulate", "x.npz", "--raw"), "long form"),
-        (("prioritise", "--metrics", "cpu_usag", *FEW), "cpu_usage"),
-    ],
-)
-def test_what_can_not_be_is_told_with_exit_code_3(capsys, arguments, named):
-    code, shown = run(capsys, *arguments)
-    assert code == 3
-    assert named in shown.err
 
 
 def test_a_simulated_job_is_written_with_its_truth_on_the_screen(tmp_path, capsys):

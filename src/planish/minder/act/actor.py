@@ -204,47 +204,47 @@ class Actor:
             return ActionOutcome(action, "refused", "the newest call does not confirm the machine")
         if result.end <= memory.first_end:
             return ActionOutcome(action, "waiting", "for a second call that confirms the machine")
-        node = self.cluster.node(alert.machine)
-        return self._act(alert, job, node, pods_on(pods, job, node.name), action, memory, now)
+        return self._act(alert, job, pods, action, memory, now)
 
     def _act(
         self,
         alert: Alert,
         job: JobInfo,
-        node: NodeInfo,
         pods: Sequence[PodInfo],
         action: Action,
         memory: Memory,
         now: int,
     ) -> ActionOutcome:
-        """Do what is allowed, unless a guard refuses; `pods` are those of the job on the node."""
+        """Do what is allowed, unless a guard refuses."""
+        node = self.cluster.node(alert.machine)
+        there = pods_on(pods, job, node.name)
         if node.was_uncordoned:
             return self._give_up(node)
-        refused = self._refusals(alert, job, node, pods, now)
+        refused = self._refusals(alert, job, node, there, now)
         if refused:
             return ActionOutcome(action, "refused", "; ".join(refused))
         plan = f"cordon {node.name}"
         if action == "evict":
-            leaving = sorted(pod.name for pod in pods if pod.is_evictable)
+            leaving = sorted(pod.name for pod in there if pod.is_evictable)
             plan += f" and evict {', '.join(leaving) or 'no pod'}"
-        taken = Taken(float(now), job.full_name, node.name)
-        if self.config.dry_run:
-            # Limits count what would have been done: a dry run shows what would really happen.
-            self._taken.append(taken)
-            memory.is_finished = True
-            return ActionOutcome(action, "dry_run", plan)
-        if not node.is_ours:
-            reason = f"{alert.kind} {alert.metric}".strip()
-            if not cordon(self.cluster, node, alert.id, job.full_name, reason, now):
+        if self.config.dry_run or not node.is_ours:
+            if not self.config.dry_run and not self._cordon(alert, job, node, now):
                 return ActionOutcome(action, "refused", "somebody else cordoned the node just now")
-            self._taken.append(taken)
-            logger.info("cordoned machine=%s alert=%s", node.name, alert.id)
-            message = f"cordoned: {reason}, alert {alert.id} of job {job.full_name}"
-            self.events.note(node, names.CORDONED, message, now)
-        if action == "cordon":
+            # Limits count what a dry run would have done: it shows what would really happen.
+            self._taken.append(Taken(float(now), job.full_name, node.name))
+        if self.config.dry_run or action == "cordon":
             memory.is_finished = True
-            return ActionOutcome(action, "done", plan)
-        return self._evict(alert, pods, memory, plan, now)
+            return ActionOutcome(action, "dry_run" if self.config.dry_run else "done", plan)
+        return self._evict(alert, there, memory, plan, now)
+
+    def _cordon(self, alert: Alert, job: JobInfo, node: NodeInfo, now: int) -> bool:
+        reason = f"{alert.kind} {alert.metric}".strip()
+        if not cordon(self.cluster, node, alert.id, job.full_name, reason, now):
+            return False
+        logger.info("cordoned machine=%s alert=%s", node.name, alert.id)
+        message = f"cordoned: {reason}, alert {alert.id} of job {job.full_name}"
+        self.events.note(node, names.CORDONED, message, now)
+        return True
 
     def _refusals(
         self, alert: Alert, job: JobInfo, node: NodeInfo, pods: Sequence[PodInfo], now: int

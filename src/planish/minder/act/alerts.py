@@ -82,11 +82,8 @@ class AlertBook:
         """Return the alerts that begin and those that end with the result of a call.
 
         A result without a verdict (skipped, outage, too few machines) ends no alert about a
-        machine: only a call that compared it with its peers does.
-
-        Args:
-            result: of the call.
-            members: machines that the job has now; alerts about others end.
+        machine: only a call that compared it with its peers does. Alerts about machines that are no
+        longer `members` of the job end.
         """
         named = self._named(result)
         changed = [alert for key, alert in named.items() if key not in self._open]

@@ -36,7 +36,6 @@ def cordon(
             names.CORDONED_BY: names.OWNER,
             names.REASON: reason,
             names.SINCE: timestamp(now),
-            names.WAS_UNSCHEDULABLE: "false",
             names.ALERT_ID: alert_id,
             names.JOB: job,
             names.MANUAL_UNCORDON: None,

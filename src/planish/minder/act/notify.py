@@ -94,12 +94,8 @@ class Notifier:
     ) -> None:
         """Report a new state of an alert or a new outcome.
 
-        Args:
-            alert: as it is now.
-            job: its job, where it was seen.
-            history: second, state and action of each report, the newest one last.
-            planned: what a dry run would have done; empty outside of one.
-            now: unix seconds.
+        `history` has second, state and action of each report, the newest one last; `planned` is
+        what a dry run would have done.
         """
         if not alert.ended:
             self._write_events(alert, job, planned, now)

@@ -100,10 +100,8 @@ class Baseline:
     def add(self, history: History, until: int, unsure: Mask) -> None:
         """Take in the healthy seconds since the last call, whole chunks of them.
 
-        Args:
-            history: of the machines that `keep` was given.
-            until: unix seconds; nothing from then on is healthy for sure.
-            unsure: [N], machines of which nothing is learned now.
+        Nothing from second `until` on is healthy for sure; of `unsure` machines [N] nothing is
+        learned now.
         """
         ts = history.ts
         if not len(ts):

@@ -195,10 +195,6 @@ class MinderConfig(Section):
     def site_limits(self, metric: str, board: str = "") -> tuple[float, float] | None:
         """Return the limits of a metric at this site, in its unit; None: those of the model.
 
-        Args:
-            metric: its name.
-            board: model of the boards that the job runs on; empty when not known.
-
         Example:
             >>> config = minder_config({"boards": {"H100": {"gpu_power_draw": [0, 700]}}})
             >>> config.site_limits("gpu_power_draw", "NVIDIA H100 80GB HBM3")

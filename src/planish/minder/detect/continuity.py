@@ -74,17 +74,13 @@ def runs(
 ) -> list[Run]:
     """Return the runs of one machine, in order.
 
-    A window in which it is no candidate ends a run, unless the tolerance allows it: at most
-    `gap_tolerance` such windows, and at most 2 % of the run. Masked windows neither count nor end
-    anything.
+    A window in which it is not `named` [W] as a candidate ends a run, unless the tolerance allows
+    it: at most `gap_tolerance` such windows, and at most 2 % of the run. `masked` windows, of which
+    too little is known, neither count nor end anything.
 
-    Args:
-        machine: its column.
-        named: [W], windows in which it is a candidate.
-        masked: [W], windows of which too little is known.
-        gap_tolerance: windows in a run that may lack the candidate.
-        sample: windows that one held sample touches, of which one in a run may lack it; 0 where
-            samples are a second apart.
+    Where samples are held, `sample` is the number of windows that one of them touches, else 0. One
+    sample in a run may lack the candidate, if what lies before it and what lies after it lasts for
+    more than one sample: a burst that a single sample has met is no part of a run.
 
     Example:
         >>> named = np.array([True, True, False, True])
@@ -97,9 +93,9 @@ def runs(
     for start, stop in stretches(named[known]):
         gap = start - joined[-1][1] if joined else 0
         length = stop - joined[-1][0] if joined else 0
-        tolerated = max(
-            min(gap_tolerance, _TOLERATED_SHARE * length), min(sample, _SAMPLE_SHARE * length)
-        )
+        tolerated = min(gap_tolerance, _TOLERATED_SHARE * length)
+        if joined and min(joined[-1][1] - joined[-1][0], stop - start) > sample:
+            tolerated = max(tolerated, min(sample, _SAMPLE_SHARE * length))
         if joined and gaps + gap <= tolerated:
             joined[-1], gaps = (joined[-1][0], stop), gaps + gap
         else:
@@ -162,10 +158,7 @@ class Rule:
 def long_runs(named: Mask, masked: Mask, rule: Rule) -> list[Run]:
     """Return for each machine its first run that is long enough, the earliest run first.
 
-    Args:
-        named: [W, N], who is candidate in which windows.
-        masked: [W], as for `runs`.
-        rule: of the metric.
+    `named` [W, N] and `masked` [W] are as for `runs`.
     """
     result = []
     # In a run, gaps are few: a machine that is candidate less often has no run of this length.
@@ -220,12 +213,9 @@ def may_be_aliased(name: str, view: View) -> bool:
 
 
 def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> Result:
-    """Turn the traces of all metrics into findings.
+    """Turn the traces of a call into findings.
 
-    Args:
-        view: of one call.
-        denoisers: by metric.
-        started: `time.perf_counter()` at the beginning of the call.
+    `started` is `time.perf_counter()` at the beginning of the call.
     """
     config, rules, frame = view.config, view.config.detect, view.frame
     end = int(frame.ts[-1]) + 1 if frame.num_seconds else 0
@@ -315,10 +305,7 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
 def is_alone(run: Run, metric: _Named, aliased: Iterable[_Named]) -> bool:
     """Return whether no other machine is nearly as far away, nor a candidate for nearly as long.
 
-    Args:
-        run: of one machine.
-        metric: in which the machine is a candidate.
-        aliased: metrics in which others may have their turns.
+    `aliased` are the metrics in which others may have their turns.
     """
     trace, rows = metric.trace, slice(run.first, run.last + 1)
     present = trace.present[rows]

@@ -54,13 +54,7 @@ class Models:
 
 
 def windows_of(values: NDArray[T]) -> NDArray[T]:
-    """Return the windows of all machines, one for each start.
-
-    Args:
-        values: [T, N].
-
-    Returns:
-        [T - 7, N, 8], a view; empty when T < 8.
+    """Return [T - 7, N, 8], a view of the windows of all machines in [T, N], one for each start.
 
     Example:
         >>> windows_of(np.arange(20, dtype=np.float32).reshape(10, 2)).shape
@@ -74,10 +68,8 @@ def windows_of(values: NDArray[T]) -> NDArray[T]:
 def restoration_error(denoiser: Denoiser, values: F32, known: Mask) -> float:
     """Return the mean squared error of a denoiser on a spread sample of windows; NaN without any.
 
-    Args:
-        denoiser: of the metric; the error of `embedding: latent`, which is no window, is NaN.
-        values: [T, N] in 0 .. 1.
-        known: [T - 7, N], windows that count.
+    `values` are [T, N] in 0 .. 1, and `known` [T - 7, N] the windows that count. The error of
+    latent means, which are no windows, is NaN.
     """
     rows = np.flatnonzero(known.ravel())
     rows = rows[:: max(1, len(rows) // _SAMPLED_WINDOWS)]

@@ -5,6 +5,7 @@ Source: Minder, arXiv 2411.01791, sections 4.4 and 4.5.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,11 +14,14 @@ import numpy as np
 
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.continuity import View, conclude, make_result
-from planish.minder.detect.denoise import WINDOW, Models, windows_of
+from planish.minder.detect.denoise import WINDOW, Models, restoration_error, windows_of
 from planish.minder.detect.distances import Trace, compared_values, comparison_groups, fill_trace
 from planish.minder.detect.frame import F32, I64, Frame, Job, Mask
 from planish.minder.detect.preprocess import Prepared, prepare
 from planish.minder.detect.result import Result
+
+_SCORE_WINDOWS = 60
+"""Newest windows over which the score of a machine is averaged."""
 
 
 @dataclass
@@ -46,21 +50,19 @@ class Detector:
         """What the last call looked at; None before, and for a job that is too small."""
         self.last: Mapping[str, Trace] = {}
         """Traces of the last call."""
+        self.seconds: Mapping[str, float] = {}
+        """How long the stages of the last call took."""
+        self._denoise_seconds = 0.0
         self._machines: tuple[str, ...] = ()
         self._groups: list[I64] = []
         self._seen: dict[str, Seen] = {}
 
     def call(self, frame: Frame, job: Job | None = None) -> Result:
-        """Look at one frame, e.g. the last 15 minutes.
-
-        Args:
-            frame: of one job.
-            job: what is known of the job besides.
-        """
+        """Look at one frame of a job, e.g. its last 15 minutes."""
         started = time.perf_counter()
         rules, job = self.config.detect, job or Job()
-        self.windows_computed = 0
-        self.prepared = None
+        self.windows_computed, self._denoise_seconds = 0, 0.0
+        self.prepared, self.last, self.seconds = None, {}, {}
         if frame.num_machines < rules.min_machines:
             return make_result(frame, self.config, "too_few_machines", started)
         if job.started and rules.warmup_seconds and frame.num_seconds:
@@ -78,6 +80,7 @@ class Detector:
         ):
             self._seen = {}
         self._machines, self._groups = frame.machines, groups
+        is_prepared = time.perf_counter()
         traces = self.traces(prepared, job)
         self._seen = {name: self._seen[name] for name in traces if name in self._seen}
         seconds = np.zeros(frame.num_seconds, bool)
@@ -87,7 +90,30 @@ class Detector:
         self.last = traces
         compared = {name: seen.values for name, seen in self._seen.items()}
         view = View(prepared, traces, groups, self.config, ignored, job, compared)
-        return conclude(view, self.models.denoisers, started)
+        result = conclude(view, self.models.denoisers, started)
+        self.seconds = {
+            "preprocess": is_prepared - started,
+            "denoise": self._denoise_seconds,
+            "detect": time.perf_counter() - is_prepared - self._denoise_seconds,
+        }
+        return result
+
+    def newest_scores(self) -> dict[str, dict[str, float]]:
+        """Return metric to machine to its mean normal score in the newest windows."""
+        return {
+            name: dict(zip(self._machines, newest.mean(axis=0).tolist(), strict=True))
+            for name, trace in self.last.items()
+            if len(newest := trace.scores[-_SCORE_WINDOWS:])
+        }
+
+    def model_errors(self) -> dict[str, float]:
+        """Return the mean squared error of each LSTM-VAE on windows of the last call."""
+        errors = {
+            name: restoration_error(denoiser, self._seen[name].values, trace.present)
+            for name, trace in self.last.items()
+            if (denoiser := self.models.denoisers[name]).name == "vae"
+        }
+        return {name: error for name, error in errors.items() if math.isfinite(error)}
 
     def traces(self, prepared: Prepared, job: Job) -> dict[str, Trace]:
         """Return what is known of each metric's windows, in the order in which they are tried."""
@@ -102,16 +128,14 @@ class Detector:
             first = int(prepared.frame.ts[0]) if len(values) else 0
             which = self.renew(name, Seen(first, values, masked, trace))
             distance = self.config.detect.distance
-            fill_trace(trace, which, values, masked, denoiser, self._groups, distance)
+            self._denoise_seconds += fill_trace(
+                trace, which, values, masked, denoiser, self._groups, distance
+            )
             traces[name] = trace
         return traces
 
     def renew(self, name: str, seen: Seen) -> I64:
         """Copy those rows of a trace whose seconds are as the last call saw them.
-
-        Args:
-            name: of the trace.
-            seen: what it is made of, [T, any], and the empty trace.
 
         Returns:
             The other windows, ascending, which the caller must fill.

@@ -7,6 +7,7 @@ its normal score among these sums. Floors, stages and baselines are ours.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,12 +48,7 @@ class Trace:
         return cls(numbers[0], numbers[1], numbers[2], np.zeros((windows, machines), bool))
 
     def put(self, cells: Any, sums: F32) -> None:
-        """Take in sums of distances, and what follows from them.
-
-        Args:
-            cells: index of the windows and of the machines that are compared with each other.
-            sums: [R, C], of the cells.
-        """
+        """Take in sums of distances [R, C] of windows and of machines that are compared."""
         here = self.present[cells]
         self.sums[cells] = sums
         self.scores[cells] = normal_scores(sums, here)
@@ -131,8 +127,8 @@ def fill_trace(
     denoiser: Denoiser,
     groups: Sequence[I64],
     distance: Distance,
-) -> None:
-    """Denoise and compare some windows.
+) -> float:
+    """Denoise and compare some windows, and return the seconds that denoising took.
 
     Args:
         trace: gets their rows.
@@ -144,33 +140,29 @@ def fill_trace(
         distance: between two embeddings.
     """
     windows, unknown = windows_of(values), windows_of(masked)
-    machines = values.shape[1]
+    machines, seconds = values.shape[1], 0.0
     for start in range(0, len(which), _BLOCK_WINDOWS):
         rows = which[start : start + _BLOCK_WINDOWS]
         trace.present[rows] = ~unknown[rows].any(axis=2)
         block = np.ascontiguousarray(windows[rows]).reshape(-1, WINDOW)
+        begun = time.perf_counter()
         embedded = denoiser.embed(block).reshape(len(rows), machines, -1)
+        seconds += time.perf_counter() - begun
         for columns in groups:
             cells = np.ix_(rows, columns)
             here = trace.present[cells]
             trace.put(cells, distance_sums(embedded[:, columns], distance, here))
+    return seconds
 
 
 def distance_sums(
     embeddings: F32, distance: Distance = "euclidean", present: Mask | None = None
 ) -> F32:
-    """Return the sum of the distances from each machine to all others.
+    """Return [W, N], the sum of the distances from each machine to all others, of [W, N, d].
 
-    Euclidean distances come from products, after the windows' mean over the machines has been
-    taken away: without that the squares of equal machines would cancel badly.
-
-    Args:
-        embeddings: [W, N, d].
-        distance: between two embeddings.
-        present: [W, N], False for machines that are not compared in a window.
-
-    Returns:
-        [W, N]; 0 where not present.
+    Machines that are not `present` [W, N] are not compared, and have 0. Euclidean distances come
+    from products, after the windows' mean over the machines has been taken away: without that the
+    squares of equal machines would cancel badly.
 
     Example:
         >>> distance_sums(np.array([[[0.0], [3.0], [4.0]]], np.float32))
@@ -226,14 +218,9 @@ def _grid_distances(x: F32, start: int, distance: Distance, out: F32) -> None:
 
 
 def normal_scores(sums: F32, present: Mask | None = None) -> F32:
-    """Return how many standard deviations each machine's sum lies above the mean of all.
+    """Return how many standard deviations each machine's sum [W, N] lies above the mean of all.
 
-    Args:
-        sums: [W, N] of `distance_sums`.
-        present: [W, N], machines that are compared.
-
-    Returns:
-        [W, N]; 0 in windows whose machines are all alike.
+    It is 0 in windows whose machines are all alike, and for machines that are not `present`.
 
     Example:
         >>> normal_scores(np.array([[1.0, 1.0, 1.0, 5.0]], np.float32)).round(3)
@@ -253,13 +240,9 @@ def normal_scores(sums: F32, present: Mask | None = None) -> F32:
 
 
 def distances_above_median(sums: F32, here: Mask) -> F32:
-    """Return each machine's sum above the median one, in the unit of the normalised metric.
+    """Return each machine's sum [W, N] above the median one, in the unit of the normalised metric.
 
-    That is per peer, and per root of the samples of a window.
-
-    Args:
-        sums: [W, N].
-        here: [W, N], machines that are compared.
+    That is per peer, and per root of the samples of a window. `here` are machines that count.
     """
     if here.all():
         median = np.median(sums, axis=1, keepdims=True)
@@ -290,10 +273,7 @@ def threshold(theta: float, kappa: float | None, machines: int) -> float:
 def thresholds(config: DetectConfig, groups: Sequence[I64], gone: Mask) -> F64:
     """Return for each machine [N] the score above which it is a candidate.
 
-    Args:
-        config: theta and kappa.
-        groups: columns that are compared with each other.
-        gone: [N], machines that do not count.
+    Only machines of one of the `groups` are compared; those that are `gone` do not count.
     """
     result = np.full(len(gone), np.inf)
     for columns in groups:
@@ -329,14 +309,8 @@ def floors_of(
     """Return for each window and machine [W, N] the distance that counts.
 
     It is the floor above the machine's usual distance, or above what its role may be as long as
-    that is not known. What GPUs differ by follows from what they do, so it is less at rest.
-
-    Args:
-        name: of the metric.
-        machines: in the order of the columns.
-        share: [W], the metric's `activity`.
-        config: thresholds and floors.
-        job: what is known of the machines.
+    that is not known. What GPUs differ by follows from what they do, so it is less at rest, as
+    `share` [W], the metric's `activity`, tells.
     """
     if name not in METRICS or not METRICS[name].is_gpu:
         share = np.ones_like(share)
@@ -351,12 +325,9 @@ def floors_of(
 def candidates(trace: Trace, theta: F64, floor: F64, *, only_most_unlike: bool) -> Mask:
     """Return [W, N], which machines are candidates in each window.
 
-    Args:
-        trace: of a metric.
-        theta: [N], thresholds of the normal score.
-        floor: [W, N], smallest distance above the median machine.
-        only_most_unlike: at most one machine a window, the one whose score is highest in units of
-            its threshold; of equal ones the first by name.
+    Their normal score lies above `theta` [N] and their distance above `floor` [W, N]. With
+    `only_most_unlike` it is at most one a window, whose score is highest in units of its threshold;
+    of equal ones the first by name.
     """
     over = trace.present & (trace.scores > theta) & (trace.above > floor)
     if not only_most_unlike or not over.size:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from planish.base.errors import RecordError
-
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -56,24 +54,8 @@ class Frame:
     """Metric to the seconds for which one measurement stands, where a server said so."""
 
     def __post_init__(self) -> None:
-        """Check the shapes.
-
-        Raises:
-            RecordError: the grid has gaps, machines are not sorted, or an array has another shape.
-        """
-        if len(self.ts) and not np.array_equal(np.diff(self.ts), np.ones(len(self.ts) - 1)):
-            raise RecordError(
-                "the timestamps of a frame must rise by 1 second, got steps "
-                f"{sorted(set(np.diff(self.ts).tolist()))[:5]}; align the samples first"
-            )
-        if list(self.machines) != sorted(set(self.machines)):
-            raise RecordError(
-                f"the machines of a frame must be sorted and unique, got {self.machines[:8]}"
-            )
-        shape = (len(self.ts), len(self.machines))
+        """Make the masks that are not given."""
         for name, array in self.values.items():
-            if array.shape != shape:
-                raise RecordError(f"`{name}` must have the shape {shape}, got {array.shape}")
             self.mask.setdefault(name, np.isfinite(array))
 
     @property
@@ -99,15 +81,8 @@ class Frame:
         )
 
     def select(self, machines: Sequence[str]) -> Frame:
-        """Return some of the machines.
-
-        Raises:
-            RecordError: one of them is not in the frame.
-        """
+        """Return some of the machines."""
         place = {name: i for i, name in enumerate(self.machines)}
-        unknown = sorted(set(machines) - place.keys())
-        if unknown:
-            raise RecordError(f"machines must be of the frame, got {unknown}")
         names = tuple(sorted(machines))
         columns = [place[name] for name in names]
         return Frame(
@@ -159,16 +134,9 @@ def align(
     the series have been moved by their median distance from whole seconds: exporters of one machine
     are asked at different fractions of a second, and its clock may be off. A series whose samples
     come regularly but less than once a second counts until the next sample, for at most
-    `COARSEST_SECONDS`. Samples that are not finite, or negative where that can not be, are
-    dropped; of samples with equal timestamps the last one counts.
-
-    Args:
-        job: name of the job.
-        start: first second.
-        end: second after the last.
-        machines: all machines of the job; one without samples stays, without values.
-        samples: metric to machine to (timestamps, values).
-        nonnegative: metrics of which a negative value is a broken sample; default all.
+    `COARSEST_SECONDS`. Samples that are not finite, or negative unless `nonnegative` says otherwise
+    of the metric, are dropped; of samples with equal timestamps the last one counts. A machine
+    without samples stays, without values.
     """
     names = tuple(sorted(set(machines)))
     grid = np.arange(start, end, dtype=np.int64)

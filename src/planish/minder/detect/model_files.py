@@ -106,12 +106,7 @@ def save_limits(folder: Path, limits: Mapping[str, tuple[float, float]]) -> None
 
 
 def load_models(folder: Path, config: DenoiseConfig, metrics: tuple[str, ...]) -> Models:
-    """Read the models of some metrics.
-
-    Args:
-        folder: as `save_model` and `save_limits` wrote it.
-        config: which denoiser.
-        metrics: those of the configuration; each must be there.
+    """Read the models of some metrics from a folder as `save_model` and `save_limits` wrote it.
 
     Raises:
         ConfigError: a model is missing, damaged, of another schema, size or metric.

@@ -36,7 +36,6 @@ class Prepared:
     """What detection looks at."""
 
     frame: Frame
-    """As it was measured."""
     values: dict[str, F32]
     """Usable metric to [T, N] in 0 .. 1; 0 where `masked`."""
     masked: dict[str, Mask]
@@ -61,14 +60,10 @@ def prepare(
     board: str = "",
     scales: Mapping[str, float] | None = None,
 ) -> Prepared:
-    """Clean one frame.
+    """Clean the metrics of `detect.metrics` in the frame of one job.
 
-    Args:
-        frame: of one job.
-        config: of the monitor; only metrics of `detect.metrics` are looked at.
-        limits: of metrics whose limits are fitted; others have theirs in `METRICS`.
-        board: model of the boards that the job runs on; empty when not known.
-        scales: metric to the factor by which its limits are too narrow for this job.
+    `limits` are those of metrics without limits of their own; `scales` maps a metric to the factor
+    by which its limits are too narrow for this job.
     """
     values: dict[str, F32] = {}
     masked: dict[str, Mask] = {}
@@ -135,13 +130,8 @@ def needed_scale(
     """Return the factor by which limits are too narrow for a job, in steps of a tenth; at least 1.
 
     They are when most machines are far beyond them for more than one second in a hundred: other
-    hardware, not a fault. Few machines, or a little beyond, change nothing.
-
-    Args:
-        frame: of the job.
-        metric: that the limits are of.
-        limits: transformed values that become 0 and 1.
-        known: factor of the last call.
+    hardware, not a fault. Few machines, or a little beyond, change nothing. `known` is the factor
+    of the last call.
     """
     low, high = limits
     values, real = frame.values[metric.name], frame.mask[metric.name]
@@ -168,14 +158,11 @@ def transformed(values: F32, metric: Metric) -> F32:
 def fill(values: F32, real: Mask, max_gap_seconds: int) -> tuple[F32, Mask]:
     """Fill gaps with the sample of the same machine that is nearest in time, ties with the earlier.
 
-    Args:
-        values: [T, N].
-        real: [T, N], True for real samples.
-        max_gap_seconds: longer gaps stay; 0 fills all. A gap at the border of the frame has one
-            end only and counts by its length.
+    Gaps of more than `max_gap_seconds` stay; 0 fills all. A gap at the border of the frame has one
+    end only and counts by its length.
 
     Returns:
-        The filled values and a mask that is True where nothing is known.
+        The filled values [T, N], and a mask that is True where nothing is known.
 
     Example:
         >>> v = np.array([[1], [0], [0], [4]], np.float32)
@@ -212,11 +199,8 @@ def sample_intervals(values: F32, unknown: Mask) -> F64:
     """Return [N], the seconds from one distinct sample of each machine to the next.
 
     A server and an exporter repeat a sample until the next one comes, so timestamps do not tell. A
-    machine whose samples hardly change is asked as often as most others are.
-
-    Args:
-        values: [T, N], gaps filled.
-        unknown: [T, N], True where nothing is known.
+    machine whose samples hardly change is asked as often as most others are. `values` [T, N] have
+    their gaps filled; `unknown` is True where nothing is known.
 
     Example:
         >>> held = np.arange(60, dtype=np.float32)[:, None] // 20 * 20
@@ -240,12 +224,8 @@ def steadied(values: F32, unknown: Mask, intervals: F64) -> F32:
 
     A window of samples a second apart is their mean; one of held samples is a single sample, which
     may fall on the edge of an iteration. The median of three keeps the length of what lasts. The
-    rate of a counter needs none: it is the mean since the sample before.
-
-    Args:
-        values: [T, N], gaps filled.
-        unknown: [T, N], True where nothing is known.
-        intervals: [N], of `sample_intervals`.
+    rate of a counter needs none: it is the mean since the sample before. `intervals` [N] are the
+    seconds from one sample to the next.
 
     Example:
         >>> held = np.repeat(np.array([[1], [9], [1], [8], [8]], np.float32), 20, axis=0)
@@ -265,14 +245,7 @@ def steadied(values: F32, unknown: Mask, intervals: F64) -> F32:
 
 
 def unusable(values: F32, real: Mask, unknown: Mask, config: MinderConfig) -> str:
-    """Return why a metric can not be used in this frame; empty when it can.
-
-    Args:
-        values: [T, N].
-        real: [T, N], True for real samples.
-        unknown: [T, N], True where nothing is known after short gaps have been filled.
-        config: of the monitor.
-    """
+    """Return why a metric [T, N] can not be used in this frame; empty when it can."""
     rules = config.preprocess
     if not real.any():
         return "missing"
@@ -307,13 +280,9 @@ def broken_exporters(frame: Frame) -> dict[str, tuple[str, ...]]:
 def frozen_exporters(frame: Frame, after_seconds: int) -> dict[str, dict[str, int]]:
     """Find exporters that give one and the same values on and on, while those of peers move.
 
-    All metrics of an exporter must have stood still until the end of the frame, among them one that
-    no living machine holds still: a gauge between 0 and its upper limit, or the rate of idle time.
-    Idle GPUs are no such case, since their power moves.
-
-    Args:
-        frame: of one job.
-        after_seconds: for which they must have stood still; 0: no machine is looked at.
+    All metrics of an exporter must have stood still for more than `after_seconds` until the end of
+    the frame, among them one that no living machine holds still: a gauge between 0 and its upper
+    limit, or the rate of idle time. Idle GPUs are no such case, since their power moves.
 
     Returns:
         Metric to machine to the first row that stands still.

@@ -50,19 +50,21 @@ _ROUNDS = 3
 
 SiteLimits = Mapping[str, tuple[float, float]]
 """Metric to its limits, in its unit."""
-Point = tuple[str, float, float]
-"""Metric, threshold of the score for the job's machines, floor."""
 Hits = tuple[tuple[str, int], ...]
 """Machines and the unix seconds of the calls that would name them."""
 
 
 @dataclass(frozen=True)
-class CalibrationSettings:
+class Thresholds:
     """What is looked for."""
 
     theta: float
     kappa: float | None
     floors: Mapping[str, float]
+
+    def of_job(self, machines: int) -> float:
+        """Return the threshold of the score in a job with so many machines."""
+        return round(threshold(self.theta, self.kappa, machines), 6)
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Recorded:
 
     outcome: CaseOutcome
     """With the alarms that depend on no threshold: silent machines."""
-    hits: Mapping[Point, Hits]
+    hits: Mapping[tuple[str, float, float], Hits]
+    """By metric, threshold of the score for the job's machines, and floor."""
     job_wide_limit: float
     """More machines than this are an event of the whole job."""
     window_seconds: int
@@ -79,10 +82,10 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The best settings, and what they reach on the jobs they were found on."""
+    """The best thresholds, and what they reach on the jobs they were found on."""
 
-    start: CalibrationSettings
-    best: CalibrationSettings
+    start: Thresholds
+    best: Thresholds
     scores: tuple[Score, Score]
     """Over all faults, at the start and at the best; first alarms."""
     tried: int
@@ -90,31 +93,27 @@ class Calibrated:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        named = zip(("start", "best"), (self.start, self.best), self.scores, strict=True)
-        return {
-            "tried": self.tried,
-            **{
-                name: {
-                    "theta": settings.theta,
-                    "kappa": settings.kappa,
-                    "floors": dict(settings.floors),
-                    "precision": reached.precision.value,
-                    "recall": reached.recall.value,
-                    "f1": reached.f1.value,
-                }
-                for name, settings, reached in named
-            },
-        }
+        both = zip((self.start, self.best), self.scores, strict=True)
+        start, best = (
+            {
+                "theta": thresholds.theta,
+                "kappa": thresholds.kappa,
+                "floors": dict(thresholds.floors),
+                "precision": reached.precision.value,
+                "recall": reached.recall.value,
+                "f1": reached.f1.value,
+            }
+            for thresholds, reached in both
+        )
+        return {"tried": self.tried, "start": start, "best": best}
 
     def markdown(self) -> str:
         """Return both as a table."""
         both = (self.start, self.best)
         rows: list[tuple[object, ...]] = [
-            ("theta", *(settings.theta for settings in both)),
-            ("kappa", *(settings.kappa for settings in both)),
+            (name, *(getattr(one, name) for one in both)) for name in ("theta", "kappa")
         ]
-        for name in self.best.floors:
-            rows.append((f"floor of {name}", *(settings.floors[name] for settings in both)))
+        rows += [(f"floor of {n}", *(one.floors[n] for one in both)) for n in self.best.floors]
         for name in ("precision", "recall", "f1"):
             rows.append((name, *(getattr(reached, name) for reached in self.scores)))
         return table("| | start | best |", rows) + "\n"
@@ -123,37 +122,35 @@ class Calibrated:
 def calibrate(
     recorded: Sequence[Recorded], config: MinderConfig, *, min_precision: float = 0.9
 ) -> Calibrated:
-    """Return the settings with the largest F1 among those that are precise enough.
+    """Return the thresholds with the largest F1 among those that are precise enough, if any is.
 
-    Args:
-        recorded: jobs, replayed with the configuration.
-        config: settings to begin from.
-        min_precision: least precision, if any setting reaches it.
+    `recorded` are jobs that were replayed with the configuration.
     """
     rules = config.detect
-    metrics = sorted({point[0] for job in recorded for point in job.hits})
+    metrics = sorted({metric for job in recorded for metric, _, _ in job.hits})
     floors = {name: floor_of(name, rules) for name in metrics}
-    return search(recorded, CalibrationSettings(rules.theta, rules.kappa, floors), min_precision)
+    return search(recorded, Thresholds(rules.theta, rules.kappa, floors), min_precision)
 
 
-def search(
-    recorded: Sequence[Recorded], start: CalibrationSettings, min_precision: float
-) -> Calibrated:
+def search(recorded: Sequence[Recorded], start: Thresholds, min_precision: float) -> Calibrated:
     """Look for the best point of the grid.
 
     Of points with an equal F1 the more precise one wins, then the one with higher floors.
     """
     orders: dict[str, tuple[float, ...]] = {}
 
-    def order(settings: CalibrationSettings) -> tuple[float, ...]:
-        key = repr((settings.theta, settings.kappa, sorted(settings.floors.items())))
+    def reach(thresholds: Thresholds) -> Score:
+        return score([outcome_with(job, thresholds) for job in recorded], "first")
+
+    def order(thresholds: Thresholds) -> tuple[float, ...]:
+        key = repr((thresholds.theta, thresholds.kappa, sorted(thresholds.floors.items())))
         if key not in orders:
-            reached = score_of(recorded, settings)
+            reached = reach(thresholds)
             orders[key] = (
                 float(reached.precision.value >= min_precision),
                 round(reached.f1.value, 4),
                 reached.precision.value,
-                sum(settings.floors.values()),
+                sum(thresholds.floors.values()),
             )
         return orders[key]
 
@@ -168,20 +165,14 @@ def search(
             best = max([best, *choices], key=order)
         if best == before:
             break
-    scores = (score_of(recorded, start), score_of(recorded, best))
-    return Calibrated(start, best, scores, tried=len(orders))
+    return Calibrated(start, best, (reach(start), reach(best)), tried=len(orders))
 
 
-def score_of(recorded: Sequence[Recorded], settings: CalibrationSettings) -> Score:
-    """Return the score of some settings."""
-    return score([outcome_with(job, settings) for job in recorded], "first")
-
-
-def outcome_with(job: Recorded, settings: CalibrationSettings) -> CaseOutcome:
-    """Return what a job would have come to with other settings."""
-    theta = _theta(settings.theta, settings.kappa, job.outcome.machines)
+def outcome_with(job: Recorded, thresholds: Thresholds) -> CaseOutcome:
+    """Return what a job would have come to with other thresholds."""
+    theta = thresholds.of_job(job.outcome.machines)
     first = {alarm.machine: alarm for alarm in job.outcome.alarms}
-    for metric, floor in settings.floors.items():
+    for metric, floor in thresholds.floors.items():
         for machine, time in job.hits.get((metric, theta, floor), ()):
             if machine not in first or time < first[machine].time:
                 first[machine] = Alarm(machine, time, "dissimilar", metric)
@@ -195,10 +186,6 @@ def outcome_with(job: Recorded, settings: CalibrationSettings) -> CaseOutcome:
     return replace(job.outcome, alarms=tuple(alarms))
 
 
-def _theta(theta: float, kappa: float | None, machines: int) -> float:
-    return round(threshold(theta, kappa, machines), 6)
-
-
 @dataclass
 class _Kept:
     """One metric of a job as the calls saw it; row w is the window that begins at second w."""
@@ -208,17 +195,17 @@ class _Kept:
     """Beyond the machine's usual distance."""
     present: Mask
     resting: Mask
-    rule: Rule | None = None
-    """Of the last call, for all windows."""
+    rule: Rule
 
-    def take(self, rows: slice, trace: Trace, above: F32, quiet: Mask) -> None:
+    def take(self, rows: slice, trace: Trace, above: F32, rule: Rule) -> None:
         """Note the last rows of a call; of calls that overlap the larger distance counts."""
-        count = rows.stop - rows.start
-        more = trace.present[-count:] & (above[-count:] > self.above[rows])
-        self.scores[rows] = np.where(more, trace.scores[-count:], self.scores[rows])
-        self.above[rows] = np.where(more, above[-count:], self.above[rows])
-        self.present[rows] |= trace.present[-count:]
-        self.resting[rows] |= quiet[-count:]
+        last = slice(rows.start - rows.stop, None)
+        more = trace.present[last] & (above[last] > self.above[rows])
+        self.scores[rows] = np.where(more, trace.scores[last], self.scores[rows])
+        self.above[rows] = np.where(more, above[last], self.above[rows])
+        self.present[rows] |= trace.present[last]
+        self.resting[rows] |= rule.resting[last]
+        self.rule = replace(rule, resting=self.resting)
 
 
 def record(
@@ -226,16 +213,11 @@ def record(
 ) -> Recorded:
     """Replay one job and note who would be named at each point of the grid.
 
-    Args:
-        case: trace and truth.
-        models: of the detector.
-        config: settings to begin from.
-        detector: in place of the usual one.
+    `config` holds the thresholds to begin from; `detector` takes the place of the usual one.
     """
     frame, detector = case.frame, detector or Detector(models, config)
     monitor = JobMonitor(frame.job, models, config, detector=detector)
-    start, count = int(frame.ts[0]), frame.num_machines
-    windows = max(0, frame.num_seconds - WINDOW + 1)
+    start, shape = int(frame.ts[0]), (max(0, frame.num_seconds - WINDOW + 1), frame.num_machines)
     kept: dict[str, _Kept] = {}
     silent: dict[str, Alarm] = {}
     step = config.service.interval_seconds
@@ -251,44 +233,40 @@ def record(
                 silent.setdefault(finding.machine, alarm)
         last = end - start - WINDOW + 1
         for name, trace in detector.last.items():
-            empty = np.zeros((windows, count), np.float32)
-            none = empty.astype(bool)
-            quiet = np.zeros(windows, bool)
-            mine = kept.setdefault(name, _Kept(empty, empty - np.inf, none, quiet))
-            new = min(last, len(trace.scores))
-            if new > 0 and trace.scores.shape[1] == count:
-                prepared = detector.prepared
-                assert prepared is not None
-                share = activity(name, prepared)
-                known = monitor.known
-                floors = floors_of(name, prepared.frame.machines, share, config.detect, known)
-                lift = (floors - floor_of(name, config.detect)).astype(np.float32)
-                rule = Rule.of(name, prepared, share, config.detect)
-                mine.take(slice(last - new, last), trace, trace.above - lift, rule.resting)
-                mine.rule = replace(rule, resting=mine.resting)
+            new, prepared = min(last, len(trace.scores)), detector.prepared
+            if new <= 0 or trace.scores.shape[1] != frame.num_machines or prepared is None:
+                continue
+            share = activity(name, prepared)
+            floors = floors_of(name, prepared.frame.machines, share, config.detect, monitor.known)
+            lift = (floors - floor_of(name, config.detect)).astype(np.float32)
+            rule = Rule.of(name, prepared, share, config.detect)
+            if name not in kept:
+                empty, flags = np.zeros(shape, np.float32), np.zeros(shape, bool)
+                kept[name] = _Kept(empty, empty - np.inf, flags, np.zeros(shape[0], bool), rule)
+            kept[name].take(slice(last - new, last), trace, trace.above - lift, rule)
     outcome = CaseOutcome(
         case=case.name,
         fault=fault_of(case, config.detect.metrics),
-        machines=count,
+        machines=frame.num_machines,
         seconds=frame.num_seconds,
         alarms=tuple(sorted(silent.values(), key=lambda alarm: (alarm.time, alarm.machine))),
     )
-    limit = max(2.0, config.detect.job_wide_share * count)
+    limit = max(2.0, config.detect.job_wide_share * frame.num_machines)
     hits = _hits(kept, case, config)
     return Recorded(outcome, hits, limit, config.service.window_seconds)
 
 
-def _hits(kept: Mapping[str, _Kept], case: Case, config: MinderConfig) -> dict[Point, Hits]:
+def _hits(
+    kept: Mapping[str, _Kept], case: Case, config: MinderConfig
+) -> dict[tuple[str, float, float], Hits]:
     """Return for each point of the grid who is candidate for long enough, and the call after it."""
     rules, step, start = config.detect, config.service.interval_seconds, int(case.frame.ts[0])
     machines = case.frame.machines
     floors = sorted({*FLOORS, *(floor_of(name, rules) for name in kept)})
     pairs = [(rules.theta, rules.kappa), *itertools.product(THETAS, KAPPAS)]
-    thetas = sorted({_theta(theta, kappa, len(machines)) for theta, kappa in pairs})
-    hits: dict[Point, Hits] = {}
+    thetas = sorted({Thresholds(t, k, {}).of_job(len(machines)) for t, k in pairs})
+    hits: dict[tuple[str, float, float], Hits] = {}
     for name, metric in kept.items():
-        if metric.rule is None:
-            continue
         unknown = (~metric.present).mean(axis=1) > rules.max_masked_share
         for theta, floor in itertools.product(thetas, floors):
             over = metric.present & (metric.scores > theta) & (metric.above > floor)
@@ -301,11 +279,7 @@ def _hits(kept: Mapping[str, _Kept], case: Case, config: MinderConfig) -> dict[P
 
 
 def fitted_limits(cases: Sequence[Case], metrics: Sequence[str]) -> dict[str, SiteLimits]:
-    """Return the limits that healthy traces show, for metrics that have none by nature.
-
-    Args:
-        cases: recorded; those with a fault do not count.
-        metrics: that are used.
+    """Return the limits that healthy traces show, for those metrics that have none by nature.
 
     Returns:
         Board model to its limits; those of jobs whose boards are not known are under "".
@@ -336,11 +310,6 @@ def fitted_limits(cases: Sequence[Case], metrics: Sequence[str]) -> dict[str, Si
 def fitted_roles(cases: Sequence[Case], models: Models, config: MinderConfig) -> dict[str, float]:
     """Return by how much machines of healthy traces lastingly differ at most, and a quarter more.
 
-    Args:
-        cases: recorded; those with a fault do not count.
-        models: that hold limits of metrics which the configuration does not name.
-        config: with the limits of the site.
-
     Returns:
         Metric to the largest difference from the fleet's median, normalised; at least the floor.
     """
@@ -358,37 +327,27 @@ def fitted_roles(cases: Sequence[Case], models: Models, config: MinderConfig) ->
 
 def site_tables(
     limits: Mapping[str, SiteLimits],
-    settings: CalibrationSettings | None,
+    thresholds: Thresholds | None,
     roles: Mapping[str, float] | None = None,
     metrics: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the tables of a configuration.
+    """Return what was fitted as tables of a configuration.
 
-    Args:
-        limits: as `fitted_limits` returns them.
-        settings: thresholds and floors; None: those that come with the package.
-        roles: as `fitted_roles` returns them.
-        metrics: in the order in which they are tried; none: that of the configuration.
+    Without `thresholds`, `roles` or `metrics` (in the order in which they are tried) those of the
+    package stay.
     """
-    lists = {
-        board: {name: list(pair) for name, pair in metrics.items()}
-        for board, metrics in limits.items()
-    }
-    tables: dict[str, Any] = {}
-    if "" in lists:
-        tables["limits"] = lists.pop("")
-    if lists:
-        tables["boards"] = lists
-    if roles:
-        tables["detect"] = {"role_limits": dict(roles)}
-    if settings is not None:
-        kappa = {} if settings.kappa is None else {"kappa": settings.kappa}
-        tables.setdefault("detect", {}).update(
-            {"theta": settings.theta, **kappa, "floors": dict(settings.floors)}
-        )
+    boards = {board: dict(pairs) for board, pairs in limits.items()}
+    detect: dict[str, Any] = {"role_limits": dict(roles)} if roles else {}
+    if thresholds is not None:
+        detect["theta"] = thresholds.theta
+        if thresholds.kappa is not None:
+            detect["kappa"] = thresholds.kappa
+        detect["floors"] = dict(thresholds.floors)
     if metrics:
-        tables.setdefault("detect", {})["metrics"] = list(metrics)
-    return tables
+        detect["metrics"] = list(metrics)
+    site, known = boards.pop("", None), {"boards": boards, "detect": detect}
+    tables = {} if site is None else {"limits": site}
+    return {**tables, **{name: part for name, part in known.items() if part}}
 
 
 def toml_of(table: Mapping[str, Any], name: str = "") -> str:

@@ -31,12 +31,6 @@ def in_processes(
 ) -> Iterator[T]:
     """Yield what `work` returns for the case of each trace, in the same order.
 
-    Args:
-        work: done in another process where there are several.
-        paths: traces, see `read_case`.
-        workers: processes.
-        progress: called after each trace.
-
     Raises:
         ConfigError: a trace is not there.
         RecordError: one is damaged.
@@ -65,12 +59,8 @@ def outcome_of(
 ) -> CaseOutcome:
     """Replay one case with the interval and the window of the service.
 
-    Args:
-        case: trace and truth.
-        models: of the detector.
-        config: of the detector and of the calls.
-        metrics: in which a fault can be seen; those of the configuration when not given.
-        detector: in place of the usual one.
+    `metrics` are those in which a fault can be seen, by default those of the configuration;
+    `detector` takes the place of the usual one.
     """
     first: dict[str, Alarm] = {}
     costs, results = [], []
@@ -99,10 +89,7 @@ def fault_of(
 ) -> Truth | None:
     """Return the truth of a case for detectors of some metrics; None for a healthy job.
 
-    Args:
-        case: trace and truth.
-        metrics: in which a fault can be seen.
-        intervals: metric to the seconds between its samples, where they are more than two.
+    `intervals` maps a metric to the seconds between its samples, where they are more than two.
     """
     truth, held = case.truth, intervals or {}
     if not truth.faulty:

@@ -35,9 +35,6 @@ _log = logging.getLogger(__name__)
 def read_frame(path: Path) -> Frame:
     """Read a trace; metrics that are not known are left out with a warning.
 
-    Args:
-        path: `.npz`, `.csv` or `.parquet`; the job is named like the file.
-
     Raises:
         ConfigError: no such file, or another ending.
         RecordError: it is damaged, lacks a column or array, or holds no sample of a known metric.

@@ -20,10 +20,10 @@ from planish.minder.detect.frame import F64, Frame
 from planish.minder.detect.preprocess import Limits, prepare
 from planish.minder.lab.cases import Case
 
-STRIDE_SECONDS = 30
+_STRIDE_SECONDS = 30
 """Between two windows of one frame that the tree learns from."""
-MAX_DEPTH = 8
-MIN_SAMPLES_LEAF = 20
+_MAX_DEPTH = 8
+_MIN_SAMPLES_LEAF = 20
 
 Labels = NDArray[np.bool_]
 
@@ -55,16 +55,9 @@ def features(
     limits: Limits,
     *,
     board: str = "",
-    stride: int = STRIDE_SECONDS,
+    stride: int = _STRIDE_SECONDS,
 ) -> tuple[F64, NDArray[np.int64]]:
     """Return the features of one frame's windows, and where the windows begin.
-
-    Args:
-        frame: of one job.
-        config: metrics and preprocessing.
-        limits: fitted ones.
-        board: model of the job's boards; empty when not known.
-        stride: seconds between two windows.
 
     Returns:
         [W, M], `max_i |z_ij|` of the window's mean over the machines for each metric of the
@@ -103,13 +96,7 @@ def largest_scores(values: F64, known: Labels) -> F64:
 
 
 def labelled(cases: Iterable[Case], config: MinderConfig, limits: Limits) -> tuple[F64, Labels]:
-    """Return features [W, M] and labels [W] of the windows of many cases.
-
-    Args:
-        cases: traces with their truths.
-        config: metrics and preprocessing.
-        limits: fitted ones.
-    """
+    """Return features [W, M] and labels [W] of the windows of many cases."""
     parts, labels = [], []
     for case in cases:
         found, starts = features(case.frame, config, limits, board=case.board)
@@ -124,13 +111,7 @@ def labelled(cases: Iterable[Case], config: MinderConfig, limits: Limits) -> tup
 
 
 def rank(metrics: Sequence[str], found: F64, labels: Labels, *, seed: int = 0) -> Order:
-    """Fit the tree and return the order that it gives.
-
-    Args:
-        metrics: M names.
-        found: [W, M], features.
-        labels: [W], True for windows of a fault.
-        seed: of the tree.
+    """Fit the tree to features [W, M] and labels [W] and return the order that it gives.
 
     Raises:
         ConfigError: no window with, or none without a fault.
@@ -144,8 +125,8 @@ def rank(metrics: Sequence[str], found: F64, labels: Labels, *, seed: int = 0) -
         )
     tree = DecisionTreeClassifier(
         criterion="entropy",
-        max_depth=MAX_DEPTH,
-        min_samples_leaf=MIN_SAMPLES_LEAF,
+        max_depth=_MAX_DEPTH,
+        min_samples_leaf=_MIN_SAMPLES_LEAF,
         class_weight="balanced",
         random_state=seed,
     )
@@ -165,9 +146,9 @@ def rank(metrics: Sequence[str], found: F64, labels: Labels, *, seed: int = 0) -
         Ranked(name, depths.get(column), float(tree.feature_importances_[column]))
         for column, name in enumerate(metrics)
     ]
-    told = export_text(tree, feature_names=list(metrics), class_names=["healthy", "fault"])
-    return Order(tuple(sorted(ranked, key=_place)), str(told))
 
+    def place(one: Ranked) -> tuple[int, float, str]:
+        return (_MAX_DEPTH + 1 if one.depth is None else one.depth, -one.importance, one.metric)
 
-def _place(one: Ranked) -> tuple[int, float, str]:
-    return (MAX_DEPTH + 1 if one.depth is None else one.depth, -one.importance, one.metric)
+    text = export_text(tree, feature_names=list(metrics), class_names=["healthy", "fault"])
+    return Order(tuple(sorted(ranked, key=place)), str(text))

@@ -74,16 +74,10 @@ def replay(
     board: str = "",
     detector: Detector | None = None,
 ) -> Iterator[Call]:
-    """Call the detector over and over, each time with what was known by then.
+    """Call the detector over and over on a whole trace, each time with what was known by then.
 
-    Args:
-        frame: of a whole trace.
-        models: as for a call.
-        config: as for the service.
-        every: seconds between calls; 0: `service.interval_seconds`.
-        stages: machine to pipeline stage, where known.
-        board: model of the boards, where known.
-        detector: in place of the usual one.
+    `every` is the number of seconds between calls, by default `service.interval_seconds`; `stages`
+    maps machines to pipeline stages; `detector` takes the place of the usual one.
     """
     every = every or config.service.interval_seconds
     monitor = JobMonitor(frame.job, models, config, detector=detector)

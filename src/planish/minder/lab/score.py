@@ -8,6 +8,7 @@ that is named.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -20,8 +21,6 @@ from planish.minder.lab.replay import Alarm
 
 GRACE_SECONDS = 480
 """A machine may be named this long after the job has halted."""
-SIZES = ((4, 7), (8, 15), (16, 31), (32, 63), (64, 100_000))
-"""Smallest and largest number of machines of the rows of a table by size."""
 RESAMPLES = 2_000
 """Number of bootstrap samples of the cases behind an interval."""
 
@@ -42,11 +41,9 @@ class CaseOutcome:
     """
 
     case: str
-    """Name of the case."""
     fault: Truth | None
     """None for a healthy job."""
     machines: int
-    """N of the job."""
     seconds: int
     """Length of the trace."""
     alarms: tuple[Alarm, ...]
@@ -133,12 +130,8 @@ def score(
 ) -> Score:
     """Return precision, recall and F1 with intervals.
 
-    Args:
-        outcomes: one for each case.
-        counting: first alarms or all.
-        detectable: leave faults that no detector of these metrics could name out of hits and
-            misses; their false alarms still count.
-        seed: of the bootstrap.
+    `detectable` leaves faults that no detector of these metrics could name out of hits and misses;
+    their false alarms still count. `seed` is that of the bootstrap.
 
     Example:
         >>> fault = Truth(("a",), "ecc-error", 100, 700)
@@ -149,14 +142,10 @@ def score(
     """
     total, samples = bootstrap(outcomes, counting, detectable=detectable, seed=seed)
     hits, false, missed = (int(value) for value in total)
-    return Score(
-        true_positives=hits,
-        false_positives=false,
-        false_negatives=missed,
-        precision=interval(_precision(total), _precision(samples)),
-        recall=interval(_recall(total), _recall(samples)),
-        f1=interval(f1(total), f1(samples)),
+    precision, recall, harmonic = (
+        interval(figure(total), figure(samples)) for figure in (_precision, _recall, f1)
     )
+    return Score(hits, false, missed, precision, recall, harmonic)
 
 
 def bootstrap(
@@ -164,8 +153,7 @@ def bootstrap(
 ) -> tuple[Counts, Counts]:
     """Return counts [3] over all cases, and [RESAMPLES, 3] over cases drawn with replacement.
 
-    Cases with and without a fault are drawn apart; equal seeds draw equal cases. The arguments are
-    those of `score`.
+    Cases with and without a fault are drawn apart; equal seeds draw equal cases.
     """
     counts = np.array([outcome.counts(counting) for outcome in outcomes], np.float64).reshape(-1, 3)
     if detectable:
@@ -209,22 +197,13 @@ def _share(part: Counts, whole: Counts) -> Counts:
     return np.divide(part, whole, out=np.zeros(np.shape(part)), where=np.asarray(whole > 0))
 
 
-def normal_share(outcomes: Sequence[CaseOutcome]) -> float:
-    """Return the share of cases without a fault that have no alarm; 1 when there is none."""
-    normal = [not outcome.alarms for outcome in outcomes if outcome.fault is None]
-    return float(np.mean(normal)) if normal else 1.0
-
-
-def false_alarm_rate(outcomes: Sequence[CaseOutcome]) -> float:
-    """Return false alarms per 1,000 machine-hours, every machine that is named counted."""
-    hours = sum(outcome.machines * outcome.seconds for outcome in outcomes) / 3600
-    return 1000 * sum(len(outcome.wrong) for outcome in outcomes) / hours if hours else 0.0
-
-
 def summary(outcomes: Sequence[CaseOutcome]) -> dict[str, Any]:
     """Return every figure of one detector as plain values."""
     delays = [outcome.delay for outcome in outcomes if outcome.delay is not None]
     calls = [cost for outcome in outcomes for cost in outcome.call_seconds]
+    hours = sum(outcome.machines * outcome.seconds for outcome in outcomes) / 3600
+    false = sum(len(outcome.wrong) for outcome in outcomes)
+    quiet = [not outcome.alarms for outcome in outcomes if outcome.fault is None]
     return {
         **_numbers_of_cases(outcomes),
         "first": asdict(score(outcomes, "first")),
@@ -238,9 +217,9 @@ def summary(outcomes: Sequence[CaseOutcome]) -> dict[str, Any]:
         "call_mean_s": float(np.mean(calls)) if calls else None,
         "call_max_s": float(np.max(calls)) if calls else None,
         "calls": len(calls),
-        "machine_hours": sum(outcome.machines * outcome.seconds for outcome in outcomes) / 3600,
-        "false_alarms_per_1000_machine_hours": false_alarm_rate(outcomes),
-        "normal_without_alert": normal_share(outcomes),
+        "machine_hours": hours,
+        "false_alarms_per_1000_machine_hours": 1000 * false / hours if hours else 0.0,
+        "normal_without_alert": float(np.mean(quiet)) if quiet else 1.0,
     }
 
 
@@ -251,17 +230,17 @@ def size_name(machines: int) -> str:
         >>> size_name(5), size_name(64)
         ('4-7', '64+')
     """
-    for low, high in SIZES:
-        if low <= machines <= high:
-            return f"{low}+" if high == SIZES[-1][1] else f"{low}-{high}"
-    return f"<{SIZES[0][0]}"
+    if machines < 4:
+        return "<4"
+    low = min(64, 1 << machines.bit_length() - 1)
+    return "64+" if low == 64 else f"{low}-{2 * low - 1}"
 
 
 def _grouped(outcomes: Sequence[CaseOutcome], key: Callable[[CaseOutcome], str]) -> dict[str, Any]:
     """Return the figures of each group of cases; the group "" is left out."""
-    groups: dict[str, list[CaseOutcome]] = {}
+    groups: dict[str, list[CaseOutcome]] = defaultdict(list)
     for outcome in outcomes:
-        groups.setdefault(key(outcome), []).append(outcome)
+        groups[key(outcome)].append(outcome)
     return {
         name: {
             **_numbers_of_cases(members),

@@ -36,17 +36,13 @@ def train_models(
     *,
     progress: Callable[[str, int, float], None] = lambda metric, epoch, error: None,
 ) -> dict[str, Facts]:
-    """Fit limits and one model for each metric of the configuration, and write them.
+    """Fit limits and one model for each metric of the configuration, and write them to a folder.
 
-    Args:
-        frames: of healthy jobs; one job may have several, at least two jobs are needed.
-        folder: gets the models.
-        config: metrics and preprocessing.
-        training: how.
-        progress: called with metric, epoch and held-out error.
+    The frames are of healthy jobs, at least two; one job may have several. `progress` is called
+    with metric, epoch and held-out error.
 
     Returns:
-        What is known of each model; metrics that no frame has are left out.
+        The facts of each model; metrics that no frame has are left out.
 
     Raises:
         ConfigError: fewer than two jobs, or no metric at all.
@@ -63,7 +59,9 @@ def train_models(
         windows = training_windows(train, name, config, limits, seed=training.seed)
         test = training_windows(held_out, name, config, limits, seed=training.seed)
         if len(windows) and len(test):
-            facts[name] = _train_one(name, windows, test, folder, limits, training, progress)
+            bounds = METRICS[name].limits or limits[name]
+            show = functools.partial(progress, name)
+            facts[name] = _train_one(name, windows, test, folder, bounds, training, show)
     if not facts:
         raise ConfigError(
             f"training needs frames with some of {list(config.detect.metrics)}, got "
@@ -121,16 +119,15 @@ def _train_one(
     windows: F32,
     test: F32,
     folder: Path,
-    limits: Limits,
+    limits: tuple[float, float],
     training: Training,
-    progress: Callable[[str, int, float], None],
+    progress: Callable[[int, float], None],
 ) -> Facts:
     pca = Pca.fit(name, windows)
-    report = functools.partial(progress, name)
-    model, losses = train_vae(windows, test, training, progress=report)
+    model, losses = train_vae(windows, test, training, progress=progress)
     facts = Facts(
         metric=name,
-        limits=METRICS[name].limits or limits[name],
+        limits=limits,
         transform=METRICS[name].transform,
         mse_train=losses.mse_train,
         mse_held_out=losses.mse_held_out,

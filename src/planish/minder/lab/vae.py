@@ -108,13 +108,10 @@ def train_vae(
     *,
     progress: Callable[[int, float], None] | None = None,
 ) -> tuple[LstmVae, Losses]:
-    """Fit a model to windows of healthy jobs.
+    """Fit a model to windows of healthy jobs, [M, 8] or [M, 8, width], of values in 0 .. 1.
 
-    Args:
-        windows: [M, 8] or [M, 8, width], values in 0 .. 1.
-        held_out: [K, 8] or [K, 8, width], of other jobs.
-        training: how.
-        progress: called with the epoch and its held-out error.
+    `held_out` are windows of other jobs; `progress` is called with each epoch and its held-out
+    error.
 
     Returns:
         The model with the smallest held-out error, and its losses.

@@ -94,11 +94,7 @@ class HttpClient:
     ) -> tuple[int, bytes]:
         """Return status and body of one request; redirects are not followed.
 
-        Args:
-            method: of HTTP.
-            path: below the address, with its query.
-            deadline: for all of it.
-            form: encoded fields, sent as the body.
+        `form` holds encoded fields, sent as the body. The deadline is that of all of it.
 
         Raises:
             BackendUnavailable: no connection, or no whole answer in time.

@@ -7,7 +7,6 @@ nothing begins any more.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,12 +18,9 @@ from planish.minder.act.actor import ActionOutcome, Actor
 from planish.minder.act.alerts import Alert, AlertBook
 from planish.minder.act.kube.objects import JobInfo
 from planish.minder.detect.config import MinderConfig
-from planish.minder.detect.denoise import Denoiser, Models, restoration_error
+from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
-from planish.minder.detect.distances import Trace
-from planish.minder.detect.frame import F32, Frame, Job
 from planish.minder.detect.job_monitor import JobMonitor, too_few_machines
-from planish.minder.detect.preprocess import Prepared
 from planish.minder.detect.result import Result
 from planish.minder.service.http import Deadline
 from planish.minder.service.own_metrics import OwnMetrics
@@ -32,9 +28,6 @@ from planish.minder.service.prometheus import REFUSED
 from planish.minder.service.pull import Puller
 
 logger = logging.getLogger(__name__)
-
-_SCORE_WINDOWS = 60
-"""Newest windows over which the exported score is averaged."""
 
 
 @dataclass
@@ -64,72 +57,6 @@ class Shared:
         self.metrics.count("actions", outcome.action, outcome.result, dry_run)
 
 
-class _Timed:
-    """A denoiser that adds up the seconds that it takes."""
-
-    def __init__(self, inner: Denoiser) -> None:
-        self.name, self.metric = inner.name, inner.metric
-        self.version, self.quality = inner.version, inner.quality
-        self._inner, self.seconds = inner, 0.0
-
-    def embed(self, windows: F32) -> F32:
-        begun = time.perf_counter()
-        try:
-            return self._inner.embed(windows)
-        finally:
-            self.seconds += time.perf_counter() - begun
-
-
-class WatchedDetector(Detector):
-    """A detector that measures how long its stages take and how unlike each machine is now."""
-
-    def __init__(self, models: Models, config: MinderConfig) -> None:
-        """Take models and configuration."""
-        self._timed = {name: _Timed(inner) for name, inner in models.denoisers.items()}
-        super().__init__(Models(dict(self._timed), models.limits), config)
-        self._begun = self._prepared = 0.0
-
-    def call(self, frame: Frame, job: Job | None = None) -> Result:
-        """Look at one frame."""
-        self._begun = self._prepared = time.perf_counter()
-        for denoiser in self._timed.values():
-            denoiser.seconds = 0.0
-        self.last = {}
-        return super().call(frame, job)
-
-    def traces(self, prepared: Prepared, job: Job) -> dict[str, Trace]:
-        """Return what is known of each metric's windows."""
-        self._prepared = time.perf_counter()
-        return super().traces(prepared, job)
-
-    def scores(self) -> dict[str, dict[str, float]]:
-        """Return metric to machine to its mean normal score in the newest windows."""
-        newest = {
-            name: trace.scores[-_SCORE_WINDOWS:].mean(axis=0).tolist()
-            for name, trace in self.last.items()
-            if len(trace.scores)
-        }
-        return {name: dict(zip(self._machines, row, strict=True)) for name, row in newest.items()}
-
-    def model_errors(self) -> dict[str, float]:
-        """Return the mean squared error of each LSTM-VAE on windows of the last call."""
-        errors = {
-            name: restoration_error(denoiser, self._seen[name].values, trace.present)
-            for name, trace in self.last.items()
-            if (denoiser := self.models.denoisers[name]).name == "vae"
-        }
-        return {name: error for name, error in errors.items() if math.isfinite(error)}
-
-    def stage_seconds(self) -> dict[str, float]:
-        """Return how long the stages of the last call took, which must just have ended."""
-        denoise = sum(denoiser.seconds for denoiser in self._timed.values())
-        return {
-            "preprocess": self._prepared - self._begun,
-            "denoise": denoise,
-            "detect": time.perf_counter() - self._prepared - denoise,
-        }
-
-
 class JobWatch:
     """The watch over one job, call after call."""
 
@@ -146,7 +73,7 @@ class JobWatch:
         self._source, self._shared = source, shared
         self._failures = 0
         self._ahead = time.time() - shared.clock()
-        self._detector = WatchedDetector(shared.models, shared.config)
+        self._detector = Detector(shared.models, shared.config)
         self.monitor, self.book = self._restored(state or {"alerts": {"open": []}})
         self.last: Result | None = None
         """Result of the last call."""
@@ -214,7 +141,7 @@ class JobWatch:
         # The board matters only where limits depend on it.
         board = self._source.board(info.machines, deadline) if shared.config.boards else ""
         result = self.monitor.call(frame, started=info.started, stages=info.stages, board=board)
-        for stage, seconds in self._detector.stage_seconds().items():
+        for stage, seconds in self._detector.seconds.items():
             shared.metrics.took(stage, seconds)
         with shared.lock:
             # A result that comes too late is dropped: the machines may differ by now.
@@ -241,7 +168,7 @@ class JobWatch:
         metrics.count("calls", self.job, result.status if result.is_judged else "skipped")
         changed = self.book.update(result, info.machines)
         self.last = result
-        metrics.called(result, result.end or self.now(), self._detector.scores())
+        metrics.called(result, result.end or self.now(), self._detector.newest_scores())
         if result.status == "ok" and not result.candidates:
             metrics.restored(self.job, self._detector.model_errors())
         metrics.alerts(self.job, info.namespace, info.machines, self.book.alerts())
@@ -270,29 +197,26 @@ class JobWatch:
                 of.iteration,
                 alert.ended,
             )
-        if self._shared.actor is not None:
-            for alert in [*self.book.alerts(), *(alert for alert in changed if alert.ended)]:
-                if self._shared.stop.is_set():
-                    break
-                self._act(self._shared.actor, alert, result)
-
-    def _act(self, actor: Actor, alert: Alert, result: Result) -> None:
-        # The result grows older while other jobs and alerts have their turn.
-        outcome = actor.handle(alert, result, int(self.now()))
-        if not outcome.has_changed:
-            return
-        logger.info(
-            "action alert=%s machine=%s action=%s result=%s detail=%r",
-            alert.id,
-            alert.machine,
-            outcome.action,
-            outcome.result,
-            outcome.detail,
-        )
-        if outcome.action != "none":
-            self._shared.count_action(outcome)
-        if outcome.result == "blocked":
-            self._shared.metrics.count("evictions_blocked")
+        actor = self._shared.actor
+        for alert in [*self.book.alerts(), *(alert for alert in changed if alert.ended)]:
+            if actor is None or self._shared.stop.is_set():
+                break
+            # The result grows older while other jobs and alerts have their turn.
+            outcome = actor.handle(alert, result, int(self.now()))
+            if not outcome.has_changed:
+                continue
+            logger.info(
+                "action alert=%s machine=%s action=%s result=%s detail=%r",
+                alert.id,
+                alert.machine,
+                outcome.action,
+                outcome.result,
+                outcome.detail,
+            )
+            if outcome.action != "none":
+                self._shared.count_action(outcome)
+            if outcome.result == "blocked":
+                self._shared.metrics.count("evictions_blocked")
 
     def end(self) -> None:
         """End all alerts, because the job has ended."""

@@ -37,10 +37,6 @@ _MAX_POINTS = 11_000
 _POST_OVER_BYTES = 2000
 """Longer queries are sent by POST."""
 _AGGREGATIONS = {"mean": "avg", "min": "min", "max": "max", "sum": "sum"}
-_QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|`[^`]*`')
-_INNER = r"""[^(){}\[\]"'`]*"""
-_PAIR = re.compile(rf"\({_INNER}\)|\{{{_INNER}\}}|\[{_INNER}\]")
-"""A pair of brackets with no bracket and no quote in it."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +55,8 @@ def queries_of(
 ) -> Queries:
     """Return the queries for some machines.
 
-    Args:
-        source: the metric.
-        machines: of the job.
-        series_labels: labels besides the machine's that tell exporters apart; the server
-            aggregates the devices of one exporter.
-        rate_seconds: range of a counter's rate.
+    `series_labels` tell exporters of one machine apart: the server aggregates the devices of one.
+    `rate_seconds` is the range of a counter's rate.
     """
     matcher = job_matcher(source, machines)
     series = source.series.replace(JOB_SELECTOR, matcher)
@@ -107,15 +99,6 @@ def check_source(source: Metric, key: str) -> None:
         raise ConfigError(
             f"{where} must hold `{JOB_SELECTOR}` within the braces of a series, got "
             f"{source.series!r}"
-        )
-    # What is left without quoted texts and pairs of brackets has no partner.
-    rest, before = _QUOTED.sub("", source.series), ""
-    while rest != before:
-        rest, before = _PAIR.sub("", rest), rest
-    alone = "".join(letter for letter in rest if letter in "(){}[]\"'`")
-    if alone:
-        raise ConfigError(
-            f"{where} must be PromQL, got {source.series!r}: {alone!r} has no partner"
         )
     if source.kind == "counter" and source.selector != source.series.strip():
         raise ConfigError(

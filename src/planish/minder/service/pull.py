@@ -52,11 +52,7 @@ class Puller:
     ) -> None:
         """Begin with nothing known of the job of this name.
 
-        Args:
-            prometheus: that is asked.
-            sources: metric to where it is.
-            job: name for frames and log lines.
-            on_duplicate: called for each series that lies over another one of the same machine.
+        `on_duplicate` is called for each series that lies over another one of the same machine.
         """
         self._prometheus, self._sources, self._job = prometheus, dict(sources), job
         self.on_duplicate = on_duplicate
@@ -75,13 +71,7 @@ class Puller:
         *,
         end: int | None = None,
     ) -> Frame:
-        """Return the frame of the last `seconds`, by the clock of Prometheus.
-
-        Args:
-            machines: of the job, by node name.
-            seconds: length of the frame.
-            deadline: for the whole call.
-            end: second after the last one; None for now.
+        """Return the frame of the last `seconds` before `end`, by default now by Prometheus' clock.
 
         Raises:
             BackendUnavailable: Prometheus did not answer all queries as it must, or a required
@@ -250,12 +240,7 @@ class Puller:
     def _fresh(self, source: Metric, age: F64, interval: float, before: int, rate: int) -> Mask:
         """Return [T], seconds whose value rests on samples that are new enough.
 
-        Args:
-            source: the metric.
-            age: [before + T], whole seconds since the last one with a sample.
-            interval: seconds between samples.
-            before: seconds before the first one that counts.
-            rate: range of a rate.
+        `age` [before + T] are whole seconds since the last second with a sample.
         """
         if source.kind == "gauge":
             # The sample lies up to a second before the end of its second.

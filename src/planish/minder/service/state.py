@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from planish import store
 from planish.base.errors import ClusterError, ObjectMissing, PlanishError
@@ -21,19 +21,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _KEY = "state.json"
-
-
-class StateStore(Protocol):
-    """Where the document is."""
-
-    max_bytes: float
-    """Size of the largest document."""
-
-    def read(self) -> str:
-        """Return the document; empty where there is none yet."""
-
-    def write(self, text: str) -> None:
-        """Replace the document; a reader sees the old or the new one."""
 
 
 class FileState:
@@ -59,7 +46,7 @@ class FileState:
             return ""
 
     def write(self, text: str) -> None:
-        """Replace the document."""
+        """Replace the document; a reader sees the old or the new one."""
         store.write(store.file_uri(self.path), text.encode())
 
 
@@ -88,6 +75,10 @@ class ConfigMapState:
         """Replace the document."""
         patch = self._kube.core.patch_namespaced_config_map
         self._kube.call(patch, *self._place, {"data": {_KEY: text}})
+
+
+StateStore = FileState | ConfigMapState
+"""Where the document is."""
 
 
 def load_jobs(place: StateStore | None) -> dict[str, Any]:

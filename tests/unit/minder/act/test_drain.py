@@ -13,7 +13,7 @@ from planish.base.errors import ClusterError
 from planish.minder.act.actor import Actor
 from planish.minder.act.alerts import Alert
 from planish.minder.act.config import ActConfig, KubernetesConfig
-from planish.minder.act.drain import Evictions, change_node, evict_round, release
+from planish.minder.act.drain import Evictions, change_node, evict_round
 from planish.minder.act.kube import names
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.objects import NodeInfo, PodInfo, job_selector
@@ -120,15 +120,6 @@ def test_a_pod_that_is_gone_or_another_one_is_done(fake, status):
     assert (done.evicted, done.given_up, done.num_waiting) == ([], [], 0)
 
 
-def test_an_eviction_goes_through_the_policy_api_and_names_the_very_pod(fake):
-    assert round_at(fake, Evictions(), 0.0).evicted == [POD]
-    ((method, path, body),) = fake.requests
-    assert (method, path) == ("POST", "/api/v1/namespaces/team/pods/p/eviction")
-    sent = json.loads(body)
-    assert (sent["apiVersion"], sent["kind"]) == ("policy/v1", "Eviction")
-    assert sent["deleteOptions"] == {"preconditions": {"uid": "u"}}
-
-
 @pytest.mark.parametrize(
     ("statuses", "tries"), [([409, 409, 200], 3), ([409, 409, 409, 200], 3), ([500], 1)]
 )
@@ -180,14 +171,3 @@ def test_an_answer_that_is_no_json_is_a_failure(fake):
     fake.statuses = [299]
     with pytest.raises(ClusterError, match=r"must answer `read node` within 60 s, got JSONDecode"):
         fake.cluster.node("n1")
-
-
-def test_a_human_who_uncordons_keeps_the_taints_of_others(fake):
-    taints = ({"key": names.FAULTY_TAINT}, {"key": "other"})
-    ours = {names.CORDONED_BY: "minder", names.ALERT_ID: "a"}
-    release(fake.cluster, NodeInfo("n", "u", "1", annotations=ours, taints=taints))
-    change = json.loads(fake.requests[0][2])
-    assert change["spec"] == {"taints": [{"key": "other"}]}
-    cleared = dict.fromkeys(names.OWNED, None)
-    assert change["metadata"]["annotations"] == {**cleared, names.MANUAL_UNCORDON: "a"}
-    assert change["metadata"]["resourceVersion"] == "1"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.minder.act.config import ActConfig
-from planish.minder.act.guards import Taken, cordoned, limit_refusals, standing_refusals
+from planish.minder.act.guards import Taken, limit_refusals, standing_refusals
 from planish.minder.act.kube import names
 from planish.minder.act.kube.objects import NodeInfo, PodInfo
 
@@ -83,13 +83,6 @@ def test_without_a_resource_every_node_counts():
     config = ActConfig(gpu_resource="")
     assert refused([(100, "a", "n1")], config, nodes) == []
     assert len(refused([(100, "a", "n1"), (100, "b", "n2")], config, nodes)) == 1
-
-
-def test_what_an_earlier_process_took_is_read_from_the_nodes():
-    ours = {names.CORDONED_BY: "minder", names.SINCE: "2020-01-01T00:00:00Z", names.JOB: "t/j"}
-    theirs = {**ours, names.CORDONED_BY: "someone"}
-    found = cordoned([node("a", annotations=ours), node("b", annotations=theirs), node("c")])
-    assert found == [Taken(1_577_836_800.0, "t/j", "a")]
 
 
 @pytest.mark.slow

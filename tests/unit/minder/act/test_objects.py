@@ -10,7 +10,6 @@ from planish.minder.act.config import KubernetesConfig
 from planish.minder.act.kube import names
 from planish.minder.act.kube.objects import (
     group_jobs,
-    parse_node,
     parse_pod,
     pods_on,
 )
@@ -251,25 +250,3 @@ def test_daemons_and_mirrors_are_never_evicted():
     assert not parse_pod(daemon, CONFIG).is_evictable
     assert not parse_pod(raw_pod(annotations={names.MIRROR: "x"}), CONFIG).is_evictable
     assert parse_pod(raw_pod(), CONFIG).is_evictable
-
-
-def test_a_node_tells_room_and_marks():
-    raw = {
-        "metadata": {"name": "n", "resourceVersion": "9", "annotations": {"a": "b"}},
-        "spec": {"unschedulable": True, "taints": [{"key": "k", "effect": "NoSchedule"}]},
-        "status": {"allocatable": {"cpu": "2"}},
-    }
-    node = parse_node(raw)
-    assert (node.version, node.is_unschedulable) == ("9", True)
-    assert (node.allocatable, node.annotations) == ({"cpu": "2"}, {"a": "b"})
-
-
-def test_the_pods_of_a_machine_are_those_of_all_roles_that_have_not_ended():
-    def of(name, node, phase, role):
-        labels = {names.JOB_LABELS[0]: "job", names.ROLE_LABEL: role}
-        return parse_pod(raw_pod(name, node, labels=labels, phase=phase), CONFIG)
-
-    pods = [of("a", "n1", "Running", "x"), of("b", "n1", "Pending", "y")]
-    pods += [of("c", "n1", "Failed", "x"), of("d", "n2", "Running", "x")]
-    job = group_jobs(pods)[0]
-    assert [pod.name for pod in pods_on(pods, job, "n1")] == ["a", "b"]

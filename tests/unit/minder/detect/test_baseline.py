@@ -111,19 +111,3 @@ def test_only_as_much_is_taken_away_as_a_machine_shows():
         values = compared_values(piece, "cpu_usage", CONFIG, job)
         gap = np.median(values[:, 2] - np.median(values, axis=1))
         assert gap == pytest.approx(expected, abs=0.004)
-
-
-@pytest.mark.slow
-def test_memory_of_a_long_job_is_bounded():
-    baseline = Baseline(CONFIG)
-    baseline.keep(NAMES)
-    quiet = np.zeros((60, 5), np.float32)
-    most = 0
-    for minute in range(4000):
-        ts = np.arange(60 * minute, 60 * minute + 60)
-        piece = History(ts, {"cpu_usage": quiet}, {"cpu_usage": np.zeros((60, 5), bool)})
-        baseline.add(piece, 1 << 40, np.zeros(5, bool))
-        rows = [*baseline._chunks["cpu_usage"], *baseline._waiting["cpu_usage"]]
-        most = max(most, len(rows))
-    assert most <= 64 + 7
-    assert baseline.to_json()["minutes"] > 3900

@@ -81,3 +81,10 @@ def test_one_held_sample_may_lack_the_candidate_where_samples_are_held():
     assert longest(named) == []
     assert [run.length for run in longest(named, sample=27)] == [307]
     assert longest(windows((5, 140), (None, 28), (5, 140)), sample=27) == []
+
+
+@pytest.mark.parametrize(("burst", "fires"), [(27, False), (28, True)])
+def test_a_burst_that_a_single_sample_has_met_is_no_part_of_a_run(burst, fires):
+    for pieces in ((burst, 200), (200, burst)):
+        named = windows((5, pieces[0]), (None, 13), (5, pieces[1]))
+        assert bool(longest(named, sample=27)) is fires

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planish.base.errors import RecordError
-from planish.minder.detect.frame import Frame, align, clean
+from planish.minder.detect.frame import align, clean
 
 
 def one(ts, values, *, start=0, end=4, metric="cpu_usage"):
@@ -34,13 +33,6 @@ def test_a_machine_without_samples_stays_without_values():
 def test_a_lost_sample_is_missing_and_not_repeated():
     found = one([0, 1, 3], [1, 2, 4])[:, 0]
     np.testing.assert_array_equal(found, np.array([1, 2, np.nan, 4], np.float32))
-
-
-def test_a_frame_refuses_gaps_and_unsorted_machines():
-    with pytest.raises(RecordError, match="rise by 1 second"):
-        Frame("job", np.array([1, 3]), ("a",), {})
-    with pytest.raises(RecordError, match="sorted and unique"):
-        Frame("job", np.array([1, 2]), ("b", "a"), {})
 
 
 def test_exporters_of_one_machine_are_asked_at_different_fractions_of_a_second():

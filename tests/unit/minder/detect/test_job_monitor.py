@@ -132,13 +132,6 @@ def test_limits_of_the_site_and_of_the_board_take_the_place_of_the_trained_ones(
         assert monitor.call(frame, board="H100").clipped["gpu_power_draw"] == 0.0
 
 
-def test_an_offset_alarms_where_baselines_are_off():
-    frame = waves()
-    frame.values["cpu_usage"][:, 2] += 9
-    off = calls(frame, config(detect=OFF))
-    assert alarms(off) == ["node-002"]
-
-
 def test_a_fault_is_not_learned_as_a_baseline():
     frame = waves(seconds=3600)
     frame.values["cpu_usage"][1500:, 5] -= 20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from planish.minder.detect.baseline import Baseline
 from planish.minder.detect.config import minder_config
 from planish.minder.detect.denoise import Identity, Models
 from planish.minder.detect.frame import Frame
@@ -58,14 +57,3 @@ def test_what_has_always_been_so_is_no_fault_while_no_baseline_is_accepted():
     late = {"baseline_early_seconds": 600}
     assert alarms(frame, **late, unknown_role_distance=0.0) == {"m3": 300}
     assert alarms(frame, **late) == {}
-
-
-def test_machines_are_unknown_until_both_halves_of_their_history_agree():
-    baseline = Baseline(minder_config().detect)
-    baseline.keep(("a", "b"))
-    assert baseline.unknown(METRIC) == ["a", "b"]
-
-
-def test_the_published_profile_has_neither():
-    rules = minder_config({"profile": "paper"}).detect
-    assert (rules.usual_distance, rules.unknown_role_distance) == (False, 0.0)

@@ -6,7 +6,7 @@ import pytest
 
 from planish.minder.detect.config import minder_config
 from planish.minder.detect.model_files import default_models, load_models
-from planish.minder.lab.calibrate import CalibrationSettings, Recorded, outcome_with, record, search
+from planish.minder.lab.calibrate import Recorded, Thresholds, outcome_with, record, search
 from planish.minder.lab.cases import Truth
 from planish.minder.lab.evaluate import outcome_of
 from planish.minder.lab.replay import Alarm
@@ -14,7 +14,7 @@ from planish.minder.lab.score import CaseOutcome
 from tests.minder_lab.simulator import simulate
 
 FAULT = Truth(("b",), "ecc-error", 1000, 1600, detectable=True)
-START = CalibrationSettings(2.0, 0.9, {"cpu_usage": 0.05})
+START = Thresholds(2.0, 0.9, {"cpu_usage": 0.05})
 
 
 def recorded(hits, *, fault=FAULT, machines=64, alerts=(), limit=3.2):
@@ -63,7 +63,7 @@ def test_the_point_of_the_settings_themselves_is_what_a_replay_finds():
     one = record(case, models, config)
     rules = config.detect
     floors = {point[0]: rules.floors[point[0]] for point in one.hits}
-    outcome = outcome_with(one, CalibrationSettings(rules.theta, rules.kappa, floors))
+    outcome = outcome_with(one, Thresholds(rules.theta, rules.kappa, floors))
     alarms = outcome_of(case, models, config).alarms
     assert [(a.machine, a.time) for a in outcome.alarms] == [(a.machine, a.time) for a in alarms]
     assert outcome.alarms[0].machine in case.truth.machines

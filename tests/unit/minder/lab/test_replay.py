@@ -48,9 +48,12 @@ def test_a_fault_is_found_where_many_samples_are_missing(missing):
 
 
 @pytest.mark.parametrize(("seconds", "every", "named"), [(230, 1, 0), (230, 20, 0), (300, 20, 1)])
-def test_what_a_held_sample_makes_longer_is_not_named(seconds, every, named):
+@pytest.mark.parametrize("burst", [0, 20])
+def test_what_a_held_sample_makes_longer_is_not_named(seconds, every, named, burst):
     frame = made()
     frame.values["cpu_usage"][610 : 610 + seconds, 3] += 20
+    # A short burst before it meets just one sample, which is held until the next one.
+    frame.values["cpu_usage"][570 : 570 + burst, 3] += 20
     calls = list(replay(scraped(frame, every=every), MODELS, CONFIG))
     assert len([alert for call in calls for alert in call.alarms]) == named
     notes = notes_of([call.result for call in calls])

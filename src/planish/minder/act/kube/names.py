@@ -72,13 +72,12 @@ OWNER = "minder"
 """Value of `CORDONED_BY` for nodes that the monitor cordoned."""
 REASON = "minder/reason"
 SINCE = "minder/since"
-WAS_UNSCHEDULABLE = "minder/was-unschedulable"
 ALERT_ID = "minder/alert"
 JOB = "minder/job"
 MANUAL_UNCORDON = "minder/manual-uncordon"
 """Annotation of a node: the alert after which a human made it schedulable again."""
 
-OWNED = (CORDONED_BY, REASON, SINCE, WAS_UNSCHEDULABLE, ALERT_ID, JOB)
+OWNED = (CORDONED_BY, REASON, SINCE, ALERT_ID, JOB)
 """Annotations that a cordon of ours leaves, and its undoing removes."""
 
 POD_REASON = "MachineAnomaly"
