@@ -5,6 +5,7 @@ from components.checkpoint_retain import checkpoint_retain
 from components.checkpoint_verify import checkpoint_verify
 from components.curate import curate
 from components.evaluate import evaluate
+from components.iterate import iterate
 from components.monitor_check import monitor_check
 from components.next_run import next_run
 from components.prepare import prepare
@@ -23,6 +24,7 @@ __all__ = [
     "checkpoint_verify",
     "curate",
     "evaluate",
+    "iterate",
     "monitor_check",
     "next_run",
     "prepare",

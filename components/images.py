@@ -25,6 +25,7 @@ STAGE_IMAGES: dict[str, str] = {
     "rollout": "rollout",
     "reward": "core",
     "train": "train",
+    "iterate": "rollout",
     "checkpoint": "train",
     "evaluate": "rollout",
     "next": "core",
@@ -37,7 +38,7 @@ STAGE_IMAGES: dict[str, str] = {
 }
 """Stage to image name; one image holds one set of dependencies and serves several stages."""
 
-FETCHING_STAGES = ("prepare", "curate", "sft", "train")
+FETCHING_STAGES = ("prepare", "curate", "sft", "train", "iterate")
 """Stages that open models or data sets from outside the run root."""
 
 MODEL_STAGES = ("curate", "sft", "rollout", "train", "evaluate")
@@ -46,7 +47,7 @@ MODEL_STAGES = ("curate", "sft", "rollout", "train", "evaluate")
 RESHARD_STAGES = ("reshard_prepare", "reshard", "checkpoint_verify", "checkpoint_retain")
 """Stages of the pipeline `reshard`; all others are those of `post-train`."""
 
-OPTIONAL_STAGES = ("monitor_check",)
+OPTIONAL_STAGES = ("monitor_check", "iterate")
 """Stages of `post-train` that it has only when it is compiled with them."""
 
 GPU = "nvidia.com/gpu"
@@ -110,6 +111,9 @@ class Profile:
     """How long the cluster keeps the workflow of an ended run."""
     compact: bool = False
     """Reward, train and checkpoint are one task on the resources of train."""
+    iterations_per_task: int = 0
+    """Iterations of one task, whose ranks keep trainer and engine in memory, on the resources of
+    `iterate`; 0 gives every stage of an iteration a task of its own."""
     env: Mapping[str, str] = field(default_factory=dict)
     num_nodes: int = 1
     """Pods that train together, each with the resources of `train`. Above 1 the train task itself
@@ -167,6 +171,7 @@ CPU_TINY = Profile(
         "rollout": _TINY_HEAVY,
         "reward": _TINY_LIGHT,
         "train": _TINY_HEAVY,
+        "iterate": _TINY_HEAVY,
         "checkpoint": _TINY_LIGHT,
         "evaluate": _TINY_HEAVY,
         "next": Resources("100m", "512Mi", timeout_seconds=5 * MINUTE, retries=1),
@@ -212,6 +217,7 @@ def _gpu_stages(train_timeout_seconds: int, gpus_per_engine: int = 1) -> dict[st
         "rollout": engine,
         "reward": light,
         "train": eight_gpus,
+        "iterate": replace(eight_gpus, timeout_seconds=4 * (train_timeout_seconds + 12 * HOUR)),
         "checkpoint": light,
         "evaluate": engine,
         "next": Resources("500m", "1Gi", timeout_seconds=10 * MINUTE, retries=3),

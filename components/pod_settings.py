@@ -102,7 +102,7 @@ def with_pod_settings(
     task.set_display_name(stage)
     # Every stage reads or writes the run root, which no cache key knows.
     task.set_caching_options(False)
-    waits = stage == "train" and profile.num_nodes > 1
+    waits = stage in ("train", "iterate") and profile.num_nodes > 1
     cpu, memory = (
         (WAITING["cpu"], WAITING["memory"]) if waits else (resources.cpu, resources.memory)
     )
@@ -114,7 +114,7 @@ def with_pod_settings(
         task.set_env_variable(GANG_ENV, pods)
     for name, value in profile.env.items():
         task.set_env_variable(name, value)
-    if stage in ITERATION_STAGES:
+    if stage in (*ITERATION_STAGES, "iterate"):
         task.set_env_variable(ITERATION_LIMIT, str(profile.iteration_limit_seconds))
     for name, path in FIELD_ENV.items():
         kubernetes.use_field_path_as_env(task, env_name=name, field_path=path)

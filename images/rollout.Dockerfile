@@ -1,4 +1,4 @@
-# curate, sft, rollout and evaluate: inference engines, torch and transformers.
+# curate, sft, rollout, evaluate and iterate: inference engines, torch, transformers, both trainers.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 
@@ -12,7 +12,7 @@ COPY src /build/src
 COPY components /build/components
 COPY pipelines /build/pipelines
 RUN /opt/planish/bin/python -m pip install --no-cache-dir --disable-pip-version-check --use-pep517 \
-      --constraint /build/constraints-rollout.txt "/build[curate,rollout,pipelines]"
+      --constraint /build/constraints-rollout.txt "/build[curate,rollout,megatron,pipelines]"
 
 FROM ${BASE}
 

@@ -24,6 +24,7 @@ from pipelines.post_train import build_post_train, profile_named
 from pipelines.reshard import build_reshard
 from pipelines.share import name_tasks_apart, share_components
 from planish.submit.command import placement_options
+from planish.submit.local.command import resident_option
 from planish.submit.pipeline import CompiledPipeline, parse, parse_images, set_placement
 
 GOLDEN = Path(__file__).resolve().parent.parent / "src/planish/submit/compiled"
@@ -138,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--compact", action="store_true", help="reward, train and checkpoint as one task"
     )
+    resident_option(parser)
     parser.add_argument("--store-secret", default="", help="secret with endpoint and keys")
     parser.add_argument("--hub-secret", default="", help="secret with the hub's token")
     parser.add_argument("--cache-claim", default="", help="volume claim for models and data")
@@ -155,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 num_shards=arguments.shards,
                 parallelism=arguments.parallelism,
                 compact=arguments.compact,
+                iterations_per_task=arguments.resident,
                 store_secret=arguments.store_secret,
                 hub_secret=arguments.hub_secret,
                 cache_claim=arguments.cache_claim,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from kfp import dsl
 
-from components import checkpoint, monitor_check, reward, rollout, train, update
-from components.images import Profile
+from components import checkpoint, iterate, monitor_check, reward, rollout, train, update
+from components.images import Profile, Resources
 from components.pod_settings import with_pod_settings
 from pipelines.monitor import Monitor
 
@@ -94,19 +94,60 @@ def build_iteration(
             in_pod(exported, "checkpoint")
             before_training = [rewarded]
         if monitor is not None:
-            checked = monitor_check(
-                **of_iteration,
-                settings=monitor.settings,
-                trace=monitor.trace,
-                job="",
-                watch_seconds=profile.stages["train"].timeout_seconds if monitor.watches else 0,
-            )
+            checked = _check(monitor, of_iteration, profile.stages["train"])
             in_pod(checked, "monitor_check").after(*before_training)
         return Pins(
             policy_pin=exported.outputs["policy_pin"], state_pin=trained.outputs["state_pin"]
         )
 
     return iteration  # type: ignore[no-any-return]
+
+
+def add_block(
+    in_pod: partial[dsl.PipelineTask],
+    of_run: Mapping[str, Any],
+    pins: Any,
+    first: int,
+    count: int,
+    monitor: Monitor | None = None,
+) -> dsl.PipelineTask:
+    """Add the task of several iterations, the first of which is `first`; returns it.
+
+    Args:
+        in_pod: sets everything of a task's pod.
+        of_run: root, digest of the configuration and offset.
+        pins: task with the outputs of `Pins` before them.
+        first: 1, 2, ... within the run.
+        count: iterations of the task.
+        monitor: options of a task beside it that looks for faulty machines; None for no such task.
+    """
+    profile: Profile = in_pod.keywords["profile"]
+    task = iterate(
+        **of_run,
+        number=first,
+        count=count,
+        num_shards=profile.num_shards,
+        policy_pin=pins.outputs["policy_pin"],
+        state_pin=pins.outputs["state_pin"],
+    )
+    numbers = f"iterations {first}\u2013{first + count - 1}" if count > 1 else f"iteration {first}"
+    if monitor is not None:
+        checked = _check(monitor, {**of_run, "number": first}, profile.stages["iterate"])
+        in_pod(checked, "monitor_check")
+    return in_pod(task, "iterate").set_display_name(numbers)
+
+
+def _check(
+    monitor: Monitor, of_iteration: Mapping[str, Any], beside: Resources
+) -> dsl.PipelineTask:
+    """Return a task that looks for faulty machines, as long as the task beside it may last."""
+    return monitor_check(
+        **of_iteration,
+        settings=monitor.settings,
+        trace=monitor.trace,
+        job="",
+        watch_seconds=beside.timeout_seconds if monitor.watches else 0,
+    )
 
 
 def _rollouts(

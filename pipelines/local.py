@@ -135,6 +135,7 @@ def run_local(
     iterations: int | None,
     shards: int | None,
     compact: bool = False,
+    resident: int | None = None,
     skip_bad: bool = False,
     dataset_map: str = "",
     resume_from: str = "",
@@ -151,6 +152,8 @@ def run_local(
         iterations: iterations of this run; None keeps the profile's number.
         shards: rollout shards of an iteration; None keeps the profile's number.
         compact: reward, train and checkpoint as one task.
+        resident: iterations of one task, whose ranks keep trainer and engine; None keeps the
+            profile's number, 0 gives every stage a task.
         skip_bad: drop malformed lines of the data instead of refusing the file.
         dataset_map: which columns hold what, `prompt=question,answer=label`.
         resume_from: root of another run whose newest policy and state start this one.
@@ -169,7 +172,13 @@ def run_local(
     from pipelines.post_train import build_post_train, profile_named
     from planish.submit.parameters import with_data
 
-    chosen = profile_named(profile, num_iterations=iterations, num_shards=shards, compact=compact)
+    chosen = profile_named(
+        profile,
+        num_iterations=iterations,
+        num_shards=shards,
+        compact=compact,
+        iterations_per_task=resident,
+    )
     if skip_bad:
         parameters["overrides"] = f"{parameters['overrides']} curate.skip_bad=true".strip()
     parameters = with_data(parameters, dataset_map)

@@ -18,7 +18,7 @@ from components import curate, evaluate, next_run, prepare, report, sft
 from components.images import CPU_TINY, GPU, MODEL_STAGES, PROFILES, Profile, resolve_images
 from components.pod_settings import WEBHOOK_ENV, with_pod_settings
 from pipelines.compiled import MAX_OBJECT_BYTES, POD_STATUS_BYTES, TASK_BYTES
-from pipelines.iteration import build_iteration
+from pipelines.iteration import add_block, build_iteration
 from pipelines.monitor import Monitor
 from planish.base.errors import ConfigError
 
@@ -34,14 +34,20 @@ def check_profile(profile: Profile) -> None:
         ConfigError: names each limit and its reason.
     """
     faults = []
+    size = profile.iterations_per_task
     tasks = profile.num_rollout_tasks + (1 if profile.compact else 3)
-    pods = 1 + 2 * tasks
-    most = MAX_OBJECT_BYTES // (POD_STATUS_BYTES * pods + TASK_BYTES * (tasks + 1))
+    pods = 2 if size else 1 + 2 * tasks
+    each = POD_STATUS_BYTES * pods + TASK_BYTES * (1 if size else tasks + 1)
+    most = MAX_OBJECT_BYTES // each * max(1, size)
     if not 1 <= profile.num_iterations <= most:
         faults.append(
             f"`num_iterations` must be 1 to {most}, got {profile.num_iterations}; the workflow "
-            f"object of a longer run with {pods} pods an iteration outgrows what the cluster "
+            f"object of a longer run with {pods} pods for {max(1, size)} outgrows what the cluster "
             "stores (1 MiB): chain several runs instead"
+        )
+    if size < 0:
+        faults.append(
+            f"`iterations_per_task` must be 0 (a task for each stage) or more, got {size}"
         )
     if not 1 <= profile.num_shards <= MAX_SHARDS:
         faults.append(
@@ -82,6 +88,7 @@ def profile_named(
     hub_secret: str = "",
     cache_claim: str = "",
     compact: bool = False,
+    iterations_per_task: int | None = None,
     gpu_memory_gb: int = 0,
 ) -> Profile:
     """Return a profile of the table, with its counts, secrets and claim replaced where given.
@@ -106,6 +113,9 @@ def profile_named(
         hub_secret=hub_secret or profile.hub_secret,
         cache_claim=cache_claim or profile.cache_claim,
         compact=compact or profile.compact,
+        iterations_per_task=(
+            profile.iterations_per_task if iterations_per_task is None else iterations_per_task
+        ),
         gpu_memory_gb=gpu_memory_gb or profile.gpu_memory_gb,
     )
     check_profile(profile)
@@ -180,10 +190,10 @@ def build_post_train(
     """
     check_profile(profile)
     table = resolve_images(images)
-    numbers = range(1, profile.num_iterations + 1)
     iterations = [
         build_iteration(profile, table, number, monitor, one_machine=one_machine)
-        for number in numbers
+        for number in range(1, profile.num_iterations + 1)
+        if not profile.iterations_per_task
     ]
     max_restarts = monitor.max_restarts if monitor else 0
 
@@ -212,7 +222,7 @@ def build_post_train(
             reported, profile.store_secret, dict(WEBHOOK_ENV), optional=True
         )
         with dsl.ExitHandler(reported, name="post-train"):
-            _steps(in_pod, root, settings, iterations, max_restarts, one_machine=one_machine)
+            _steps(in_pod, root, settings, iterations, monitor, one_machine=one_machine)
 
     post_train.__doc__ = DESCRIPTION
     decorate = dsl.pipeline(
@@ -261,16 +271,17 @@ def _steps(
     root: Any,
     settings: Mapping[str, Any],
     iterations: Sequence[Callable[..., Any]],
-    max_restarts: int,
+    monitor: Monitor | None,
     *,
     one_machine: bool,
 ) -> None:
     """Wire everything that the exit handler watches; parameters are pipeline channels."""
     profile = in_pod.keywords["profile"]
+    max_restarts = monitor.max_restarts if monitor else 0
     prepared = prepare(
         root=root,
         **settings,
-        num_iterations=len(iterations),
+        num_iterations=profile.num_iterations,
         num_shards=profile.num_shards,
         requests=largest_requests(profile),
         max_avoided_nodes=max_restarts,
@@ -282,7 +293,7 @@ def _steps(
     # A finished run that is submitted again starts no pod below; on one machine that saves little.
     is_open = prepared.outputs["unfinished"] == True  # noqa: E712
     with nullcontext() if one_machine else dsl.If(is_open, name="training"):
-        _training(in_pod, prepared, settings, iterations, of_run)
+        _training(in_pod, prepared, settings, iterations, of_run, monitor)
 
 
 def _training(
@@ -291,11 +302,18 @@ def _training(
     settings: Mapping[str, Any],
     iterations: Sequence[Callable[..., Any]],
     of_run: Mapping[str, Any],
+    monitor: Monitor | None,
 ) -> None:
     """Wire what has work to do while the run is unfinished."""
+    profile = in_pod.keywords["profile"]
     curated = in_pod(curate(**of_run), "curate")
     started = in_pod(sft(**of_run, prompts=curated.outputs["prompts"]), "sft")
     pins = started
+    if size := profile.iterations_per_task:
+        of_block = {**of_run, "offset": prepared.outputs["offset"]}
+        for first in range(1, profile.num_iterations + 1, size):
+            count = min(size, profile.num_iterations + 1 - first)
+            pins = add_block(in_pod, of_block, pins, first, count, monitor)
     for number, iteration in enumerate(iterations, start=1):
         pins = iteration(
             **of_run,

@@ -23,6 +23,7 @@ STAGES = {
     "checkpoint_verify": "checkpoint_verify",
     "curate": "curate",
     "evaluate": "evaluate",
+    "iterate": "iterate",
     "monitor_check": "monitor_check",
     "next_run": "next",
     "prepare": "prepare",

@@ -19,6 +19,8 @@ LAYERS = [
         *("stages.train", "stages.export", "stages.evaluate", "stages.report", "stages.next_run"),
         *("stages.monitor_check", "stages.reshard", "minder", "show", "submit"),
     },
+    # Rollout, reward, train and export of several iterations, by their functions.
+    {"stages.iterate"},
     {"components", "pipelines", "__main__"},
 ]
 """From the bottom up; a file may import from any layer below its own."""

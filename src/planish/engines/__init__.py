@@ -7,7 +7,8 @@ in one table and imported on use, since their packages can not share one environ
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from planish.engines.base import BaseEngine
@@ -37,3 +38,12 @@ def open_engine(config: EngineConfig, model: ModelRef, **options: Any) -> BaseEn
     engine: BaseEngine = getattr(importlib.import_module(module), cls)(config=config, **options)
     engine.start(model)
     return engine
+
+
+class OpenEngine(Protocol):
+    """What gives a stage its engine for the length of a `with` block, as `open_engine` does."""
+
+    def __call__(
+        self, config: EngineConfig, model: ModelRef, **options: Any
+    ) -> AbstractContextManager[BaseEngine]:
+        """Return a context with a started engine that holds the policy `model`."""

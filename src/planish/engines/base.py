@@ -32,6 +32,8 @@ from planish.records.rollouts import FinishReason
 
 logger = logging.getLogger(__name__)
 
+_AT_WORK = (EngineState.READY, EngineState.RUNNING)
+
 
 class TurnLock:
     """A mutex that serves threads in the order in which they came.
@@ -124,6 +126,16 @@ class BaseEngine(ABC):
     def _replace_weights(self, source: WeightSource, version: int) -> WeightUpdate:
         """Swap weights, all or none."""
 
+    def _renew(self) -> None:
+        """Drop what earlier requests have left, and count from zero."""
+        raise NotSupported(
+            f"an engine must be able to sample for one iteration after the other, got "
+            f"{type(self).__name__}; run iterations apart, or take `transformers` or `vllm`"
+        )
+
+    def _sleep(self) -> None:  # noqa: B027 - few engines can
+        """Free the device as far as the engine can; `_replace_weights` takes it again."""
+
     @abstractmethod
     def _release(self) -> None:
         """Free everything."""
@@ -158,7 +170,7 @@ class BaseEngine(ABC):
             NotSupported: `want_routing` from an engine that has none.
         """
         with self._lock:
-            self._expect("submit", EngineState.READY, EngineState.RUNNING)
+            self._expect("submit", *_AT_WORK)
             seen: set[str] = set()
             for request in requests:
                 self._refuse(request, seen)
@@ -209,7 +221,7 @@ class BaseEngine(ABC):
         deadline = time.monotonic() + timeout
         while True:
             with self._lock:
-                self._expect("poll", EngineState.READY, EngineState.RUNNING)
+                self._expect("poll", *_AT_WORK)
                 self._arrived.clear()
                 outputs = self._collect(wanted)
                 if not outputs and self._state is EngineState.RUNNING:
@@ -246,7 +258,7 @@ class BaseEngine(ABC):
         Outputs that are finished and not yet polled stay where they are; unknown ids are ignored.
         """
         with self._lock:
-            self._expect("abort", EngineState.READY, EngineState.RUNNING)
+            self._expect("abort", *_AT_WORK)
             return self._abort(request_ids)
 
     def _abort(self, request_ids: Collection[str] | None) -> list[Output]:
@@ -274,7 +286,7 @@ class BaseEngine(ABC):
             RecordError: a file of pinned weights is missing or damaged.
         """
         with self._lock:
-            self._expect("update_weights", EngineState.READY, EngineState.RUNNING)
+            self._expect("update_weights", *_AT_WORK, EngineState.ASLEEP)
             if self._state is EngineState.RUNNING:
                 raise EngineBusy(
                     f"`update_weights` needs an engine with nothing in flight, got "
@@ -286,9 +298,32 @@ class BaseEngine(ABC):
                     "new engine for an older policy"
                 )
             report = self._replace_weights(source, version)
-            self._version = version
+            self._version, self._state = version, EngineState.READY
             logger.info("updated version=%d seconds=%.3f", version, report.seconds)
             return report
+
+    def renew(self) -> None:
+        """Sample from now on as an engine that was just opened with these weights.
+
+        Raises:
+            EngineError: requests run or wait.
+            NotSupported: this kind of engine cannot.
+        """
+        with self._lock:
+            self._expect("renew", EngineState.READY)
+            self._renew()
+
+    def sleep(self) -> None:
+        """Leave the device to others until `update_weights`; weights may be lost.
+
+        Raises:
+            EngineError: requests run or wait.
+        """
+        with self._lock:
+            self._expect("sleep", EngineState.READY, EngineState.ASLEEP)
+            if self._state is EngineState.READY:
+                self._sleep()
+            self._state = EngineState.ASLEEP
 
     def version(self) -> int:
         """Return the policy version of the weights."""
@@ -343,7 +378,7 @@ class BaseEngine(ABC):
 
     def _settle(self) -> None:
         """Set READY or RUNNING by what is left to do."""
-        if self._state in (EngineState.READY, EngineState.RUNNING):
+        if self._state in _AT_WORK:
             busy = bool(self._queue) or self._num_running() > 0
             self._state = EngineState.RUNNING if busy else EngineState.READY
 

@@ -16,11 +16,12 @@ from planish.records.rollouts import FinishReason
 
 
 class EngineState(StrEnum):
-    """Life of an engine: new -> ready <-> running; any -> failed, closed."""
+    """Life of an engine: new -> ready <-> running or asleep; any -> failed, closed."""
 
     NEW = "new"
     READY = "ready"
     RUNNING = "running"
+    ASLEEP = "asleep"
     FAILED = "failed"
     CLOSED = "closed"
 

@@ -118,28 +118,36 @@ class FolderWeights(WeightSource):
         return tensor
 
 
-_fetched: WeakValueDictionary[str, FolderWeights] = WeakValueDictionary()
-"""By pinned URI: what somebody in this process holds need not be verified again."""
+_fetched: WeakValueDictionary[str, WeightSource] = WeakValueDictionary()
+"""By address: what somebody in this process holds need not be read or verified again."""
 
 
-def fetch_weights(address: str) -> FolderWeights:
+def offer(source: WeightSource) -> str:
+    """Return an address at which `fetch_weights` of this process finds a source while it lives."""
+    address = source.address or f"memory:{id(source)}"
+    _fetched[address] = source
+    return address
+
+
+def fetch_weights(address: str) -> WeightSource:
     """Return the weights at the address of a source, all files on this machine and verified.
 
     Args:
         address: a pinned URI, whose bytes leave the store once for all processes of this machine,
-            or a local folder, which is taken as it is.
+            a local folder, which is taken as it is, or what `offer` has returned here.
 
     Raises:
         ObjectMissing: no finished export there.
         RecordError: a file is missing or damaged.
     """
+    held = _fetched.get(address)
+    if held is not None:
+        return held
     if not is_pin(address):
         return FolderWeights(Path(address))
-    weights = _fetched.get(address)
-    if weights is None:
-        uri, digest = parse_pin(address)
-        weights = FolderWeights(fetch_files(uri, sha256=digest, schema="policy/1"))
-        _fetched[address] = weights
+    uri, digest = parse_pin(address)
+    weights = FolderWeights(fetch_files(uri, sha256=digest, schema="policy/1"))
+    _fetched[address] = weights
     return weights
 
 

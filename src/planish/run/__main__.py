@@ -20,6 +20,7 @@ STAGES = {
     "reward": "planish.stages.reward.stage",
     "train": "planish.stages.train.stage",
     "checkpoint": "planish.stages.export.stage",
+    "iterate": "planish.stages.iterate.stage",
     "evaluate": "planish.stages.evaluate.stage",
     "evaluate_iteration": "planish.stages.evaluate.iteration",
     "next": "planish.stages.next_run.stage",

@@ -77,6 +77,27 @@ def test_updated_weights_act_as_in_a_fresh_engine_and_go_back_again(new_engine, 
     assert {v for o in third for v in o.versions} == {3}
 
 
+def test_an_engine_that_slept_samples_as_a_fresh_one_or_says_that_it_cannot(
+    new_engine, make_policy
+):
+    requests = [request(i, 20) for i in range(5)]
+    engine = new_engine(make_policy(0))
+    engine.generate(requests)
+    try:
+        engine.renew()
+    except NotSupported as error:
+        assert "run iterations apart" in str(error)  # noqa: PT017
+        return
+    assert engine.stats()["steps"] == 0
+    engine.sleep()
+    with pytest.raises(EngineError, match="asleep"):
+        engine.submit(requests)
+    engine.update_weights(weights(make_policy(1)), 1)
+    seen, fresh = engine.generate(requests), new_engine(make_policy(1))
+    assert ids_of(seen) == ids_of(fresh.generate(requests))
+    assert engine.stats()["steps"] == fresh.stats()["steps"]
+
+
 def test_weights_may_not_change_while_requests_are_in_flight(new_engine, make_policy):
     engine = new_engine()
     engine.submit([request(0, 20)])

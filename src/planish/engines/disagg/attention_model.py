@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from planish.base.errors import EngineError
-from planish.engines.weights import FolderWeights
+from planish.engines.weights import FolderWeights, WeightSource
 from planish.models.experts import disk_tensors
 from planish.models.policy import empty_model, read_model_config
 
@@ -87,7 +87,7 @@ class AttentionModel:
                 f"every tensor of the attention side must be in the policy, got none for {left[:4]}"
             )
 
-    def read(self, weights: FolderWeights) -> dict[str, Tensor]:
+    def read(self, weights: WeightSource) -> dict[str, Tensor]:
         """Return tensors by their names in memory; nothing changes yet.
 
         Raises:

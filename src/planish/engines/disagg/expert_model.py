@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from planish.base.errors import EngineError
-from planish.engines.weights import FolderWeights
+from planish.engines.weights import WeightSource
 from planish.models.experts import expert_names
 from planish.models.policy import read_model_config
 
@@ -41,7 +41,7 @@ class ExpertModel:
         """Of the weights that were read last."""
         self._layers: list[list[Expert]] = []
 
-    def read(self, weights: FolderWeights, held: Sequence[Sequence[int]]) -> list[list[Expert]]:
+    def read(self, weights: WeightSource, held: Sequence[Sequence[int]]) -> list[list[Expert]]:
         """Return experts of some weights; those in use stay.
 
         Args:

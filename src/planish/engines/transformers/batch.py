@@ -100,14 +100,22 @@ class DecodeBatch:
     ) -> None:
         self.limits = limits
         self._device = device
-        strings = None
-        if limits.strings is not None:
-            strings = StopStates(limits.strings, limits.max_rows, device)
-        self._rows = RunningRows(limits.max_rows, limits.vocab_size, device, strings)
         self.cache = KeyValueCache(limits.max_rows, device)
         self.decoder = new_decoder(self.cache)
         self._routing = routing
-        self._counts = dict.fromkeys(COUNTERS, 0)
+        self._counts: dict[str, int] = {}
+        self.renew()
+
+    def renew(self) -> None:
+        """Let go of rows and cache, and count from zero: a new batch over the same weights."""
+        limits, strings = self.limits, None
+        if limits.strings is not None:
+            strings = StopStates(limits.strings, limits.max_rows, self._device)
+        self._rows = RunningRows(limits.max_rows, limits.vocab_size, self._device, strings)
+        self.cache.release()
+        if self._routing is not None:
+            self._routing.release()
+        self._counts.update(dict.fromkeys(COUNTERS, 0))
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -153,6 +153,9 @@ class TransformersEngine(BaseEngine):
             worst = max(worst, float(gap / (tolerance * scale)))
         return worst
 
+    def _renew(self) -> None:
+        self._running().renew()
+
     def _release(self) -> None:
         if self._batch is not None:
             self._batch.close()

@@ -118,6 +118,10 @@ class KeyValueCache:
             layer.keys[row] = 0
             layer.values[row] = 0
 
+    def release(self) -> None:
+        """Let go of the storage; rows are as before the first write."""
+        self.width, self._layers = 0, {}
+
     def num_bytes(self) -> int:
         """Return the memory held."""
         return sum(x.keys.nbytes + x.values.nbytes for x in self._layers.values())

@@ -50,6 +50,10 @@ class RoutingCells:
             self._cells = torch.full(shape, -1, dtype=self._dtype, device=choices.device)
         return choices
 
+    def release(self) -> None:
+        """Let go of the storage of the rows."""
+        self._width, self._cells = 0, None
+
     def widen(self, width: int) -> None:
         """Make every row `width` tokens wide, keeping what is there."""
         old, self._width = self._cells, width

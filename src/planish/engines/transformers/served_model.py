@@ -60,7 +60,7 @@ class ServedModel:
         return fused_decoder.fits(self.architecture, self.config, list(self.tensors))
 
     def write(self, source: WeightSource) -> tuple[int, int]:
-        """Read all of `source`, then write in place; return the number of tensors and bytes.
+        """Write `source` in place, files once all are read; return the number of tensors and bytes.
 
         Raises:
             EngineError: a name is missing or a shape differs; nothing was changed.
@@ -71,11 +71,12 @@ class ServedModel:
         check_weights(
             given, {name: tuple(t.shape) for name, t in wanted.items()}, refuse_others=False
         )
-        fresh = {name: source.read(name) for name in wanted}
+        fresh = ((name, source.read(name)) for name in wanted)
+        # What is in memory cannot fail half-way, and would be there twice.
         with torch.no_grad():
-            for name, tensor in fresh.items():
+            for name, tensor in list(fresh) if source.address else fresh:
                 wanted[name].copy_(tensor)
-        return len(fresh), sum(tensor.nbytes for tensor in fresh.values())
+        return len(wanted), sum(tensor.nbytes for tensor in wanted.values())
 
 
 def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedModel:

@@ -24,7 +24,7 @@ from planish.engines.requests import ModelRef
 from planish.engines.transformers.batch import COUNTERS
 from planish.engines.vllm import remote_experts
 from planish.engines.vllm.engine import VllmEngine
-from planish.engines.weights import FolderWeights, fetch_weights
+from planish.engines.weights import FolderWeights, WeightSource, fetch_weights
 from planish.models.experts import is_expert
 
 
@@ -62,7 +62,7 @@ class VllmAttentionRank(ExchangingRank):
         self._num_bytes = sum(
             math.prod(shape) * dtype.itemsize for n, (shape, dtype) in names if not is_expert(n)
         )
-        self._shadow: tuple[int, ExpertLayout, FolderWeights] | None = None
+        self._shadow: tuple[int, ExpertLayout, WeightSource] | None = None
         self._busy_s = 0.0
 
     def compute(self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -24,7 +24,15 @@ from planish.base.errors import ConfigError, EngineError, PlanishError
 from planish.engines.base import BaseEngine
 from planish.engines.config import EngineConfig
 from planish.engines.policy_folder import check_policy
-from planish.engines.requests import Capabilities, ModelRef, Output, Request, Sampling, WeightUpdate
+from planish.engines.requests import (
+    Capabilities,
+    EngineState,
+    ModelRef,
+    Output,
+    Request,
+    Sampling,
+    WeightUpdate,
+)
 from planish.engines.sampling import request_seed
 from planish.engines.stops import StopTable, tokenizer_stops
 from planish.engines.transformers.batch import COUNTERS
@@ -36,6 +44,7 @@ from planish.engines.weights import (
     address_of,
     check_weights,
     local_policy,
+    offer,
 )
 from planish.models.experts import is_expert, num_experts, routing_dtype
 from planish.models.headers import context_tokens, dtype_name
@@ -89,6 +98,7 @@ class VllmEngine(BaseEngine):
         routing: bool = False,
         config: EngineConfig | None = None,
         load_format: str = LOAD_FORMAT,
+        shares_device: bool = False,
     ) -> None:
         """Make an engine.
 
@@ -101,10 +111,12 @@ class VllmEngine(BaseEngine):
             config: ranks and memory.
             load_format: vLLM's name of what reads the weights at the start; another than ours
                 reads no routed experts.
+            shares_device: `sleep` leaves the accelerator to others.
         """
         super().__init__()
         self._max_rows, self._max_model_len, self._device = max_rows, max_model_len, device
         self._routing, self._load_format = routing, load_format
+        self._shares_device = shares_device
         self._config = config or EngineConfig()
         self._llm: Any = None
         self._ranks: list[multiprocessing.process.BaseProcess] = []
@@ -206,6 +218,7 @@ class VllmEngine(BaseEngine):
                 # engine that was here before has made it keep what the environment said then.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
                 disable_envs_cache()
+        is_rank = self._shares_device and "RANK" in os.environ
         cache_bytes = settings.cache_bytes or (_CPU_CACHE_BYTES if is_cpu else 0)
         batch_tokens = settings.batch_tokens
         if is_cpu:
@@ -223,6 +236,9 @@ class VllmEngine(BaseEngine):
             # on the CPU can not.
             enable_chunked_prefill=not is_cpu,
             tensor_parallel_size=settings.tensor_parallel,
+            # Each rank of a trainer has an engine of its own; vLLM takes them for data parallel.
+            distributed_executor_backend="external_launcher" if is_rank else None,
+            enable_sleep_mode=self._sleeps,
             enable_expert_parallel=settings.expert_parallel,
             quantization=None if settings.quantization == "none" else settings.quantization,
             gpu_memory_utilization=settings.memory_share,
@@ -280,6 +296,19 @@ class VllmEngine(BaseEngine):
                 rank.join()
         self._ranks = []
         self._scratch.close()
+
+    def _renew(self) -> None:
+        self._counts.update(dict.fromkeys(self._counts, 0))
+        self._forget()
+
+    def _sleep(self) -> None:
+        if self._sleeps:
+            # Nothing is kept: the next weights come from the trainer.
+            self._llm.sleep(2)
+
+    @property
+    def _sleeps(self) -> bool:
+        return self._shares_device and self._device != "cpu"
 
     def apply(self, function: Callable[[Any], Any]) -> Any:
         """Return what a function makes of the model of the only rank."""
@@ -471,9 +500,13 @@ class VllmEngine(BaseEngine):
         begin = time.monotonic()
         given = source.names()
         check_weights(given, {name: shape for name, (shape, _) in self._names.items()})
+        # One by one, so that the cache finds no room before the old weights are replaced.
+        if wakes := self._sleeps and self._state is EngineState.ASLEEP:
+            self._llm.wake_up(["weights"])
+        is_here = self._config.tensor_parallel == 1
         with contextlib.ExitStack() as scratch:
             announced = {
-                "address": address_of(source, scratch),
+                "address": offer(source) if is_here else address_of(source, scratch),
                 "fingerprint": source.fingerprint,
             }
             # Of several ranks one may have failed and another not: vLLM would count their answers
@@ -486,6 +519,8 @@ class VllmEngine(BaseEngine):
                 self._tell_workers("update_weights", update_info={})
                 self._tell_workers("finish_weight_update")
                 self._check_taken()
+                if wakes:
+                    self._llm.wake_up(["kv_cache"])
                 self._forget()
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in given.values())
         return WeightUpdate(version, len(given), size, time.monotonic() - begin)

@@ -30,7 +30,7 @@ from vllm.platforms import current_platform
 from planish.base.errors import EngineError
 from planish.engines.vllm.remote_experts import RemoteRoutedExperts
 from planish.engines.vllm.taken import load
-from planish.engines.weights import FolderWeights, fetch_weights
+from planish.engines.weights import WeightSource, fetch_weights
 from planish.models.experts import is_expert
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -61,7 +61,7 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
 
     init_info_cls = NextWeights
     update_info_cls = ReadThem
-    _next: FolderWeights | None = None
+    _next: WeightSource | None = None
     """What this rank reads; None where another rank does."""
 
     def init_transfer_engine(self, init_info: NextWeights) -> None:
@@ -133,7 +133,7 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
 
 
 def in_group(
-    weights: FolderWeights | None, names: Iterable[str], group: Any, device: torch.device
+    weights: WeightSource | None, names: Iterable[str], group: Any, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors by name on every rank of a group, of which the first alone reads them.
 

@@ -37,8 +37,7 @@ def run(
 
     def work(context: Context) -> Outcome:
         if is_stopped(root, iteration):
-            uri, digest = parse_pin(policy_pin)
-            return _outcome(read_manifest(uri, sha256=digest).ref(uri), already_done=True)
+            return passed_through(policy_pin)
         return export(context, policy_pin, read_ref(state))
 
     digest, outputs = config_sha256, {"policy": policy}
@@ -46,6 +45,12 @@ def run(
         "checkpoint", work, root=root, config_sha256=digest, iteration=iteration, outputs=outputs
     )
     return CheckpointResult(policy_pin=str(outcome.values["policy_pin"]))
+
+
+def passed_through(policy_pin: str) -> Outcome:
+    """Return the outcome where the run was stopped before the iteration: the policy as it was."""
+    uri, digest = parse_pin(policy_pin)
+    return _outcome(read_manifest(uri, sha256=digest).ref(uri), already_done=True)
 
 
 def export(context: Context, policy_pin: str, state: Ref) -> Outcome:

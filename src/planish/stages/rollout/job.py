@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from planish.engines import OpenEngine, open_engine
 from planish.records import layout
 from planish.records.prompts import PromptSet
 from planish.records.refs import parse_pin
@@ -34,6 +35,8 @@ class RolloutJob:
     """Prompt cursor and sets of the train state; pins are whole URIs."""
     parents: dict[str, str]
     """Digests of prompts and policy."""
+    opened: OpenEngine = open_engine
+    """Gives the engine."""
 
     @property
     def num_groups(self) -> int:
@@ -78,7 +81,6 @@ class RolloutJob:
         import torch
 
         from planish.base.parallel import pick_device
-        from planish.engines import open_engine
         from planish.engines.config import EngineConfig
         from planish.engines.requests import ModelRef
         from planish.models.tokens import load_tokenizer
@@ -97,7 +99,7 @@ class RolloutJob:
         }
         options |= {"routing": True} if config.keep_routing else {}
         settings = self.context.section(EngineConfig, "engine")
-        with open_engine(settings, ModelRef(pin=self.policy_pin), **options) as engine:
+        with self.opened(settings, ModelRef(pin=self.policy_pin), **options) as engine:
             loaded = time.monotonic()
             sampler = GroupSampler(
                 engine,

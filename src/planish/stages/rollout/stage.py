@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from planish.base.errors import ConfigError
+from planish.engines import OpenEngine, open_engine
 from planish.records import layout
 from planish.records.io import finished, read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet
@@ -61,8 +62,18 @@ def run(
     )
 
 
-def sample(context: Context, num_shards: int, policy_pin: str, state_pin: str) -> Outcome:
-    """Sample one shard unless an earlier attempt has; the arguments are those of `run`."""
+def sample(
+    context: Context,
+    num_shards: int,
+    policy_pin: str,
+    state_pin: str,
+    opened: OpenEngine = open_engine,
+) -> Outcome:
+    """Sample one shard unless an earlier attempt has.
+
+    Arguments are those of `run`; `opened` gives the engine, and is not asked where nothing is left
+    to sample.
+    """
     config = context.section(RolloutConfig, "rollout")
     if context.config.get("train", {}).get("replay_routing"):
         config = config.model_copy(update={"keep_routing": True})
@@ -76,7 +87,7 @@ def sample(context: Context, num_shards: int, policy_pin: str, state_pin: str) -
         "prompts": read_manifest(layout.prompts(context.root)).sha256,
         "policy": parse_pin(policy_pin)[1],
     }
-    job = RolloutJob(context, config, num_shards, policy_pin, read_data(state_pin), parents)
+    job = RolloutJob(context, config, num_shards, policy_pin, read_data(state_pin), parents, opened)
     facts = job.facts()
     ready = _ready(job, facts)
     if ready is not None:

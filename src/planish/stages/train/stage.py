@@ -43,6 +43,9 @@ from planish.store.documents import read_json
 
 logger = logging.getLogger(__name__)
 
+WORKER = "planish.stages.train.ranks.worker"
+"""Program of a rank."""
+
 
 class TrainResult(NamedTuple):
     """Output parameters: the pinned URI of the train state after the iteration."""
@@ -81,12 +84,7 @@ def run(
 
     def work(context: Context) -> Outcome:
         if is_stopped(root, iteration):
-            # The state passes through: the run was stopped before this iteration.
-            refs: dict[str, Ref] = {}
-            if state_pin:
-                uri, digest = parse_pin(state_pin)
-                refs["state"] = read_manifest(uri, sha256=digest).ref(uri)
-            return Outcome(refs=refs, values={"state_pin": state_pin}, already_done=True)
+            return passed_through(state_pin)
         job = TrainJob(
             root=root,
             config=context.config,
@@ -110,36 +108,66 @@ def run(
     return TrainResult(state_pin=str(outcome.values["state_pin"]))
 
 
+def passed_through(state_pin: str) -> Outcome:
+    """Return the outcome where the run was stopped before the iteration: the state as it was."""
+    refs: dict[str, Ref] = {}
+    if state_pin:
+        uri, digest = parse_pin(state_pin)
+        refs["state"] = read_manifest(uri, sha256=digest).ref(uri)
+    return Outcome(refs=refs, values={"state_pin": state_pin}, already_done=True)
+
+
 def train(job: TrainJob, cluster: GangCluster | None = None) -> Outcome:
     """Do the job unless an earlier attempt has: in one process, in several, or in several pods.
 
     The cluster is that of this stage's pod; None asks for it where pods are needed.
     """
-    done = already_done(job, _next_step(job))
-    pods = GangPods.of_this_pod()
-    num_nodes = job.train.num_nodes or (pods.num_nodes if pods else 1)
-    if done is not None:
-        report = read_report(UpdateReport, layout.update(job.root, job.iteration))
-        result = JobResult(done, report.scalars)
-        clear_steps(job)
-    elif pods or num_nodes > 1:
-        result = launch_gang(
-            job, cluster or GangCluster.from_pod(job.train.launcher), num_nodes, pods or GangPods()
-        )
-    elif (processes := job.train.num_processes or num_devices(job.train.device)) == 1:
+    result = already_trained(job)
+    is_done = result is not None
+    if result is None and (told := in_ranks(job, WORKER, cluster)) is not None:
+        result = JobResult.from_json(told)
+    if result is None:
         from planish.stages.train.ranks.worker import train_iteration
 
         try:
             result = train_iteration(job)
         finally:
             leave()
-    else:
-        result = launch(job, processes)
+    return outcome_of(result, already_done=is_done)
+
+
+def already_trained(job: TrainJob) -> JobResult | None:
+    """Return what an earlier attempt of the job has finished; None where none has."""
+    done = already_done(job, _next_step(job))
+    if done is None:
+        return None
+    report = read_report(UpdateReport, layout.update(job.root, job.iteration))
+    clear_steps(job)
+    return JobResult(done, report.scalars)
+
+
+def in_ranks(job: TrainJob, module: str, cluster: GangCluster | None = None) -> str | None:
+    """Run a job in the processes or pods that it asks for, each as `python -m module PIN`.
+
+    Returns:
+        The result that the first rank has written; None where this process is to do it alone.
+    """
+    pods = GangPods.of_this_pod()
+    num_nodes = job.train.num_nodes or (pods.num_nodes if pods else 1)
+    if pods or num_nodes > 1:
+        cluster = cluster or GangCluster.from_pod(job.train.launcher)
+        return launch_gang(job, cluster, num_nodes, pods or GangPods(), module)
+    processes = job.train.num_processes or num_devices(job.train.device)
+    return None if processes == 1 else launch(job, processes, module)
+
+
+def outcome_of(result: JobResult, *, already_done: bool) -> Outcome:
+    """Return the outcome of a trained iteration."""
     return Outcome(
         refs={"state": result.state},
         metrics=result.metrics,
         values={"state_pin": result.state.pin()},
-        already_done=done is not None,
+        already_done=already_done,
     )
 
 
@@ -164,7 +192,7 @@ def _next_step(job: TrainJob) -> int:
     return int(info.get("step", 0)) + max(1, steps)
 
 
-def launch(job: TrainJob, processes: int) -> JobResult:
+def launch(job: TrainJob, processes: int, module: str = WORKER) -> str:
     """Run a job in several processes of this machine.
 
     Raises:
@@ -175,7 +203,7 @@ def launch(job: TrainJob, processes: int) -> JobResult:
     forget_result(pin)
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     line += ["--nproc-per-node", str(processes)]
-    line += ["-m", "planish.stages.train.ranks.worker", pin]
+    line += ["-m", module, pin]
     # Only the ranks get ahead; this process waits for them.
     telemetry.forget("planish_stage_progress_timestamp_seconds")
     logger.info("launching processes=%d", processes)
@@ -194,7 +222,9 @@ def launch(job: TrainJob, processes: int) -> JobResult:
     return result_of(pin, lost if code else None)
 
 
-def launch_gang(job: TrainJob, cluster: GangCluster, num_nodes: int, pods: GangPods) -> JobResult:
+def launch_gang(
+    job: TrainJob, cluster: GangCluster, num_nodes: int, pods: GangPods, module: str = WORKER
+) -> str:
     """Run a job in a gang of pods, or wait for the gang that an earlier attempt has submitted.
 
     A gang that trains the iteration in another way, left by a run that was terminated, is removed.
@@ -221,7 +251,7 @@ def launch_gang(job: TrainJob, cluster: GangCluster, num_nodes: int, pods: GangP
         work=hashlib.sha256(work.encode()).hexdigest(),
         num_nodes=num_nodes,
         num_processes=processes,
-        words=("planish.stages.train.ranks.worker", pin),
+        words=(module, pin),
         pods=pods,
         labels={
             STAGE_LABEL: "train",
@@ -257,7 +287,7 @@ def forget_result(pin: str) -> None:
             store.delete(f"{folder}/{name}")
 
 
-def result_of(pin: str, lost: PeerLost | None) -> JobResult:
+def result_of(pin: str, lost: PeerLost | None) -> str:
     """Return the result of the first rank; raise the error that a rank wrote, else `lost`."""
     folder = parse_pin(pin)[0].rpartition("/")[0]
     if store.exists(f"{folder}/error.json"):
@@ -266,4 +296,4 @@ def result_of(pin: str, lost: PeerLost | None) -> JobResult:
         raise kind(fault["message"])
     if lost is not None:
         raise lost
-    return JobResult.from_json(store.read(f"{folder}/result.json").decode())
+    return store.read(f"{folder}/result.json").decode()

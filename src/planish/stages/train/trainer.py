@@ -158,7 +158,11 @@ class Trainer:
             logger.info("new critic init=%s path=%s", critic.init, critic.path)
             del state["critic"], state["critic_optimizer"]
         checkpoint.load(pin, state, framework=framework, ranks=self.grid.ranks)
-        for name, stream in state.get("random", {}).items():
+        self.set_random(state.get("random", {}))
+
+    def set_random(self, streams: Mapping[str, Tensor]) -> None:
+        """Go on with random streams as `state` has returned them."""
+        for name, stream in streams.items():
             if name.startswith("torch."):
                 torch.set_rng_state(stream)
             else:

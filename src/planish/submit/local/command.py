@@ -62,6 +62,20 @@ def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = Fal
     parser.add_argument(
         "--compact", action="store_true", help="reward, train and checkpoint as one task"
     )
+    resident_option(parser)
+
+
+def resident_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option that runs several iterations in one task."""
+    parser.add_argument(
+        "--resident",
+        type=int,
+        nargs="?",
+        const=4,
+        metavar="N",
+        help="N iterations (default 4) as one task that keeps trainer and engine in memory; 0: a "
+        "task for each stage",
+    )
 
 
 def _setting(

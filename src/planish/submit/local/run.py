@@ -67,7 +67,7 @@ def start_run(arguments: argparse.Namespace, log_path: Path) -> subprocess.Popen
     """Start the local runner with its output in `log_path`."""
     command = [sys.executable, "-m", "pipelines.local"]
     for name, value in vars(arguments).items():
-        if name in OWN_OPTIONS or value in (None, "", False):
+        if name in OWN_OPTIONS or value is None or value is False or value == "":
             continue
         command.append(f"--{name.replace('_', '-')}")
         if value is not True:

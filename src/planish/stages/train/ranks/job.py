@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from planish import store
 from planish.algorithms import build_algorithm
@@ -63,7 +63,7 @@ class TrainJob:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> TrainJob:
+    def from_json(cls, text: str) -> Self:
         """Read what `to_json` wrote."""
         return cls(**json.loads(text))
 
@@ -145,6 +145,9 @@ class TrainJob:
         )
 
 
+JobT = TypeVar("JobT", bound=TrainJob)
+
+
 @dataclass(frozen=True)
 class JobResult:
     """The new train state, and scalars of the iteration."""
@@ -172,7 +175,7 @@ def write_job(job: TrainJob) -> str:
     return f"{uri}#sha256={digest}"
 
 
-def read_job(pin: str) -> TrainJob:
+def read_job(pin: str, kind: type[JobT]) -> JobT:
     """Return the job that `write_job` has written.
 
     Raises:
@@ -186,7 +189,7 @@ def read_job(pin: str) -> TrainJob:
             f"`{uri}` must be the job that the stage has written ({digest[:12]}), got "
             f"{len(data)} other bytes; run the stage again, it writes the job anew"
         )
-    return TrainJob.from_json(data.decode())
+    return kind.from_json(data.decode())
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from planish import store
 from planish.algorithms import build_algorithm
 from planish.algorithms.mismatch import mismatch_limit
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
-from planish.base.parallel import SINGLE, Ranks, join, leave, local_rank, pick_device
+from planish.base.parallel import SINGLE, Grid, Ranks, join, leave, local_rank, pick_device
 from planish.base.startup import spare_collections
 from planish.checkpoint import train_state as checkpoint
 from planish.models.adapters import KEY
@@ -40,53 +40,109 @@ from planish.run.stage_metrics import StageMetrics
 from planish.stages.train.batching import train_batch
 from planish.stages.train.progress import Progress
 from planish.stages.train.ranks.boundaries import Sigterm, StartOver, StepBoundaries
-from planish.stages.train.ranks.job import JobResult, TrainJob, read_inputs, read_job, relative_pin
-from planish.stages.train.trainer import Trainer
+from planish.stages.train.ranks.job import (
+    JobResult,
+    JobT,
+    TrainJob,
+    read_inputs,
+    read_job,
+    relative_pin,
+)
+from planish.stages.train.trainer import Trainer, set_up_torch
 from planish.stages.train.update import UpdateResult, run_update
 from planish.stages.train.window_values import earlier_values, values_to_store
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 
-def train_iteration(job: TrainJob, ranks: Ranks = SINGLE, asked: Event | None = None) -> JobResult:
+class HeldTrainer:
+    """The trainer of this process, which stays open from one iteration to the one that follows."""
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+        self.state_pin = ""
+        """The train state that `trainer` stands at."""
+        self._random: Mapping[str, Tensor] = {}
+
+    def take(self, state_pin: str) -> Trainer | None:
+        """Return the trainer that stands at a state, for one iteration; any other is closed."""
+        if self.state_pin != state_pin:
+            self.close()
+        trainer, self.trainer = self.trainer, None
+        if trainer is not None:
+            set_up_torch(trainer.config, trainer.device)
+            trainer.set_random(self._random)
+        return trainer
+
+    def close(self) -> None:
+        """Let go of the trainer."""
+        trainer, self.trainer = self.trainer, None
+        if trainer is not None:
+            trainer.close()
+            # Sharded modules refer to each other in circles.
+            gc.collect()
+
+    def keep(self, trainer: Trainer, state_pin: str, random: Mapping[str, Tensor]) -> None:
+        """Hold a trainer that stands at a state, saved with these random streams."""
+        self.trainer, self.state_pin, self._random = trainer, state_pin, random
+
+
+def train_iteration(
+    job: TrainJob,
+    ranks: Ranks = SINGLE,
+    asked: Event | None = None,
+    held: HeldTrainer | None = None,
+) -> JobResult:
     """Train on one rollout batch and write the update report, then the train state.
 
     Every rank calls it; the first one writes what is not sharded. All leave once one is `asked` to.
+    The trainer is that of `held`, where it stands at the right state, and stays there.
     """
     boundaries = StepBoundaries(job, ranks, asked)
     try:
         with contextlib.suppress(StartOver):
-            return _train(job, ranks, boundaries)
+            return _train(job, ranks, boundaries, held)
         # Sharded modules refer to each other in circles; the second attempt needs their memory.
         gc.collect()
-        return _train(job, ranks, boundaries)
+        return _train(job, ranks, boundaries, held)
     except Terminated:
         boundaries.leave()
         raise
 
 
-def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult:
-    """Train from the weights before the iteration, or go on from what was committed."""
-    config, info, inputs = job.train, job.info, read_inputs(job)
-    algorithm = build_algorithm(job.config.get("algorithm", {}))
-    grid, device = config.grid(ranks), pick_device(config.device, ranks.rank)
+def _open_trainer(job: TrainJob, grid: Grid, device: torch.device, *, has_critic: bool) -> Trainer:
+    """Return a new trainer that stands at the state before the iteration."""
     trainer = Trainer(
-        config,
+        job.train,
         job.policy_pin,
         temperature=job.temperature,
         seed=job.seed,
         grid=grid,
         device=device,
-        critic=job.critic if algorithm.needs_values else None,
-        critic_shape=info.get("critic") if algorithm.needs_values else None,
+        critic=job.critic if has_critic else None,
+        critic_shape=job.info.get("critic") if has_critic else None,
         adapters=job.adapters,
         sets_weights=not job.state_pin,
     )
     if job.state_pin:
         trainer.load(job.state_pin)
+    return trainer
+
+
+def _train(
+    job: TrainJob, ranks: Ranks, boundaries: StepBoundaries, held: HeldTrainer | None
+) -> JobResult:
+    """Train from the weights before the iteration, or go on from what was committed."""
+    config, info, inputs = job.train, job.info, read_inputs(job)
+    algorithm = build_algorithm(job.config.get("algorithm", {}))
+    grid, device = config.grid(ranks), pick_device(config.device, ranks.rank)
+    trainer = held.take(job.state_pin) if held else None
+    if trainer is None:
+        trainer = _open_trainer(job, grid, device, has_critic=algorithm.needs_values)
     started = time.perf_counter()
     rollouts, rewards = inputs.rollouts, inputs.rewards
     batch = train_batch(rollouts, rewards)
@@ -132,16 +188,19 @@ def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult
         report = UpdateReport(scalars, result.minibatches, attributes)
         write_report(layout.update(job.root, job.iteration), report)
     extra = _extra(job, trainer, result, stream)
-    held = trainer.state()
+    parts, framework = trainer.state()
     state = checkpoint.save(
         layout.state(job.root, result.progress.step),
-        {**held.parts, "extra": extra},
+        {**parts, "extra": extra},
         parents=job.parents(),
         attributes=attributes,
-        framework=held.framework,
+        framework=framework,
         ranks=ranks,
     )
-    trainer.close()
+    if held is None:
+        trainer.close()
+    else:
+        held.keep(trainer, state.pin(), parts["random"])
     boundaries.close()
     # What an earlier attempt has trained on took none of the time.
     share = 1 - boundaries.resumed / max(1, len(result.minibatches))
@@ -188,19 +247,16 @@ def _write(job: TrainJob, at: Callable[[str, int], str], record: Record) -> str:
     return relative_pin(job, place, ref.manifest_sha256)
 
 
-def main(argv: list[str]) -> int:
-    """Run one rank: read the job, train, and let the first rank write the result."""
+def run_rank(pin: str, kind: type[JobT], work: Callable[[JobT], tuple[Ranks, str]]) -> int:
+    """Do the work of one rank on a job; the first rank writes the result that `work` returns.
+
+    Returns:
+        The exit code of the process.
+    """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
-    folder = parse_pin(argv[0])[0].rpartition("/")[0]
+    folder = parse_pin(pin)[0].rpartition("/")[0]
     try:
-        job = read_job(argv[0])
-        config = job.train
-        device = pick_device(config.device, local_rank())
-        ranks = join(device, timeout_seconds=config.timeout_seconds)
-        with StageMetrics("train", job.iteration, ranks.rank) as shown:
-            shown.open()
-            result = train_iteration(job, ranks, Sigterm())
-            shown.publish(result.metrics)
+        ranks, result = work(read_job(pin, kind))
     except PlanishError as error:
         # The launcher sees only an exit code; the error itself travels through the store.
         fault = {"error": type(error).__name__, "message": str(error)}
@@ -211,8 +267,24 @@ def main(argv: list[str]) -> int:
     finally:
         leave()
     if ranks.is_first:
-        store.write(f"{folder}/result.json", result.to_json().encode())
+        store.write(f"{folder}/result.json", result.encode())
     return 0
+
+
+def train_rank(job: TrainJob) -> tuple[Ranks, str]:
+    """Train one iteration as one of several ranks; returns the result as JSON."""
+    device = pick_device(job.train.device, local_rank())
+    ranks = join(device, timeout_seconds=job.train.timeout_seconds)
+    with StageMetrics("train", job.iteration, ranks.rank) as shown:
+        shown.open()
+        result = train_iteration(job, ranks, Sigterm())
+        shown.publish(result.metrics)
+    return ranks, result.to_json()
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank of a train stage."""
+    return run_rank(argv[0], TrainJob, train_rank)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,91 @@
+"""The stage of several iterations at once: rollout, reward, train and checkpoint in one task."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from planish.base.errors import ConfigError, PlanishError, exit_code
+from planish.base.parallel import leave
+from planish.engines import APART
+from planish.run.stage import load_run
+from planish.stages.train.ranks.job import TrainJob
+from planish.stages.train.stage import in_ranks
+
+logger = logging.getLogger(__name__)
+
+RANK = "planish.stages.iterate.block"
+"""Program of a rank."""
+
+
+class Pins(NamedTuple):
+    """What a block hands to the next."""
+
+    policy_pin: str
+    """Pinned URI of the policy that samples next."""
+    state_pin: str
+    """The same for the train state."""
+
+
+@dataclass(frozen=True)
+class Block(TrainJob):
+    """Iterations `iteration`, `iteration + 1`, ...; pins are those before the first of them."""
+
+    count: int = 1
+    """Iterations of the block."""
+    offset: int = 0
+    """Iterations before this run."""
+
+
+def run(
+    root: str,
+    config_sha256: str,
+    number: int,
+    count: int,
+    offset: int,
+    num_shards: int,
+    policy_pin: str,
+    state_pin: str,
+) -> Pins:
+    """Run the iterations `number`, `number + 1`, ... of a run.
+
+    Args:
+        root: URI of the run.
+        config_sha256: digest of the run's configuration.
+        number: first iteration within this run, from 1.
+        count: iterations of the task.
+        offset: iterations before this run.
+        num_shards: rollout shards of an iteration.
+        policy_pin: pinned URI of the policy that samples first.
+        state_pin: pinned URI of the train state before; "" before the first iteration of all.
+
+    Raises:
+        SystemExit: as `run.stage.execute`; the log of the stage that failed explains it.
+    """
+    root = root.rstrip("/")
+    try:
+        config = load_run(root, config_sha256)["config"]
+        engine = config.get("engine", {}).get("name", "")
+        if engine in APART:
+            raise ConfigError(
+                "iterations in one task need an engine beside the trainer, got `engine.name` = "
+                f"{engine!r}; take `vllm` or `transformers`, or run iterations apart"
+            )
+        block = Block(
+            root, config, config_sha256, offset + number, num_shards, policy_pin, state_pin, "",
+            count=count, offset=offset,
+        )  # fmt: skip
+        told = in_ranks(block, RANK)
+    except PlanishError as error:
+        logger.error("failed stage=iterate iteration=%d error=%s", offset + number, error)
+        raise SystemExit(exit_code(error)) from None
+    if told is not None:
+        return Pins(*json.loads(told))
+    from planish.stages.iterate.block import run_block
+
+    try:
+        return run_block(block)
+    finally:
+        leave()
