@@ -159,7 +159,9 @@ class TokenScorer(nn.Module):
     def _score_chunk(
         self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        scores = logits(self.model, hidden).float() / temperature
+        scores = logits(self.model, hidden).float()
+        if temperature != 1.0:
+            scores = scores / temperature
         part = self.vocabulary
         if part is None:
             logprobs = torch.log_softmax(scores, dim=-1)

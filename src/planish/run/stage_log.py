@@ -32,6 +32,9 @@ def process_age_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started if started else 0.0
 
 
+_has_begun = False
+"""A task of this process has begun: only the first one waited for its start."""
+
 EARLIER = "earlier"
 """Key of an entry in progress for that of the attempt which has done the work before."""
 
@@ -70,7 +73,7 @@ class StageLog:
             "iteration": iteration,
             "shard": shard,
             "start_seconds": time.time(),
-            "startup_seconds": round(process_age_seconds(), 3),
+            "startup_seconds": 0.0 if _has_begun else round(process_age_seconds(), 3),
         }
         self._lines = _Lines()
         self._lines.setFormatter(LogFormatter(log_format))
@@ -81,6 +84,8 @@ class StageLog:
 
     def __enter__(self) -> StageLog:
         """Begin to collect and ship log lines."""
+        global _has_begun
+        _has_begun = True
         logging.getLogger().addHandler(self._lines)
         self._shipper.start()
         return self

@@ -56,7 +56,8 @@ def call(root: str, work: Any, tmp_path: Path, **more: Any) -> tuple[Outcome, di
     return execute("toy", work, root=root, outputs=outputs, **options), outputs
 
 
-def test_outputs_metrics_and_log_are_written(root: str, tmp_path: Path) -> None:
+def test_outputs_metrics_and_log_are_written(root: str, tmp_path, monkeypatch: Path) -> None:
+    monkeypatch.setattr("planish.run.stage_log._has_begun", False)
     ref = Ref("toy/1", f"{root}/toy", "a" * 64, {"num_rows": 5})
 
     def work(context: Context) -> Outcome:
@@ -83,6 +84,9 @@ def test_outputs_metrics_and_log_are_written(root: str, tmp_path: Path) -> None:
     assert 0 < entry["startup_seconds"] < 3600
     lines = store.read(f"{root}/logs/00002-toy-01-0.txt").decode()
     assert "working hard" in lines
+    # A second task of the process waits for no start.
+    call(root, work, tmp_path, iteration=3, shard=1)
+    assert read_json(layout.stage_log(root, "toy", 3, 1))["startup_seconds"] == 0
 
 
 @pytest.mark.parametrize(
