@@ -157,7 +157,8 @@ def block_rank(block: Block) -> tuple[Ranks, str]:
         raise
     except SystemExit as end:
         # The log of the stage holds the error; its kind gives the task the same exit code.
-        kind = {EXIT_CONFIG: ConfigError, EXIT_TRANSIENT: PeerLost}.get(end.code, PlanishError)
+        code = int(end.code or 0)
+        kind = {EXIT_CONFIG: ConfigError, EXIT_TRANSIENT: PeerLost}.get(code, PlanishError)
         raise kind(f"a stage of this task failed with exit code {end.code}") from None
 
 
