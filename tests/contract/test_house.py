@@ -31,7 +31,7 @@ CEILINGS = {
     "minder": 9_380,
     "models": 2_850,
     "records": 2_900,
-    "run": 2_810,
+    "run": 2_820,
     "show": 1_580,
     "stages": 17_870,
     "store": 2_830,
