@@ -31,8 +31,8 @@ from planish.run.signals import Terminated
 from planish.run.stage import Context, Outcome, execute, is_stopped
 from planish.stages.export.stage import export
 from planish.stages.export.stage import passed_through as same_policy
+from planish.stages.iterate.job import Block, Pins
 from planish.stages.iterate.residents import Residents
-from planish.stages.iterate.stage import Block, Pins
 from planish.stages.reward.stage import reward
 from planish.stages.rollout.stage import sample
 from planish.stages.train.ranks.boundaries import Sigterm

@@ -4,39 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from planish.base.errors import ConfigError, PlanishError, exit_code
 from planish.base.parallel import leave
 from planish.engines import APART
 from planish.run.stage import load_run
-from planish.stages.train.ranks.job import TrainJob
+from planish.stages.iterate.job import Block, Pins
 from planish.stages.train.stage import in_ranks
 
 logger = logging.getLogger(__name__)
 
 RANK = "planish.stages.iterate.block"
 """Program of a rank."""
-
-
-class Pins(NamedTuple):
-    """What a block hands to the next."""
-
-    policy_pin: str
-    """Pinned URI of the policy that samples next."""
-    state_pin: str
-    """The same for the train state."""
-
-
-@dataclass(frozen=True)
-class Block(TrainJob):
-    """Iterations `iteration`, `iteration + 1`, ...; pins are those before the first of them."""
-
-    count: int = 1
-    """Iterations of the block."""
-    offset: int = 0
-    """Iterations before this run."""
 
 
 def run(
