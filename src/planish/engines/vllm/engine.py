@@ -117,6 +117,7 @@ class VllmEngine(BaseEngine):
         self._max_rows, self._max_model_len, self._device = max_rows, max_model_len, device
         self._routing, self._load_format = routing, load_format
         self._shares_device = shares_device
+        self._sleeps = shares_device and device != "cpu"
         self._config = config or EngineConfig()
         self._llm: Any = None
         self._ranks: list[multiprocessing.process.BaseProcess] = []
@@ -305,10 +306,6 @@ class VllmEngine(BaseEngine):
         if self._sleeps:
             # Nothing is kept: the next weights come from the trainer.
             self._llm.sleep(2)
-
-    @property
-    def _sleeps(self) -> bool:
-        return self._shares_device and self._device != "cpu"
 
     def apply(self, function: Callable[[Any], Any]) -> Any:
         """Return what a function makes of the model of the only rank."""
