@@ -115,7 +115,7 @@ def test_a_secret_of_another_name_is_fixed_at_compilation():
 
 
 @pytest.mark.parametrize("name", ["cpu-tiny", "gpu-1x8"])
-def test_the_hub_token_and_the_cache_reach_the_pods_that_fetch_and_no_other(name):
+def test_the_hub_token_reaches_pods_that_fetch_and_the_cache_those_and_pods_with_gpus(name):
     profile = profile_named(name, num_iterations=1, cache_claim="models")
     spec, platform = yaml.safe_load_all(compile_text(profile))
     pods = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
@@ -133,8 +133,11 @@ def test_the_hub_token_and_the_cache_reach_the_pods_that_fetch_and_no_other(name
         assert all(secret["optional"] for secret in pod["secretAsEnv"])
         mounts = [(m["pvcNameParameter"], m["mountPath"]) for m in pod.get("pvcMount", ())]
         claim = {"runtimeValue": {"constant": "models"}}
-        assert mounts == ([(claim, "/cache")] if fetches else []), label
+        resources = profile.stages.get(stage)
+        has_gpus = bool(resources and resources.gpus)
+        assert mounts == ([(claim, "/cache")] if fetches or has_gpus else []), label
         env = {e["name"]: e["value"] for e in containers[label]["container"]["env"]}
+        assert (env.get("VLLM_CACHE_ROOT") == "/cache/vllm") == has_gpus, label
         assert (env.get("HF_HOME") == "/cache/huggingface") == fetches, label
 
 

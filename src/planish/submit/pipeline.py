@@ -28,6 +28,9 @@ IMAGES = ("core", "monitor", "rollout", "train")
 HUB_VARIABLE = "HF_TOKEN"
 """Variable that the hub secret fills, in the pods that fetch models and data sets."""
 
+VLLM_VARIABLE = "VLLM_CACHE_ROOT"
+"""Variable with the folder of what vLLM compiles, in the pods with GPUs."""
+
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 """Effects of taints."""
 
@@ -182,19 +185,21 @@ def set_secrets(pipeline: CompiledPipeline, *, store: str = "", hub: str = "") -
 
 
 def set_cache(pipeline: CompiledPipeline, claim: str) -> None:
-    """Give the pods that fetch models and data sets a volume for them."""
+    """Give pods a volume for what they fetch, and pods with GPUs for what vLLM compiles."""
     for container, pod in pipeline.pods():
         variables = {
             key["envVar"] for secret in pod.get("secretAsEnv", []) for key in secret["keyToEnv"]
         }
-        if HUB_VARIABLE not in variables:
+        environment = {each["name"]: each["value"] for each in container.get("env", [])}
+        folders = {"HF_HOME": "huggingface"} if HUB_VARIABLE in variables else {}
+        folders |= {VLLM_VARIABLE: "vllm"} if VLLM_VARIABLE in environment else {}
+        if not folders:
             continue
         name = {"runtimeValue": {"constant": claim}}
         mount = {"constant": claim, "mountPath": CACHE, "pvcNameParameter": name}
         mounts = pod.setdefault("pvcMount", [])
         mounts[:] = [each for each in mounts if each["mountPath"] != CACHE] + [mount]
-        environment = {each["name"]: each["value"] for each in container.get("env", [])}
-        environment["HF_HOME"] = f"{CACHE}/huggingface"
+        environment |= {key: f"{CACHE}/{folder}" for key, folder in folders.items()}
         container["env"] = [{"name": k, "value": v} for k, v in environment.items()]
 
 
