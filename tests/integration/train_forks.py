@@ -22,7 +22,7 @@ def preload():
 
 def train_rank(rank, size, folder, *, pin):
     """Be one rank of a job; returns the pin of the new state."""
-    return train_iteration(read_job(pin), Ranks(rank, size)).state.pin()
+    return train_iteration(read_job(pin, TrainJob), Ranks(rank, size)).state.pin()
 
 
 def train_job(job: TrainJob) -> str:

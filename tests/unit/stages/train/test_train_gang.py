@@ -76,13 +76,13 @@ def test_a_state_without_the_critic_that_is_needed_is_refused_before_the_gang(
 def test_a_torn_job_document_is_refused(file_root):
     job = job_of(file_root)
     pin = write_job(job)
-    assert read_job(pin) == job
+    assert read_job(pin, TrainJob) == job
     uri, _ = parse_pin(pin)
     store.write(uri, job.to_json().encode()[:-20])
     with pytest.raises(
         RecordError, match=r"must be the job that the stage has written.*other bytes"
     ):
-        read_job(pin)
+        read_job(pin, TrainJob)
 
 
 def test_one_iteration_has_one_name_however_it_is_shared_out(gangs, file_root):
