@@ -39,10 +39,11 @@ def check_profile(profile: Profile) -> None:
     pods = 2 if size else 1 + 2 * tasks
     each = POD_STATUS_BYTES * pods + TASK_BYTES * (1 if size else tasks + 1)
     most = MAX_OBJECT_BYTES // each * max(1, size)
+    per = f"for {size} iterations" if size > 1 else "an iteration"
     if not 1 <= profile.num_iterations <= most:
         faults.append(
             f"`num_iterations` must be 1 to {most}, got {profile.num_iterations}; the workflow "
-            f"object of a longer run with {pods} pods for {max(1, size)} outgrows what the cluster "
+            f"object of a longer run with {pods} pods {per} outgrows what the cluster "
             "stores (1 MiB): chain several runs instead"
         )
     if size < 0:

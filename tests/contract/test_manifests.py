@@ -311,8 +311,9 @@ def stage_of(step):
     return step.replace("-", "_")
 
 
-def test_the_workflow_has_every_stage_but_the_chain():
-    assert {stage_of(name) for name in STEPS} == {*STAGE_IMAGES} - {"next", *RESHARD_STAGES}
+def test_the_workflow_has_every_stage_but_the_chain_and_blocks_of_iterations():
+    others = {"next", "iterate", *RESHARD_STAGES}
+    assert {stage_of(name) for name in STEPS} == {*STAGE_IMAGES} - others
     assert WORKFLOW["spec"]["onExit"] == "report"
     account = WORKFLOW["spec"]["serviceAccountName"]
     assert account in names(resolve(FOLDER / "base"), "ServiceAccount")
