@@ -45,7 +45,8 @@ def run(root: Path, preset: str, iterations: int, settings: Sequence[str], *opti
     line += [word for setting in (*QUICK, *settings) for word in ("-o", setting)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
+    # A task that failed is tried again, and would hide what failed.
+    if done.returncode or "failed stage=" in done.stdout:
         raise SystemExit(
             f"{root} failed with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr}"
         )

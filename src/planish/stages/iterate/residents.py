@@ -56,8 +56,10 @@ class TrainerWeights(WeightSource):
         """Return a box of one tensor, which every rank gathers."""
         owner = self._owner[name]
         if self._gathered != owner:
-            held = self._tensors[owner].detach()
-            whole = held.full_tensor() if hasattr(held, "full_tensor") else held
+            # An engine loads in inference mode, in which torch gathers no shards.
+            with torch.inference_mode(False), torch.no_grad():
+                held = self._tensors[owner].detach()
+                whole = held.full_tensor() if hasattr(held, "full_tensor") else held
             self._gathered, self._parts = owner, on_disk({owner: whole}, self._config)
         return self._parts[name][index].to(self._names[name][1])
 
