@@ -9,8 +9,8 @@ from planish.run.__main__ import stage_run
 from planish.run.stage import Artifact, PathArtifact
 
 
-class Updated(NamedTuple):
-    """Output parameters."""
+class Pins(NamedTuple):
+    """Output parameters of a task that trains; the next one starts from them."""
 
     policy_pin: str
     """Pinned URI of the exported policy."""
@@ -28,7 +28,7 @@ def run(
     state_pin: str,
     state: Artifact,
     metrics: Artifact,
-) -> Updated:
+) -> Pins:
     """Run three stages in turn; each writes its own records and its own log.
 
     An attempt after one that was cut off finds the finished stages done and goes on behind them.
@@ -57,4 +57,4 @@ def run(
             state=state,
             policy=inside("policy"),
         )
-    return Updated(exported.policy_pin, trained.state_pin)
+    return Pins(exported.policy_pin, trained.state_pin)

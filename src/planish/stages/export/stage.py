@@ -38,7 +38,7 @@ def run(
     def work(context: Context) -> Outcome:
         if is_stopped(root, iteration):
             return passed_through(policy_pin)
-        return export(context, policy_pin, read_ref(state))
+        return export(context, policy_pin, read_ref(state).pin())
 
     digest, outputs = config_sha256, {"policy": policy}
     outcome = execute(
@@ -53,15 +53,15 @@ def passed_through(policy_pin: str) -> Outcome:
     return _outcome(read_manifest(uri, sha256=digest).ref(uri), already_done=True)
 
 
-def export(context: Context, policy_pin: str, state: Ref) -> Outcome:
-    """Export the policy of `state` unless an earlier attempt has."""
+def export(context: Context, policy_pin: str, state_pin: str) -> Outcome:
+    """Export the policy of a train state unless an earlier attempt has."""
     uri = layout.policy(context.root, context.iteration)
-    parents = {"policy": parse_pin(policy_pin)[1], "state": state.manifest_sha256}
+    parents = {"policy": parse_pin(policy_pin)[1], "state": parse_pin(state_pin)[1]}
     done = finished(uri, POLICY_SCHEMA, parents=parents, config_sha256=context.config_sha256)
     if done is not None:
         return _outcome(done, already_done=True)
     made = export_hf(
-        checkpoint_pin(state.pin()),
+        checkpoint_pin(state_pin),
         uri,
         policy=policy_pin,
         role=POLICY,

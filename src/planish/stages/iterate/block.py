@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from threading import Event
 
 from planish.base.errors import (
@@ -29,17 +28,16 @@ from planish.records.manifest import read_manifest
 from planish.run.__main__ import stage_run
 from planish.run.signals import Terminated
 from planish.run.stage import Context, Outcome, execute, is_stopped
-from planish.stages.export.stage import export
-from planish.stages.export.stage import passed_through as same_policy
-from planish.stages.iterate.job import Block, Pins
+from planish.run.update import Pins
+from planish.stages.export.stage import export, passed_through
+from planish.stages.iterate.job import Block
 from planish.stages.iterate.residents import Residents
 from planish.stages.reward.stage import reward
 from planish.stages.rollout.stage import sample
 from planish.stages.train.ranks.boundaries import Sigterm
 from planish.stages.train.ranks.job import TrainJob
 from planish.stages.train.ranks.worker import run_rank, train_iteration
-from planish.stages.train.stage import already_trained, outcome_of
-from planish.stages.train.stage import passed_through as same_state
+from planish.stages.train.stage import train_once
 
 SAMPLING_SECONDS = 12 * 3600.0
 """Longest wait of a rank for others that still sample, judge or export."""
@@ -115,35 +113,26 @@ def _run_iteration(
         state_pin=state_pin,
         rewards_pin=read_manifest(rewards).ref(rewards).pin(),
     )
-    train = partial(_train, job, ranks, residents, asked)
-    trained = task("train", lambda _: train()) if ranks.is_first else train()
+
+    def train(_: Context | None = None) -> Outcome:
+        return train_once(job, lambda: train_iteration(job, ranks, asked, residents.trainer))
+
+    trained = task("train", train) if ranks.is_first else train()
     state_pin = str(trained.values["state_pin"])
+    stopped = is_stopped(block.root, iteration)
     if ranks.is_first:
-        uri, _, digest = state_pin.partition("#sha256=")
-
-        def exported(context: Context) -> Outcome:
-            if is_stopped(block.root, iteration):
-                return same_policy(policy_pin)
-            return export(context, policy_pin, read_manifest(uri, sha256=digest).ref(uri))
-
-        task("checkpoint", exported)
+        task(
+            "checkpoint",
+            lambda context: (
+                passed_through(policy_pin) if stopped else export(context, policy_pin, state_pin)
+            ),
+        )
     ranks.barrier()
-    if not is_stopped(block.root, iteration):
+    if not stopped:
         place = layout.policy(block.root, iteration)
         policy_pin = read_manifest(place).ref(place).pin()
         residents.exported(policy_pin, state_pin)
     return Pins(policy_pin, state_pin)
-
-
-def _train(job: TrainJob, ranks: Ranks, residents: Residents, asked: Event | None) -> Outcome:
-    """Train one iteration, unless an earlier attempt has or the run was stopped before it."""
-    if is_stopped(job.root, job.iteration):
-        return same_state(job.state_pin)
-    done = already_trained(job)
-    if done is not None:
-        return outcome_of(done, already_done=True)
-    result = train_iteration(job, ranks, asked, residents.trainer)
-    return outcome_of(result, already_done=False)
 
 
 def block_rank(block: Block) -> tuple[Ranks, str]:

@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from planish.stages.train.ranks.job import TrainJob
-
-
-class Pins(NamedTuple):
-    """What a block hands to the next."""
-
-    policy_pin: str
-    """Pinned URI of the policy that samples next."""
-    state_pin: str
-    """The same for the train state."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from planish.base.errors import ConfigError, PlanishError, exit_code
 from planish.base.parallel import leave
 from planish.engines import APART
 from planish.run.stage import load_run
-from planish.stages.iterate.job import Block, Pins
+from planish.run.update import Pins
+from planish.stages.iterate.job import Block
 from planish.stages.train.stage import in_ranks
 
 logger = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,8 +84,6 @@ def run(
     iteration = offset + number
 
     def work(context: Context) -> Outcome:
-        if is_stopped(root, iteration):
-            return passed_through(state_pin)
         job = TrainJob(
             root=root,
             config=context.config,
@@ -108,42 +107,47 @@ def run(
     return TrainResult(state_pin=str(outcome.values["state_pin"]))
 
 
-def passed_through(state_pin: str) -> Outcome:
-    """Return the outcome where the run was stopped before the iteration: the state as it was."""
-    refs: dict[str, Ref] = {}
-    if state_pin:
-        uri, digest = parse_pin(state_pin)
-        refs["state"] = read_manifest(uri, sha256=digest).ref(uri)
-    return Outcome(refs=refs, values={"state_pin": state_pin}, already_done=True)
-
-
 def train(job: TrainJob, cluster: GangCluster | None = None) -> Outcome:
-    """Do the job unless an earlier attempt has: in one process, in several, or in several pods.
+    """Do the job once: in one process, in several, or in several pods.
 
     The cluster is that of this stage's pod; None asks for it where pods are needed.
     """
-    result = already_trained(job)
-    is_done = result is not None
-    if result is None and (told := in_ranks(job, WORKER, cluster)) is not None:
-        result = JobResult.from_json(told)
-    if result is None:
+
+    def work() -> JobResult:
+        if (told := in_ranks(job, WORKER, cluster)) is not None:
+            return JobResult.from_json(told)
         from planish.stages.train.ranks.worker import train_iteration
 
         try:
-            result = train_iteration(job)
+            return train_iteration(job)
         finally:
             leave()
-    return outcome_of(result, already_done=is_done)
+
+    return train_once(job, work)
 
 
-def already_trained(job: TrainJob) -> JobResult | None:
-    """Return what an earlier attempt of the job has finished; None where none has."""
+def train_once(job: TrainJob, work: Callable[[], JobResult]) -> Outcome:
+    """Do the work of a job unless an earlier attempt has, or the run was stopped before it."""
+    if is_stopped(job.root, job.iteration):
+        # The state passes through.
+        refs: dict[str, Ref] = {}
+        if job.state_pin:
+            uri, digest = parse_pin(job.state_pin)
+            refs["state"] = read_manifest(uri, sha256=digest).ref(uri)
+        return Outcome(refs=refs, values={"state_pin": job.state_pin}, already_done=True)
     done = already_done(job, _next_step(job))
     if done is None:
-        return None
-    report = read_report(UpdateReport, layout.update(job.root, job.iteration))
-    clear_steps(job)
-    return JobResult(done, report.scalars)
+        result = work()
+    else:
+        report = read_report(UpdateReport, layout.update(job.root, job.iteration))
+        result = JobResult(done, report.scalars)
+        clear_steps(job)
+    return Outcome(
+        refs={"state": result.state},
+        metrics=result.metrics,
+        values={"state_pin": result.state.pin()},
+        already_done=done is not None,
+    )
 
 
 def in_ranks(job: TrainJob, module: str, cluster: GangCluster | None = None) -> str | None:
@@ -159,16 +163,6 @@ def in_ranks(job: TrainJob, module: str, cluster: GangCluster | None = None) -> 
         return launch_gang(job, cluster, num_nodes, pods or GangPods(), module)
     processes = job.train.num_processes or num_devices(job.train.device)
     return None if processes == 1 else launch(job, processes, module)
-
-
-def outcome_of(result: JobResult, *, already_done: bool) -> Outcome:
-    """Return the outcome of a trained iteration."""
-    return Outcome(
-        refs={"state": result.state},
-        metrics=result.metrics,
-        values={"state_pin": result.state.pin()},
-        already_done=already_done,
-    )
 
 
 def _next_step(job: TrainJob) -> int:
