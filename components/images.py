@@ -137,8 +137,6 @@ class Profile:
     not exist."""
     gpu_memory_gb: int = 80
     """Memory of one GPU in 10**9 bytes; what does not fit is refused before a pod asks for it."""
-    cache_claim: str = ""
-    """Persistent volume claim for models and data sets; empty: each pod fetches its own."""
 
 
 WAITING = {"cpu": "500m", "memory": "4Gi"}

@@ -58,10 +58,6 @@ GANG_ENV = "PLANISH_GANG"
 
 SCRATCH = "/scratch"
 
-CACHE = "/cache"
-"""Where the claim for models, data sets and what vLLM compiles is mounted; a folder in it is a path
-of a model."""
-
 GPU_ENV: dict[str, str] = {
     "HOME": SCRATCH,
     "HF_HOME": f"{SCRATCH}/huggingface",
@@ -146,27 +142,11 @@ def with_pod_settings(
         kubernetes.empty_dir_mount(task, "scratch", SCRATCH)
         for name, value in GPU_ENV.items():
             task.set_env_variable(name, value)
-    _keep_what_is_fetched(
-        task, profile, fetches=stage in FETCHING_STAGES, has_gpus=bool(resources.gpus and not waits)
-    )
-    return task
-
-
-def _keep_what_is_fetched(
-    task: dsl.PipelineTask, profile: Profile, *, fetches: bool, has_gpus: bool
-) -> None:
-    """Give a pod that fetches the hub's token, and the claim to it and to pods with GPUs."""
-    if fetches:
+    if stage in FETCHING_STAGES:
         kubernetes.use_secret_as_env(
             task, profile.hub_secret, secret_key_to_env=dict(HUB_ENV), optional=True
         )
-    if profile.cache_claim and (fetches or has_gpus):
-        kubernetes.mount_pvc(task, pvc_name=profile.cache_claim, mount_path=CACHE)
-        if fetches:
-            task.set_env_variable("HF_HOME", f"{CACHE}/huggingface")
-        if has_gpus:
-            # What vLLM has compiled for a model and a device serves the pods after this one.
-            task.set_env_variable("VLLM_CACHE_ROOT", f"{CACHE}/vllm")
+    return task
 
 
 def gang_pods(resources: Resources, num_nodes: int) -> dict[str, Any]:

@@ -25,7 +25,14 @@ from pipelines.reshard import build_reshard
 from pipelines.share import name_tasks_apart, share_components
 from planish.submit.command import placement_options
 from planish.submit.local.command import resident_option
-from planish.submit.pipeline import CompiledPipeline, parse, parse_images, set_placement
+from planish.submit.pipeline import (
+    CompiledPipeline,
+    parse,
+    parse_images,
+    set_cache,
+    set_placement,
+    set_secrets,
+)
 
 GOLDEN = Path(__file__).resolve().parent.parent / "src/planish/submit/compiled"
 """Folder of the committed files, from which `planish submit` takes them."""
@@ -158,9 +165,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parallelism=arguments.parallelism,
                 compact=arguments.compact,
                 iterations_per_task=arguments.resident,
-                store_secret=arguments.store_secret,
-                hub_secret=arguments.hub_secret,
-                cache_claim=arguments.cache_claim,
             )
             for name in arguments.profile or PROFILES
         ]
@@ -168,6 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         texts = []
         for pipeline, profile in itertools.product(arguments.pipeline or BUILDERS, profiles):
             compiled = parse(compile_text(profile, images, pipeline=pipeline, monitor=monitor))
+            set_secrets(compiled, store=arguments.store_secret, hub=arguments.hub_secret)
+            set_cache(compiled, arguments.cache_claim)
             set_placement(
                 compiled,
                 pull_secrets=arguments.image_pull_secret,

@@ -85,14 +85,11 @@ def profile_named(
     num_iterations: int | None = None,
     num_shards: int | None = None,
     parallelism: int | None = None,
-    store_secret: str = "",
-    hub_secret: str = "",
-    cache_claim: str = "",
     compact: bool = False,
     iterations_per_task: int | None = None,
     gpu_memory_gb: int = 0,
 ) -> Profile:
-    """Return a profile of the table, with its counts, secrets and claim replaced where given.
+    """Return a profile of the table, with its counts replaced where given.
 
     Fewer shards lower the parallelism with them unless it is given too.
 
@@ -110,9 +107,6 @@ def profile_named(
         num_iterations=profile.num_iterations if num_iterations is None else num_iterations,
         num_shards=shards,
         parallelism=parallelism,
-        store_secret=store_secret or profile.store_secret,
-        hub_secret=hub_secret or profile.hub_secret,
-        cache_claim=cache_claim or profile.cache_claim,
         compact=compact or profile.compact,
         iterations_per_task=(
             profile.iterations_per_task if iterations_per_task is None else iterations_per_task

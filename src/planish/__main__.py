@@ -163,10 +163,6 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
             from planish.submit.local.command import run
 
             return run(options)
-        if options.command == "verifier":
-            from planish.show.verifier import run as run_verifier
-
-            return run_verifier(options, console)
         if options.command == "track":
             from planish.show.track import track
 
@@ -202,6 +198,7 @@ IN_PIECES: dict[str, str] = {
     "plan": "planish.stages.prepare.command",
     "rollout": "planish.engines.planner.cli",
     "sweep": "planish.submit.local.sweep",
+    "verifier": "planish.show.verifier",
     **dict.fromkeys(
         ("submit", "schedule", "upload", "status", "logs", "stop", "avoid", "cleanup"),
         "planish.submit.command",

@@ -27,7 +27,6 @@ from planish.minder.act.alerts import Alert
 from planish.minder.act.config import ActConfig, KubernetesConfig
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.objects import JobInfo
-from planish.minder.detect.config import minder_config
 from planish.minder.detect.denoise import Identity, Models
 from planish.minder.detect.frame import Frame
 from planish.minder.service.config import service_settings
@@ -146,12 +145,9 @@ def soak(hours: int) -> dict:
     clock = FastClock()
     day, heard = Day(clock, hours), Heard(clock)
     raw = {"prometheus": {"url": "http://none"}, "detect": {"metrics": list(METRICS)}}
-    config = minder_config({"detect": raw["detect"]})
     models = Models({name: Identity(name) for name in METRICS})
-    shared = Shared(config, models, OwnMetrics(), actor=heard, clock=clock)
-    service = Service(
-        service_settings(raw), shared, jobs=day.jobs, source_of=lambda job: DaySource(day, job.key)
-    )
+    shared = Shared(service_settings(raw), models, OwnMetrics(), actor=heard, clock=clock)
+    service = Service(shared, jobs=day.jobs, source_of=lambda job: DaySource(day, job.key))
     service.prepare()
     memory, calls, begun = [], 0, time.perf_counter()
     tracemalloc.start()

@@ -104,20 +104,13 @@ def test_pods_of_tasks_with_retries_begin_again_by_themselves_and_no_others(name
     assert importlib.util.find_spec("planish.run.again")
 
 
-def test_a_secret_of_another_name_is_fixed_at_compilation():
-    profile = profile_named(
-        "cpu-tiny", num_iterations=1, store_secret="team-store", hub_secret="team-hub"
-    )
-    _, platform = yaml.safe_load_all(compile_text(profile))
-    pods = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-    names = {secret["secretName"] for pod in pods.values() for secret in pod["secretAsEnv"]}
-    assert names == {"team-store", "team-hub"}
-
-
 @pytest.mark.parametrize("name", ["cpu-tiny", "gpu-1x8"])
 def test_the_hub_token_reaches_pods_that_fetch_and_the_cache_those_and_pods_with_gpus(name):
-    profile = profile_named(name, num_iterations=1, cache_claim="models")
-    spec, platform = yaml.safe_load_all(compile_text(profile))
+    profile = profile_named(name, num_iterations=1)
+    pipeline = shipped.parse(compile_text(profile))
+    shipped.set_cache(pipeline, "models")
+    shipped.set_secrets(pipeline, store="team-store", hub="team-hub")
+    spec, platform = pipeline.spec, pipeline.platform
     pods = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     containers = spec["deploymentSpec"]["executors"]
     for label, pod in pods.items():
@@ -126,11 +119,12 @@ def test_the_hub_token_reaches_pods_that_fetch_and_the_cache_those_and_pods_with
         tokens = [
             pair["envVar"]
             for secret in pod["secretAsEnv"]
-            if secret["secretName"] == "planish-hub"
+            if secret["secretName"] == "team-hub"
             for pair in secret["keyToEnv"]
         ]
         assert tokens == (["HF_TOKEN"] if fetches else []), label
         assert all(secret["optional"] for secret in pod["secretAsEnv"])
+        assert {s["secretName"] for s in pod["secretAsEnv"]} <= {"team-store", "team-hub"}
         mounts = [(m["pvcNameParameter"], m["mountPath"]) for m in pod.get("pvcMount", ())]
         claim = {"runtimeValue": {"constant": "models"}}
         resources = profile.stages.get(stage)
@@ -146,18 +140,10 @@ def test_the_hub_token_reaches_pods_that_fetch_and_the_cache_those_and_pods_with
     ("name", "preset"), [("cpu-tiny", "dapo-tiny"), ("gpu-1x8", "dapo-qwen2.5-0.5b")]
 )
 def test_what_submission_fills_in_equals_what_compilation_writes(name, preset, capsys):
-    options = ["--image", "mirror:5000/team:v2", "--store-secret", "team-store", "--hub-secret"]
-    options += ["team-hub", "--cache-claim", "models", "--gpu-memory", "141", "--iterations", "2"]
+    options = ["--image", "mirror:5000/team:v2", "--gpu-memory", "141", "--iterations", "2"]
     options += ["-p", f"preset={preset}"]
     assert planish(["submit", "s3://b/r", "--profile", name, *options, "--dry-run"]) == 0
-    profile = profile_named(
-        name,
-        num_iterations=2,
-        store_secret="team-store",
-        hub_secret="team-hub",
-        cache_claim="models",
-        gpu_memory_gb=141,
-    )
+    profile = profile_named(name, num_iterations=2, gpu_memory_gb=141)
     images = shipped.parse_images(["mirror:5000/team:v2"])
     assert drift_of(compile_text(profile, images), capsys.readouterr().out) == []
     assert set(shipped.IMAGES) == set(IMAGES)

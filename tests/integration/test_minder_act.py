@@ -67,14 +67,6 @@ def test_a_faulty_machine_is_cordoned_and_its_pods_of_the_job_are_evicted(fleet)
     assert (again.result, again.has_changed) == ("done", False)
 
 
-def test_mode_cordon_leaves_the_pods(fleet):
-    fleet.add_job(2)
-    outcome = twice(actor_of(fleet, mode="cordon"), alert(fleet))
-    assert (outcome.action, outcome.result) == ("cordon", "done")
-    assert fleet.node(0).is_unschedulable
-    assert fleet.pods() == ["train-0", "train-1"]
-
-
 def test_one_call_alone_a_stale_one_and_one_that_does_not_confirm_do_nothing(fleet):
     fleet.add_job(2)
     actor, about = actor_of(fleet), alert(fleet)
@@ -223,16 +215,6 @@ def test_a_budget_that_never_gives_way_ends_in_an_event(fleet):
     assert (again.result, again.has_changed) == ("blocked", False)
 
 
-def test_an_alert_of_which_nobody_speaks_any_more_is_forgotten(fleet):
-    fleet.add_job(2)
-    actor, about = actor_of(fleet, mode="observe"), alert(fleet)
-    actor.handle(about, result(about, NOW), NOW)
-    actor.reconcile(NOW + 3600)
-    assert not actor.handle(about, result(about, NOW), NOW).has_changed
-    actor.reconcile(NOW + 3601)
-    assert actor.handle(about, result(about, NOW), NOW).has_changed
-
-
 def test_a_limit_that_is_used_up_holds_for_a_new_process_until_its_window_is_over(fleet):
     fleet.add_job(4)
     limits = {"mode": "cordon", "max_node_share": 0.2}
@@ -291,10 +273,3 @@ def test_a_new_process_finds_what_was_done_and_does_it_no_second_time(fleet):
     again = twice(actor_of(fleet), about, NOW + 600)
     assert again.detail == "the machine does not work for the job now"
     assert fleet.node(0).annotations == before
-
-
-def test_a_machine_that_left_the_job_is_left_alone(fleet):
-    fleet.add_job(2)
-    outcome = twice(actor_of(fleet), alert(fleet, 3))
-    assert outcome.detail == "the machine does not work for the job now"
-    assert not fleet.node(3).is_unschedulable

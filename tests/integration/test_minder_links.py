@@ -11,7 +11,6 @@ from planish.minder.act.config import ActConfig
 from planish.minder.act.kube import names
 from planish.stages.report.gather import gather
 from tests.integration.minder_cluster import Fleet, alert, install_workflows, result
-from tests.integration.waiting import wait_for
 
 pytestmark = pytest.mark.server
 
@@ -41,14 +40,10 @@ def start_run(fleet, root, name="run-a"):
         names.ITERATION_LABEL: "7",
     }
     executor = json.dumps({"inputs": {"parameterValues": {"root": root}}})
+    command = ["launch", "--executor_input", executor]
     for number in range(3):
-        fleet.add_pod(
-            f"{name}-{number}",
-            fleet.name(number),
-            job="",
-            labels={**labels, names.RANK_LABEL: str(number)},
-            container={"command": ["launch", "--executor_input", executor]},
-        )
+        place = (f"{name}-{number}", fleet.name(number))
+        fleet.add_pod(*place, job="", labels=labels, container={"command": command})
     return f"{fleet.namespace}/{name}/train"
 
 
@@ -73,20 +68,6 @@ def test_an_alert_is_told_to_pods_workflow_and_root(fleet, tmp_path):
     (path,) = (tmp_path / "run/alerts").iterdir()
     assert path.name == f"19700101T001640Z-{fleet.name(1)}.json"
     stored = json.loads(path.read_text())
-    assert stored.pop("pods") == [
-        {
-            "machine": fleet.name(1),
-            "pod": "run-a-1",
-            "namespace": fleet.namespace,
-            "run_id": "1234",
-            "stage": "train",
-            "iteration": 7,
-            "job": "run-a",
-            "rank": 1,
-            "start": 1_767_225_600,
-            "end": 0,
-        }
-    ]
     history = stored.pop("history")
     assert [(one["second"], one["action"].split(":")[0]) for one in history] == [
         (NOW, "evict waiting"),
@@ -135,21 +116,3 @@ def test_a_missing_workflow_and_a_broken_store_stop_nothing(fleet, tmp_path):
     done = actor.handle(about, result(about, NOW + 60), NOW + 60)
     assert (done.action, done.result) == ("evict", "done")
     assert fleet.node(1).is_unschedulable
-
-
-def test_the_table_of_machines_and_runs_remembers_what_has_ended(fleet, tmp_path):
-    start_run(fleet, "")
-    actor = actor_of(fleet, ())
-    assert [job.name for job in actor.jobs(1_767_225_700)] == ["run-a"]
-    fleet.call(fleet.core.delete_namespaced_pod, "run-a-1", fleet.namespace)
-    wait_for(lambda: fleet.pods() == ["run-a-0", "run-a-2"], 20)
-    actor.jobs(1_767_225_800)
-    (job,) = actor.jobs(1_767_225_801)
-    # The alert began while the pod was there.
-    about = alert(fleet, 1, job=job.key, since=1_767_225_750.0)
-    (row,) = actor.table.of_alert(about, job)
-    facts = {"pod": "run-a-1", "run_id": "1234", "rank": 1, "end": 1_767_225_800}
-    assert facts.items() <= row.items()
-    assert actor.table.of_alert(alert(fleet, 1, since=1_767_225_800.0), job) == []
-    actor.jobs(1_767_225_801 + 86_400)
-    assert actor.table.of_alert(about, job) == []

@@ -19,8 +19,6 @@ from planish.minder.service.http import Deadline
 from planish.minder.service.prometheus import Prometheus, PrometheusConfig, queries_of
 from planish.minder.service.pull import Puller
 from tests.integration.minder_service import raw_settings, write_toml
-from tests.integration.waiting import wait_for
-from tests.servers.exporter_fleet import Fault
 
 pytestmark = pytest.mark.server
 
@@ -155,32 +153,3 @@ def test_prometheus_parses_every_default_query(prometheus):
         client.check("sum(", "metrics.x.promql", deadline)
     assert set(PUBLISHED_ORDER) < set(METRICS)
     assert abs(client.now(deadline) - time.time()) < 5
-
-
-def test_a_fleet_that_is_scraped_every_second_shows_its_faults(prometheus, fleet):
-    prometheus.config = fleet.scrape_config()
-    prometheus.start()
-    wait_for(lambda: len(prometheus.query("up == 1")) == 8, 20)
-    time.sleep(8)
-    fleet.inject(Fault("node-001", "shift", "cpu_usage", 40.0))
-    fleet.inject(Fault("node-003", "silent"))
-    fleet.inject(Fault("node-005", "reset"))
-    time.sleep(9)
-    names = ("cpu_usage", "gpu_duty_cycle")
-    client = Prometheus(PrometheusConfig(url=prometheus.url, delay_seconds=1))
-    one = Puller(client, {name: METRICS[name] for name in names}, "job")
-    frame = one.pull(fleet.machines, 16, Deadline.after(20))
-    cpu, gpu = frame.values["cpu_usage"], frame.values["gpu_duty_cycle"]
-    assert one.intervals["gpu_duty_cycle"] == pytest.approx(1.0, abs=0.1)
-    # The last seconds: one machine works far harder, one says nothing, the others are alike.
-    assert np.isnan(cpu[-2:, 3]).all()
-    assert np.isnan(gpu[-2:, 3]).all()
-    assert np.isfinite(gpu[:6, 3]).any()
-    others = np.delete(cpu, [1, 3], axis=1)
-    assert np.nanmedian(cpu[-4:, 1]) - np.nanmedian(others[-4:]) > 30
-    # Neither the counter that began anew nor the exporter that died makes a spike.
-    assert np.nanmin(cpu) > 10
-    # A scrape that came late on a busy machine moves a rate for a moment.
-    assert np.nanpercentile(others, 90) < 45
-    assert np.nanmax(others) < 80
-    assert np.nanmax(cpu[:, 3]) < 45

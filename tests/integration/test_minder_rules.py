@@ -14,8 +14,6 @@ from tests.servers.program import require
 
 pytestmark = pytest.mark.server
 
-LABELS = "cluster=c namespace=n job_name=j"
-
 
 def program(name):
     require(name, remedy="install it with `make tools`")
@@ -67,29 +65,3 @@ def test_scrape_configurations_are_valid(name, tmp_path):
     done = run(program("promtool"), "check", "config", path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "valid prometheus config" in done.stdout
-
-
-def test_the_alertmanager_configuration_is_valid():
-    done = run(program("amtool"), "check-config", "alertmanager.yaml")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 inhibit rules" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("labels", "receiver"),
-    [
-        ("alertname=MinderFaultyMachine severity=critical kind=dissimilar", "operations-page"),
-        ("alertname=MinderDown severity=critical", "operations-page"),
-        ("alertname=MinderSlow severity=warning", "operations"),
-        ("alertname=MinderLimitsWrong severity=warning", "operations"),
-        ("alertname=NodeNotReady severity=warning", "operations"),
-        ("alertname=PlanishNonFinite severity=critical", "training"),
-        ("alertname=PlanishLowKeptFraction severity=warning", "training"),
-    ],
-)
-def test_alerts_reach_those_who_can_act(labels, receiver):
-    options = ("--config.file=alertmanager.yaml", f"--verify.receivers={receiver}")
-    line = ("config", "routes", "test", *options, *LABELS.split(), *labels.split())
-    done = run(program("amtool"), *line)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip() == receiver

@@ -7,6 +7,7 @@ here, and the figures of docs/results.md with `evaluate`.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from dataclasses import asdict
@@ -20,10 +21,11 @@ from planish.minder.detect.metrics_table import METRICS
 from planish.minder.detect.model_files import default_models
 from planish.minder.lab.calibrate import Recorded, calibrate, record, site_tables, toml_of
 from planish.minder.lab.cases import facts_of, trace_files
+from planish.minder.lab.evaluate import in_processes
 from planish.minder.lab.files import write_frame, write_samples
 from planish.minder.lab.train import train_models
 from planish.minder.lab.vae import Training
-from tests.minder_lab.evaluate import SEEDS, Plan, Wanted, case_of, cases, each_case, evaluate
+from tests.minder_lab.evaluate import SEEDS, Plan, Wanted, case_of, cases, evaluate
 from tests.minder_lab.report import markdown, report
 from tests.minder_lab.simulator import SIMULATED, simulate
 from tests.minder_lab.variants import RECIPES, build
@@ -194,10 +196,9 @@ def _fit(plan: Plan) -> None:
 def _calibrate(options: argparse.Namespace) -> dict[str, Any]:
     plan = _plan(options, (options.variant,))
     (variant,) = plan.build().values()
-    recorded = each_case(
-        plan,
+    recorded = in_processes(
+        functools.partial(_record, plan=plan),
         _cases(options),
-        _record,
         workers=options.workers,
         progress=lambda done, total: _progress("cases", done, total),
     )
@@ -210,8 +211,8 @@ def _calibrate(options: argparse.Namespace) -> dict[str, Any]:
     return {**best.to_json(), "tables": tables}
 
 
-def _record(wanted: Wanted, variants: dict[str, Any], plan: Plan) -> Recorded:
-    (variant,) = variants.values()
+def _record(wanted: Wanted, plan: Plan) -> Recorded:
+    (variant,) = plan.build().values()
     return record(case_of(wanted, plan), variant.models, variant.config, detector=variant.make())
 
 

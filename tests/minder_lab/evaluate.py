@@ -5,17 +5,16 @@ Seeds of training, calibration and evaluation never meet, see `SEEDS`.
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from planish.minder.lab.cases import Case, read_case
-from planish.minder.lab.evaluate import Progress, outcome_of
+from planish.minder.lab.evaluate import Progress, in_processes, outcome_of
 from planish.minder.lab.score import CaseOutcome
 from tests.minder_lab.simulator import simulate
 from tests.minder_lab.simulator.sampling import thinned
@@ -26,9 +25,6 @@ SEEDS = {"train": 1_000_000, "calibrate": 2_000_000, "evaluate": 3_000_000}
 
 Wanted = tuple[int, str | None] | Path
 """A case: seed and fault of a simulated job, or the file of a recorded one."""
-Judged = TypeVar("Judged")
-Judge = Callable[[Wanted, Mapping[str, Variant], "Plan"], Judged]
-"""Says something of a case."""
 
 
 @dataclass(frozen=True)
@@ -78,68 +74,17 @@ def case_of(wanted: Wanted, plan: Plan) -> Case:
 
 
 def evaluate(
-    plan: Plan,
-    wanted: Sequence[Wanted],
-    *,
-    workers: int = 1,
-    progress: Progress | None = None,
+    plan: Plan, wanted: Sequence[Wanted], *, workers: int = 1, progress: Progress = lambda *_: None
 ) -> dict[str, list[CaseOutcome]]:
-    """Replay every case through every variant.
-
-    Returns:
-        Variant to the outcomes, in the order of the cases.
-    """
-    found: dict[str, list[CaseOutcome]] = {name: [] for name in plan.variants}
-    for outcomes in each_case(plan, wanted, one_case, workers=workers, progress=progress):
-        for name, outcome in outcomes.items():
-            found[name].append(outcome)
-    return found
+    """Return variant to its outcomes, in the order of the cases."""
+    judge = functools.partial(one_case, plan=plan)
+    found = list(in_processes(judge, wanted, workers=workers, progress=progress))
+    return {name: [outcomes[name] for outcomes in found] for name in plan.variants}
 
 
-def each_case(
-    plan: Plan,
-    wanted: Sequence[Wanted],
-    judge: Judge[Judged],
-    *,
-    workers: int,
-    progress: Progress | None,
-) -> Iterator[Judged]:
-    """Yield what is said of each case, in their order; `judge` is a function of a module."""
-    for done, judged in enumerate(_each(plan, wanted, judge, workers), 1):
-        if progress:
-            progress(done, len(wanted))
-        yield judged
-
-
-def _each(
-    plan: Plan, wanted: Sequence[Wanted], judge: Judge[Judged], workers: int
-) -> Iterator[Judged]:
-    if workers <= 1:
-        variants = plan.build()
-        for one in wanted:
-            yield judge(one, variants, plan)
-        return
-    # torch does not survive a fork once it has computed.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _begin, (plan, judge)) as pool:
-        yield from pool.map(_next, wanted)
-
-
-_worker: dict[str, Any] = {}
-"""Of a worker process: its plan, detectors and what is done with them."""
-
-
-def _begin(plan: Plan, judge: Judge[Any]) -> None:
-    _worker.update(plan=plan, variants=plan.build(), judge=judge)
-
-
-def _next(wanted: Wanted) -> Any:
-    return _worker["judge"](wanted, _worker["variants"], _worker["plan"])
-
-
-def one_case(wanted: Wanted, variants: Mapping[str, Variant], plan: Plan) -> dict[str, CaseOutcome]:
+def one_case(wanted: Wanted, plan: Plan) -> dict[str, CaseOutcome]:
     """Replay one case through all variants."""
-    case = case_of(wanted, plan)
+    case, variants = case_of(wanted, plan), plan.build()
     metrics = tuple(dict.fromkeys(m for v in variants.values() for m in v.config.detect.metrics))
     return {
         name: outcome_of(

@@ -145,7 +145,7 @@ def parse_section(cls: type[SectionT], raw: Mapping[str, Any], *, section: str) 
 
 
 def _fault(section: str, item: Any, cls: type[BaseModel]) -> str:
-    path = ".".join([section, *(str(part) for part in item["loc"])])
+    path = ".".join([*filter(None, [section]), *map(str, item["loc"])])
     value = f"{item.get('input')!r:.200}"
     if item["type"] == "extra_forbidden":
         for part in item["loc"][:-1]:
@@ -158,7 +158,7 @@ def _fault(section: str, item: Any, cls: type[BaseModel]) -> str:
         )
         return f"`{path}` is not a known key, got {value}{hint}"
     if item["type"] == "value_error":
-        return f"`{path}`: {item['ctx']['error']}"
+        return f"{path and f'`{path}`: '}{item['ctx']['error']}"
     return f"`{path}`: {item['msg']}, got {value}"
 
 

@@ -24,11 +24,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(command: Sequence[str]) -> int:
-    """Run a command up to twice; a signal or a fault of the settings ends it for good.
-
-    Returns:
-        Its exit code; 128 and the number of a signal that killed it.
-    """
+    """Run a command up to twice; a signal or a fault of the settings ends it for good."""
     # What an attempt leaves behind becomes a child of this process, and is found.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     pod = int(os.environ.get("KFP_RETRY_INDEX", "0"))

@@ -34,15 +34,9 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class AvoidedNode:
-    """One node and who named it.
-
-    Example:
-        >>> AvoidedNode("node-3", "monitor_check", run_id="7f3a", iteration=4).name
-        'node-3'
-    """
+    """One node and who named it."""
 
     name: str
-    """Name of the node."""
     named_by: str
     """`monitor_check`, or `operator`."""
     run_id: str = ""
@@ -54,21 +48,12 @@ class AvoidedNode:
 
 
 def is_node_name(name: str) -> bool:
-    """Tell whether a machine may be the value of the label that holds a node's name.
-
-    Example:
-        >>> is_node_name("gpu-7.example"), is_node_name("10.0.0.7:9100")
-        (True, False)
-    """
+    """Tell whether a machine may be the value of the label that holds a node's name."""
     return _NAME.fullmatch(name) is not None
 
 
 def avoid(root: str, node: AvoidedNode) -> bool:
-    """Keep the following runs on a root away from a node; the first who names it counts.
-
-    Returns:
-        Whether nobody had named it before.
-    """
+    """Keep the following runs on a root away from a node; False: somebody named it before."""
     if not is_node_name(node.name):
         raise ConfigError(
             f"a node must be named like the label `{HOSTNAME_LABEL}`, got {node.name!r}; the "
@@ -95,10 +80,6 @@ def node_affinity(names: Sequence[str]) -> dict[str, Any]:
     """Return the affinity that keeps a pod away from these nodes; empty for none.
 
     One term with one requirement: terms are alternatives, so a second one would let a pod back.
-
-    Example:
-        >>> node_affinity([])
-        {}
     """
     if not names:
         return {}

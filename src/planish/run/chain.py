@@ -31,22 +31,12 @@ class Chain(Section):
 
 
 def parse_chain(text: str) -> Chain:
-    """Read the run parameter; empty text is a single new run.
-
-    Example:
-        >>> parse_chain('{"runs": 3}').runs
-        3
-    """
+    """Read the run parameter; empty text is a single new run."""
     return parse_section(Chain, _table(text), section="chain")
 
 
 def with_settings(text: str, **settings: Any) -> str:
-    """Return the run parameter with some settings replaced.
-
-    Example:
-        >>> with_settings('{"runs": 3}', index=1)
-        '{"index": 1, "runs": 3}'
-    """
+    """Return the run parameter with some settings replaced."""
     table = {**_table(text), **settings}
     parse_section(Chain, table, section="chain")
     return json.dumps(table, sort_keys=True)

@@ -21,12 +21,7 @@ def record_event(
 ) -> None:
     """Write an event under the root of a run; again with the same beginning it replaces the first.
 
-    Args:
-        root: URI of the run.
-        kind: `attempt`, `gang` or `resumed`.
-        iteration: 1, 2, ...; 0 outside iterations.
-        begin_seconds: Unix time at which it began; 0 is now.
-        facts: values of JSON that say more.
+    `kind` is `attempt`, `gang` or `resumed`; `iteration` is 0 outside; a beginning of 0 is now.
     """
     begin = begin_seconds or time.time()
     uri = layout.event(root, f"{begin:017.6f}-{kind}")

@@ -55,13 +55,10 @@ class Kube:
         patience_seconds: float = PATIENCE_SECONDS,
         request_seconds: float = REQUEST_SECONDS,
     ) -> None:
-        """Make a client; nothing is sent yet.
+        """Make a client by a `kubernetes.client.Configuration`; nothing is sent yet.
 
-        Args:
-            settings: a `kubernetes.client.Configuration`: address and credentials.
-            namespace: of the caller's objects.
-            patience_seconds: how long a request is sent again; 0 sends it once.
-            request_seconds: limit of one attempt.
+        A request is sent again for `patience_seconds`, 0 sends it once; `namespace` is that of the
+        caller's objects.
         """
         from kubernetes import client
 
@@ -83,12 +80,7 @@ class Kube:
 
     @classmethod
     def connect(cls, kubeconfig: str = "", **options: Any) -> Self:
-        """Connect by a kubeconfig, or by the service account of this pod.
-
-        Args:
-            kubeconfig: path of the file; empty takes the account, and the pod's namespace.
-            options: those of the class.
-        """
+        """Connect by a kubeconfig, or by the service account and in the namespace of this pod."""
         from kubernetes import client
         from kubernetes.config import ConfigException, load_incluster_config, load_kube_config
 

@@ -28,9 +28,7 @@ class KubeflowRun:
     """A run of Kubeflow, with what is needed to start the same pipeline again."""
 
     experiment_id: str
-    """Experiment of the run."""
     parameters: Mapping[str, Any]
-    """Its run parameters."""
     service_account: str
     """Service account of its pods; empty for the default."""
     pipeline_root: str
@@ -48,20 +46,12 @@ class KfpRuns:
     """
 
     def __init__(self, host: str = "", *, client: Any = None) -> None:
-        """Connect to the installation at a URL; without one, to that which this pod belongs to.
-
-        Args:
-            host: URL of the API; empty for the installation of this pod.
-            client: an `ApiClient` that is already configured, in place of both.
-        """
+        """Connect to the API at a URL, else to that of this pod, or use an `ApiClient`."""
         import kfp_server_api
 
         if client is None:
             settings = kfp_server_api.Configuration(host=host or api_url())
-            token = Path(os.environ.get("KF_PIPELINES_SA_TOKEN_PATH", TOKEN_FILE))
-            if token.is_file():
-                settings.api_key_prefix["authorization"] = "Bearer"
-                settings.api_key["authorization"] = token.read_text("utf-8").strip()
+            authorise(settings)
             client = kfp_server_api.ApiClient(settings)
         self._api = kfp_server_api
         self._runs = kfp_server_api.RunServiceApi(client)
@@ -121,6 +111,14 @@ class KfpRuns:
         return str(created.run_id)
 
 
+def authorise(settings: Any, token: str = "") -> None:
+    """Let a client carry a token; without one, that which Kubeflow mounts in its pods, if any."""
+    mounted = Path(os.environ.get("KF_PIPELINES_SA_TOKEN_PATH", TOKEN_FILE))
+    if token or mounted.is_file():
+        settings.api_key_prefix["authorization"] = "Bearer"
+        settings.api_key["authorization"] = token or mounted.read_text("utf-8").strip()
+
+
 def api_url() -> str:
     """Return the URL of the API that this pod belongs to.
 
@@ -132,42 +130,22 @@ def api_url() -> str:
 
 
 def title(root: str, preset: str, place: str) -> str:
-    """Return the name of a run for people: last part of the root, preset, place in its chain.
-
-    Example:
-        >>> title("s3://runs/team/first", "dapo-tiny", "#0")
-        'first dapo-tiny #0'
-    """
+    """Return the name of a run for people: last part of the root, preset, place in its chain."""
     return " ".join(word for word in (root.rpartition("/")[2], preset, place) if word)
 
 
 def run_name(root: str, chain_index: int, preset: str = "") -> str:
-    """Return the name of the `chain_index`-th run on a root; no run of another root has it.
-
-    Example:
-        >>> run_name("s3://runs/a", 3, "dapo-tiny")
-        'a dapo-tiny #3 0ec2680505c3'
-    """
+    """Return the name of the `chain_index`-th run on a root; no run of another root has it."""
     return f"{title(root, preset, f'#{chain_index}')} {_mark(root)}"
 
 
 def restart_name(root: str, counter: int, preset: str = "") -> str:
-    """Return the name of the `counter`-th restart on a root; no run of another root has it.
-
-    Example:
-        >>> restart_name("s3://runs/a", 1)
-        'a restart 1 0ec2680505c3'
-    """
+    """Return the name of the `counter`-th restart on a root; no run of another root has it."""
     return f"{title(root, preset, f'restart {counter}')} {_mark(root)}"
 
 
 def description(root: str) -> str:
-    """Return the description of a run, which the run page shows as plain text.
-
-    Example:
-        >>> description("file:///runs/a")
-        'The report lies at file:///runs/a/report/report.html when the run has ended.'
-    """
+    """Return the description of a run, which the run page shows as plain text."""
     from planish.records import layout
 
     return f"The report lies at {layout.report(root)}/report.html when the run has ended."

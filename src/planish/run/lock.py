@@ -1,9 +1,9 @@
 """Who runs on a root now: a lock that is taken over at once when its holder is gone.
 
-Each holder of the lock creates one small object with the next number. The store creates it only if
-it does not exist, so of two runs at the same moment one succeeds. A lock is free when its holder
-has ended, or has written that the following run is submitted. It keeps two runs off one root; it
-does not order the tasks of one run.
+Each holder creates one small object with the next number, which the store creates only once, so of
+two runs at the same moment one succeeds. A lock is free when its holder has ended, or has written
+that the following run is submitted. It keeps two runs off one root; it does not order the tasks of
+one run.
 """
 
 from __future__ import annotations
@@ -32,23 +32,16 @@ STALE_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Holder:
-    """What holds a lock: a run of the cluster, or a process of one machine.
-
-    Example:
-        >>> Holder("cluster", run_id="7f3a").describe()
-        'run 7f3a of the cluster'
-    """
+    """What holds a lock: a run of the cluster, or a process of one machine."""
 
     kind: Literal["local", "cluster"]
     """`cluster` where the task knows its run id."""
     run_id: str = ""
-    """Run id of the cluster."""
     host: str = ""
     """Name of the machine, for people."""
     space: str = ""
     """Boot of the machine and its process-id namespace: where `pid` means something."""
     pid: int = 0
-    """Process that runs the pipeline."""
     started: int = 0
     """Start of that process in clock ticks since boot: tells it from a later one with its id."""
 
@@ -116,11 +109,7 @@ def is_alive(holder: Holder) -> bool | None:
 
 
 def read_lock(root: str) -> Lock:
-    """Return the newest generation of the lock.
-
-    Raises:
-        RecordError: the lock object is not one of ours.
-    """
+    """Return the newest generation of the lock; RecordError: it is not one of ours."""
     generations = store.list_uris(layout.locks(root))
     names = [uri.rpartition("/")[2].removesuffix(".json") for uri in generations]
     newest = max((int(name) for name in names if name.isdecimal()), default=0)
@@ -156,11 +145,7 @@ def check_free(
     alive: Callable[[Holder], bool | None] = is_alive,
     now: float | None = None,
 ) -> Lock:
-    """Return the newest generation of a lock that `me` may take or keep; writes nothing.
-
-    Raises:
-        RootInUse: another run holds it.
-    """
+    """Return the newest generation of a lock that `me` may take or keep, else raise RootInUse."""
     lock = read_lock(root)
     if lock.holder is None or lock.holder == me or is_handed_over(root, lock):
         return lock
@@ -180,12 +165,9 @@ def check_free(
 
 
 def refuse_stranger(root: str, me: Holder) -> None:
-    """Refuse a run that never had the lock of a root which another run uses.
+    """Refuse a run that never had the lock of a root which another run uses (RootInUse).
 
     A run of a cluster is also refused where the others have ended: what lies there is theirs.
-
-    Raises:
-        RootInUse: what `me` would write belongs to another run.
     """
     lock = read_lock(root)
     generations = range(lock.generation, 0, -1)
@@ -203,16 +185,7 @@ def acquire(
     alive: Callable[[Holder], bool | None] = is_alive,
     now: float | None = None,
 ) -> Lock:
-    """Take the lock of a root, or keep it.
-
-    Args:
-        root: URI of the run.
-        me: who wants it.
-        alive: tells whether another holder lives; None when it cannot tell.
-        now: Unix time in seconds, for tests.
-
-    Returns:
-        The generation that is held now.
+    """Take the lock of a root, or keep it, and return the generation that is held now.
 
     Raises:
         RootInUse: another run holds it, or took it at this very moment.
@@ -245,12 +218,10 @@ def _words(holder: Holder | None) -> str:
 
 
 def hand_over(root: str, me: Holder) -> bool:
-    """Let the run that follows take the lock although this one has not quite ended.
+    """Let the run that follows take the lock although this one has not quite ended; tell if it held
+    it.
 
     Only the last tasks of a run may say so: nothing of it writes anything that trains afterwards.
-
-    Returns:
-        Whether `me` held the lock.
     """
     lock = read_lock(root)
     if lock.holder != me:
@@ -266,10 +237,7 @@ def is_handed_over(root: str, lock: Lock) -> bool:
 
 
 def beat(root: str, me: Holder) -> bool:
-    """Renew the heartbeat of a lock that `me` holds; returns whether it does.
-
-    A later holder's lock is another object, so a late heartbeat cannot harm it.
-    """
+    """Renew the heartbeat of a lock that `me` holds; returns whether it does."""
     lock = read_lock(root)
     if lock.holder != me:
         return False

@@ -30,15 +30,9 @@ Process = tuple[int, int]
 
 
 class Terminated(SystemExit):
-    """A signal asked this process to end; its code becomes the exit code unless it is caught.
-
-    Example:
-        >>> str(Terminated(signal.SIGTERM, 75)), str(Terminated(signal.SIGINT, 130))
-        ('stopped by SIGTERM', 'interrupted')
-    """
+    """A signal asked this process to end; its code becomes the exit code unless it is caught."""
 
     def __init__(self, number: int, code: int) -> None:
-        """Keep the exit code."""
         is_keyboard = number == signal.SIGINT
         super().__init__(
             "interrupted" if is_keyboard else f"stopped by {signal.Signals(number).name}"
@@ -125,11 +119,7 @@ def _descendants(table: dict[int, tuple[int, Process]]) -> set[Process]:
 
 
 def end_descendants(limit_seconds: float) -> None:
-    """Ask all that this process has started, and what they have, to end; kill what stays.
-
-    Args:
-        limit_seconds: what lives so long after it was asked is killed.
-    """
+    """Ask all that this process has started, and what they have, to end; kill what stays."""
     deadline = time.monotonic() + limit_seconds
     asked: set[Process] = set()
     while True:

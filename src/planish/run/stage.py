@@ -1,7 +1,7 @@
 """What every stage does around its own work: configuration, logs, outputs, exit codes.
 
-It deliberately knows nothing of any single stage. The same `run` function of a stage is called by
-its KFP component and, through `stage_main`, from a command line.
+It knows nothing of any single stage. KFP components and `stage_main` call the same `run` of a
+stage.
 """
 
 from __future__ import annotations
@@ -89,18 +89,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Context:
-    """Facts of one task of one run.
-
-    Example:
-        >>> context = Context("file:///r", "reward", 3, 0, {"run": {"seed": 7}}, "0" * 64, {})
-        >>> context.seed
-        7
-    """
+    """Facts of one task of one run."""
 
     root: str
-    """URI of the run."""
     stage: str
-    """Name of the stage."""
     iteration: int
     """1, 2, ... inside iterations, 0 outside."""
     shard: int
@@ -123,11 +115,7 @@ class Context:
 
 
 def read_ref(artifact: Artifact) -> Ref:
-    """Read the Ref that an input artifact holds.
-
-    Raises:
-        RecordError: no such file, or it holds no Ref.
-    """
+    """Read the Ref that an input artifact holds; RecordError: no such file, or no Ref."""
     try:
         return Ref.from_json(Path(artifact.path).read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -138,12 +126,7 @@ def read_ref(artifact: Artifact) -> Ref:
 
 
 def read_run(root: str) -> dict[str, Any]:
-    """Read `run.json`.
-
-    Raises:
-        ObjectMissing: the root is new.
-        ConfigError: it holds no configuration.
-    """
+    """Read `run.json`; ObjectMissing: the root is new; ConfigError: it holds no configuration."""
     uri = layout.run_file(root)
     remedy = "choose a new root"
     try:
@@ -160,11 +143,7 @@ def read_run(root: str) -> dict[str, Any]:
 
 
 def load_run(root: str, digest: str) -> dict[str, Any]:
-    """Load `run.json` and check that its configuration has the given digest.
-
-    Raises:
-        ConfigError: missing, or another configuration.
-    """
+    """Load `run.json` and check that its configuration has the given digest."""
     uri = layout.run_file(root)
     try:
         run = read_run(root)
@@ -344,12 +323,7 @@ def execute(
 
 
 def stage_parser(run: Callable[..., Any], prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the command line of a stage, made from the signature of its `run`.
-
-    Args:
-        run: scalars become options, artifacts are given as paths.
-        prog: how the stage is called, for its help; None for the name of the running program.
-    """
+    """Return the command line of a stage, made of the signature of its `run`."""
     hints = typing.get_type_hints(run)
     doc = inspect.getdoc(run) or ""
     parser = argparse.ArgumentParser(prog=prog, description=doc.partition("\n")[0])
@@ -381,12 +355,10 @@ def _parse_bool(text: str) -> bool:
 def stage_main(
     run: Callable[..., Any], argv: Sequence[str] | None = None, *, prog: str | None = None
 ) -> int:
-    """Call a stage's `run` with the options of `stage_parser`.
+    """Call a stage's `run` with the options of `stage_parser`, output parameters as JSON to
+    `--values`.
 
-    Output parameters are written as JSON to `--values`.
-
-    Returns:
-        0; every failure leaves by SystemExit with its own code.
+    Every failure leaves by SystemExit with its own code.
     """
     arguments = vars(stage_parser(run, prog).parse_args(argv))
     values_path = arguments.pop("values")

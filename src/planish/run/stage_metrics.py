@@ -59,21 +59,13 @@ SCALARS: Mapping[str, Mapping[str, str]] = {
 
 
 class StageMetrics:
-    """The metrics of one task, served from `open` until the block ends.
-
-    Example:
-        >>> with StageMetrics("reward", 3) as shown:
-        ...     shown.publish({"reward_mean": 0.5})
-    """
+    """The metrics of one task, served from `open` until the block ends."""
 
     def __init__(self, stage: str, iteration: int, rank: int | None = None) -> None:
         """Bind the facts; nothing is served yet.
 
-        Args:
-            stage: name of the stage.
-            iteration: 1, 2, ... inside iterations, else 0.
-            rank: of a process that a launcher started. The launcher has the first port, the process
-                `i` of a machine the one `i + 1` after it.
+        `rank` is that of a process that a launcher started, which has the first port; the process
+        `i` of a machine has the one `i + 1` after it.
         """
         self._stage, self._iteration, self._rank = stage, iteration, rank
         self._server: telemetry.MetricsServer | None = None

@@ -25,13 +25,7 @@ _DOCUMENT_LIMIT_BYTES = 16 << 20
 
 
 def show(text: str, console: Console, *, rows: int) -> None:
-    """Print the set, report, run root or document at `text`.
-
-    Args:
-        text: a store URI, a pinned URI (its digest is checked) or a local path.
-        console: where to print.
-        rows: how many rows of a record set to print in full.
-    """
+    """Print what is at a URI, a pin or a path; `rows` of a record set in full."""
     if not text.strip():
         raise ConfigError(
             f"what to show must be a URI or a path, got {text!r}; a dot is the working directory"

@@ -88,12 +88,7 @@ def run(
 
 
 def default_names(roots: Sequence[str]) -> list[str]:
-    """Return the fewest last parts of the roots that tell them apart.
-
-    Example:
-        >>> default_names(["s3://b/x/run1", "s3://b/y/run1"])
-        ['x/run1', 'y/run1']
-    """
+    """Return the fewest last parts of the roots that tell them apart."""
     cuts = (["/".join(root.split("/")[-n:]) for root in roots] for n in itertools.count(1))
     return next(names for names in cuts if len(set(names)) == len(roots))
 

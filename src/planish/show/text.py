@@ -14,12 +14,7 @@ from planish.base.text import printable
 
 
 def cell(value: Any, *, width: int = 60) -> Text:
-    """Return one line of at most `width` characters without control characters or markup.
-
-    Example:
-        >>> cell({"b": 1.5}).plain
-        '{"b": 1.5}'
-    """
+    """Return one line of at most `width` characters without control characters or markup."""
     return Text(printable(_plain(value), limit=width))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,12 +30,7 @@ _MAX_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class Point:
-    """One value of one curve.
-
-    Example:
-        >>> Point("train/loss", 3, 0.25, 1.7e9).name
-        'train/loss'
-    """
+    """One value of one curve."""
 
     name: str
     """`group/metric`; a group has one meaning of `step`."""
@@ -48,45 +42,34 @@ class Point:
     """Unix time of the record."""
 
 
-class Tracker(ABC):
+class Tracker:
     """One place that a run is written to."""
 
     run_id = ""
     """Names the run there; given back when a follower starts again."""
 
-    @abstractmethod
     def open(self, run_id: str, config: Mapping[str, Any]) -> None:
         """Begin a run with its settings by dotted name, or continue that of an earlier follower."""
 
-    @abstractmethod
     def write(self, points: Sequence[Point], batch: int) -> None:
         """Write points in any order; they are safe when it returns.
 
         The batch rises by one with every call that succeeded, over all followers of a run.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def close(self, *, has_ended: bool, has_failed: bool) -> None:
-        """Let go.
-
-        Args:
-            has_ended: the run is over; otherwise only this follower is.
-            has_failed: a task of it has failed for good.
-        """
+        """Let go of a run that is over, or that goes on; a task may have failed for good."""
 
 
 class TensorBoard(Tracker):
     """Event files, one for each batch of points, below a folder of the run or another."""
 
     def __init__(self, root: str, place: str) -> None:
-        """Find the folder or URI; "" is `trackers/tensorboard` below the root."""
         self._folder = normal_uri(place or f"{layout.trackers(root)}/tensorboard")
         self._files = import_module("tensorboard.summary.writer.event_file_writer")
         self._protocol = import_module("tensorboard.compat.proto.event_pb2")
         self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
-
-    def open(self, run_id: str, config: Mapping[str, Any]) -> None:
-        """Do nothing: files need no beginning."""
 
     def write(self, points: Sequence[Point], batch: int) -> None:
         """Write one whole file, whose name is that of the batch: a second try replaces it."""
@@ -104,15 +87,11 @@ class TensorBoard(Tracker):
             name = f"events.out.tfevents.{batch:010d}.planish"
             store.write(f"{self._folder}/{name}", written.read_bytes())
 
-    def close(self, *, has_ended: bool, has_failed: bool) -> None:
-        """Do nothing: every file is whole."""
-
 
 class MLflow(Tracker):
     """A run on a tracking server of MLflow."""
 
     def __init__(self, root: str, place: str, experiment: str, name: str) -> None:
-        """Make a client of the server at `place`, or at `MLFLOW_TRACKING_URI`; ask nothing yet."""
         # Its client would print the address of the run on standard output.
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         tracking = import_module("mlflow.tracking")
@@ -162,7 +141,6 @@ class WeightsAndBiases(Tracker):
     """A run of Weights & Biases; `WANDB_MODE=offline` keeps it in `WANDB_DIR`."""
 
     def __init__(self, root: str, place: str, name: str) -> None:
-        """Keep the settings; the project `place` is `planish` where it is empty."""
         self._wandb = import_module("wandb")
         self._root, self._project, self._name = root, place or "planish", name
         self._run: Any = None
@@ -198,13 +176,10 @@ class WeightsAndBiases(Tracker):
 
 
 def open_tracker(target: str, root: str, *, experiment: str, name: str) -> Tracker:
-    """Return the tracker that a word of the command line names.
+    """Return the tracker that a word names: `tensorboard[=FOLDER]`, `mlflow[=URI]` or
+    `wandb[=PROJECT]`.
 
-    Args:
-        target: `tensorboard[=FOLDER]`, `mlflow[=URI]` or `wandb[=PROJECT]`.
-        root: of the run.
-        experiment: of MLflow.
-        name: of the run where it is shown; "" takes the last part of the root.
+    `experiment` is that of MLflow; an empty `name` takes the last part of the root.
     """
     kind, _, place = target.partition("=")
     name = name or root.rpartition("/")[2]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from rich.console import Console
-from rich.text import Text
-
-from planish.base.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from planish.base.errors import EXIT_FAILED, ConfigError
+from planish.checkpoint.cli.command import Ended
 from planish.verifiers import (
     VERIFIERS,
     VerifierOptions,
@@ -26,62 +24,51 @@ MAX_EXAMPLES = 3
 """Rows shown of each kind."""
 
 
-def run(options: argparse.Namespace, console: Console) -> int:
-    """Do one of the commands, and return the exit code."""
+def run(options: argparse.Namespace, progress: Callable[[str, int, int], None]) -> Iterator[str]:
+    """Yield the verifiers, or what a check says; `Ended` where there are faults."""
     if options.action == "list":
-        return list_verifiers(console)
-    return check(options.name, options.data, options.timeout_seconds, console)
+        yield from list_verifiers()
+    else:
+        yield from check(options.name, options.data, options.timeout_seconds)
 
 
-def list_verifiers(console: Console) -> int:
-    """Print the built-in verifiers, what each does, and the entry points that are installed."""
+def list_verifiers() -> Iterator[str]:
+    """Yield the built-in verifiers, what each does, and the entry points that are installed."""
     lines = {name: (find_verifier(name).__doc__ or "").splitlines()[0] for name in VERIFIERS}
     lines |= {n: value for n, value in installed_verifiers().items() if n not in VERIFIERS}
     for name, line in lines.items():
-        console.print(Text(f"{name:<14}{line}"), soft_wrap=True)
-    return EXIT_DONE
+        yield f"{name:<14}{line}"
 
 
-def check(name: str, data: str, timeout_seconds: float, console: Console) -> int:
-    """Print what the contract says of a verifier, or how a built-in one judges rows.
+def check(name: str, data: str, timeout_seconds: float) -> Iterator[str]:
+    """Yield what the contract says of a verifier, or how a built-in one judges the rows of `data`.
 
-    Args:
-        name: a built-in one, `package.module:function` or an entry point.
-        data: JSONL or Parquet file with rows; empty for none.
-        timeout_seconds: limit of one call.
-        console: where to print.
-
-    Returns:
-        The exit code.
+    Calls take at most `timeout_seconds`; `Ended` where there are faults.
     """
     cases = read_cases(data) if data else []
     if split_name(name)[0] in VERIFIERS:
         if not cases:
             raise ConfigError(f"`--data` must name rows to try {name!r} on, got none")
-        return _check_built_in(
-            name, cases, VerifierOptions(timeout_seconds=timeout_seconds), console
-        )
+        yield from _check_built_in(name, cases, VerifierOptions(timeout_seconds=timeout_seconds))
+        return
     report = check_contract(name, cases, timeout_seconds=timeout_seconds)
-    for fault in report.faults:
-        console.print(Text(f"fault: {' '.join(fault.split())}"), soft_wrap=True)
-    for warning in report.warnings:
-        console.print(Text(f"warning: {warning}"), soft_wrap=True)
+    yield from (f"fault: {' '.join(fault.split())}" for fault in report.faults)
+    yield from (f"warning: {warning}" for warning in report.warnings)
     calls = f"{report.num_calls} calls, slowest {report.slowest_seconds:.3f} s"
     if report.faults:
-        console.print(Text(f"{name}: {len(report.faults)} faults in {calls}"), soft_wrap=True)
-        return EXIT_FAILED
+        yield f"{name}: {len(report.faults)} faults in {calls}"
+        raise Ended(EXIT_FAILED)
     scores = report.scores
     if scores:
         right = sum(score == 1.0 for score in scores)
         calls += f"; {len(scores)} rows: {right} right, mean {sum(scores) / len(scores):.3f}"
-    console.print(Text(f"{name}: keeps the contract; {calls}"), soft_wrap=True)
-    return EXIT_DONE
+    yield f"{name}: keeps the contract; {calls}"
 
 
 def _check_built_in(
-    name: str, cases: Sequence[VerifierCase], options: VerifierOptions, console: Console
-) -> int:
-    """Print how many rows are right, wrong and not judgeable; scores that differ are faults."""
+    name: str, cases: Sequence[VerifierCase], options: VerifierOptions
+) -> Iterator[str]:
+    """Yield how many rows are right, wrong and not judgeable; scores that differ are faults."""
     check_verifier(name)
     kinds: dict[str, list[str]] = defaultdict(list)
     faults = []
@@ -99,6 +86,6 @@ def _check_built_in(
     counts = ", ".join(f"{len(kinds[kind])} {kind}" for kind in ("right", "wrong", "not judgeable"))
     lines = [f"{name}: {len(cases)} rows: {counts}"]
     lines += [f"{kind}: {row}" for kind in kinds for row in kinds[kind][:MAX_EXAMPLES]]
-    for line in [*lines, *faults]:
-        console.print(Text(" ".join(line.split())), soft_wrap=True)
-    return EXIT_FAILED if faults else EXIT_DONE
+    yield from (" ".join(line.split()) for line in [*lines, *faults])
+    if faults:
+        raise Ended(EXIT_FAILED)

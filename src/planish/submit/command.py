@@ -1,7 +1,6 @@
 """Commands `planish submit`, `schedule`, `upload`, `status`, `logs`, `stop`, `avoid`, `cleanup`.
 
-They yield plain tables and lines, which the caller prints. What they need of the client of
-Kubeflow is imported when one of them runs.
+They yield what the caller prints, and import the client of Kubeflow when one of them runs.
 """
 
 from __future__ import annotations
@@ -135,7 +134,6 @@ def _connected(options: argparse.Namespace) -> Kubeflow:
 
 
 def _pipeline(options: argparse.Namespace, what: str) -> CompiledPipeline:
-    """Return the pipeline that the options name, with what they replace in it."""
     from planish.submit import pipeline as pipelines
 
     if what not in pipelines.NAMES:
@@ -146,8 +144,7 @@ def _pipeline(options: argparse.Namespace, what: str) -> CompiledPipeline:
         raise ConfigError(f"`--pipeline` must hold {what}, got {pipeline.name}")
     pipelines.set_images(pipeline, pipelines.parse_images(options.image))
     pipelines.set_secrets(pipeline, store=options.store_secret, hub=options.hub_secret)
-    if options.cache_claim:
-        pipelines.set_cache(pipeline, options.cache_claim)
+    pipelines.set_cache(pipeline, options.cache_claim)
     pipelines.set_placement(
         pipeline,
         pull_secrets=options.image_pull_secret,
@@ -164,11 +161,7 @@ def _pipeline(options: argparse.Namespace, what: str) -> CompiledPipeline:
 
 
 def start(options: argparse.Namespace) -> Lines:
-    """Start a run, or a recurring one, and yield its id.
-
-    Raises:
-        ClusterError: nobody answers.
-    """
+    """Start a run, or a recurring one, and yield its id."""
     from planish.submit.parameters import (
         check_root,
         check_settings,
@@ -261,7 +254,6 @@ def _parameters(run: Any) -> Mapping[str, Any]:
 
 
 def _root_of(options: argparse.Namespace) -> str:
-    """Return the root of a run that is named by root or id."""
     if "/" in options.run:
         return str(options.run)
     server = _connected(options)

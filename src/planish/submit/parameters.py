@@ -107,10 +107,7 @@ def check_settings(
 ) -> list[str]:
     """Refuse settings that the pods of a pipeline can not carry; return what to be warned of.
 
-    Args:
-        parameters: of the run.
-        pipeline: with its pods.
-        asks: ask the hub or a store for what is not known here; nothing is ever fetched whole.
+    With `asks` the hub or a store tells what is not known here; nothing is ever fetched whole.
     """
     keys = ("preset", "config", "overrides", "model", "dataset", "seed")
     given = {key: parameters.get(key, pipeline.inputs[key]["defaultValue"]) for key in keys}
@@ -154,34 +151,19 @@ def check_settings(
 
 
 def pipeline_root(root: str) -> str:
-    """Return where Kubeflow keeps the small artifacts of a run: beside the root, in its bucket.
-
-    Example:
-        >>> pipeline_root("s3://bucket/team/run"), pipeline_root("file:///shared/run")
-        ('s3://bucket/kfp', '')
-    """
+    """Return where Kubeflow keeps the small artifacts of a run: beside the root, in its bucket."""
     scheme, _, path = root.partition("://")
     return f"s3://{path.partition('/')[0]}/kfp" if scheme == "s3" else ""
 
 
 def default_experiment(root: str) -> str:
-    """Return the experiment of a run: the first folder of its root, else the bucket.
-
-    Example:
-        >>> default_experiment("s3://bucket/team/run"), default_experiment("s3://bucket/run")
-        ('team', 'bucket')
-    """
+    """Return the experiment of a run: the first folder of its root, else the bucket."""
     bucket, *folders = root.partition("://")[2].strip("/").split("/")
     return folders[0] if len(folders) > 1 else bucket
 
 
 def default_name(parameters: Mapping[str, Any], *, recurs: bool = False) -> str:
-    """Return the name of a run; a schedule has no place in the chain.
-
-    Example:
-        >>> default_name({"root": "s3://bucket/first", "preset": "dapo-tiny"})
-        'first dapo-tiny #0'
-    """
+    """Return the name of a run; a schedule has no place in the chain."""
     index = parse_chain(parameters.get("chain", "")).index
     place = f"#{index}" if not recurs and index >= 0 else ""
     return title(parameters["root"], parameters["preset"], place)

@@ -35,7 +35,7 @@ EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 """Effects of taints."""
 
 CACHE = "/cache"
-"""Where those pods see the claim for models and data sets."""
+"""Where those pods see the claim for models and data sets; a folder in it is a path of a model."""
 
 MAX_FILE_BYTES = 16 << 20
 
@@ -52,7 +52,7 @@ class CompiledPipeline:
     """The document of Kubernetes settings."""
 
     def text(self) -> str:
-        """Return the YAML; of a pipeline in which nothing was changed, that of its file."""
+        """Return the YAML; unchanged, it is that of its file."""
         documents = [self.spec, self.platform]
         return self.heading + yaml.dump_all(documents, Dumper=yaml.CSafeDumper, sort_keys=True)
 
@@ -140,12 +140,8 @@ def parse(text: str) -> CompiledPipeline:
 def parse_images(words: Sequence[str]) -> dict[str, str]:
     """Return image names to references, from `name=reference` or from what all have in common.
 
-    What they have in common is a folder of a registry, with the version of this package as tag
-    unless one follows a colon.
-
-    Example:
-        >>> parse_images(["mirror:5000/team:v2", "core=mirror:5000/own@sha256:ab"])["train"]
-        'mirror:5000/team/train:v2'
+    That is a folder of a registry, with the version of this package as tag unless one follows a
+    colon.
     """
     found: dict[str, str] = {}
     for word in words:
@@ -185,8 +181,11 @@ def set_secrets(pipeline: CompiledPipeline, *, store: str = "", hub: str = "") -
 
 
 def set_cache(pipeline: CompiledPipeline, claim: str) -> None:
-    """Give pods a volume for what they fetch, and pods with GPUs for what vLLM compiles."""
-    for container, pod in pipeline.pods():
+    """Give pods a volume for what they fetch, and pods with GPUs for what vLLM compiles.
+
+    That serves the pods after this one. An empty claim changes nothing.
+    """
+    for container, pod in pipeline.pods() if claim else ():
         variables = {
             key["envVar"] for secret in pod.get("secretAsEnv", []) for key in secret["keyToEnv"]
         }
@@ -204,12 +203,7 @@ def set_cache(pipeline: CompiledPipeline, claim: str) -> None:
 
 
 def parse_toleration(text: str) -> dict[str, str]:
-    """Return a toleration of `KEY[=VALUE][:EFFECT]`, as `kubectl taint` writes taints.
-
-    Example:
-        >>> parse_toleration("dedicated=rl:NoSchedule")["operator"]
-        'Equal'
-    """
+    """Return a toleration of `KEY[=VALUE][:EFFECT]`, as `kubectl taint` writes taints."""
     taint, _, effect = text.partition(":")
     key, equals, value = taint.partition("=")
     if not key or effect not in ("", *EFFECTS):
@@ -230,11 +224,7 @@ def set_placement(
 ) -> None:
     """Say where every pod of a run may go, and what opens the registry of its image.
 
-    Args:
-        pipeline: to change.
-        pull_secrets: names of secrets.
-        tolerations: each as `parse_toleration` reads it.
-        node_selectors: each a label and its value, `KEY=VALUE`.
+    `tolerations` are as `parse_toleration` reads them, `node_selectors` labels `KEY=VALUE`.
     """
     labels = {}
     for word in node_selectors:

@@ -24,11 +24,7 @@ _LOG = re.compile(
 
 
 def stop(root: str, *, undo: bool = False) -> list[str]:
-    """Ask a run to end after the iteration in progress, or take that back.
-
-    Returns:
-        What was written or deleted, and what follows.
-    """
+    """Ask a run to end after its iteration, or take that back; return what was done and follows."""
     root = normal_uri(root)
     uri = layout.stop_file(root)
     if not store.exists(layout.run_file(root)):
@@ -51,11 +47,7 @@ def stop(root: str, *, undo: bool = False) -> list[str]:
 
 
 def avoid(root: str, node: str, *, undo: bool = False) -> list[str]:
-    """Keep the following runs on a root away from a node, or take that back.
-
-    Returns:
-        What was written or deleted, and what follows.
-    """
+    """Keep the following runs away from a node, or take that back; return what was done."""
     root = normal_uri(root)
     uri = layout.avoided_node(root, node)
     if not undo:
@@ -165,13 +157,8 @@ def follow(
 ) -> Iterator[str]:
     """Yield lines as tasks write them until the run has ended.
 
-    Attempts that ended before are left out, but for the one that began last. Tasks hand their lines
-    over once a minute. A line that says whose they are stands above each change of task.
-
-    Args:
-        root, stage, iteration, num_lines: as in `logs`; lines of before, of each attempt.
-        has_ended: asked before each look; what is there then is the last.
-        sleep: waits between two looks, in seconds.
+    Attempts that ended before are left out, but for the one that began last. `has_ended` is asked
+    before each look; the other arguments are as in `logs`.
     """
     folder = _checked_folder(root, num_lines)
     shown: dict[str, int] = {}

@@ -28,7 +28,7 @@ from planish.base.errors import ClusterError, ConfigError
 from planish.base.telemetry import redact
 from planish.run.chain import FIRST_UNFINISHED, with_settings
 from planish.run.kube import own_namespace
-from planish.run.kubeflow import TOKEN_FILE, KfpRuns, KubeflowRun, description
+from planish.run.kubeflow import KfpRuns, KubeflowRun, authorise, description
 from planish.submit.parameters import pipeline_root
 from planish.submit.pipeline import CompiledPipeline
 
@@ -54,11 +54,7 @@ class Kubeflow:
     """Namespace in which Kubeflow itself runs."""
 
     def namespace_of_runs(self, wanted: str) -> str:
-        """Return where pods of runs live.
-
-        Args:
-            wanted: namespace that the caller has named; empty for none.
-        """
+        """Return where pods of runs live; `wanted` is what the caller has named, or empty."""
         if self.is_multi_user and not wanted:
             raise ConfigError(
                 "`--namespace` must name the namespace of your profile, got none; the Kubeflow at "
@@ -79,12 +75,7 @@ class Kubeflow:
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[None]:
-        """Turn what the server refuses into one line.
-
-        Raises:
-            ConfigError: there is no such thing, or this account may not have it.
-            ClusterError: the server failed, or did not answer.
-        """
+        """Turn what the server refuses into ConfigError, and its failures into ClusterError."""
         try:
             yield
         except api.ApiException as error:
@@ -178,11 +169,7 @@ class Kubeflow:
     ) -> tuple[str, str]:
         """Upload a pipeline, or another version of it, unless it is there already.
 
-        Args:
-            pipeline: what to upload.
-            name: of the pipeline.
-            version: of this one; empty for a name that is made of the digest of its YAML.
-            namespace: that of a profile, or empty.
+        An empty `version` is made of the digest of its YAML.
 
         Returns:
             The ids of the pipeline and of the version.
@@ -220,11 +207,7 @@ class Kubeflow:
         return api.RunServiceApi(self.client).run_service_get_run(run_id)
 
     def wait(self, run_id: str, *, timeout_seconds: float, poll_seconds: float = 5.0) -> str:
-        """Wait for the end of a run and return its state.
-
-        Raises:
-            ClusterError: it did not end in time.
-        """
+        """Wait for the end of a run and return its state; ClusterError: it did not end in time."""
         end = time.monotonic() + timeout_seconds
         while (state := str(self.run(run_id).state)) not in ENDED:
             if time.monotonic() >= end:
@@ -268,11 +251,8 @@ def connect(host: str = "", kfp_namespace: str = "kubeflow", token: str = "") ->
     Args:
         host: URL of the server or of its UI; empty to look for one.
         kfp_namespace: where it runs.
-        token: of a service account for the audience `pipelines.kubeflow.org`, by which a server
-            for several users knows who asks; empty for that which Kubeflow mounts in its pods.
-
-    Raises:
-        ClusterError: nothing that answers as Kubeflow does; in one line that says what to type.
+        token: by which a server for several users knows who asks; empty for that which Kubeflow
+            mounts in its pods.
     """
     settings = api.Configuration(host="")
     # One question tells whether somebody is there; urllib3 logs each of its own further tries.
@@ -285,10 +265,7 @@ def connect(host: str = "", kfp_namespace: str = "kubeflow", token: str = "") ->
             settings.host = f"http://ml-pipeline.{kfp_namespace}.svc.cluster.local:8888"
         else:
             _load_kubeconfig(settings, kfp_namespace)
-        mounted = Path(os.environ.get("KF_PIPELINES_SA_TOKEN_PATH", TOKEN_FILE))
-        if token or mounted.is_file():
-            settings.api_key_prefix["authorization"] = "Bearer"
-            settings.api_key["authorization"] = token or mounted.read_text("utf-8").strip()
+        authorise(settings, token)
         client = api.ApiClient(settings)
         health = api.HealthzServiceApi(client).healthz_service_get_healthz(
             _request_timeout=TIMEOUT_SECONDS

@@ -1,4 +1,4 @@
-"""The tasks of a run as Kubeflow tells them, in the order of its graph.
+"""The tasks of a run in the order of its graph.
 
 Kubeflow Pipelines 2.17 lists every node of the workflow: a driver and an executor beside each task,
 in no order, and the year 1 for what has not ended.
@@ -16,12 +16,7 @@ _OF_KUBEFLOW = re.compile(r"root|(.*-)?driver(\(\d+\))?|executor(\(\d+\))?")
 
 
 def task_names(spec: Mapping[str, Any], component: str = "") -> Iterator[str]:
-    """Yield the tasks of a compiled pipeline, each after those that it waits for.
-
-    Args:
-        spec: the pipeline document.
-        component: a graph of it; empty for the outermost.
-    """
+    """Yield the tasks of a graph of a compiled pipeline, each after those that it waits for."""
     graph = spec["components"][component] if component else spec["root"]
     tasks = graph["dag"]["tasks"]
     upstream = {name: tasks[name].get("dependentTasks", []) for name in tasks}
@@ -33,11 +28,7 @@ def task_names(spec: Mapping[str, Any], component: str = "") -> Iterator[str]:
 
 
 def task_rows(run: Any) -> list[list[str]]:
-    """Return name, state, begin, end and error of each task of a run that has begun.
-
-    Args:
-        run: as the API tells it; without its pipeline, tasks are in the order of their beginnings.
-    """
+    """Return name, state, begin, end and error of each task of a run that has begun."""
     given = run.pipeline_spec or {}
     spec = given.get("pipeline_spec", given)
     order = {name: place for place, name in enumerate(task_names(spec))} if spec else {}

@@ -38,19 +38,6 @@ def test_evaluate_prints_a_table_and_writes_every_figure(tmp_path, capsys):
     assert 20 <= raw["calls"] <= 60
 
 
-@pytest.mark.long
-def test_calibrate_shows_where_it_began_and_where_it_ended(tmp_path, capsys):
-    path = tmp_path / "settings.json"
-    code, shown = run(
-        *(capsys, "calibrate", *FEW, "--seed", 4_300_000, "--variant", "raw", "--json", path),
-    )
-    found = json.loads(path.read_text("utf-8"))
-    assert code == 0
-    assert "| theta | 2.0 |" in shown.out
-    assert found["best"]["f1"] >= found["start"]["f1"]
-    assert found["tried"] > 20
-
-
 def test_a_simulated_job_is_written_with_its_truth_on_the_screen(tmp_path, capsys):
     options = ("--seed", 12, "--machines", 8, "--minutes", 25, "--fault", "nic-dropout")
     code, shown = run(capsys, "simulate", tmp_path / "job.npz", *options)

@@ -11,14 +11,10 @@ from sklearn.covariance import LedoitWolf
 from planish.base.errors import ConfigError
 from planish.minder.detect.config import minder_config
 from planish.minder.detect.denoise import Identity
-from planish.minder.detect.detector import Detector
-from planish.minder.detect.frame import Job
 from planish.minder.detect.preprocess import prepare
-from planish.minder.lab.vae import LstmVae, Training
-from tests.minder_lab.variants import RECIPES, build
-from tests.minder_lab.variants_fit import Integrated, fit_comparison, load_comparison
+from planish.minder.lab.vae import Training
+from tests.minder_lab.variants_fit import fit_comparison, load_comparison
 from tests.minder_lab.variants_traces import (
-    TOGETHER,
     ConcatenatedDetector,
     IntegratedDetector,
     MahalanobisDetector,
@@ -26,7 +22,6 @@ from tests.minder_lab.variants_traces import (
     ZscoreDetector,
     ledoit_wolf,
     mahalanobis,
-    minute_means,
     static_limits,
 )
 from tests.unit.minder.waves import METRICS, MODELS, START, waves
@@ -75,17 +70,6 @@ def test_later_calls_look_at_new_windows_only_and_agree_with_new_detectors(name)
     assert detector.windows_computed == 60
 
 
-def test_concatenated_distances_are_the_root_of_the_sum_of_squares():
-    frame = made()
-    prepared = prepare(frame, config(), {})
-    joint = MADE["con"]().traces(prepared, Job())[TOGETHER]
-    windows = np.concatenate(
-        [prepared.values[name][40:48].T.astype(np.float64) for name in METRICS], axis=1
-    )
-    gaps = np.linalg.norm(windows[:, None] - windows[None], axis=2)
-    np.testing.assert_allclose(joint.sums[40], gaps.sum(axis=1), rtol=1e-4)
-
-
 def test_the_shrunken_covariance_is_that_of_scikit_learn():
     rng = np.random.default_rng(2)
     for machines, features in ((5, 14), (30, 6)):
@@ -106,15 +90,6 @@ def test_machines_that_are_alike_have_no_mahalanobis_distance_and_absent_ones_do
     np.testing.assert_allclose(mahalanobis(vectors, here)[:, :5], small)
 
 
-def test_minute_means_and_static_limits_by_hand():
-    values = np.arange(130, dtype=np.float32)[:, None]
-    means = minute_means(values)
-    assert means[[0, 59, 60, 129], 0].tolist() == [0.0, 29.5, 30.5, 99.5]
-    frame = made(length=0)
-    low, high = static_limits([prepare(frame, config(), {})])["cpu_usage"]
-    assert 0.5 < low < 0.6 < high < 0.7
-
-
 @pytest.mark.slow
 def test_the_integrated_model_and_static_limits_survive_the_disk(tmp_path):
     frames = [made(length=0, seed=seed, seconds=120) for seed in range(4)]
@@ -127,24 +102,3 @@ def test_the_integrated_model_and_static_limits_survive_the_disk(tmp_path):
     assert found.integrated().embed(windows).shape == (6, 16)
     with pytest.raises(ConfigError, match="fit-comparison"):
         load_comparison(tmp_path, ("cpu_usage",))
-
-
-def test_the_integrated_model_reads_the_samples_of_one_second_together():
-    windows = np.random.default_rng(0).random((3, 8, 2)).astype(np.float32)
-    model = LstmVae(width=2)
-    ours = Integrated(model).embed(windows.reshape(3, -1))
-    import torch
-
-    with torch.no_grad():
-        theirs = model(torch.from_numpy(windows))[0].numpy()
-    np.testing.assert_array_equal(ours, theirs.reshape(3, -1))
-
-
-def test_an_unknown_variant_is_refused_with_the_nearest_name(tmp_path):
-    with pytest.raises(ConfigError, match="mahalanobis"):
-        build("mahalanobi", tmp_path, comparison=tmp_path)
-
-
-def test_only_the_published_variant_has_the_published_profile():
-    assert [n for n, r in RECIPES.items() if r.settings.get("profile")] == ["minder-paper"]
-    assert isinstance(RECIPES["minder"].make(MODELS, config(), None), Detector)

@@ -14,7 +14,7 @@ from components.pod_settings import gang_pods
 from planish.base.errors import ConfigError
 from planish.run.gang import cluster as module
 from planish.run.gang.cluster import GangCluster
-from planish.run.gang.manifests import Gang, GangPods, job_manifest, service_manifest
+from planish.run.gang.manifests import Gang, GangPods, job_manifest
 
 GANG = Gang("ab" * 32, 4, 8, ("planish.stages.train.ranks.worker", "pin"))
 POD = {
@@ -95,15 +95,6 @@ def test_what_a_profile_says_comes_on_top():
     # A claim with models stays where models are fetched to.
     assert variables["HF_HOME"] == "/cache/huggingface"
     assert variables["TRITON_CACHE_DIR"] == "/scratch/triton"
-
-
-def test_the_service_names_the_pods_before_they_are_ready_and_goes_with_the_job():
-    job = {"metadata": {"name": GANG.name, "uid": "u2"}}
-    service = service_manifest(GANG, job)
-    assert service["metadata"]["ownerReferences"][0]["kind"] == "Job"
-    assert service["metadata"]["ownerReferences"][0]["uid"] == "u2"
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["publishNotReadyAddresses"] is True
 
 
 def test_outside_a_pod_there_is_no_gang(monkeypatch):

@@ -83,15 +83,6 @@ def looks(monkeypatch):
 
 
 @pytest.mark.parametrize("launcher", ["job", "trainjob"])
-def test_a_gang_of_the_same_work_is_attached_to(looks, launcher):
-    cluster, gang = Namespace(launcher), replace(GANG, launcher=launcher)
-    cluster.put(gang)
-    job = submit(cluster, gang, pytest.fail)
-    assert job["metadata"]["uid"] == "u-earlier"
-    assert cluster.deleted == []
-
-
-@pytest.mark.parametrize("launcher", ["job", "trainjob"])
 @pytest.mark.parametrize("run_id", ["r2", ""])
 def test_whoever_attaches_owns_the_gang_and_cleans_it_up(looks, launcher, run_id):
     cluster = Namespace(launcher)
@@ -117,24 +108,6 @@ def test_whoever_attaches_owns_the_gang_and_cleans_it_up(looks, launcher, run_id
         "planish/stage": "train",
         "planish/gang": GANG.digest[:63],
     }
-
-
-@pytest.mark.parametrize(
-    ("launcher", "policy"), [("job", "Foreground"), ("trainjob", "Background")]
-)
-def test_a_gang_of_other_work_makes_way_and_its_pods_end_first(looks, launcher, policy, caplog):
-    cluster, gang = Namespace(launcher), replace(GANG, launcher=launcher)
-    cluster.put(replace(gang, num_nodes=4, work="w2"))
-    cluster.pods_left = ["a", "b", "c"]
-    begun = []
-    job = submit(cluster, gang, lambda: begun.append(list(cluster.pods_left)))
-    assert job["metadata"]["uid"] != "u-earlier"
-    assert job["metadata"]["annotations"] == {"planish/work": "w1"}
-    assert cluster.deleted == [(launcher, policy)]
-    assert begun == [[]]
-    assert len(looks) == 3
-    assert "gang of other work, removed" in caplog.text
-    assert caplog.text.count("waits for the pods of an earlier one") == 1
 
 
 def test_a_gang_of_the_other_launcher_makes_way_too(looks):
@@ -166,16 +139,6 @@ def test_a_gang_that_is_being_deleted_is_waited_for_and_not_deleted_again(looks,
     monkeypatch.setattr(launch.time, "sleep", sleep)
     assert submit(cluster, GANG, lambda: None)["metadata"]["uid"] != "u-earlier"
     assert (cluster.deleted, len(looks)) == ([], 3)
-
-
-def test_a_job_of_somebody_else_is_refused_whatever_its_work(looks):
-    for launcher in ("job", "trainjob"):
-        cluster = Namespace()
-        job = cluster.put(replace(GANG, launcher=launcher, work="w2"))
-        job["metadata"]["labels"] = {"planish/gang": "other"}
-        with pytest.raises(ConfigError, match="must have the label"):
-            submit(cluster, GANG, pytest.fail)
-        assert cluster.deleted == []
 
 
 def test_a_service_of_somebody_else_is_refused_and_the_gang_goes(looks):

@@ -12,7 +12,7 @@ import pytest
 from planish.base import telemetry
 from planish.base.errors import ConfigError
 from planish.run import stage_metrics
-from planish.run.stage import Outcome, PathArtifact, execute
+from planish.run.stage import execute
 from planish.run.stage_metrics import StageMetrics
 from tests import pages
 from tests.servers.program import free_port
@@ -131,42 +131,11 @@ def test_a_task_waits_only_where_something_scrapes(monkeypatch, lasted, is_scrap
     assert waits == waited
 
 
-def test_the_wait_for_a_scrape_ends_at_its_limit(monkeypatch, caplog):
-    port = free_port()
-    monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
-    monkeypatch.setenv("PLANISH_METRICS_LAST_SCRAPE_SECONDS", "0.2")
-    begun = time.monotonic()
-    with StageMetrics("reward", 1) as shown:
-        shown.open()
-        scrape(port)
-        shown.fail(75)
-    assert time.monotonic() - begun >= 0.2
-    assert "last metrics were not scraped waited_seconds=0.2" in caplog.text
-    assert 'planish_stage_failures_total{code="75"} 1.0' in telemetry.metrics_text()
-
-
 @pytest.mark.parametrize("text", ["http", "-1", "70000", "nan"])
 def test_a_port_that_is_none_is_refused(monkeypatch, text):
     monkeypatch.setenv("PLANISH_METRICS_PORT", text)
     with pytest.raises(ConfigError, match="`PLANISH_METRICS_PORT` must be a number"):
         StageMetrics("train", 1).open()
-
-
-def test_a_stage_serves_while_it_works_and_shows_its_outcome(monkeypatch, tmp_path, file_root):
-    monkeypatch.setenv("PLANISH_METRICS_PORT", str(free_port()))
-    servers = []
-    serve = telemetry.MetricsServer
-    monkeypatch.setattr(
-        telemetry, "MetricsServer", lambda port: servers.append(serve(port)) or servers[-1]
-    )
-
-    def work(context):
-        assert scrape(servers[0].port)["planish_stage_iteration"] == 4
-        return Outcome(metrics={"reward_mean": 0.75})
-
-    outputs = {"metrics": PathArtifact(str(tmp_path / "metrics"))}
-    execute("reward", work, root=file_root, config_sha256=None, outputs=outputs, iteration=4)
-    assert pages.samples(telemetry.metrics_text())["planish_reward_mean"] == 0.75
 
 
 def test_a_stage_that_fails_is_counted_by_its_exit_code(tmp_path, file_root):

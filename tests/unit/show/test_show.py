@@ -280,14 +280,6 @@ def test_a_large_shard_is_shown_in_bounded_memory(tmp_path):
         assert megabytes < 450, place
 
 
-def test_wrong_arguments_exit_with_two(capsys):
-    for arguments in ([], ["show"], ["other"], ["show", "x", "--rows", "many"]):
-        with pytest.raises(SystemExit) as raised:
-            main(arguments)
-        assert raised.value.code == 2
-    assert "usage: planish" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_the_program_can_be_piped_into_one_that_stops_reading(file_root):
     ref = write_set(f"{file_root}/set", random_rollouts(groups=300), parents={}, attributes={})

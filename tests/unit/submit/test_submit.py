@@ -13,7 +13,6 @@ from planish.__main__ import main
 from planish.base.errors import ClusterError, ConfigError
 from planish.records import layout
 from planish.run.avoid import avoided
-from planish.run.kube import Kube
 from planish.run.stage import is_stopped, mark_stopped
 from planish.submit import cleanup, parameters, pipeline
 from planish.submit.root import follow, stop
@@ -40,28 +39,6 @@ def package():
     return found
 
 
-def test_a_run_carries_pipeline_parameters_and_account(server, client, package):
-    run_id = client.start_run(
-        package,
-        {"root": "s3://b/r", "seed": 7, "chain": '{"runs": 3}'},
-        name="first",
-        experiment="planish",
-        namespace="team",
-        service_account="planish-runner",
-    )
-    body = server.posted("runs")[0]
-    assert run_id in server.objects["runs"]
-    assert body["display_name"] == "first"
-    assert body["service_account"] == "planish-runner"
-    parameters = body["runtime_config"]["parameters"]
-    assert parameters == {"root": "s3://b/r", "seed": 7, "chain": '{"runs": 3}'}
-    spec = body["pipeline_spec"]
-    assert spec["pipeline_spec"]["pipelineInfo"]["name"] == "post-train"
-    assert "kubernetes" in spec["platform_spec"]["platforms"]
-    assert server.posted("experiments")[0]["display_name"] == "planish"
-    assert body["experiment_id"] in server.objects["experiments"]
-
-
 @pytest.mark.parametrize(("state", "ended"), [("RUNNING", 1), ("SUCCEEDED", 0)])
 def test_cleaning_up_ends_a_live_run_and_deletes_by_label(
     server, client, state, ended, monkeypatch
@@ -77,25 +54,6 @@ def test_cleaning_up_ends_a_live_run_and_deletes_by_label(
     assert selectors == [f"pipeline/runid={run['run_id']},{STAGE_LABEL}"]
     terminated = [r for r in server.requests if r[1].endswith(":terminate")]
     assert len(terminated) == ended
-
-
-def test_jobs_of_both_kinds_and_services_are_deleted():
-    asked = []
-
-    class Recorder(Kube):
-        def call(self, function, *arguments, **options):
-            asked.append((function.__name__, *arguments, options.get("body")))
-            if "trainer.kubeflow.org" in arguments:
-                raise ClusterError("not installed", status=404)
-            kind = arguments[3] if "custom" in function.__name__ else "peers"
-            return {"items": [{"metadata": {"name": kind}}]}
-
-    recorder = Recorder(None, "team")
-    assert cleanup.delete_labelled(recorder, "a=b") == ["job/jobs", "service/peers"]
-    policy = {"propagationPolicy": "Background"}
-    place = ("batch", "v1", "team", "jobs", "jobs")
-    assert asked[1] == ("delete_namespaced_custom_object", *place, policy)
-    assert asked[-1] == ("delete_namespaced_service", "peers", "team", None)
 
 
 def test_parameters_are_parsed_as_their_types(package):

@@ -22,7 +22,7 @@ from planish.minder.act.kube import names
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.events import EventBook
 from planish.minder.act.kube.objects import JobInfo, NodeInfo, PodInfo, group_jobs, pods_on
-from planish.minder.act.notify import MAX_HISTORY, Notifier, RunTable
+from planish.minder.act.notify import MAX_HISTORY, Notifier
 from planish.minder.detect.result import Result
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,6 @@ class ActionOutcome:
     again. blocked: those pods were given up. refused: by a guard. forbidden: the API server
     answered 403."""
     detail: str = ""
-    """Why, in words."""
     has_changed: bool = True
     """It differs from the last outcome of this alert: count and log it only then."""
 
@@ -62,6 +61,7 @@ class ActionOutcome:
 class Memory:
     """What this actor knows of one alert."""
 
+    alert: Alert
     first_end: int
     """Last second of the first result that came with it."""
     handled: float = 0.0
@@ -71,6 +71,8 @@ class Memory:
     """Nothing is left to do."""
     job: JobInfo | None = None
     """As last seen: a job that has ended still gets the end of its alerts."""
+    pods: Sequence[PodInfo] = ()
+    """Of the namespace, as last seen."""
     evictions: Evictions = field(default_factory=Evictions)
     history: list[dict[str, Any]] = field(default_factory=list)
     """What was reported: second, state and action."""
@@ -89,15 +91,14 @@ class Actor:
     ) -> None:
         """Begin with nothing done.
 
-        `is_leader` says whether this replica may act now, and `is_silenced` whether people have
+        `is_leader` says whether this replica may act now, `is_silenced` whether people have
         silenced an alert; when it raises, nothing is done.
         """
         self.cluster, self.config = cluster, config
         self.events = EventBook(cluster)
-        self.table = RunTable()
         self.forbidden = ""
         """Answer of the API server when it refused a right; from then on nothing is done."""
-        self._notifier = Notifier(cluster, self.events, self.table)
+        self._notifier = Notifier(cluster, self.events)
         self._is_leader, self._is_silenced = is_leader, is_silenced
         self._memory: dict[str, Memory] = {}
         self._taken: list[Taken] = []
@@ -109,32 +110,18 @@ class Actor:
         """The strongest action that is allowed anywhere now."""
         return "observe" if self.forbidden else self.config.mode
 
-    def jobs(self, now: int) -> list[JobInfo]:
-        """Return the jobs that run now, and remember which pod of which run is where.
-
-        Raises:
-            ClusterError: the API server refused or does not answer.
-        """
-        jobs = self.cluster.jobs()
-        with self._lock:
-            self.table.update(jobs, now)
-        return jobs
-
     def handle(self, alert: Alert, result: Result, now: int) -> ActionOutcome:
         """Take the next step for an alert, given the newest result of its job."""
         with self._lock:
-            memory = self._memory.setdefault(alert.id, Memory(result.end))
-            memory.handled = now
+            memory = self._memory.setdefault(alert.id, Memory(alert, result.end))
+            memory.alert, memory.handled = alert, now
             if memory.last is not None and memory.is_finished and not alert.ended:
                 return replace(memory.last, has_changed=False)
             try:
-                namespace = alert.job.partition("/")[0]
-                pods = self.cluster.pods(namespace)
-                jobs = group_jobs(pods)
-                self.table.update(jobs, now, namespace)
-                job = next((job for job in jobs if job.key == alert.job), None)
+                memory.pods = self.cluster.pods(alert.job.partition("/")[0])
+                job = next((job for job in group_jobs(memory.pods) if job.key == alert.job), None)
                 memory.job = job or memory.job
-                outcome = self._step(alert, result, now, memory, job, pods)
+                outcome = self._step(memory, job, result, now)
             except ClusterError as error:
                 outcome = self._failed(error)
             has_changed = outcome != memory.last
@@ -151,11 +138,7 @@ class Actor:
             return replace(outcome, has_changed=has_changed)
 
     def reconcile(self, now: int) -> list[tuple[str, ActionOutcome]]:
-        """Follow what humans did to cordoned nodes; call it once a minute.
-
-        Returns:
-            Machine and outcome for each node that changed.
-        """
+        """Follow what humans did to cordoned nodes; return machine and outcome of each change."""
         with self._lock:
             self._taken = [taken for taken in self._taken if taken.time >= now - _KEEP_SECONDS]
             self._memory = {
@@ -174,16 +157,9 @@ class Actor:
                 done.append(("", self._failed(error)))
             return done
 
-    def _step(
-        self,
-        alert: Alert,
-        result: Result,
-        now: int,
-        memory: Memory,
-        job: JobInfo | None,
-        pods: Sequence[PodInfo],
-    ) -> ActionOutcome:
+    def _step(self, memory: Memory, job: JobInfo | None, result: Result, now: int) -> ActionOutcome:
         """Find the strongest action that is allowed now, and do it on the machine."""
+        alert, age = memory.alert, now - result.end
         if alert.ended or alert.kind in ("outage", "broken"):
             return ActionOutcome("none", "none", f"{alert.kind} {alert.state}")
         if alert.kind == "job_wide":
@@ -196,28 +172,18 @@ class Actor:
         action = ACTIONS[min(self.mode, allowed, key=list(ACTIONS).index)]
         if action == "none":
             return ActionOutcome("none", "none", "the namespace or the job allows no action")
-        if now - result.end > FRESH_SECONDS:
-            return ActionOutcome(
-                action, "refused", f"the last second seen is {now - result.end} s old"
-            )
+        if age > FRESH_SECONDS:
+            return ActionOutcome(action, "refused", f"the last second seen is {age} s old")
         if all(finding.machine != alert.machine for finding in result.findings):
             return ActionOutcome(action, "refused", "the newest call does not confirm the machine")
         if result.end <= memory.first_end:
             return ActionOutcome(action, "waiting", "for a second call that confirms the machine")
-        return self._act(alert, job, pods, action, memory, now)
+        return self._act(memory, job, action, now)
 
-    def _act(
-        self,
-        alert: Alert,
-        job: JobInfo,
-        pods: Sequence[PodInfo],
-        action: Action,
-        memory: Memory,
-        now: int,
-    ) -> ActionOutcome:
+    def _act(self, memory: Memory, job: JobInfo, action: Action, now: int) -> ActionOutcome:
         """Do what is allowed, unless a guard refuses."""
-        node = self.cluster.node(alert.machine)
-        there = pods_on(pods, job, node.name)
+        alert, node = memory.alert, self.cluster.node(memory.alert.machine)
+        there = pods_on(memory.pods, job, node.name)
         if node.was_uncordoned:
             return self._give_up(node)
         refused = self._refusals(alert, job, node, there, now)
@@ -235,7 +201,7 @@ class Actor:
         if self.config.dry_run or action == "cordon":
             memory.is_finished = True
             return ActionOutcome(action, "dry_run" if self.config.dry_run else "done", plan)
-        return self._evict(alert, there, memory, plan, now)
+        return self._evict(memory, there, plan, now)
 
     def _cordon(self, alert: Alert, job: JobInfo, node: NodeInfo, now: int) -> bool:
         reason = f"{alert.kind} {alert.metric}".strip()
@@ -266,13 +232,11 @@ class Actor:
             reasons += limit_refusals(job.full_name, taken, nodes, now, self.config)
         return reasons
 
-    def _evict(
-        self, alert: Alert, pods: Sequence[PodInfo], memory: Memory, plan: str, now: int
-    ) -> ActionOutcome:
+    def _evict(self, memory: Memory, pods: Sequence[PodInfo], plan: str, now: int) -> ActionOutcome:
         done = evict_round(self.cluster, pods, memory.evictions, now)
         for pod in done.evicted:
             logger.info("evicted pod=%s machine=%s", pod.name, pod.machine)
-            message = f"evicted from {pod.machine}: alert {alert.id}"
+            message = f"evicted from {pod.machine}: alert {memory.alert.id}"
             self.events.note(pod, names.FAULTY_MACHINE, message, now)
         for pod in done.given_up:
             message = f"a disruption budget kept the pod on the faulty machine {pod.machine}"

@@ -1,8 +1,8 @@
 """Which faults the calls of a job name, and since when.
 
 Prometheus waits and holds by `monitoring/rules`, and Alertmanager tells people; here is only what
-makes the findings of many calls one alert. An `AlertBook` reads no clock and asks no server, so
-that a replay and the service raise the same alerts.
+makes the findings of many calls one alert. A book reads no clock, so that a replay and the service
+raise the same alerts.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ _WHOLE_JOB: _Key = ("job_wide", "")
 
 @dataclass(frozen=True)
 class Alert:
-    """One machine that stays unlike its peers, or an event of the whole job.
-
-    Example:
-        >>> Alert("0f", "job", "node-3", "silent", "", since=100.0, seen=400.0).name
-        'MinderFaultyMachine'
-    """
+    """One machine that stays unlike its peers, or an event of the whole job."""
 
     id: str
     """16 hexadecimal digits from job, machine, kind and start: equal after a restart."""
@@ -43,7 +38,6 @@ class Alert:
     """Node name; empty for an event of the whole job."""
     kind: AlertKind
     metric: str
-    """Metric that confirmed it; empty for silence and events of the whole job."""
     since: float
     """Unix seconds at which the machine began to differ."""
     seen: float
@@ -82,8 +76,7 @@ class AlertBook:
         """Return the alerts that begin and those that end with the result of a call.
 
         A result without a verdict (skipped, outage, too few machines) ends no alert about a
-        machine: only a call that compared it with its peers does. Alerts about machines that are no
-        longer `members` of the job end.
+        machine. Alerts about machines that are no longer `members` of the job end.
         """
         named = self._named(result)
         changed = [alert for key, alert in named.items() if key not in self._open]
@@ -109,11 +102,7 @@ class AlertBook:
 
     @classmethod
     def from_json(cls, window_seconds: int, raw: Mapping[str, Any]) -> AlertBook:
-        """Continue from what `to_json` gave, also that of an earlier version.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is something else.
-        """
+        """Continue from what `to_json` gave, also that of an earlier version."""
         names = {item.name for item in fields(Alert)}
         alerts = []
         for item in raw["open"]:

@@ -22,11 +22,7 @@ _GIVE_UP_SECONDS = 900.0
 def cordon(
     cluster: Cluster, node: NodeInfo, alert_id: str, job: str, reason: str, now: int
 ) -> bool:
-    """Take a node out of service, and note on it who did it and why.
-
-    Returns:
-        False when somebody else has cordoned it, which leaves it as it is.
-    """
+    """Take a node out of service, and note why; False: somebody else has cordoned it."""
 
     def change(node: NodeInfo) -> dict[str, Any] | None:
         if node.is_unschedulable:
@@ -68,9 +64,6 @@ def change_node(
 
     Returns:
         False when `change` wants no patch.
-
-    Raises:
-        ClusterError: 409 after three tries, or any other refusal.
     """
     for attempt in range(1, _PATCH_TRIES + 1):
         patch = change(node)
@@ -107,7 +100,6 @@ class Evictions:
     """State of the evictions of one alert, by uid of the pods."""
 
     attempts: dict[str, Attempt] = field(default_factory=dict)
-    """Those that a budget holds back."""
     given_up: set[str] = field(default_factory=set)
 
 
@@ -121,11 +113,7 @@ class Round:
 
 
 def evict_round(cluster: Cluster, pods: Sequence[PodInfo], state: Evictions, now: float) -> Round:
-    """Request once the eviction of each pod that is due; `state` is updated.
-
-    Raises:
-        ClusterError: anything but a budget that holds a pod back and a pod that is gone.
-    """
+    """Request once the eviction of each pod that is due; `state` is updated."""
     done = Round()
     for pod in pods:
         if not pod.is_evictable or pod.is_terminating or pod.uid in state.given_up:

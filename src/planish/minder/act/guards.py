@@ -49,7 +49,7 @@ def limit_refusals(
 ) -> list[str]:
     """Return the limits of a job and of the cluster that are used up.
 
-    `taken` holds all nodes that were taken, also long ago; `nodes` all nodes of the cluster.
+    `taken` are all nodes that were taken, also long ago; `nodes` all of the cluster.
     """
     resource = config.gpu_resource
     count = sum(not resource or node.allocatable.get(resource, "0") != "0" for node in nodes)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,68 +20,20 @@ from planish.minder.act.config import KubernetesConfig
 from planish.minder.act.kube import names
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.events import EventBook
-from planish.minder.act.kube.objects import JobInfo, PodInfo
+from planish.minder.act.kube.objects import JobInfo
 from planish.records import layout
 
 logger = logging.getLogger(__name__)
 
 MAX_HISTORY = 20
 """Newest reports of an alert that are kept with it."""
-_HISTORY_SECONDS = 86_400
-"""How long ended pods stay in the table of machines and runs."""
-
-
-class RunTable:
-    """Which pod of which run was on which machine, also after the pod has ended."""
-
-    def __init__(self) -> None:
-        """Begin empty."""
-        self._pods: dict[str, PodInfo] = {}
-        self._ended: dict[str, int] = {}
-        """Pod uid to unix seconds at which it was no longer seen running."""
-
-    def update(self, jobs: Iterable[JobInfo], now: int, namespace: str = "") -> None:
-        """Note what runs now, in one namespace or in all; other pods from there have ended."""
-        running = {pod.uid: pod for job in jobs for pod in job.pods}
-        for uid, pod in list(self._pods.items()):
-            if uid not in running and uid not in self._ended:
-                if namespace in ("", pod.namespace):
-                    self._ended[uid] = now
-            elif self._ended.get(uid, now) < now - _HISTORY_SECONDS:
-                del self._pods[uid], self._ended[uid]
-        for uid, pod in running.items():
-            self._pods.setdefault(uid, pod)
-
-    def of_alert(self, alert: Alert, job: JobInfo) -> list[dict[str, Any]]:
-        """Return the pods of a job that were on the machines of an alert, by time.
-
-        `end` is 0 while a pod is seen running, `rank` -1 where no label gives it.
-        """
-        pods = [
-            pod
-            for uid, pod in self._pods.items()
-            if pod.machine in _machines(alert)
-            and (pod.namespace, pod.job) == (job.namespace, job.name)
-            and self._ended.get(uid, math.inf) > alert.since
-        ]
-        same = ("machine", "namespace", "run_id", "stage", "iteration", "job", "rank")
-        return [
-            {
-                **{name: getattr(pod, name) for name in same},
-                "pod": pod.name,
-                "start": pod.started,
-                "end": self._ended.get(pod.uid, 0),
-            }
-            for pod in sorted(pods, key=lambda pod: (pod.started, pod.machine, pod.name))
-        ]
 
 
 class Notifier:
     """Writes Events on nodes and pods, and links alerts to runs."""
 
-    def __init__(self, cluster: Cluster, events: EventBook, table: RunTable) -> None:
-        """Write through one book of Events, so that none comes too often."""
-        self._cluster, self._events, self._table = cluster, events, table
+    def __init__(self, cluster: Cluster, events: EventBook) -> None:
+        self._cluster, self._events = cluster, events
 
     def report(
         self,
@@ -94,8 +45,8 @@ class Notifier:
     ) -> None:
         """Report a new state of an alert or a new outcome.
 
-        `history` has second, state and action of each report, the newest one last; `planned` is
-        what a dry run would have done.
+        `history` has second, state and action of each report, the newest last; `planned` is what a
+        dry run would do.
         """
         if not alert.ended:
             self._write_events(alert, job, planned, now)
@@ -109,7 +60,6 @@ class Notifier:
             except ClusterError as error:
                 # The workflow may have been deleted; the alert itself goes on.
                 logger.warning("workflow not annotated name=%s error=%s", workflow, error)
-        record["pods"] = self._table.of_alert(alert, job)
         record["history"] = list(history)
         self._write_under_root(record, alert, job.run_root)
 
@@ -169,13 +119,7 @@ def alert_record(alert: Alert, job: JobInfo, action: str) -> dict[str, Any]:
 
 
 def allowed_root(root: str, config: KubernetesConfig) -> bool:
-    """Tell whether alerts may be written below a root that a pod has named.
-
-    Example:
-        >>> config = KubernetesConfig(run_roots=("s3://runs/team",))
-        >>> allowed_root("s3://runs/team/7", config), allowed_root("s3://runs/team-b/7", config)
-        (True, False)
-    """
+    """Tell whether alerts may be written below a root that a pod has named."""
     prefixes = [prefix.rstrip("/") for prefix in config.run_roots]
     return bool(root) and any(root == p or root.startswith(f"{p}/") for p in prefixes)
 

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, progress: Progress) -> int:
     """Do what the parsed options ask for and return the exit code.
 
     A `PlanishError` becomes one line on standard error, and the code 4 where a server does not
-    answer, else 3. The verb reports how far it has come by `options.progress`.
+    answer, else 3.
     """
     options.progress = progress
     try:

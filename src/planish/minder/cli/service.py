@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +38,7 @@ _MAX_HOURS = 31 * 24
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do one verb and return its exit code.
-
-    Raises:
-        ConfigError: options or settings can not be as they are.
-        BackendUnavailable: a server that is needed does not answer.
-    """
+    """Do one verb and return its exit code."""
     settings = load_service_config(options.config)
     if options.verb == "validate-config":
         return _validate(settings, is_offline=options.offline)
@@ -55,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _record(settings: ServiceSettings, options: argparse.Namespace) -> int:
     """Write what Prometheus has of a job, of which no fault is known, to a file."""
-    service = settings.minder.service
+    service = settings.service
     seconds = int(3600 * options.hours) if 0 < options.hours <= _MAX_HOURS else 0
     if seconds < service.window_seconds or options.out.suffix not in ENDINGS:
         raise ConfigError(
@@ -99,19 +93,14 @@ def _record(settings: ServiceSettings, options: argparse.Namespace) -> int:
 
 
 def run_once_live(options: argparse.Namespace) -> int:
-    """Look once at a job of which Prometheus has the metrics; 2 if a machine is faulty.
-
-    Raises:
-        ConfigError: no configuration of the service, or no job of that name.
-        BackendUnavailable: Prometheus does not answer as it must.
-    """
+    """Look once at a job of which Prometheus has the metrics; 2 if a machine is faulty."""
     if not options.config or not options.job:
         raise ConfigError(
             "`--from-file` must be given, or `--config` of the service and `--job`, got neither"
         )
     settings = load_service_config(Path(options.config))
     if options.models:
-        settings = replace(settings, models=ModelsConfig(folder=str(options.models)))
+        settings = settings.model_copy(update={"models": ModelsConfig(folder=str(options.models))})
     result = run_once(settings, options.job, end=options.end and int(options.end))
     sys.stdout.write(result.to_json() + "\n")
     return FAULT_FOUND if result.findings else CLEAN
@@ -126,7 +115,7 @@ def _validate(settings: ServiceSettings, *, is_offline: bool) -> int:
         check_queries(settings, prometheus, Deadline.after(_START_SECONDS))
     sys.stdout.write(
         f"valid: {len(settings.sources)} metrics, {len(models.denoisers)} models, profile "
-        f"{settings.minder.profile}\n"
+        f"{settings.profile}\n"
     )
     return CLEAN
 

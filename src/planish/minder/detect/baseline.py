@@ -31,7 +31,6 @@ class History:
     """What is learned from: values by metric [T, N], True in `masked` where they are not known."""
 
     ts: I64
-    """[T] unix seconds, a step of 1."""
     values: Mapping[str, F32]
     masked: Mapping[str, Mask]
 
@@ -39,13 +38,12 @@ class History:
 class Baseline:
     """The lasting difference of each machine from the fleet's median, metric by metric.
 
-    History grows for as long as the job is healthy: medians of a minute, later of two, four and so
-    on, so that at most 64 of them are kept. A machine whose two halves of history disagree by more
-    than the metric's floor keeps the value that it had before, or none.
+    History grows while the job is healthy: medians of one minute, later of two, four and so on, at
+    most 64 of them. A machine whose two halves of history disagree by more than the metric's floor
+    keeps the value that it had before, or none.
     """
 
     def __init__(self, config: DetectConfig, *, is_role: bool = True) -> None:
-        """Begin without history; roles lie within the limits of the configuration."""
         self.config, self._is_role = config, is_role
         self.machines: tuple[str, ...] = ()
         self.until = 0
@@ -74,7 +72,7 @@ class Baseline:
         return seconds >= self.config.baseline_early_seconds
 
     def keep(self, machines: Sequence[str]) -> None:
-        """Go on with these machines: history of others is forgotten, new ones have none."""
+        """Go on with these machines; history of others is forgotten."""
         names = tuple(machines)
         if names == self.machines:
             return
@@ -98,10 +96,9 @@ class Baseline:
         self.machines = names
 
     def add(self, history: History, until: int, unsure: Mask) -> None:
-        """Take in the healthy seconds since the last call, whole chunks of them.
+        """Take in whole chunks of the healthy seconds since the last call.
 
-        Nothing from second `until` on is healthy for sure; of `unsure` machines [N] nothing is
-        learned now.
+        From second `until` on, and of `unsure` machines [N], nothing is learned now.
         """
         ts = history.ts
         if not len(ts):
@@ -192,11 +189,7 @@ class Baseline:
     def from_json(
         cls, config: DetectConfig, raw: Mapping[str, Any], *, is_role: bool = True
     ) -> Baseline:
-        """Go on from what `to_json` gave.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is something else.
-        """
+        """Go on from what `to_json` gave; KeyError, TypeError, ValueError: it is something else."""
         baseline = cls(config, is_role=is_role)
         baseline.machines, baseline.until = tuple(map(str, raw["machines"])), int(raw["until"])
         baseline._stride = 1
@@ -216,7 +209,7 @@ class Baseline:
 
 
 def _agreed(rows: F32, floor: float, needed: int) -> F32:
-    """Return [N] the median of each machine's known rows; NaN: too few, or its halves disagree."""
+    """Return [N] the median of the known rows; NaN: too few, or the two halves disagree."""
     known = np.isfinite(rows)
     result = np.full(rows.shape[1], np.nan, np.float32)
     # Machines with the same number of rows, mostly all, are looked at together.

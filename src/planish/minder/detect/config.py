@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -58,7 +58,7 @@ class DenoiseConfig(Section):
 class DetectConfig(Section):
     """When a machine is faulty."""
 
-    metrics: tuple[str, ...] = PUBLISHED_ORDER
+    metrics: tuple[str, ...] = Field(default=PUBLISHED_ORDER, strict=False)
     """Tried in this order."""
     distance: Literal["euclidean", "manhattan", "chebyshev"] = "euclidean"
     """Between the embeddings of two machines."""
@@ -163,7 +163,7 @@ Range = Annotated[tuple[float, float], Field(strict=False)]
 
 
 class MinderConfig(Section):
-    """The sections that decide what is found; the service adds those of servers and actions."""
+    """The sections that decide what is found; those of the service are `ServiceSettings`."""
 
     profile: Profile = "default"
     preprocess: PreprocessConfig = PreprocessConfig()
@@ -193,18 +193,14 @@ class MinderConfig(Section):
         return self
 
     def site_limits(self, metric: str, board: str = "") -> tuple[float, float] | None:
-        """Return the limits of a metric at this site, in its unit; None: those of the model.
-
-        Example:
-            >>> config = minder_config({"boards": {"H100": {"gpu_power_draw": [0, 700]}}})
-            >>> config.site_limits("gpu_power_draw", "NVIDIA H100 80GB HBM3")
-            (0.0, 700.0)
-        """
+        """Return the limits of a metric at this site, in its unit; None: those of the model."""
         fitting = [name for name in self.boards if name in board and metric in self.boards[name]]
         if fitting:
             return self.boards[max(fitting, key=lambda name: (len(name), name))][metric]
         return self.limits.get(metric)
 
+
+Kind = TypeVar("Kind", bound=MinderConfig)
 
 PAPER: dict[str, dict[str, Any]] = {
     "preprocess": {
@@ -261,12 +257,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tables laid over others, key by key.
-
-    Example:
-        >>> over({"detect": {"theta": 2.0}}, {"detect": {"kappa": 0.9}})
-        {'detect': {'theta': 2.0, 'kappa': 0.9}}
-    """
+    """Return tables laid over others, key by key."""
     both = {k for k in low if isinstance(low[k], Mapping) and isinstance(high.get(k), Mapping)}
     return {**low, **high, **{key: over(low[key], high[key]) for key in sorted(both)}}
 
@@ -274,28 +265,13 @@ def over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 def minder_config(raw: Mapping[str, Any] | None = None) -> MinderConfig:
     """Return the configuration of a table as TOML or JSON gives it.
 
-    Example:
-        >>> minder_config({"profile": "paper"}).service.interval_seconds
-        480
-
     Raises:
         ConfigError: unknown sections or keys, or wrong values; all of them are named.
     """
-    table = dict(raw or {})
-    profile = table.get("profile", "default")
-    if profile not in ("default", "paper"):
-        raise ConfigError(f"`profile` must be 'default' or 'paper', got {profile!r}")
-    base = PAPER if profile == "paper" else {}
-    for section in (*base, *table):
-        value = table.get(section, {})
-        if section != "profile" and not isinstance(value, Mapping):
-            raise ConfigError(f"`{section}` must be a table, got {value!r:.80}")
-    merged: dict[str, Any] = {
-        section: {**base.get(section, {}), **table.get(section, {})}
-        for section in {**base, **table}
-        if section != "profile"
-    }
-    lists = merged.get("detect", {})
-    if isinstance(lists.get("metrics"), list):
-        lists["metrics"] = tuple(lists["metrics"])
-    return parse_section(MinderConfig, {"profile": profile, **merged}, section="minder")
+    return parsed(MinderConfig, raw or {})
+
+
+def parsed(kind: type[Kind], raw: Mapping[str, Any]) -> Kind:
+    """Return a configuration of some kind, laid over what its profile switches off."""
+    base = PAPER if raw.get("profile") == "paper" else {}
+    return parse_section(kind, over(base, raw), section="")

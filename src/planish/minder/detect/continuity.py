@@ -49,11 +49,9 @@ class Run:
     """Consecutive windows in which one machine is a candidate."""
 
     machine: int
-    """Column of the frame."""
     first: int
-    """First window of the run."""
     last: int
-    """Last window of the run in which the machine is a candidate."""
+    """Last window in which the machine is a candidate."""
     length: int
     """Windows that counted, tolerated gaps included, masked windows not."""
 
@@ -74,18 +72,11 @@ def runs(
 ) -> list[Run]:
     """Return the runs of one machine, in order.
 
-    A window in which it is not `named` [W] as a candidate ends a run, unless the tolerance allows
-    it: at most `gap_tolerance` such windows, and at most 2 % of the run. `masked` windows, of which
-    too little is known, neither count nor end anything.
-
-    Where samples are held, `sample` is the number of windows that one of them touches, else 0. One
-    sample in a run may lack the candidate, if what lies before it and what lies after it lasts for
-    more than one sample: a burst that a single sample has met is no part of a run.
-
-    Example:
-        >>> named = np.array([True, True, False, True])
-        >>> [run.length for run in runs(2, named, np.zeros(4, bool))]
-        [2, 1]
+    A window in which it is not `named` [W] as a candidate ends a run, unless tolerated: at most
+    `gap_tolerance` such windows, and at most 2 % of the run. `masked` windows, of which too little
+    is known, neither count nor end anything. Where samples are held, each touches `sample` windows,
+    else 0: one sample in a run may lack the candidate if both what lies before it and what lies
+    after it last longer than one sample. A burst that a single sample has met is no part of a run.
     """
     known = np.flatnonzero(~masked)
     joined: list[tuple[int, int]] = []
@@ -111,14 +102,7 @@ Interval = TypeVar("Interval", float, F64)
 
 
 def growth(interval: Interval) -> Interval:
-    """Return the seconds by which samples that are held make everything look longer.
-
-    Up to one sample at the front, and up to a half at the end.
-
-    Example:
-        >>> growth(20.0)
-        28.5
-    """
+    """Return the seconds by which held samples lengthen everything."""
     return 1.5 * (interval - 1.0)
 
 
@@ -156,10 +140,7 @@ class Rule:
 
 
 def long_runs(named: Mask, masked: Mask, rule: Rule) -> list[Run]:
-    """Return for each machine its first run that is long enough, the earliest run first.
-
-    `named` [W, N] and `masked` [W] are as for `runs`.
-    """
+    """Return the first run of each machine that is long enough, the earliest first."""
     result = []
     # In a run, gaps are few: a machine that is candidate less often has no run of this length.
     for machine in np.flatnonzero(named.sum(axis=0) > 0.8 * rule.needed).tolist():
@@ -272,13 +253,11 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
 
 @dataclass(frozen=True)
 class _Named:
-    """Candidates in one metric."""
+    """Candidates [W, N] in one metric; too little is known of `unknown` windows [W]."""
 
     trace: Trace
     candidates: Mask
-    """[W, N]."""
     unknown: Mask
-    """[W], windows of which too little is known."""
     rule: Rule
 
 

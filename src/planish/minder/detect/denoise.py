@@ -1,9 +1,7 @@
 """Denoisers: what is compared between machines in place of the raw window.
 
-The trained LSTM-VAE runs in numpy: a call needs no torch, and is faster without.
-
-Source: Minder, arXiv 2411.01791, section 4.2 (one model for each metric; its latent variable is its
-mean here).
+The trained LSTM-VAE runs in numpy, faster than torch. Source: Minder, arXiv 2411.01791, section
+4.2; the latent variable is its mean here.
 """
 
 from __future__ import annotations
@@ -33,11 +31,10 @@ class Denoiser(Protocol):
     name: str
     """vae, pca or none."""
     metric: str
-    """Canonical name of the metric."""
     version: str
     """Identifies the model in results."""
     quality: str
-    """good, or degraded when it did not pass its gate."""
+    """`good`, or `degraded` when it did not pass its gate."""
 
     def embed(self, windows: F32) -> F32:
         """Return [M, d] for windows [M, 8] of values in 0 .. 1."""
@@ -54,22 +51,17 @@ class Models:
 
 
 def windows_of(values: NDArray[T]) -> NDArray[T]:
-    """Return [T - 7, N, 8], a view of the windows of all machines in [T, N], one for each start.
-
-    Example:
-        >>> windows_of(np.arange(20, dtype=np.float32).reshape(10, 2)).shape
-        (3, 2, 8)
-    """
+    """Return [T - 7, N, 8], a view of the windows of all machines in [T, N]."""
     if len(values) < WINDOW:
         return np.zeros((0, values.shape[1], WINDOW), values.dtype)
     return np.lib.stride_tricks.sliding_window_view(values, WINDOW, axis=0)
 
 
 def restoration_error(denoiser: Denoiser, values: F32, known: Mask) -> float:
-    """Return the mean squared error of a denoiser on a spread sample of windows; NaN without any.
+    """Return the mean squared error of a denoiser on a sample of windows; NaN without any.
 
-    `values` are [T, N] in 0 .. 1, and `known` [T - 7, N] the windows that count. The error of
-    latent means, which are no windows, is NaN.
+    `values` are [T, N] in 0 .. 1, `known` [T - 7, N] the windows that count. Latent means, which
+    are no windows, have NaN.
     """
     rows = np.flatnonzero(known.ravel())
     rows = rows[:: max(1, len(rows) // _SAMPLED_WINDOWS)]
@@ -81,18 +73,12 @@ def restoration_error(denoiser: Denoiser, values: F32, known: Mask) -> float:
 
 
 class Identity:
-    """Compares the windows themselves: no denoising.
-
-    Example:
-        >>> Identity("cpu_usage").embed(np.zeros((2, 8), np.float32)).shape
-        (2, 8)
-    """
+    """Compares the windows themselves: no denoising."""
 
     name = "none"
     quality = "good"
 
     def __init__(self, metric: str) -> None:
-        """Of one metric."""
         self.metric, self.version = metric, "raw"
 
     def embed(self, windows: F32) -> F32:
@@ -101,15 +87,7 @@ class Identity:
 
 
 class Pca:
-    """Projects windows on their first principal components and back.
-
-    Example:
-        >>> waves = np.sin(np.arange(400) / 5)[:, None].astype(np.float32) / 2 + 0.5
-        >>> training = windows_of(waves)[:, 0]
-        >>> pca = Pca.fit("cpu_usage", training, components=3)
-        >>> bool(np.abs(pca.embed(training) - training).max() < 1e-3)
-        True
-    """
+    """Projects windows on their first principal components and back."""
 
     name = "pca"
     quality = "good"
@@ -197,13 +175,7 @@ class _Lstm:
 
 
 class Vae:
-    """A trained model as a denoiser.
-
-    Example:
-        >>> weights = {name: np.zeros(s, np.float32) for name, s in shapes(4, 8).items()}
-        >>> Vae("cpu_usage", weights, version="v").embed(np.ones((3, 8), np.float32)).shape
-        (3, 8)
-    """
+    """A trained model as a denoiser."""
 
     name = "vae"
 

@@ -29,29 +29,26 @@ class Seen:
     """One metric as the last call saw it."""
 
     first: int
-    """Unix second of row 0."""
     values: F32
     masked: Mask
     trace: Trace
 
 
 class Detector:
-    """Detection in one job, call after call; only windows that have changed are looked at again.
+    """Detection in one job; only windows that have changed since the last call are looked at.
 
     A call of a new detector looks at everything, so results never depend on earlier calls.
     """
 
     def __init__(self, models: Models, config: MinderConfig) -> None:
-        """Take models and configuration."""
         self.models, self.config = models, config
         self.windows_computed = 0
         """Windows of all metrics that the last call looked at."""
         self.prepared: Prepared | None = None
         """What the last call looked at; None before, and for a job that is too small."""
         self.last: Mapping[str, Trace] = {}
-        """Traces of the last call."""
         self.seconds: Mapping[str, float] = {}
-        """How long the stages of the last call took."""
+        """Duration of the stages of the last call."""
         self._denoise_seconds = 0.0
         self._machines: tuple[str, ...] = ()
         self._groups: list[I64] = []
@@ -135,7 +132,7 @@ class Detector:
         return traces
 
     def renew(self, name: str, seen: Seen) -> I64:
-        """Copy those rows of a trace whose seconds are as the last call saw them.
+        """Copy the rows of a trace whose seconds are as the last call saw them.
 
         Returns:
             The other windows, ascending, which the caller must fill.

@@ -58,8 +58,7 @@ class Trace:
 def comparison_groups(machines: Sequence[str], config: DetectConfig, job: Job) -> list[I64]:
     """Return the columns of machines that are compared with each other.
 
-    Pipeline stages stand alone where each of them has at least four machines; otherwise all
-    machines are one group.
+    Pipeline stages stand alone where each of them has at least four machines.
     """
     everything = np.arange(len(machines))
     if not (config.compare_within_stage and job.stages):
@@ -74,8 +73,8 @@ def comparison_groups(machines: Sequence[str], config: DetectConfig, job: Job) -
 def compared_values(prepared: Prepared, name: str, config: DetectConfig, job: Job) -> F32:
     """Return the values [T, N] that are compared: without what is known of healthy machines.
 
-    Only as much of a machine's distance from the fleet's median is taken away as it shows: a
-    machine that loses its offset, e.g. while all wait, must not seem unlike for that.
+    Only as much of a machine's known offset is taken away as it shows: one that loses its offset
+    while all wait must not seem unlike for that.
     """
     values = prepared.values[name]
     known = job.baseline.get(name, {}) if config.role_baseline else {}
@@ -99,13 +98,7 @@ def fleet_median(values: F32, masked: Mask) -> F32:
 
 
 def median_of_known(values: F32, known: Mask) -> F32:
-    """Return the median of the known numbers of each row; NaN where none is.
-
-    Example:
-        >>> rows = np.array([[3.0, 1.0, 9.0]], np.float32)
-        >>> median_of_known(rows, np.array([[True, True, False]]))
-        array([2.], dtype=float32)
-    """
+    """Return the median of the known numbers of each row; NaN where none is."""
     ordered = np.sort(np.where(known, values, np.inf), axis=1)
     counts = known.sum(axis=1)
     rows = np.arange(len(values))
@@ -128,11 +121,11 @@ def fill_trace(
     groups: Sequence[I64],
     distance: Distance,
 ) -> float:
-    """Denoise and compare some windows, and return the seconds that denoising took.
+    """Denoise and compare the windows `which`, and return the seconds that denoising took.
 
     Args:
         trace: gets their rows.
-        which: windows to look at, ascending.
+        which: windows, ascending.
         values: [T, N] in 0 .. 1.
         masked: [T, N], True where nothing is known.
         denoiser: of the metric.
@@ -161,8 +154,8 @@ def distance_sums(
     """Return [W, N], the sum of the distances from each machine to all others, of [W, N, d].
 
     Machines that are not `present` [W, N] are not compared, and have 0. Euclidean distances come
-    from products, after the windows' mean over the machines has been taken away: without that the
-    squares of equal machines would cancel badly.
+    from products, after the mean over the machines has been taken away: the squares of equal
+    machines would cancel badly without.
 
     Example:
         >>> distance_sums(np.array([[[0.0], [3.0], [4.0]]], np.float32))
@@ -221,10 +214,6 @@ def normal_scores(sums: F32, present: Mask | None = None) -> F32:
     """Return how many standard deviations each machine's sum [W, N] lies above the mean of all.
 
     It is 0 in windows whose machines are all alike, and for machines that are not `present`.
-
-    Example:
-        >>> normal_scores(np.array([[1.0, 1.0, 1.0, 5.0]], np.float32)).round(3)
-        array([[-0.577, -0.577, -0.577,  1.732]], dtype=float32)
     """
     exact = sums.astype(np.float64)
     here = np.ones(sums.shape, bool) if present is None else present
@@ -242,7 +231,7 @@ def normal_scores(sums: F32, present: Mask | None = None) -> F32:
 def distances_above_median(sums: F32, here: Mask) -> F32:
     """Return each machine's sum [W, N] above the median one, in the unit of the normalised metric.
 
-    That is per peer, and per root of the samples of a window. `here` are machines that count.
+    That is per peer, and per root of the samples of a window. Machines `here` count.
     """
     if here.all():
         median = np.median(sums, axis=1, keepdims=True)
@@ -258,8 +247,7 @@ def distances_above_median(sums: F32, here: Mask) -> F32:
 def threshold(theta: float, kappa: float | None, machines: int) -> float:
     """Return the score above which a machine of a job with N is a candidate.
 
-    No score of N machines exceeds sqrt(N - 1), which one odd machine among equal ones has, so a
-    fixed theta could never fire in a small job.
+    No score exceeds sqrt(N - 1), so a fixed theta could never fire in a small job.
 
     Example:
         >>> round(threshold(2.0, 0.9, 4), 3), threshold(2.0, 0.9, 64)
@@ -271,10 +259,7 @@ def threshold(theta: float, kappa: float | None, machines: int) -> float:
 
 
 def thresholds(config: DetectConfig, groups: Sequence[I64], gone: Mask) -> F64:
-    """Return for each machine [N] the score above which it is a candidate.
-
-    Only machines of one of the `groups` are compared; those that are `gone` do not count.
-    """
+    """Return [N] the thresholds of machines, each by the number of its group that is not `gone`."""
     result = np.full(len(gone), np.inf)
     for columns in groups:
         count = int((~gone[columns]).sum())
@@ -291,10 +276,7 @@ def floor_of(name: str, config: DetectConfig) -> float:
 
 
 def activity(name: str, prepared: Prepared) -> F64:
-    """Return [W], what the machines do in a metric, as a share of what they mostly do; at most 1.
-
-    It is 1 for what is no single metric.
-    """
+    """Return [W], what the machines do in a metric as a share of what they mostly do, at most 1."""
     if name not in prepared.values:
         return np.ones(max(0, prepared.frame.num_seconds - WINDOW + 1))
     median = fleet_median(prepared.values[name], prepared.masked[name])
@@ -309,8 +291,7 @@ def floors_of(
     """Return for each window and machine [W, N] the distance that counts.
 
     It is the floor above the machine's usual distance, or above what its role may be as long as
-    that is not known. What GPUs differ by follows from what they do, so it is less at rest, as
-    `share` [W], the metric's `activity`, tells.
+    that is not known. GPUs at rest differ less, as `share` [W], the metric's `activity`, tells.
     """
     if name not in METRICS or not METRICS[name].is_gpu:
         share = np.ones_like(share)
@@ -326,7 +307,7 @@ def candidates(trace: Trace, theta: F64, floor: F64, *, only_most_unlike: bool) 
     """Return [W, N], which machines are candidates in each window.
 
     Their normal score lies above `theta` [N] and their distance above `floor` [W, N]. With
-    `only_most_unlike` it is at most one a window, whose score is highest in units of its threshold;
+    `only_most_unlike` it is at most one a window, with the highest score in units of its threshold;
     of equal ones the first by name.
     """
     over = trace.present & (trace.scores > theta) & (trace.above > floor)

@@ -30,18 +30,9 @@ _FEWEST_SPACINGS = 8
 
 @dataclass(frozen=True)
 class Frame:
-    """The traces of one job on a grid of seconds.
-
-    Example:
-        >>> ts = np.arange(100, 103)
-        >>> cpu = np.array([[1, 2], [1, np.nan], [1, 2]], np.float32)
-        >>> frame = Frame("job", ts, ("a", "b"), {"cpu_usage": cpu})
-        >>> frame.mask["cpu_usage"].sum(), frame.slice(101, 103).num_seconds
-        (np.int64(5), 2)
-    """
+    """The traces of one job on a grid of seconds."""
 
     job: str
-    """Name of the job."""
     ts: I64
     """[T] unix seconds, a step of 1."""
     machines: tuple[str, ...]
@@ -54,7 +45,6 @@ class Frame:
     """Metric to the seconds for which one measurement stands, where a server said so."""
 
     def __post_init__(self) -> None:
-        """Make the masks that are not given."""
         for name, array in self.values.items():
             self.mask.setdefault(name, np.isfinite(array))
 
@@ -131,12 +121,11 @@ def align(
     """Put raw samples on the grid `start <= t < end`.
 
     Each grid point takes the sample nearest in time within half a second, after the timestamps of
-    the series have been moved by their median distance from whole seconds: exporters of one machine
-    are asked at different fractions of a second, and its clock may be off. A series whose samples
+    the series have been moved by their median distance from whole seconds. A series whose samples
     come regularly but less than once a second counts until the next sample, for at most
     `COARSEST_SECONDS`. Samples that are not finite, or negative unless `nonnegative` says otherwise
-    of the metric, are dropped; of samples with equal timestamps the last one counts. A machine
-    without samples stays, without values.
+    of the metric, are dropped; of equal timestamps the last counts. A machine without samples
+    stays, without values.
     """
     names = tuple(sorted(set(machines)))
     grid = np.arange(start, end, dtype=np.int64)
@@ -155,12 +144,7 @@ def align(
 
 
 def clean(ts: F64, values: F64, *, keep_negative: bool = False) -> tuple[F64, F64]:
-    """Sort samples by time and drop impossible ones.
-
-    Example:
-        >>> clean(np.array([2.0, 1.0, 1.0, 3.0]), np.array([5.0, 7.0, 8.0, np.nan]))
-        (array([1., 2.]), array([8., 5.]))
-    """
+    """Sort samples by time and drop impossible ones."""
     ts, values = np.asarray(ts, np.float64), np.asarray(values, np.float64)
     # What float32 can not hold is no measurement.
     good = np.isfinite(ts) & (np.abs(values) <= np.finfo(np.float32).max)
@@ -174,14 +158,7 @@ def clean(ts: F64, values: F64, *, keep_negative: bool = False) -> tuple[F64, F6
 
 
 def nearest(ts: F64, values: F64, grid: I64, *, reach: float = 0.5) -> F32:
-    """Return for each grid second the value of the sample nearest in time, or NaN.
-
-    Samples farther away than `reach` seconds do not count.
-
-    Example:
-        >>> nearest(np.array([0.4, 2.0]), np.array([5.0, 6.0]), np.array([0, 1, 2]))
-        array([ 5., nan,  6.], dtype=float32)
-    """
+    """Return for each grid second the nearest sample within `reach` seconds, or NaN."""
     if not len(ts):
         return np.full(len(grid), np.nan, np.float32)
     after = np.searchsorted(ts, grid)

@@ -33,11 +33,9 @@ class JobMonitor:
     def __init__(
         self, job: str, models: Models, config: MinderConfig, *, detector: Detector | None = None
     ) -> None:
-        """Begin with nothing known of the job; `detector` replaces the usual one."""
         self.job, self.config = job, config
         self._forget()
         self.known = Job()
-        """What was known of the job in the last call."""
         self._detector = detector or Detector(models, config)
         self._limits = models.limits
         self._scales: dict[str, float] = {}
@@ -55,11 +53,10 @@ class JobMonitor:
         """Look at the job.
 
         Args:
-            frame: until now, of all machines that the job has now; at least the last
-                `service.window_seconds`, if the job is as old.
+            frame: until now, at least `service.window_seconds` of it, of all machines of the job.
             started: unix seconds of the last start of the job; 0 when not known.
             stages: machine to pipeline stage.
-            board: model of the boards that it runs on; empty when not known.
+            board: model of its boards; empty when not known.
         """
         begun = time.perf_counter()
         if not frame.num_seconds:
@@ -176,7 +173,7 @@ class JobMonitor:
         baseline.add(values, until, unsure)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a restarted service needs; the rest is found in the data again."""
+        """Return what a restarted service needs."""
         return {
             "job": self.job,
             "joined": dict(self._joined),
@@ -195,11 +192,7 @@ class JobMonitor:
         *,
         detector: Detector | None = None,
     ) -> JobMonitor:
-        """Go on from what `to_json` gave.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is something else.
-        """
+        """Go on from what `to_json` gave; KeyError, TypeError, ValueError: it is something else."""
         monitor = cls(str(state["job"]), models, config, detector=detector)
         monitor.baseline = Baseline.from_json(config.detect, state["baseline"])
         monitor.usual = Baseline.from_json(config.detect, state["usual"], is_role=False)
@@ -212,7 +205,7 @@ class JobMonitor:
 def too_few_machines(job: str, machines: Sequence[str], config: MinderConfig) -> Result | None:
     """Return the result for a job whose machines can not be compared; None where they can.
 
-    It needs no data: a cluster has many small jobs, and Prometheus need not be asked for them.
+    It needs no data: Prometheus need not be asked for the many small jobs of a cluster.
     """
     if len(machines) >= config.detect.min_machines:
         return None

@@ -21,15 +21,9 @@ _SELECTOR = re.compile(r"[a-zA-Z_:][\w:]*\{[^{}]*" + re.escape(JOB_SELECTOR) + r
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric of a machine.
-
-    Example:
-        >>> METRICS["cpu_usage"].limits
-        (0.0, 100.0)
-    """
+    """One metric of a machine."""
 
     name: str
-    """Canonical name; key of every table."""
     unit: str
     """Of the values in a frame."""
     limits: tuple[float, float] | None
@@ -66,12 +60,7 @@ class Metric:
         return match.group() if match else ""
 
     def machine_of(self, label: str) -> str:
-        """Return the machine that a label's value names; empty where it names none.
-
-        Example:
-            >>> Metric("m", "1", None, "", node_regex="([^:]+):[0-9]+").machine_of("n1:9100")
-            'n1'
-        """
+        """Return the machine that a label's value names; empty where it names none."""
         if not self.node_regex:
             return label
         match = re.fullmatch(self.node_regex, label)

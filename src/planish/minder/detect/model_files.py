@@ -33,20 +33,12 @@ _WEIGHTS, _FACTS, _LIMITS = "model.safetensors", "meta.json", "limits.json"
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of one trained model.
-
-    Example:
-        >>> facts = Facts("cpu_usage", (0.0, 100.0), "none", 1e-4, 2e-4, 1e-3, 1e-4, 0.5, 900,
-        ...               "ab", 0, "0.1.0")
-        >>> facts.quality
-        'good'
-    """
+    """What is known of one trained model."""
 
     metric: str
     limits: tuple[float, float]
     """Transformed values that became 0 and 1."""
     transform: str
-    """Applied before the limits."""
     mse_train: float
     mse_held_out: float
     """Mean squared error per sample on held-out jobs."""
@@ -57,9 +49,8 @@ class Facts:
     divergence: float
     """Of the latent variable from the standard normal, nats."""
     n_windows: int
-    """Windows that the model was trained on."""
     data_sha256: str
-    """Digest of those windows."""
+    """Digest of the training windows."""
     seed: int
     version: str
     """Of this package."""
@@ -111,17 +102,15 @@ def load_models(folder: Path, config: DenoiseConfig, metrics: tuple[str, ...]) -
     Raises:
         ConfigError: a model is missing, damaged, of another schema, size or metric.
     """
-    raw = _read_json(folder / _LIMITS)
-    try:
-        limits = {name: (float(low), float(high)) for name, (low, high) in raw.items()}
-    except (TypeError, ValueError):
-        limits = {"": (math.nan, math.nan)}
-    for name, (low, high) in limits.items():
+    path, limits = folder / _LIMITS, {}
+    for name, pair in _read_json(path).items():
+        try:
+            low, high = map(float, pair)
+        except (TypeError, ValueError):
+            low = high = math.nan
         if name not in METRICS or not (math.isfinite(low) and math.isfinite(high)):
-            raise ConfigError(
-                f"`{folder / _LIMITS}` must map known metrics to two finite numbers, got "
-                f"{name!r}: {(low, high)}; train the models again"
-            )
+            raise _refused(path, "map known metrics to two finite numbers", {name: pair})
+        limits[name] = (low, high)
     return Models({name: _denoiser(folder, name, config) for name in metrics}, limits)
 
 
@@ -136,29 +125,23 @@ def _denoiser(folder: Path, metric: str, config: DenoiseConfig) -> Denoiser:
     try:
         tensors = {name: array.astype(np.float32) for name, array in load_file(path).items()}
     except (OSError, SafetensorError, ValueError) as error:
-        raise ConfigError(
-            f"`{path}` must be a safetensors file, got {error}; train the models again"
-        ) from None
+        raise _refused(path, "be a safetensors file", error) from None
     if config.denoiser == "pca" or (config.fall_back_to_pca and facts.quality == "degraded"):
-        mean, components = tensors.get("pca.mean"), tensors.get("pca.components")
+        mean, components = (tensors.get(f"pca.{name}") for name in ("mean", "components"))
         if (
             mean is None
             or components is None
-            or not components.shape[1:] == mean.shape == (WINDOW,)
+            or not (components.shape[1:] == mean.shape == (WINDOW,))
         ):
-            raise ConfigError(
-                f"`{path}` must hold a mean and components over {WINDOW} samples, got "
-                f"{sorted(tensors)}; train the models again"
-            )
+            what = f"hold a mean and components over {WINDOW} samples"
+            raise _refused(path, what, sorted(tensors))
         pca = Pca(metric, mean, components)
         pca.version, pca.quality = facts.model_id, facts.quality
         return pca
     wanted = {f"vae.{name}": shape for name, shape in shapes(facts.hidden, facts.latent).items()}
     seen = {name: array.shape for name, array in tensors.items() if name.startswith("vae.")}
     if wanted != seen:
-        raise ConfigError(
-            f"`{path}` must hold the weights {wanted}, got {seen}; train the models again"
-        )
+        raise _refused(path, f"hold the weights {wanted}", seen)
     return Vae(
         metric,
         {name.removeprefix("vae."): tensors[name] for name in wanted},
@@ -175,21 +158,14 @@ def read_facts(folder: Path, metric: str) -> Facts:
         ConfigError: no such model, or one of another schema, metric or size.
     """
     place = folder / metric / _FACTS
-    raw = _read_json(place)
-    names = set(Facts.__dataclass_fields__)
+    raw, names = _read_json(place), set(Facts.__dataclass_fields__)
     if set(raw) != names:
-        raise ConfigError(
-            f"`{place}` must have the keys {sorted(names)}, got {sorted(raw)}; train the models "
-            "again"
-        )
+        raise _refused(place, f"have the keys {sorted(names)}", sorted(raw))
     expected = {"schema": SCHEMA, "metric": metric, "window": WINDOW}
     wrong = {key: raw[key] for key, value in expected.items() if raw[key] != value}
     numbers = [raw[k] for k in ("hidden", "latent")]
     if wrong or not all(isinstance(n, int) and 1 <= n <= 1024 for n in numbers):
-        raise ConfigError(
-            f"`{place}` must be of {expected} with sizes of 1 to 1,024, got {wrong or numbers}; "
-            "train the models again"
-        )
+        raise _refused(place, f"be of {expected} with sizes of 1 to 1,024", wrong or numbers)
     return Facts(**{**raw, "limits": tuple(raw["limits"])})
 
 
@@ -202,7 +178,11 @@ def _read_json(path: Path) -> dict[str, Any]:
             "folder of models"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"`{path}` must be JSON, got {error}; train the models again") from None
+        raise _refused(path, "be JSON", error) from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"`{path}` must be a JSON object, got a {type(raw).__name__}")
+        raise _refused(path, "be a JSON object", type(raw).__name__)
     return raw
+
+
+def _refused(path: Path, what: str, seen: object) -> ConfigError:
+    return ConfigError(f"`{path}` must {what}, got {seen}; train the models again")

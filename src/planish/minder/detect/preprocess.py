@@ -114,8 +114,7 @@ def limits_of(
 ) -> tuple[float, float] | None:
     """Return the transformed values that become 0 and 1; None where they are not known.
 
-    The board's limits go before those of the site, these before the metric's own, and those that
-    the models were trained with come last.
+    The board's limits go first, then those of the site, the metric's own and those of the models.
     """
     site = config.site_limits(metric.name, board)
     if site is not None:
@@ -130,8 +129,7 @@ def needed_scale(
     """Return the factor by which limits are too narrow for a job, in steps of a tenth; at least 1.
 
     They are when most machines are far beyond them for more than one second in a hundred: other
-    hardware, not a fault. Few machines, or a little beyond, change nothing. `known` is the factor
-    of the last call.
+    hardware, not a fault. `known` is the factor of the last call.
     """
     low, high = limits
     values, real = frame.values[metric.name], frame.mask[metric.name]
@@ -163,11 +161,6 @@ def fill(values: F32, real: Mask, max_gap_seconds: int) -> tuple[F32, Mask]:
 
     Returns:
         The filled values [T, N], and a mask that is True where nothing is known.
-
-    Example:
-        >>> v = np.array([[1], [0], [0], [4]], np.float32)
-        >>> fill(v, v > 0, 30)[0].ravel()
-        array([1., 1., 4., 4.], dtype=float32)
     """
     count = len(values)
     filled = values.astype(np.float32)
@@ -198,14 +191,9 @@ def fill(values: F32, real: Mask, max_gap_seconds: int) -> tuple[F32, Mask]:
 def sample_intervals(values: F32, unknown: Mask) -> F64:
     """Return [N], the seconds from one distinct sample of each machine to the next.
 
-    A server and an exporter repeat a sample until the next one comes, so timestamps do not tell. A
-    machine whose samples hardly change is asked as often as most others are. `values` [T, N] have
-    their gaps filled; `unknown` is True where nothing is known.
-
-    Example:
-        >>> held = np.arange(60, dtype=np.float32)[:, None] // 20 * 20
-        >>> sample_intervals(np.tile(held, (3, 1)), np.zeros((180, 1), bool))
-        array([20.])
+    A server repeats a sample until the next one comes, so timestamps do not tell. A machine whose
+    samples hardly change is asked as often as most others are. `values` [T, N] have their gaps
+    filled; `unknown` is True where nothing is known.
     """
     changed = (values[1:] != values[:-1]) & ~(unknown[1:] | unknown[:-1])
     counts = changed.sum(axis=0)
@@ -222,15 +210,9 @@ def sample_intervals(values: F32, unknown: Mask) -> F64:
 def steadied(values: F32, unknown: Mask, intervals: F64) -> F32:
     """Return values [T, N] in which each held sample is the median of itself and its neighbours.
 
-    A window of samples a second apart is their mean; one of held samples is a single sample, which
-    may fall on the edge of an iteration. The median of three keeps the length of what lasts. The
-    rate of a counter needs none: it is the mean since the sample before. `intervals` [N] are the
-    seconds from one sample to the next.
-
-    Example:
-        >>> held = np.repeat(np.array([[1], [9], [1], [8], [8]], np.float32), 20, axis=0)
-        >>> steadied(held, np.zeros(held.shape, bool), np.array([20.0]))[::20, 0]
-        array([1., 1., 8., 8., 8.], dtype=float32)
+    A window of held samples is a single sample, which may fall on the edge of an iteration; the
+    median of three keeps the length of what lasts. The rate of a counter, a mean since the sample
+    before, needs none. `intervals` [N] are the seconds from one sample to the next.
     """
     result = values.copy()
     rows = np.arange(len(values))
@@ -319,13 +301,7 @@ def frozen_exporters(frame: Frame, after_seconds: int) -> dict[str, dict[str, in
 def still_since(values: F32, real: Mask) -> I64:
     """Return [N], the first row from which on all samples of a machine are equal.
 
-    Rows after the last sample do not count as standing still: a machine that is silent is no broken
-    exporter. A machine without samples stands still from the beginning.
-
-    Example:
-        >>> values = np.array([[1, 1], [2, 5], [2, 6]], np.float32)
-        >>> still_since(values, np.isfinite(values))
-        array([1, 2])
+    A machine that is silent does not stand still; one without samples does from the beginning.
     """
     count = len(values)
     last = _last_values(values, real)

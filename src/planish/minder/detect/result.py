@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 Kind = Literal["dissimilar", "silent", "job_wide"]
 Status = Literal["ok", "fault", "outage", "skipped", "too_few_machines"]
@@ -30,7 +30,6 @@ class Finding:
     """Metric that confirmed it; empty for `silent` and `job_wide`."""
     kind: Kind
     run_start: int
-    """Unix seconds at which it began to differ."""
     confirmed_at: int
     """Unix seconds at which it had differed for long enough."""
     duration_s: float
@@ -40,7 +39,6 @@ class Finding:
     evidence: dict[str, Evidence] = field(default_factory=dict)
     """By metric."""
     machines: tuple[str, ...] = ()
-    """All that are concerned, for `job_wide`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,6 @@ class Candidate:
     machine: str
     metric: str
     since: int
-    """Unix seconds at which it began to differ."""
     seconds: int
     """For how long it has been candidate."""
     score: float
@@ -59,18 +56,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Result:
-    """The answer of one call; equal frames give equal results but for `call_seconds`.
-
-    Example:
-        >>> result = Result("job", "ok", 0, 900, 4, "default", 1.35, "euclidean")
-        >>> result.to_dict()["findings"]
-        []
-    """
+    """The answer of one call; equal frames give equal results but for `call_seconds`."""
 
     job: str
     status: Status
     start: int
-    """First second that was looked at."""
     end: int
     """Second after the last."""
     n_machines: int
@@ -101,11 +91,6 @@ class Result:
         """Whether machines could be compared."""
         return self.status in ("ok", "fault")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return plain
-
     def to_json(self) -> str:
         """Return canonical JSON."""
-        return json.dumps(self.to_dict(), sort_keys=True, allow_nan=False)
+        return json.dumps(asdict(self), sort_keys=True, allow_nan=False)

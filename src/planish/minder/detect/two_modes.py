@@ -1,7 +1,7 @@
 """A part of a job's machines that lies apart from the rest: a switch, a rack, a power feed.
 
-Ours. Where a fifth to a half of the machines differ alike, each has many peers like itself and no
-normal score is large: of two equal halves all scores are 0. The values themselves show two modes.
+Ours. Where a fifth to a half of the machines differ alike, no normal score is large, but the values
+show two modes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ _SAME_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Part:
-    """Machines that lay apart for long enough.
-
-    Example:
-        >>> Part(np.array([1, 2, 3]), 0, 270).seconds
-        270
-    """
+    """Machines that lay apart for long enough."""
 
     columns: I64
     """The smaller side; of two equal sides the one without the first machine."""
@@ -107,12 +102,7 @@ def _block_medians(values: F32, masked: Mask, first: int, blocks: int) -> F64:
 
 
 def _sides(medians: F64, gap: float, smallest: int) -> tuple[I64, Mask]:
-    """Cut each row at its widest gap.
-
-    Returns:
-        [B, N], -1 and 1 for the sides and 0 for machines that are not known; and [B], rows whose
-        sides lie apart.
-    """
+    """Cut each row at its widest gap: sides [B, N], 0 where unknown, and what is apart [B]."""
     ordered = np.sort(medians, axis=1)
     counts = np.isfinite(medians).sum(axis=1, keepdims=True)
     steps = np.diff(ordered, axis=1)

@@ -1,10 +1,10 @@
 """Fit a site's settings to its recorded traces: limits of metrics, thresholds and floors.
 
 Limits are quantiles of what healthy jobs show. For thresholds and floors every trace is replayed
-once with the settings to begin from. Its scores and distances are kept as its calls saw them, so
-that another threshold or floor costs comparisons of numbers only; what follows from naming a
-machine (scores without it, baselines that wait) stays as it was in that replay. Theta and kappa are
-tried together; then the floor of one metric after the other is improved until none can be.
+once, and scores and distances are kept as its calls saw them, so that another threshold costs
+comparisons of numbers only; what follows from naming a machine stays as it was in that replay.
+Theta and kappa are tried together; then the floor of one metric after the other is improved until
+none can be.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from planish.minder.detect.frame import F32, Mask
 from planish.minder.detect.job_monitor import JobMonitor
 from planish.minder.detect.metrics_table import METRICS
 from planish.minder.detect.preprocess import fit_limits, prepare
-from planish.minder.lab.cases import Case
+from planish.minder.lab.cases import Case, read_case
 from planish.minder.lab.evaluate import fault_of, table
 from planish.minder.lab.replay import Alarm
 from planish.minder.lab.score import CaseOutcome, Score, score
@@ -47,6 +48,7 @@ THETAS = (1.5, 2.0, 2.5, 3.0)
 KAPPAS = (0.6, 0.7, 0.8, 0.9, 0.95)
 FLOORS = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.10, 0.12)
 _ROUNDS = 3
+_FIGURES = ("precision", "recall", "f1")
 
 SiteLimits = Mapping[str, tuple[float, float]]
 """Metric to its limits, in its unit."""
@@ -93,17 +95,9 @@ class Calibrated:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        both = zip((self.start, self.best), self.scores, strict=True)
         start, best = (
-            {
-                "theta": thresholds.theta,
-                "kappa": thresholds.kappa,
-                "floors": dict(thresholds.floors),
-                "precision": reached.precision.value,
-                "recall": reached.recall.value,
-                "f1": reached.f1.value,
-            }
-            for thresholds, reached in both
+            {**asdict(one), **{name: getattr(reached, name).value for name in _FIGURES}}
+            for one, reached in zip((self.start, self.best), self.scores, strict=True)
         )
         return {"tried": self.tried, "start": start, "best": best}
 
@@ -114,8 +108,7 @@ class Calibrated:
             (name, *(getattr(one, name) for one in both)) for name in ("theta", "kappa")
         ]
         rows += [(f"floor of {n}", *(one.floors[n] for one in both)) for n in self.best.floors]
-        for name in ("precision", "recall", "f1"):
-            rows.append((name, *(getattr(reached, name) for reached in self.scores)))
+        rows += [(name, *(getattr(reached, name) for reached in self.scores)) for name in _FIGURES]
         return table("| | start | best |", rows) + "\n"
 
 
@@ -124,40 +117,26 @@ def calibrate(
 ) -> Calibrated:
     """Return the thresholds with the largest F1 among those that are precise enough, if any is.
 
-    `recorded` are jobs that were replayed with the configuration.
+    `recorded` are jobs that were replayed with the configuration. Of points with an equal F1 the
+    more precise one wins, then the one with higher floors.
     """
     rules = config.detect
     metrics = sorted({metric for job in recorded for metric, _, _ in job.hits})
-    floors = {name: floor_of(name, rules) for name in metrics}
-    return search(recorded, Thresholds(rules.theta, rules.kappa, floors), min_precision)
+    start = Thresholds(rules.theta, rules.kappa, {name: floor_of(name, rules) for name in metrics})
+    scores: dict[str, Score] = {}
 
+    def reach(one: Thresholds) -> Score:
+        key = repr((one.theta, one.kappa, sorted(one.floors.items())))
+        if key not in scores:
+            scores[key] = score([outcome_with(job, one) for job in recorded], "first")
+        return scores[key]
 
-def search(recorded: Sequence[Recorded], start: Thresholds, min_precision: float) -> Calibrated:
-    """Look for the best point of the grid.
+    def order(one: Thresholds) -> tuple[float, ...]:
+        precision, f1 = reach(one).precision.value, reach(one).f1.value
+        return (precision >= min_precision, round(f1, 4), precision, sum(one.floors.values()))
 
-    Of points with an equal F1 the more precise one wins, then the one with higher floors.
-    """
-    orders: dict[str, tuple[float, ...]] = {}
-
-    def reach(thresholds: Thresholds) -> Score:
-        return score([outcome_with(job, thresholds) for job in recorded], "first")
-
-    def order(thresholds: Thresholds) -> tuple[float, ...]:
-        key = repr((thresholds.theta, thresholds.kappa, sorted(thresholds.floors.items())))
-        if key not in orders:
-            reached = reach(thresholds)
-            orders[key] = (
-                float(reached.precision.value >= min_precision),
-                round(reached.f1.value, 4),
-                reached.precision.value,
-                sum(thresholds.floors.values()),
-            )
-        return orders[key]
-
-    best = max(
-        [start, *(replace(start, theta=t, kappa=k) for t, k in itertools.product(THETAS, KAPPAS))],
-        key=order,
-    )
+    grid = [replace(start, theta=t, kappa=k) for t, k in itertools.product(THETAS, KAPPAS)]
+    best = max([start, *grid], key=order)
     for _ in range(_ROUNDS):
         before = best
         for name in best.floors:
@@ -165,7 +144,7 @@ def search(recorded: Sequence[Recorded], start: Thresholds, min_precision: float
             best = max([best, *choices], key=order)
         if best == before:
             break
-    return Calibrated(start, best, (reach(start), reach(best)), tried=len(orders))
+    return Calibrated(start, best, (reach(start), reach(best)), tried=len(scores))
 
 
 def outcome_with(job: Recorded, thresholds: Thresholds) -> CaseOutcome:
@@ -209,12 +188,13 @@ class _Kept:
 
 
 def record(
-    case: Case, models: Models, config: MinderConfig, *, detector: Detector | None = None
+    source: Case | Path, models: Models, config: MinderConfig, *, detector: Detector | None = None
 ) -> Recorded:
-    """Replay one job and note who would be named at each point of the grid.
+    """Replay one job, or that of a file, and note who would be named at each point of the grid.
 
     `config` holds the thresholds to begin from; `detector` takes the place of the usual one.
     """
+    case = read_case(source) if isinstance(source, Path) else source
     frame, detector = case.frame, detector or Detector(models, config)
     monitor = JobMonitor(frame.job, models, config, detector=detector)
     start, shape = int(frame.ts[0]), (max(0, frame.num_seconds - WINDOW + 1), frame.num_machines)
@@ -308,11 +288,7 @@ def fitted_limits(cases: Sequence[Case], metrics: Sequence[str]) -> dict[str, Si
 
 
 def fitted_roles(cases: Sequence[Case], models: Models, config: MinderConfig) -> dict[str, float]:
-    """Return by how much machines of healthy traces lastingly differ at most, and a quarter more.
-
-    Returns:
-        Metric to the largest difference from the fleet's median, normalised; at least the floor.
-    """
+    """Return by metric how far healthy machines lastingly differ, and a quarter more."""
     most: dict[str, float] = {}
     for case in (case for case in cases if not case.truth.faulty):
         prepared = prepare(case.frame, config, models.limits, board=case.board)
@@ -331,33 +307,20 @@ def site_tables(
     roles: Mapping[str, float] | None = None,
     metrics: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return what was fitted as tables of a configuration.
-
-    Without `thresholds`, `roles` or `metrics` (in the order in which they are tried) those of the
-    package stay.
-    """
+    """Return what was fitted as tables of a configuration; what is empty stays as it was."""
     boards = {board: dict(pairs) for board, pairs in limits.items()}
-    detect: dict[str, Any] = {"role_limits": dict(roles)} if roles else {}
+    tables: dict[str, Any] = {"limits": boards.pop("")} if "" in boards else {}
+    detect: dict[str, Any] = {"role_limits": dict(roles or {})}
     if thresholds is not None:
-        detect["theta"] = thresholds.theta
-        if thresholds.kappa is not None:
-            detect["kappa"] = thresholds.kappa
-        detect["floors"] = dict(thresholds.floors)
-    if metrics:
-        detect["metrics"] = list(metrics)
-    site, known = boards.pop("", None), {"boards": boards, "detect": detect}
-    tables = {} if site is None else {"limits": site}
-    return {**tables, **{name: part for name, part in known.items() if part}}
+        kappa = {} if thresholds.kappa is None else {"kappa": thresholds.kappa}
+        detect |= {"theta": thresholds.theta, **kappa, "floors": dict(thresholds.floors)}
+    detect["metrics"] = list(metrics)
+    tables |= {"boards": boards, "detect": {name: part for name, part in detect.items() if part}}
+    return {name: part for name, part in tables.items() if part or name == "limits"}
 
 
 def toml_of(table: Mapping[str, Any], name: str = "") -> str:
-    """Return a table of numbers, lists and further tables as TOML.
-
-    Example:
-        >>> print(toml_of({"boards": {"H100": {"gpu_power_draw": [0.0, 698.0]}}}), end="")
-        [boards.H100]
-        gpu_power_draw = [0.0, 698.0]
-    """
+    """Return a table of numbers, lists and further tables as TOML."""
     inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
     rows = [f"{k} = {json.dumps(value)}\n" for k, value in table.items() if k not in inner]
     if name and (rows or not inner):

@@ -27,21 +27,15 @@ samples are held it waits longer, see `growth` of `detect.continuity`."""
 
 @dataclass(frozen=True)
 class Truth:
-    """What is wrong in a case.
-
-    Example:
-        >>> Truth().faulty, Truth(("node-003",), "nic-dropout", 100, 700).faulty
-        (False, True)
-    """
+    """What is wrong in a case."""
 
     machines: tuple[str, ...] = ()
-    """Faulty machines, sorted; empty for a healthy job."""
+    """Sorted; empty for a healthy job."""
     kind: str = ""
-    """Kind of the fault; empty for a healthy job."""
     onset: int = 0
     """Unix second at which the fault begins."""
     halt: int = 0
-    """Unix second at which the whole job stops, or at which the trace ends."""
+    """Unix second at which the whole job stops, or the trace ends."""
     visible: Mapping[str, int] = field(default_factory=dict)
     """Metric to the seconds for which it shows the fault on a machine; `silent` for silence."""
     detectable: bool = False
@@ -58,14 +52,13 @@ class Case:
     """The trace of one job, with its truth."""
 
     frame: Frame
-    """Aligned samples."""
     truth: Truth
     stages: Mapping[str, str] = field(default_factory=dict)
-    """Machine to pipeline stage; empty for a job without stages."""
+    """Machine to pipeline stage."""
     name: str = ""
     """Name of the file without its ending."""
     board: str = ""
-    """Model of the boards; empty when not known."""
+    """Model; empty when not known."""
 
 
 def facts_path(path: Path) -> Path:
@@ -79,11 +72,7 @@ def facts_of(case: Case) -> dict[str, Any]:
 
 
 def write_recorded(path: Path, case: Case) -> None:
-    """Write the trace of a job that is taken for healthy, and facts in which to label a fault.
-
-    Raises:
-        ConfigError: a name with another ending.
-    """
+    """Write the trace of a job that is taken for healthy, and facts in which to label a fault."""
     write_frame(path, case.frame)
     truth = {"machines": [], "kind": "", "onset": 0, "halt": 0}
     text = json.dumps({**facts_of(case), "truth": truth}, indent=1)
@@ -91,11 +80,7 @@ def write_recorded(path: Path, case: Case) -> None:
 
 
 def trace_files(places: Sequence[Path]) -> list[Path]:
-    """Return the traces among files and folders, by name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the traces among files and folders, by name; ConfigError: there is none."""
     paths: set[Path] = set()
     for place in places:
         if place.is_dir():

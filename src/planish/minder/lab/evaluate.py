@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,45 +22,37 @@ from planish.minder.lab.score import GRACE_SECONDS, CaseOutcome, summary
 
 Progress = Callable[[int, int], None]
 """Called with traces done and traces in all."""
+Item = TypeVar("Item")
 T = TypeVar("T")
 
 
 def in_processes(
-    work: Callable[[Case], T], paths: Sequence[Path], *, workers: int, progress: Progress
+    work: Callable[[Item], T], items: Sequence[Item], *, workers: int, progress: Progress
 ) -> Iterator[T]:
-    """Yield what `work` returns for the case of each trace, in the same order.
-
-    Raises:
-        ConfigError: a trace is not there.
-        RecordError: one is damaged.
-    """
+    """Yield what `work` returns for each item, in the same order."""
     # torch does not survive a fork once it has computed.
     context = multiprocessing.get_context("spawn")
-    read = functools.partial(_read_and, work)
     with ProcessPoolExecutor(workers, context) as pool:
-        results = pool.map(read, paths) if workers > 1 else map(read, paths)
+        results = pool.map(work, items) if workers > 1 else map(work, items)
         for done, result in enumerate(results, 1):
-            progress(done, len(paths))
+            progress(done, len(items))
             yield result
 
 
-def _read_and(work: Callable[[Case], T], path: Path) -> T:
-    return work(read_case(path))
-
-
 def outcome_of(
-    case: Case,
+    source: Case | Path,
     models: Models,
     config: MinderConfig,
     *,
     metrics: Sequence[str] = (),
     detector: Detector | None = None,
 ) -> CaseOutcome:
-    """Replay one case with the interval and the window of the service.
+    """Replay one case, or that of a file, with the interval and the window of the service.
 
     `metrics` are those in which a fault can be seen, by default those of the configuration;
     `detector` takes the place of the usual one.
     """
+    case = read_case(source) if isinstance(source, Path) else source
     first: dict[str, Alarm] = {}
     costs, results = [], []
     for call in replay(
@@ -132,12 +123,7 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def table(head: str, rows: Iterable[Iterable[object]]) -> str:
-    """Return a table of Markdown.
-
-    Example:
-        >>> table("| metric | depth |", [("cpu_usage", 1)]).splitlines()
-        ['| metric | depth |', '|---|---|', '| cpu_usage | 1 |']
-    """
+    """Return a table of Markdown."""
     rule = "|" + "---|" * (head.count("|") - 1)
     return "\n".join([head, rule, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 

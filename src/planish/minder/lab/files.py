@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planish.base.config import nearest
 from planish.base.errors import ConfigError, RecordError
@@ -50,11 +49,7 @@ def read_frame(path: Path) -> Frame:
 
 
 def write_frame(path: Path, frame: Frame) -> None:
-    """Write a trace; only real samples go into the long form.
-
-    Raises:
-        ConfigError: a name with another ending.
-    """
+    """Write a trace; only real samples go into the long form."""
     if path.suffix not in ENDINGS:
         raise ConfigError(f"a trace must be a file that ends in {ENDINGS}, got `{path}`")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,8 +103,6 @@ def _read_npz(path: Path) -> Frame:
         raise
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise RecordError(f"`{path}` must be an npz file of plain arrays, got {error}") from None
-    if set(LONG_COLUMNS) <= set(arrays):
-        return _from_long(path, *(arrays[name] for name in LONG_COLUMNS))
     try:
         ts, machines = arrays.pop("ts").astype(np.float64), arrays.pop("machines").astype(str)
         values = {
@@ -146,62 +139,36 @@ def _read_long(path: Path) -> Frame:
         else:
             batches = read_batches(path, size=path.stat().st_size, name=str(path))
             table = pa.Table.from_batches(list(batches)).unify_dictionaries()
+        ts, *texts, value = (table.column(name) for name in LONG_COLUMNS)
+        is_date = pa.types.is_timestamp(ts.type)
+        seconds = ts.cast(pa.timestamp("us")).cast(pa.int64()) if is_date else ts
+        seconds = seconds.cast(pa.float64()).to_numpy() / (1e6 if is_date else 1.0)
+        values = value.cast(pa.float64()).to_numpy()
+        texts = [text.cast(pa.string()).fill_null("").combine_chunks() for text in texts]
     except RecordError:
         raise
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise RecordError(f"`{path}` must be a readable table, got {error}") from None
-    missing = [name for name in LONG_COLUMNS if name not in table.column_names]
-    if missing:
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         raise RecordError(
-            f"`{path}` must have the columns {LONG_COLUMNS}, got {table.column_names}"
-        )
-    try:
-        columns = [table.column(name) for name in LONG_COLUMNS]
-        if pa.types.is_timestamp(columns[0].type):
-            columns[0] = columns[0].cast(pa.timestamp("us")).cast(pa.int64())
-            ts = columns[0].to_numpy() / 1e6
-        else:
-            ts = columns[0].cast(pa.float64()).to_numpy()
-        names = [
-            column.cast(pa.string()).combine_chunks().dictionary_encode() for column in columns[1:3]
-        ]
-        values = columns[3].cast(pa.float64()).to_numpy()
-    except (ValueError, pa.ArrowException) as error:
-        raise RecordError(
-            f"`ts` and `value` in `{path}` must be numbers, the others text, got {error}"
+            f"`{path}` must be a readable table with the columns {LONG_COLUMNS}, `ts` and `value` "
+            f"as numbers, the others as text, got {error}"
         ) from None
-    texts = [
-        np.asarray(column.dictionary.to_numpy(zero_copy_only=False), np.str_)[
-            column.indices.fill_null(0).to_numpy()
-        ]
-        for column in names
-    ]
-    return _from_long(path, ts, texts[0], texts[1], values)
-
-
-def _from_long(
-    path: Path, ts: F64, machine: NDArray[np.str_], metric: NDArray[np.str_], value: F64
-) -> Frame:
-    """Group rows by metric and machine, and align them."""
-    ts, value = ts.astype(np.float64), value.astype(np.float64)
-    if not len(ts) == len(machine) == len(metric) == len(value):
-        raise RecordError(f"the columns of `{path}` must be equally long")
-    machines, of_machine = np.unique(machine.astype(str), return_inverse=True)
-    metrics, of_metric = np.unique(metric.astype(str), return_inverse=True)
-    place = of_metric * len(machines) + of_machine
+    # Rows of one metric and machine stand together, in their order.
+    machine, metric = (text.dictionary_encode() for text in texts)
+    machines, metrics = machine.dictionary.to_pylist(), metric.dictionary.to_pylist()
+    place = metric.indices.to_numpy().astype(np.int64) * len(machines) + machine.indices.to_numpy()
     order = np.argsort(place, kind="stable")
-    starts = np.searchsorted(place[order], np.arange(len(metrics) * len(machines) + 1))
-    samples: dict[str, dict[str, tuple[F64, F64]]] = {}
-    for i, name in enumerate(metrics.tolist()):
-        if not _is_known(path, name):
-            continue
-        series = {}
-        for j, node in enumerate(machines.tolist()):
-            low, high = starts[i * len(machines) + j : i * len(machines) + j + 2]
-            if high > low:
-                series[node] = (ts[order[low:high]], value[order[low:high]])
-        samples[name] = series
-    return _aligned(path, machines.tolist(), samples)
+    ends = np.searchsorted(place[order], np.arange(1, len(metrics) * len(machines)))
+    rows = np.split(order, ends)
+    samples = {
+        name: {
+            node: (seconds[mine], values[mine])
+            for j, node in enumerate(machines)
+            if len(mine := rows[i * len(machines) + j])
+        }
+        for i, name in sorted(enumerate(metrics), key=lambda each: each[1])
+        if _is_known(path, name)
+    }
+    return _aligned(path, machines, samples)
 
 
 def _aligned(path: Path, machines: Sequence[str], samples: Samples) -> Frame:

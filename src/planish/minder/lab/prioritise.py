@@ -61,7 +61,8 @@ def features(
 
     Returns:
         [W, M], `max_i |z_ij|` of the window's mean over the machines for each metric of the
-        configuration, 0 for one that can not be used; [W] unix seconds.
+        configuration, 0 for one that can not be used;
+        [W] unix seconds.
     """
     prepared = prepare(frame, config, limits, board=board)
     first = np.arange(0, max(0, frame.num_seconds - WINDOW + 1), stride)
@@ -77,13 +78,7 @@ def features(
 
 
 def largest_scores(values: F64, known: Labels) -> F64:
-    """Return the largest |z| over the machines in each row of [W, N].
-
-    Example:
-        >>> everyone = np.ones((1, 4), bool)
-        >>> largest_scores(np.array([[0.0, 0.0, 0.0, 1.0]]), everyone).round(3)
-        array([1.732])
-    """
+    """Return the largest |z| over the machines in each row of [W, N]."""
     count = np.maximum(known.sum(axis=1, keepdims=True), 1)
     mean = np.where(known, values, 0.0).sum(axis=1, keepdims=True) / count
     centred = np.where(known, values - mean, 0.0)

@@ -36,12 +36,7 @@ _REPLACED_SECONDS = 300
 
 @dataclass(frozen=True)
 class Alarm:
-    """An alert of `FAULT_KINDS` that began to fire.
-
-    Example:
-        >>> Alarm("node-3", 1_000_300, "dissimilar", "cpu_usage").machine
-        'node-3'
-    """
+    """An alert of `FAULT_KINDS` that began to fire."""
 
     machine: str
     """Empty for an event of the whole job."""
@@ -49,19 +44,16 @@ class Alarm:
     """Unix seconds of the call that found it."""
     kind: str
     metric: str
-    """Metric that confirmed it; empty for the other kinds than `dissimilar`."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a replay."""
+    """One call of a replay at a unix second."""
 
     now: int
-    """Unix seconds."""
     result: Result
     alarms: tuple[Alarm, ...]
     seconds: float
-    """What the call took, alerts included."""
 
 
 def replay(
@@ -76,8 +68,8 @@ def replay(
 ) -> Iterator[Call]:
     """Call the detector over and over on a whole trace, each time with what was known by then.
 
-    `every` is the number of seconds between calls, by default `service.interval_seconds`; `stages`
-    maps machines to pipeline stages; `detector` takes the place of the usual one.
+    `every` are the seconds between calls, by default `service.interval_seconds`; `stages` maps
+    machines to pipeline stages; `detector` takes the place of the usual one.
     """
     every = every or config.service.interval_seconds
     monitor = JobMonitor(frame.job, models, config, detector=detector)
@@ -135,7 +127,6 @@ class Membership:
     """Which machines a job had at a time, as far as its trace shows."""
 
     def __init__(self, frame: Frame, config: MinderConfig) -> None:
-        """Look at a whole trace; answers use only what was known by then."""
         self.frame = frame
         self._silent_after = max(1, config.preprocess.silent_after_seconds)
         self._heard = np.zeros((frame.num_seconds, frame.num_machines), bool)

@@ -31,14 +31,7 @@ Counts = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class CaseOutcome:
-    """What one detector did in one case.
-
-    Example:
-        >>> fault = Truth(("node-3",), "ecc-error", 100, 700)
-        >>> alarms = (Alarm("node-3", 400, "dissimilar", "cpu_usage"),)
-        >>> CaseOutcome("x", fault, 4, 900, alarms).counts("first")
-        (1, 0, 0)
-    """
+    """What one detector did in one case."""
 
     case: str
     fault: Truth | None
@@ -49,9 +42,7 @@ class CaseOutcome:
     alarms: tuple[Alarm, ...]
     """First alarm of each machine, in the order of time, then of name."""
     call_seconds: tuple[float, ...] = ()
-    """What each call took."""
     notes: tuple[str, ...] = ()
-    """See `notes_of`."""
 
     @property
     def right(self) -> tuple[Alarm, ...]:
@@ -71,7 +62,7 @@ class CaseOutcome:
         """False alarms.
 
         A faulty machine that is named too late is neither right nor wrong; an event of the whole
-        job, which names no machine, is wrong only where nothing has happened.
+        job is wrong only where nothing has happened.
         """
         fault = self.fault
         if fault is None:
@@ -132,13 +123,6 @@ def score(
 
     `detectable` leaves faults that no detector of these metrics could name out of hits and misses;
     their false alarms still count. `seed` is that of the bootstrap.
-
-    Example:
-        >>> fault = Truth(("a",), "ecc-error", 100, 700)
-        >>> hit = CaseOutcome("x", fault, 4, 900, (Alarm("a", 400, "dissimilar", "cpu_usage"),))
-        >>> missed = CaseOutcome("y", fault, 4, 900, ())
-        >>> round(score([hit, missed], "first").f1.value, 3)
-        0.667
     """
     total, samples = bootstrap(outcomes, counting, detectable=detectable, seed=seed)
     hits, false, missed = (int(value) for value in total)
@@ -224,12 +208,7 @@ def summary(outcomes: Sequence[CaseOutcome]) -> dict[str, Any]:
 
 
 def size_name(machines: int) -> str:
-    """Return the row of a table by size.
-
-    Example:
-        >>> size_name(5), size_name(64)
-        ('4-7', '64+')
-    """
+    """Return the row of a table by size, as 4-7 or 64+."""
     if machines < 4:
         return "<4"
     low = min(64, 1 << machines.bit_length() - 1)

@@ -38,8 +38,8 @@ def train_models(
 ) -> dict[str, Facts]:
     """Fit limits and one model for each metric of the configuration, and write them to a folder.
 
-    The frames are of healthy jobs, at least two; one job may have several. `progress` is called
-    with metric, epoch and held-out error.
+    The frames are of healthy jobs, at least two. `progress` is called with metric, epoch and
+    held-out error.
 
     Returns:
         The facts of each model; metrics that no frame has are left out.
@@ -71,11 +71,7 @@ def train_models(
 
 
 def split_by_job(frames: Sequence[Frame], seed: int) -> tuple[list[Frame], list[Frame]]:
-    """Split frames 80 to 20 so that no job is on both sides.
-
-    Raises:
-        ConfigError: fewer than two jobs.
-    """
+    """Split frames 80 to 20 so that no job is on both sides; ConfigError: fewer than two jobs."""
     jobs = sorted({frame.job for frame in frames})
     if len(jobs) < 2:
         raise ConfigError(
@@ -93,10 +89,7 @@ def split_by_job(frames: Sequence[Frame], seed: int) -> tuple[list[Frame], list[
 def training_windows(
     frames: Sequence[Frame], name: str, config: MinderConfig, limits: Limits, *, seed: int
 ) -> F32:
-    """Return windows [M, 8] of one metric, every second a start, none with unknown samples.
-
-    Large frames give a random part of theirs.
-    """
+    """Return known windows [M, 8] of one metric, a random part of those of large frames."""
     # The limits of a model are those of its own frames.
     detect = config.detect.model_copy(update={"metrics": (name,)})
     own = config.model_copy(update={"detect": detect, "limits": {}, "boards": {}})

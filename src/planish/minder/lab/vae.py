@@ -32,7 +32,6 @@ class LstmVae(nn.Module):
     """Encoder LSTM(1 -> 4), latent Gaussian in 8 dimensions, decoder LSTM(8 -> 4)."""
 
     def __init__(self, *, hidden: int = 4, latent: int = 8, width: int = 1) -> None:
-        """Build the model; `width` values a sample (1, or all metrics for the integrated one)."""
         super().__init__()
         self.encoder = nn.LSTM(width, hidden, batch_first=True)
         self.mean = nn.Linear(hidden, latent)
@@ -70,7 +69,6 @@ class Training:
     """How a model is trained."""
 
     learning_rate: float = 2e-2
-    """At the beginning."""
     batch_size: int = 256
     max_epochs: int = 60
     patience: int = 12
@@ -158,10 +156,7 @@ def _best_start(
     generator: torch.Generator,
     elapsed: Callable[[], float],
 ) -> tuple[LstmVae, torch.optim.Optimizer]:
-    """Start several models, and return the one that learns fastest: some never learn.
-
-    That takes a third of the time at most.
-    """
+    """Start several models, and return the one that learns fastest: some never learn."""
     data, test = (
         part[torch.randperm(len(part), generator=generator)[:_START_WINDOWS]]
         for part in (data, test)

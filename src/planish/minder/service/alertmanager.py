@@ -26,23 +26,17 @@ class Alertmanager:
     """One Alertmanager; several threads may ask it."""
 
     def __init__(self, config: AlertmanagerConfig) -> None:
-        """Take the address; the first question connects.
-
-        Raises:
-            ConfigError: the address is not valid.
-        """
         self.config = config
         self._http = HttpClient(config)
 
     def silence(self, alert: Alert, deadline: Deadline) -> str:
         """Return the id of a silence under which Alertmanager holds an alert; empty for none.
 
-        Only Alertmanager knows all labels of the alert: Prometheus adds its own to those of a
-        rule. So the question names only the labels that the rule itself gives.
+        Prometheus adds labels of its own to those of a rule, so the question names only those of
+        the rule.
 
         Raises:
-            BackendUnavailable: not known, also where Alertmanager does not have the alert; then
-                nothing must be done about it.
+            BackendUnavailable: not known, also where Alertmanager does not have the alert.
         """
         labels = {"alertname": alert.name, "job_name": alert.job, "node": alert.machine}
         if self.config.cluster:

@@ -6,8 +6,8 @@ import logging
 import os
 import secrets
 import socket
-import time
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from planish.base.errors import ConfigError
@@ -22,7 +22,7 @@ from planish.minder.detect.frame import Frame
 from planish.minder.detect.job_monitor import JobMonitor
 from planish.minder.detect.model_files import default_models, load_models, read_facts
 from planish.minder.detect.result import Result
-from planish.minder.service.alertmanager import Alertmanager
+from planish.minder.service.alertmanager import Alertmanager, AlertmanagerConfig
 from planish.minder.service.config import ServiceSettings
 from planish.minder.service.http import Deadline
 from planish.minder.service.job import Shared
@@ -41,22 +41,12 @@ def models_folder(settings: ServiceSettings) -> Path:
 
 
 def models_of(settings: ServiceSettings) -> Models:
-    """Load the models of all metrics.
-
-    Raises:
-        ConfigError: one is missing or damaged; names its file.
-    """
-    minder = settings.minder
-    return load_models(models_folder(settings), minder.denoise, minder.detect.metrics)
+    """Load the models of all metrics."""
+    return load_models(models_folder(settings), settings.denoise, settings.detect.metrics)
 
 
 def check_queries(settings: ServiceSettings, prometheus: Prometheus, deadline: Deadline) -> None:
-    """Have Prometheus parse all queries.
-
-    Raises:
-        ConfigError: it refuses one; names the key.
-        BackendUnavailable: it does not answer.
-    """
+    """Have Prometheus parse all queries; ConfigError names the key of one that it refuses."""
     for name, source in settings.sources.items():
         queries = queries_of(source, ["none"], settings.prometheus.series_labels, 5)
         for query in (queries.values, queries.seen, queries.resets):
@@ -73,11 +63,7 @@ def static_jobs(settings: ServiceSettings) -> list[JobInfo]:
 
 
 def find_job(settings: ServiceSettings, name: str) -> JobInfo:
-    """Return a job by its name or by its key, from the configuration or from Kubernetes.
-
-    Raises:
-        ConfigError: there is none, or there are several.
-    """
+    """Return the one job of a name or key, from the configuration or from Kubernetes."""
     jobs = static_jobs(settings)
     if settings.kubernetes is not None:
         jobs += Cluster.connect(settings.kubernetes).jobs()
@@ -99,79 +85,51 @@ def pull_once(
     Raises:
         BackendUnavailable: Prometheus does not answer as it must.
     """
-    service = settings.minder.service
+    service = settings.service
     puller = Puller(Prometheus(settings.prometheus), settings.sources, job.key)
     deadline = Deadline.after(service.call_timeout_seconds)
     frame = puller.pull(job.machines, service.window_seconds, deadline, end=end)
-    board = puller.board(job.machines, deadline, end=end) if settings.minder.boards else ""
+    board = puller.board(job.machines, deadline, end=end) if settings.boards else ""
     return frame, board
 
 
 def run_once(settings: ServiceSettings, name: str, *, end: int | None = None) -> Result:
-    """Look at a job once, as the service would in its first call, now or before `end`.
-
-    Raises:
-        ConfigError: no such job, or no models.
-        BackendUnavailable: Prometheus does not answer as it must.
-    """
+    """Look at a job once, as the service would in its first call, now or before `end`."""
     job = find_job(settings, name)
-    monitor = JobMonitor(job.key, models_of(settings), settings.minder)
+    monitor = JobMonitor(job.key, models_of(settings), settings)
     frame, board = pull_once(settings, job, end=end)
     return monitor.call(frame, started=job.started, stages=dict(job.stages), board=board)
 
 
-def state_of(settings: ServiceSettings, cluster: Cluster | None) -> StateStore | None:
-    """Return where the state is kept: a file, else a ConfigMap, else nowhere."""
-    if settings.server.state_file:
-        return FileState(Path(settings.server.state_file))
-    return None if cluster is None else ConfigMapState(cluster, names.STATE)
-
-
 def build(settings: ServiceSettings) -> Service:
-    """Return the service, ready to start.
-
-    Raises:
-        ConfigError: a setting is wrong.
-    """
+    """Return the service, ready to start."""
     models, metrics = models_of(settings), OwnMetrics()
     for name, denoiser in models.denoisers.items():
         metrics.set("model_info", 1.0, name, denoiser.version, denoiser.quality, denoiser.name)
-        if settings.minder.denoise.denoiser != "none":
+        if settings.denoise.denoiser != "none":
             facts = read_facts(models_folder(settings), name)
             metrics.set("model_mse", facts.mse_held_out, name)
     prometheus = Prometheus(
         settings.prometheus, on_error=lambda code: metrics.count("prometheus_errors", code)
     )
-    alertmanager = Alertmanager(settings.alertmanager) if settings.alertmanager.url else None
-    shared = Shared(
-        settings.minder,
-        models,
-        metrics,
-        is_dry_run=bool(settings.act.dry_run) or settings.act.mode == "observe",
-        min_backoff_seconds=settings.server.min_backoff_seconds,
-        max_backoff_seconds=settings.server.max_backoff_seconds,
-    )
-    cluster = lease = None
+    shared = Shared(settings, models, metrics)
+    state: StateStore | None = None
+    lease = None
     if settings.kubernetes is not None:
         cluster = Cluster.connect(settings.kubernetes)
+        state = ConfigMapState(cluster, names.STATE)
         if settings.server.leader_election:
             identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
             lease = Lease(cluster, identity)
         is_leader = lease.is_leader if lease is not None else lambda: True
-
-        def is_silenced(alert: Alert) -> bool:
-            if alertmanager is None or not settings.alertmanager.honour_silences:
-                return False
-            silence = alertmanager.silence(alert, Deadline.after(10.0, shared.stop))
-            if silence:
-                logger.info("silenced alert=%s silence=%s", alert.id, silence)
-            return bool(silence)
-
+        is_silenced = silences(settings.alertmanager, shared.stop)
         shared.actor = Actor(cluster, settings.act, is_leader=is_leader, is_silenced=is_silenced)
+    if settings.server.state_file:
+        state = FileState(Path(settings.server.state_file))
 
     def jobs() -> Sequence[JobInfo]:
         actor = shared.actor
-        return [*static_jobs(settings), *(actor.jobs(int(time.time())) if actor else ())]
+        return [*static_jobs(settings), *(actor.cluster.jobs() if actor else ())]
 
     def source_of(info: JobInfo) -> Puller:
         return Puller(
@@ -182,11 +140,20 @@ def build(settings: ServiceSettings) -> Service:
         )
 
     return Service(
-        settings,
-        shared,
-        jobs=jobs,
-        source_of=source_of,
-        probe=prometheus.now,
-        state=state_of(settings, cluster),
-        lease=lease,
+        shared, jobs=jobs, source_of=source_of, probe=prometheus.now, state=state, lease=lease
     )
+
+
+def silences(config: AlertmanagerConfig, stop: threading.Event) -> Callable[[Alert], bool]:
+    """Return what tells whether people have silenced an alert."""
+    if not (config.url and config.honour_silences):
+        return lambda alert: False
+    alertmanager = Alertmanager(config)
+
+    def is_silenced(alert: Alert) -> bool:
+        silence = alertmanager.silence(alert, Deadline.after(10.0, stop))
+        if silence:
+            logger.info("silenced alert=%s silence=%s", alert.id, silence)
+        return bool(silence)
+
+    return is_silenced

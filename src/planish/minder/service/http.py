@@ -1,8 +1,4 @@
-"""Requests that end in time.
-
-The deadline of a request holds for the whole of it: a body that trickles in byte by byte is given
-up as well. Nothing is tried again here; callers know when that makes sense.
-"""
+"""Requests whose deadline holds for the whole of them: also a body that trickles in is given up."""
 
 from __future__ import annotations
 
@@ -34,12 +30,7 @@ class AccessConfig(Section):
 
 @dataclass(frozen=True)
 class Deadline:
-    """When a piece of work must be done.
-
-    Example:
-        >>> 0 < Deadline.after(60.0).left() <= 60
-        True
-    """
+    """When a piece of work must be done."""
 
     at: float
     """By `time.monotonic()`."""
@@ -56,11 +47,7 @@ class Deadline:
         return Deadline(min(self.at, time.monotonic() + seconds), self.stop)
 
     def left(self) -> float:
-        """Return the seconds that are left, more than 0.
-
-        Raises:
-            BackendUnavailable: none are left, or the program ends.
-        """
+        """Return the seconds that are left; BackendUnavailable: none, or the program ends."""
         left = self.at - time.monotonic()
         if self.stop.is_set():
             raise BackendUnavailable("the monitor is being stopped", code="stopped")
@@ -73,11 +60,7 @@ class HttpClient:
     """Connections to one server; several threads may use it."""
 
     def __init__(self, access: AccessConfig, *, connections: int = 4) -> None:
-        """Take the address; the first request connects.
-
-        Raises:
-            ConfigError: the address is no HTTP URL, or the file of certificates is not readable.
-        """
+        """Take the address; ConfigError: no HTTP URL, or no file of certificates."""
         import urllib3
 
         self._access = access
@@ -94,7 +77,7 @@ class HttpClient:
     ) -> tuple[int, bytes]:
         """Return status and body of one request; redirects are not followed.
 
-        `form` holds encoded fields, sent as the body. The deadline is that of all of it.
+        `form` holds encoded fields, sent as the body.
 
         Raises:
             BackendUnavailable: no connection, or no whole answer in time.

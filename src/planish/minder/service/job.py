@@ -17,11 +17,11 @@ from planish.base.errors import BackendUnavailable, PlanishError
 from planish.minder.act.actor import ActionOutcome, Actor
 from planish.minder.act.alerts import Alert, AlertBook
 from planish.minder.act.kube.objects import JobInfo
-from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
 from planish.minder.detect.job_monitor import JobMonitor, too_few_machines
 from planish.minder.detect.result import Result
+from planish.minder.service.config import ServiceSettings
 from planish.minder.service.http import Deadline
 from planish.minder.service.own_metrics import OwnMetrics
 from planish.minder.service.prometheus import REFUSED
@@ -34,13 +34,10 @@ logger = logging.getLogger(__name__)
 class Shared:
     """What the watches of all jobs share."""
 
-    config: MinderConfig
+    settings: ServiceSettings
     models: Models
     metrics: OwnMetrics
     actor: Actor | None = None
-    is_dry_run: bool = True
-    min_backoff_seconds: float = 1.0
-    max_backoff_seconds: float = 60.0
     stop: threading.Event = field(default_factory=threading.Event)
     """Set when the program ends."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -53,8 +50,9 @@ class Shared:
 
     def count_action(self, outcome: ActionOutcome) -> None:
         """Count an action of the actor in the metrics of the monitor."""
-        dry_run = str(self.is_dry_run).lower()
-        self.metrics.count("actions", outcome.action, outcome.result, dry_run)
+        act = self.settings.act
+        dry_run = act.dry_run or act.mode == "observe"
+        self.metrics.count("actions", outcome.action, outcome.result, str(dry_run).lower())
 
 
 class JobWatch:
@@ -73,7 +71,7 @@ class JobWatch:
         self._source, self._shared = source, shared
         self._failures = 0
         self._ahead = time.time() - shared.clock()
-        self._detector = Detector(shared.models, shared.config)
+        self._detector = Detector(shared.models, shared.settings)
         self.monitor, self.book = self._restored(state or {"alerts": {"open": []}})
         self.last: Result | None = None
         """Result of the last call."""
@@ -83,7 +81,7 @@ class JobWatch:
         """The job is no longer watched; a call that is under way must leave no trace."""
 
     def _restored(self, state: Mapping[str, Any]) -> tuple[JobMonitor, AlertBook]:
-        config, models, detector = self._shared.config, self._shared.models, self._detector
+        config, models, detector = self._shared.settings, self._shared.models, self._detector
         window = config.service.window_seconds
         monitor = JobMonitor(self.job, models, config, detector=detector)
         try:
@@ -97,19 +95,13 @@ class JobWatch:
         return monitor, AlertBook(window)
 
     def now(self) -> float:
-        """Return the time of Prometheus as last seen, carried on by our monotonic clock.
-
-        The wall clock of this machine may jump; nothing here depends on it.
-        """
+        """Return the time of Prometheus as last seen, carried on by our monotonic clock."""
         return self._shared.clock() + self._ahead
 
     def call(self) -> float:
-        """Look at the job once, and return the seconds until the next call.
-
-        A failure ends no alert and leads to no action; it is tried again soon.
-        """
+        """Look at the job, and return the seconds until the next call; a failure ends no alert."""
         begun = self._shared.clock()
-        config = self._shared.config.service
+        config = self._shared.settings.service
         deadline = Deadline.after(config.call_timeout_seconds, self._shared.stop)
         try:
             self._look(deadline, config.window_seconds)
@@ -126,7 +118,7 @@ class JobWatch:
 
     def _look(self, deadline: Deadline, window_seconds: int) -> None:
         shared, info = self._shared, self.info
-        few = too_few_machines(self.job, info.machines, shared.config)
+        few = too_few_machines(self.job, info.machines, shared.settings)
         if few is not None:
             self._detector.last = {}
             with shared.lock:
@@ -139,7 +131,7 @@ class JobWatch:
         if frame.num_seconds:
             self._ahead = float(frame.ts[-1]) + 1 - shared.clock()
         # The board matters only where limits depend on it.
-        board = self._source.board(info.machines, deadline) if shared.config.boards else ""
+        board = self._source.board(info.machines, deadline) if shared.settings.boards else ""
         result = self.monitor.call(frame, started=info.started, stages=info.stages, board=board)
         for stage, seconds in self._detector.seconds.items():
             shared.metrics.took(stage, seconds)
@@ -182,20 +174,10 @@ class JobWatch:
             pods = (p for p in self.info.pods if p.machine == alert.machine and p.run_id)
             of = next(pods, self.info)
             logger.warning(
-                "alert state=%s name=%s job=%s machine=%s kind=%s metric=%s since=%d id=%s run=%s "
-                "stage=%s iteration=%d reason=%r",
-                alert.state,
-                alert.name,
-                alert.job,
-                alert.machine,
-                alert.kind,
-                alert.metric,
-                int(alert.since),
-                alert.id,
-                of.run_id,
-                of.stage,
-                of.iteration,
-                alert.ended,
+                f"alert state={alert.state} name={alert.name} job={alert.job} "
+                f"machine={alert.machine} kind={alert.kind} metric={alert.metric} "
+                f"since={alert.since:.0f} id={alert.id} run={of.run_id} stage={of.stage} "
+                f"iteration={of.iteration} reason={alert.ended!r}"
             )
         actor = self._shared.actor
         for alert in [*self.book.alerts(), *(alert for alert in changed if alert.ended)]:
@@ -206,12 +188,8 @@ class JobWatch:
             if not outcome.has_changed:
                 continue
             logger.info(
-                "action alert=%s machine=%s action=%s result=%s detail=%r",
-                alert.id,
-                alert.machine,
-                outcome.action,
-                outcome.result,
-                outcome.detail,
+                f"action alert={alert.id} machine={alert.machine} action={outcome.action} "
+                f"result={outcome.result} detail={outcome.detail!r}"
             )
             if outcome.action != "none":
                 self._shared.count_action(outcome)
@@ -230,23 +208,19 @@ class JobWatch:
 
     def _failed(self, error: BackendUnavailable) -> float:
         """Count a failed call; return the seconds until the next one."""
-        shared = self._shared
+        shared, server = self._shared, self._shared.settings.server
         self._failures += 1
         # Doubling stops long before the number of failures of a day would overflow.
-        pause = shared.min_backoff_seconds * 2.0 ** min(self._failures - 1, 60)
+        pause = server.min_backoff_seconds * 2.0 ** min(self._failures - 1, 60)
         level = logging.WARNING
         if error.code in REFUSED:
             # The next try would be refused as well; people have to change something.
-            pause, level = shared.max_backoff_seconds, logging.ERROR
-        pause = min(shared.max_backoff_seconds, pause)
+            pause, level = server.max_backoff_seconds, logging.ERROR
+        pause = min(server.max_backoff_seconds, pause)
         logger.log(
             level,
-            "call_failed job=%s code=%s failures=%d again_in_seconds=%.0f reason=%r",
-            self.job,
-            error.code,
-            self._failures,
-            pause,
-            str(error)[:300],
+            f"call_failed job={self.job} code={error.code} failures={self._failures} "
+            f"again_in_seconds={pause:.0f} reason={str(error)[:300]!r}",
         )
         with shared.lock:
             if not self.is_over:

@@ -68,7 +68,6 @@ class OwnMetrics:
     """All metrics of the monitor, `minder_*`."""
 
     def __init__(self) -> None:
-        """Begin with nothing counted."""
         from prometheus_client import CollectorRegistry, Counter, Histogram
 
         self.registry: CollectorRegistry = CollectorRegistry()

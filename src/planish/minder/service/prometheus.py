@@ -55,8 +55,8 @@ def queries_of(
 ) -> Queries:
     """Return the queries for some machines.
 
-    `series_labels` tell exporters of one machine apart: the server aggregates the devices of one.
-    `rate_seconds` is the range of a counter's rate.
+    `series_labels` tell exporters of one machine apart; `rate_seconds` is the range of a counter's
+    rate.
     """
     matcher = job_matcher(source, machines)
     series = source.series.replace(JOB_SELECTOR, matcher)
@@ -76,12 +76,7 @@ def queries_of(
 
 
 def job_matcher(source: Metric, machines: Sequence[str]) -> str:
-    """Return what replaces `$job_selector`: a matcher of the label that names machines.
-
-    Example:
-        >>> job_matcher(Metric("m", "1", None, "m{$job_selector}"), ["n1", "n2"])
-        'node=~"n1|n2"'
-    """
+    """Return what replaces `$job_selector`: a matcher of the label that names machines."""
     names = "|".join(re.escape(name).replace("\\", "\\\\").replace('"', '\\"') for name in machines)
     if source.node_regex:
         names = f"(?:{names})(?:[:./].*)?"
@@ -89,11 +84,7 @@ def job_matcher(source: Metric, machines: Sequence[str]) -> str:
 
 
 def check_source(source: Metric, key: str) -> None:
-    """Refuse a query that can not be right, without asking Prometheus, which knows the rest.
-
-    Raises:
-        ConfigError: names the key.
-    """
+    """Refuse a query that can not be right, without asking Prometheus, which knows the rest."""
     where = f"`{key}.promql`"
     if not source.selector:
         raise ConfigError(
@@ -158,13 +149,7 @@ class Prometheus:
     def __init__(
         self, config: PrometheusConfig, *, on_error: Callable[[str], None] = lambda code: None
     ) -> None:
-        """Take the address; the first question connects.
-
-        `on_error` is called with the HTTP status or the kind of failure of each failed question.
-
-        Raises:
-            ConfigError: the address is not valid.
-        """
+        """Take the address; `on_error` gets status or kind of each failed question."""
         self.config, self.on_error = config, on_error
         self._http = HttpClient(config, connections=4 * config.concurrency)
         self._logged: set[str] = set()
@@ -181,11 +166,7 @@ class Prometheus:
         return self._ask("/api/v1/query", {"query": "time()"}, deadline, number)
 
     def check(self, query: str, key: str, deadline: Deadline) -> None:
-        """Have Prometheus parse a query.
-
-        Raises:
-            ConfigError: it is no PromQL; names the key.
-        """
+        """Have Prometheus parse a query; ConfigError: it is no PromQL."""
         try:
             self._ask("/api/v1/query", {"query": query}, deadline, lambda data: None)
         except BackendUnavailable as error:
@@ -199,9 +180,6 @@ class Prometheus:
         """Return the value of a query at each unix second `start <= t < end`, each series once.
 
         The expected number of `series` bounds the size of one answer.
-
-        Raises:
-            BackendUnavailable: no valid answer in time.
         """
         step = max(2, min(_MAX_POINTS, self.config.max_samples // max(1, series)))
         pieces: dict[tuple[tuple[str, str], ...], list[Series]] = {}

@@ -50,10 +50,7 @@ class Puller:
         *,
         on_duplicate: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin with nothing known of the job of this name.
-
-        `on_duplicate` is called for each series that lies over another one of the same machine.
-        """
+        """Begin; `on_duplicate` is called where a series lies over another of its machine."""
         self._prometheus, self._sources, self._job = prometheus, dict(sources), job
         self.on_duplicate = on_duplicate
         self.intervals: dict[str, float] = {}
@@ -74,8 +71,7 @@ class Puller:
         """Return the frame of the last `seconds` before `end`, by default now by Prometheus' clock.
 
         Raises:
-            BackendUnavailable: Prometheus did not answer all queries as it must, or a required
-                metric has no sample.
+            BackendUnavailable: no answer to all queries, or a required metric has no sample.
         """
         config = self._prometheus.config
         if end is None:
@@ -111,11 +107,7 @@ class Puller:
         return frame
 
     def board(self, machines: Sequence[str], deadline: Deadline, *, end: int | None = None) -> str:
-        """Return the model of the boards of most machines; empty where no label names it.
-
-        Raises:
-            BackendUnavailable: Prometheus did not answer as it must.
-        """
+        """Return the model of the boards of most machines; empty where no label names it."""
         names, label = tuple(sorted(set(machines))), self._prometheus.config.board_label
         gpu = [source for source in self._sources.values() if METRICS[source.name].is_gpu]
         if not gpu or not label:
@@ -238,10 +230,7 @@ class Puller:
         return max(self._prometheus.config.stale_after_seconds, 1.5 * interval)
 
     def _fresh(self, source: Metric, age: F64, interval: float, before: int, rate: int) -> Mask:
-        """Return [T], seconds whose value rests on samples that are new enough.
-
-        `age` [before + T] are whole seconds since the last second with a sample.
-        """
+        """Return [T], seconds whose value rests on samples that are new enough."""
         if source.kind == "gauge":
             # The sample lies up to a second before the end of its second.
             gauge: Mask = age[before:] <= self._stale_after(interval) - 1

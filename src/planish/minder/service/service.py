@@ -1,7 +1,6 @@
 """The service: finds the jobs, watches each of them, keeps the state, and ends in time.
 
-Two schedules: one for calls, as many at a time as configured, and one for everything that must not
-wait for them (lease, discovery, saving).
+One schedule is for calls, the other for what must not wait for them (lease, discovery, saving).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from planish.base.errors import ConfigError, PlanishError
 from planish.base.pages import PageServer, StatusPage
 from planish.minder.act.kube.lease import LEASE_SECONDS, Lease
 from planish.minder.act.kube.objects import JobInfo
-from planish.minder.service.config import ServiceSettings
 from planish.minder.service.http import Deadline
 from planish.minder.service.job import JobWatch, Shared
 from planish.minder.service.pull import Puller
@@ -46,20 +44,9 @@ class _Task:
 
 
 class TaskSchedule:
-    """Tasks that are done again and again, by a few threads and the monotonic clock.
-
-    A task is never done twice at the same time. The threads do not keep a process alive that wants
-    to end.
-
-    Example:
-        >>> schedule = TaskSchedule(clock=lambda: 0.0)
-        >>> schedule.add("hello", lambda: 60.0, after=5.0)
-        >>> schedule.next_due(), schedule.run_next(), schedule.next_due()
-        (5.0, True, 60.0)
-    """
+    """Tasks that a few daemon threads do again and again, each never twice at the same time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with no task and no thread."""
         self._clock = clock
         self._tasks: dict[str, _Task] = {}
         self._changed = threading.Condition()
@@ -67,10 +54,7 @@ class TaskSchedule:
         self._threads: list[threading.Thread] = []
 
     def add(self, name: str, action: Callable[[], float], *, after: float = 0.0) -> None:
-        """Do a task from `after` seconds on; it replaces a task of the same name.
-
-        The task returns the seconds until the next time.
-        """
+        """Do a task from `after` seconds on; it returns the seconds until the next time."""
         with self._changed:
             self._tasks[name] = _Task(action, self._clock() + after)
             self._changed.notify_all()
@@ -135,7 +119,6 @@ class Service:
 
     def __init__(
         self,
-        settings: ServiceSettings,
         shared: Shared,
         *,
         jobs: Callable[[], Sequence[JobInfo]],
@@ -147,7 +130,6 @@ class Service:
         """Begin with nothing watched.
 
         Args:
-            settings: of the service.
             shared: what all watches share.
             jobs: which jobs there are now; may raise `PlanishError`.
             source_of: gives the frames of a job.
@@ -155,7 +137,7 @@ class Service:
             state: keeps the state of the jobs; None: nothing is kept.
             lease: chooses one of several replicas; None: this is the only one.
         """
-        self.settings, self.shared = settings, shared
+        self.shared = shared
         self._jobs, self._source_of, self._probe = jobs, source_of, probe
         self._state, self._lease = state, lease
         self.calls = TaskSchedule(shared.clock)
@@ -183,15 +165,16 @@ class Service:
         """Begin to watch."""
         self.prepare()
         self.control.start(_CONTROL_THREADS, "control")
-        self.calls.start(self.settings.server.concurrency, "call")
+        self.calls.start(self.shared.settings.server.concurrency, "call")
 
     def stop(self) -> None:
-        """End within `server.stop_seconds` and a moment; calls that are not done are dropped.
+        """End within `server.stop_seconds` and a moment, and save the state; calls under way are
+        dropped.
 
-        The state is saved. A result takes effect and is acted upon under one lock, and after this
-        none takes effect any more.
+        A result takes effect and is acted upon under one lock, and after this none takes effect any
+        more.
         """
-        seconds = self.settings.server.stop_seconds
+        seconds = self.shared.settings.server.stop_seconds
         end = time.monotonic() + seconds
         self.shared.stop.set()
         has_lock = self.shared.lock.acquire(timeout=seconds)
@@ -206,18 +189,14 @@ class Service:
             self._lease.release()
 
     def serve_pages(self) -> PageServer:
-        """Serve /healthz, /readyz and /metrics from now on; port 0 picks a free one.
-
-        Raises:
-            ConfigError: the address can not be listened on.
-        """
+        """Serve /healthz, /readyz and /metrics from now on; port 0 picks a free one."""
 
         def probe(fault: str) -> StatusPage:
             text = f"not ok: {fault}\n" if fault else "ok\n"
             return StatusPage(503 if fault else 200, text.encode())
 
         kind = "text/plain; version=0.0.4; charset=utf-8"
-        host, port = self.settings.server.host, self.settings.server.port
+        host, port = self.shared.settings.server.host, self.shared.settings.server.port
         pages = {
             "/healthz": lambda _: probe("" if self.is_healthy() else "control tasks hang"),
             "/readyz": lambda _: probe(self.why_not_ready()),
@@ -272,7 +251,7 @@ class Service:
 
     def _discover(self) -> float:
         """Find the jobs; watch new ones, end those that are missing."""
-        pause = float(self.settings.server.discovery_seconds)
+        pause = float(self.shared.settings.server.discovery_seconds)
         self._last_tick = self.shared.clock()
         if not self._leads():
             return pause
@@ -306,7 +285,7 @@ class Service:
         self.watches[info.key] = watch
         # Jobs do not all begin at the same second.
         digest = hashlib.sha256(info.key.encode()).digest()
-        spread = min(60.0, float(self.settings.minder.service.interval_seconds))
+        spread = min(60.0, float(self.shared.settings.service.interval_seconds))
         after = spread * int.from_bytes(digest[:4], "big") / 2**32
         self.calls.add(info.key, watch.call, after=after)
 

@@ -1,7 +1,7 @@
 """What the service remembers over a restart: one JSON document, in a file or in a ConfigMap.
 
-It can be rebuilt from the metrics and the annotations of nodes, so losing it costs some minutes and
-no safety.
+It can be rebuilt from the metrics and the annotations of nodes: losing it costs minutes and no
+safety.
 """
 
 from __future__ import annotations
@@ -24,18 +24,9 @@ _KEY = "state.json"
 
 
 class FileState:
-    """The document as a file.
-
-    Example:
-        >>> import tempfile, pathlib
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     state = FileState(pathlib.Path(folder) / "state.json")
-        ...     state.read(), state.write("{}"), state.read()
-        ('', None, '{}')
-    """
+    """The document as a file."""
 
     def __init__(self, path: Path) -> None:
-        """Take the path; the first write makes its folder."""
         self.path, self.max_bytes = path, float("inf")
 
     def read(self) -> str:
@@ -54,7 +45,7 @@ class ConfigMapState:
     """The document in a ConfigMap that the manifests create; each change is one patch."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
-        """Use the ConfigMap of that name in the monitor's own namespace."""
+        """Use the ConfigMap of that name in the namespace of the monitor."""
         self._kube, self._place = cluster.kube, (name, cluster.kube.namespace)
         # A ConfigMap holds 1 MiB.
         self.max_bytes: float = 900_000
@@ -111,11 +102,6 @@ def fit_jobs(jobs: Mapping[str, Any], max_bytes: float) -> dict[str, Any]:
     """Return the state of the jobs without the baselines of the largest, so that it fits.
 
     A baseline is learnt again from the metrics; which alerts are open is not.
-
-    Example:
-        >>> jobs = {"a": {"monitor": "m" * 50, "alerts": {}}, "b": {"monitor": "", "alerts": {}}}
-        >>> fit_jobs(jobs, 80)
-        {'a': {'alerts': {}}, 'b': {'monitor': '', 'alerts': {}}}
     """
     fitting = dict(jobs)
     size = len(json.dumps(jobs))

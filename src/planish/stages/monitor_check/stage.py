@@ -157,16 +157,16 @@ def watch(
     models = models_of(settings)
     monitors: dict[str, JobMonitor] = {}
     watched, begun = Watched(_nothing(job)), time.monotonic()
-    interval = settings.minder.service.interval_seconds
+    interval = settings.service.interval_seconds
     has_logged = False
     while True:
         watched.num_calls += 1
         try:
             info = find(settings, job)
-            few = too_few_machines(info.key, info.machines, settings.minder)
+            few = too_few_machines(info.key, info.machines, settings)
             if few is None:
                 if info.key not in monitors:
-                    monitors[info.key] = JobMonitor(info.key, models, settings.minder)
+                    monitors[info.key] = JobMonitor(info.key, models, settings)
                 frame, board = pull_once(settings, info)
                 watched.result = monitors[info.key].call(
                     frame, started=info.started, stages=dict(info.stages), board=board
@@ -175,7 +175,7 @@ def watch(
                 watched.result = few
                 if not has_logged:
                     has_logged = True
-                    least = settings.minder.detect.min_machines
+                    least = settings.detect.min_machines
                     words = "nothing to compare job=%s machines=%d least=%d"
                     logger.warning(words, info.key, len(info.machines), least)
         except (BackendUnavailable, ClusterError) as error:

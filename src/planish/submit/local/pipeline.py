@@ -75,12 +75,7 @@ def run_pipeline(
 
 
 def settings(config: Mapping[str, Any]) -> list[str]:
-    """Return the settings of nested tables as `section.key=value`, values as TOML.
-
-    Example:
-        >>> settings({"train": {"learning_rate": 0.1}, "model.path": None})
-        ['train.learning_rate=0.1', 'model.path="none"']
-    """
+    """Return the settings of nested tables as `section.key=value`, values as TOML."""
     return [f"{path}={toml_value(value)}" for path, value in flatten(config).items()]
 
 

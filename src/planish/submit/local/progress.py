@@ -74,13 +74,7 @@ def read_tasks(root: str, since: float) -> list[TaskLog]:
 
 
 def progress_line(task: TaskLog, elapsed: float) -> str:
-    """Return the line about one ended task.
-
-    Example:
-        >>> task = TaskLog("reward", 2, 0, "done", 0, 1.5, metrics={"reward_mean": -0.2})
-        >>> progress_line(task, 9)
-        '    9.0 s  iteration 2  reward       1.5 s  reward -0.200'
-    """
+    """Return the line about one ended task."""
     where = f"iteration {task.iteration}" if task.iteration else ""
     name = f"{task.stage} {task.shard + 1}" if task.stage == "rollout" else task.stage
     facts = [
@@ -104,13 +98,7 @@ def progress_line(task: TaskLog, elapsed: float) -> str:
 
 
 def rows_facts(metrics: Mapping[str, float]) -> list[str]:
-    """Return how many rows of a data set were read and kept, and what each filter dropped.
-
-    Example:
-        >>> rows_facts({"in_rows_of_the_data_set": 9, "num_train": 4, "num_evaluation": 1,
-        ...             "in_near_duplicates": 9, "dropped_near_duplicates": 4})
-        ['of 9 rows', 'dropped by near duplicates 4 (44%, see the curation report)']
-    """
+    """Return how many rows of a data set were read and kept, and what each filter dropped."""
     if "in_rows_of_the_data_set" not in metrics:
         return []
     facts = [f"of {metrics['in_rows_of_the_data_set']:.0f} rows"]
@@ -124,13 +112,7 @@ def rows_facts(metrics: Mapping[str, float]) -> list[str]:
 
 
 def sampling_line(log: str) -> str:
-    """Return how far the sampling is that a log told last, or "".
-
-    Example:
-        >>> sampling_line("I sampling kept=3 goal=8 dropped=2 tokens_per_second=90 slots=16 "
-        ...               "seconds_left=12")
-        'sampling: 3 of 8 kept, 2 dropped, 90 tokens/s, 16 slots in use, 12 s left'
-    """
+    """Return how far the sampling is that a log told last, or ""."""
     found = SAMPLING.findall(log)
     if not found:
         return ""

@@ -45,10 +45,7 @@ def pipelines_folder() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of what this command starts.
-
-    Folders named `pipelines` where it is called, which Python would look into first, are not ours.
-    """
+    """Return the environment of what starts; other folders named `pipelines` are not ours."""
     places = [str(pipelines_folder()), *filter(None, [os.environ.get("PYTHONPATH")])]
     ours = {"PYTHONPATH": os.pathsep.join(places), "PYTHONSAFEPATH": "1"}
     return {"OMP_NUM_THREADS": "1", **os.environ, **ours}
@@ -125,12 +122,7 @@ def read_summary(root: str) -> dict[str, Any]:
 
 
 def tiny_preset(name: str) -> str:
-    """Return the preset of a run: the tiny one where only an algorithm is named.
-
-    Example:
-        >>> tiny_preset("vapo"), tiny_preset("dapo-paper")
-        ('vapo-tiny', 'dapo-paper')
-    """
+    """Return the preset of a run: the tiny one where only an algorithm is named."""
     return f"{name}-tiny" if f"{name}-tiny" in preset_names() else name
 
 

@@ -61,11 +61,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def run(options: argparse.Namespace, progress: Progress) -> Iterator[Table | str]:
-    """Do all runs, or submit them, and yield a table of them; the arguments are as everywhere.
-
-    Raises:
-        Ended: a run failed; the others have been done.
-    """
+    """Do all runs, or submit them, and yield a table of them; Ended: a run failed."""
     sweep = parse_section(Sweep, read_toml(Path(options.file)), section="sweep")
     names = [each.name for each in sweep.runs]
     if len(set(names)) < len(names):

@@ -174,19 +174,18 @@ def test_engines_that_serve_are_only_observed_unless_a_label_says_otherwise(give
     assert job.is_observed_only is is_observed
 
 
-def test_a_pod_tells_its_run_stage_iteration_rank_and_pipeline_stage():
+def test_a_pod_tells_its_run_stage_iteration_and_pipeline_stage():
     labels = {
         names.WORKFLOW_LABEL: "run-x",
         names.RUN_ID_LABEL: "1234",
         names.STAGE_LABEL: "train",
         names.ITERATION_LABEL: "7",
-        names.RANK_LABEL: "3",
         names.PIPELINE_STAGE_LABEL: "first",
     }
     (job,) = jobs_of(raw_pod(labels=labels))
     (pod,) = job.pods
     assert (job.run_id, job.stage, job.iteration) == ("1234", "train", 7)
-    assert (pod.rank, pod.workflow, dict(job.stages)) == (3, "run-x", {"n1": "first"})
+    assert (pod.workflow, dict(job.stages)) == ("run-x", {"n1": "first"})
 
 
 @pytest.mark.parametrize(
@@ -206,9 +205,9 @@ def test_kubeflow_tells_the_iteration_by_the_place_of_the_task(place, iteration)
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "9" * 400])
 def test_a_label_that_is_no_number_is_none(text):
-    labels = {names.JOB_LABELS[0]: "j", names.ITERATION_LABEL: text, names.RANK_LABEL: text}
+    labels = {names.JOB_LABELS[0]: "j", names.ITERATION_LABEL: text}
     pod = parse_pod(raw_pod(labels=labels), CONFIG)
-    assert (pod.iteration, pod.rank) == (0, -1)
+    assert pod.iteration == 0
 
 
 EXECUTOR = json.dumps({"inputs": {"parameterValues": {"root": "s3://b/kfp/"}}})

@@ -137,7 +137,7 @@ def test_what_was_fitted_counts_from_the_next_command_on_and_own_settings_win(tm
     options = ("--traces", tmp_path / "traces", "--config", settings)
     assert run(capsys, "calibrate", *options)[0] == 0
     assert (tmp_path / "site.toml").is_file()
-    found = load_service_config(settings).minder
+    found = load_service_config(settings)
     fitted = tomllib.loads((tmp_path / "site.toml").read_text("utf-8"))
     assert found.site_limits("gpu_power_draw", BOARD) == tuple(
         fitted["boards"][BOARD]["gpu_power_draw"]
@@ -146,7 +146,7 @@ def test_what_was_fitted_counts_from_the_next_command_on_and_own_settings_win(tm
     assert found.detect.theta == 1.7
     text = settings.read_text("utf-8")
     settings.write_text(f'{text}[boards."{BOARD}"]\ngpu_power_draw = [0, 1]\n', "utf-8")
-    assert load_service_config(settings).minder.site_limits("gpu_power_draw", BOARD) == (0, 1)
+    assert load_service_config(settings).site_limits("gpu_power_draw", BOARD) == (0, 1)
     (tmp_path / "site.toml").write_text("[act]\nmode = 'evict'\n", "utf-8")
     with pytest.raises(ConfigError, match=r"site.toml.*got \['act'\]"):
         load_service_config(settings)

@@ -94,15 +94,6 @@ def test_long_histories_take_bounded_space_and_keep_their_value():
     assert baseline.table()["cpu_usage"]["a"] == pytest.approx(0.08, abs=0.003)
 
 
-def test_a_baseline_goes_on_after_a_restart():
-    baseline = learned([[0, 0, 0.09, 0, 0]] * 12)
-    again = Baseline.from_json(CONFIG, baseline.to_json())
-    assert (again.machines, again.until, again.table()) == (NAMES, 720, baseline.table())
-    assert again.mature.all()
-    with pytest.raises(ValueError, match="one number"):
-        Baseline.from_json(CONFIG, {**baseline.to_json(), "machines": ["a"]})
-
-
 def test_only_as_much_is_taken_away_as_a_machine_shows():
     job = Job(baseline={"cpu_usage": {"c": 0.09}})
     shows, lost, more = ([[0, 0, x, 0, 0]] for x in (0.09, 0.0, 0.29))

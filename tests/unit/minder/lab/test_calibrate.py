@@ -6,7 +6,13 @@ import pytest
 
 from planish.minder.detect.config import minder_config
 from planish.minder.detect.model_files import default_models, load_models
-from planish.minder.lab.calibrate import Recorded, Thresholds, outcome_with, record, search
+from planish.minder.lab.calibrate import (
+    Recorded,
+    Thresholds,
+    calibrate,
+    outcome_with,
+    record,
+)
 from planish.minder.lab.cases import Truth
 from planish.minder.lab.evaluate import outcome_of
 from planish.minder.lab.replay import Alarm
@@ -48,7 +54,8 @@ def test_the_search_takes_the_floor_that_finds_faults_without_false_alarms():
     faulty = {(t, f): (("b", 1300),) for t in thetas for f in (0.01, 0.02, 0.03)}
     healthy = {(t, f): (("a", 900),) for t in thetas for f in (0.01, 0.02)}
     jobs = [recorded(faulty)] * 4 + [recorded(healthy, fault=None)] * 2
-    found = search(jobs, START, 0.9)
+    config = minder_config({"detect": {"floors": START.floors}})
+    found = calibrate(jobs, config, min_precision=0.9)
     assert found.best.floors == {"cpu_usage": 0.03}
     assert [one.f1.value for one in found.scores] == [0.0, 1.0]
     assert found.to_json()["best"]["precision"] == 1.0

@@ -82,7 +82,7 @@ def lines(start, step):
     ("name", "content", "message"),
     [
         ("t.csv", "a,b\n1,2\n", "columns"),
-        ("t.csv", HEADER + "x,a,cpu_usage,1\n", "must be numbers"),
+        ("t.csv", HEADER + "x,a,cpu_usage,1\n", "as numbers"),
         ("t.csv", HEADER + "1,a,nothing,1\n", "known metrics"),
         ("t.csv", HEADER, "known metrics"),
         ("t.csv", HEADER + "1,a,cpu_usage,1\n9e11,a,cpu_usage,1\n", "one trace"),

@@ -104,17 +104,3 @@ def test_another_machine_takes_the_place_of_one_that_is_gone():
     assert members.at(START + 600) == frame.machines[:8]
     assert members.at(START + 900) == tuple(n for n in frame.machines if n != "node-002")
     assert lines(frame) == []
-
-
-def test_two_machines_and_three_are_too_few():
-    statuses = {call.result.status for call in replay(made(machines=3), MODELS, CONFIG)}
-    assert statuses == {"too_few_machines"}
-
-
-def test_metrics_that_a_trace_lacks_are_skipped():
-    frame = made()
-    del frame.values["gpu_tensor_core_activity"], frame.mask["gpu_tensor_core_activity"]
-    frame.values["cpu_usage"][610:, 3] -= 20
-    calls = list(replay(frame, MODELS, CONFIG))
-    assert calls[-1].result.skipped == {"gpu_tensor_core_activity": "absent"}
-    assert [alert.machine for call in calls for alert in call.alarms] == ["node-003"]

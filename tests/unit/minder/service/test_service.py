@@ -47,10 +47,8 @@ class Failing:
 
 
 def shared_of(clock, **changes):
-    config = day_of.minder_config({"detect": {"metrics": list(day_of.METRICS)}})
     models = day_of.Models({name: day_of.Identity(name) for name in day_of.METRICS})
-    metrics = day_of.OwnMetrics()
-    return Shared(config, models, metrics, clock=clock, **changes)
+    return Shared(settings(), models, day_of.OwnMetrics(), clock=clock, **changes)
 
 
 def watched(**changes):
@@ -198,7 +196,7 @@ def settings(**server):
 def service_of(jobs, clock, state=None, *, actor=None, **parts):
     day = day_of.Day(clock, 3)
     shared = shared_of(clock, actor=actor)
-    return Service(settings(), shared, jobs=jobs, state=state, **parts,
+    return Service(shared, jobs=jobs, state=state, **parts,
                    source_of=lambda job: day_of.DaySource(day, job.key))  # fmt: skip
 
 
@@ -346,7 +344,7 @@ def test_state_that_is_damaged_or_of_another_kind_is_none(tmp_path):
 def test_probes_tell_health_and_readiness_and_metrics_are_text():
     clock = day_of.FastClock()
     service = service_of(list, clock)
-    service.settings = settings(host="127.0.0.1", port=0)
+    service.shared.settings = settings(host="127.0.0.1", port=0)
     server = service.serve_pages()
 
     def get(path):
@@ -361,7 +359,7 @@ def test_probes_tell_health_and_readiness_and_metrics_are_text():
         assert get("/readyz?verbose=1") == (200, "ok\n")
         assert "minder_build_info{" in get("/metrics")[1]
         assert get("/other")[0] == 404
-        service.settings = settings(host="127.0.0.1", port=server.port)
+        service.shared.settings = settings(host="127.0.0.1", port=server.port)
         with pytest.raises(ConfigError, match=r"server.port"):
             service.serve_pages()
     finally:

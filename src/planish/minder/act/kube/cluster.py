@@ -36,11 +36,7 @@ class Cluster:
 
     @classmethod
     def connect(cls, config: KubernetesConfig) -> Cluster:
-        """Connect by the kubeconfig, or by the service account of this pod.
-
-        Raises:
-            ConfigError: no such kubeconfig, or no service account.
-        """
+        """Connect by the kubeconfig, or by the service account of this pod."""
         kube = Kube.connect(
             config.kubeconfig,
             namespace=config.own_namespace or own_namespace() or "default",
@@ -83,19 +79,11 @@ class Cluster:
         return sorted(nodes, key=lambda node: node.name)
 
     def node(self, name: str) -> NodeInfo:
-        """Return one node as it is now.
-
-        Raises:
-            ClusterError: 404 for a node that does not exist any more.
-        """
+        """Return one node as it is now."""
         return parse_node(self.call(self.core.read_node, name))
 
     def patch_node(self, node: NodeInfo, change: Raw) -> None:
-        """Merge a change into a node, if it is still the version that was read.
-
-        Raises:
-            ClusterError: 409 when somebody else changed it first; 403 without the right.
-        """
+        """Merge a change into a node, if it is still the version that was read; 409 otherwise."""
         metadata = {**change.get("metadata", {}), "resourceVersion": node.version}
         self.call(self.core.patch_node, node.name, {**change, "metadata": metadata})
 
@@ -107,11 +95,7 @@ class Cluster:
         return allowed.get(value, "observe")
 
     def evict(self, pod: PodInfo) -> None:
-        """Request the eviction of the very pod that was seen, not of a new one of its name.
-
-        Raises:
-            ClusterError: 429 when a disruption budget holds it back, 404 or 409 when it is gone.
-        """
+        """Request the eviction of the very pod that was seen; 429 when a budget holds it back."""
         body: dict[str, Any] = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",

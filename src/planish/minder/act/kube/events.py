@@ -21,7 +21,6 @@ class EventBook:
     """Writes Events, but none that comes too soon after an equal one."""
 
     def __init__(self, cluster: Cluster) -> None:
-        """Begin with nothing written."""
         self._cluster = cluster
         self._written: dict[tuple[str, str], float] = {}
         """Uid of the object and reason to unix seconds."""

@@ -1,8 +1,8 @@
 """Election of the one replica that acts, by a Lease.
 
-A replica trusts its own clock only: it measures how long a lease has not changed from the moment
-at which it first saw this version of it. `kubernetes.leaderelection` of the client library can not
-serve: it knows ConfigMaps only, gives nothing up at the end, and compares wall clocks.
+A replica trusts its own clock only: it measures for how long it has seen the lease unchanged. The
+election of the client library knows ConfigMaps only, gives nothing up at the end, and compares wall
+clocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class Lease:
         name: str = names.LEASE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Compete for a lease under an identity that no other replica has."""
         from kubernetes.client import CoordinationV1Api
 
         self._kube, self._clock = cluster.kube, clock
@@ -45,10 +44,7 @@ class Lease:
         self._seen: tuple[Any, float] = (None, 0.0)
 
     def is_leader(self) -> bool:
-        """Tell whether this replica may act, without asking the server.
-
-        It may while it renewed so recently that no other replica can hold the lease.
-        """
+        """Tell whether this replica renewed so recently that no other one can hold the lease."""
         return self._renewed is not None and self._clock() - self._renewed < LEASE_SECONDS * 2 / 3
 
     def renew(self) -> bool:

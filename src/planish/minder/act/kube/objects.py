@@ -38,7 +38,6 @@ class PodInfo:
     job: str
     """Value of the label that names its job."""
     phase: str
-    """Pending, Running, Succeeded or Failed."""
     started: int = 0
     """Unix seconds of the last start of one of its containers."""
     role: str = ""
@@ -46,8 +45,6 @@ class PodInfo:
     run_id: str = ""
     stage: str = ""
     iteration: int = 0
-    rank: int = -1
-    """-1 where no label gives it."""
     workflow: str = ""
     run_root: str = ""
     is_driver: bool = False
@@ -89,18 +86,11 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class JobInfo:
-    """Machines that are compared with each other: one job, or one role of it.
-
-    Example:
-        >>> JobInfo("pretrain", "team-a", ("n1", "n2"), role="actor").key
-        'team-a/pretrain/actor'
-    """
+    """Machines that are compared with each other: one job, or one role of it."""
 
     name: str
-    """Value of the label that names the job."""
     namespace: str
     machines: tuple[str, ...]
-    """Nodes of its Running pods, sorted."""
     stages: Mapping[str, str] = field(default_factory=dict)
     """Machine to stage of pipeline parallelism, where a label gives it."""
     started: int = 0
@@ -110,7 +100,6 @@ class JobInfo:
     """Stage of the pipeline, as `train`."""
     iteration: int = 0
     run_root: str = ""
-    """URI under which the run lives; empty where no pod names it."""
     role: str = ""
     pods: tuple[PodInfo, ...] = ()
     """Its Running pods."""
@@ -188,7 +177,6 @@ def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
     for container in status.get("containerStatuses") or ():
         running = _part(_part(container, "state"), "running")
         starts.append(unix_seconds(running.get("startedAt")))
-    rank = labels.get(names.RANK_LABEL, annotations.get(names.RANK_LABEL))
     # Where no label says the iteration, the graph around the task has it in its name.
     graph = re.search(r"\.iteration-(\d{1,6})[.(]", str(annotations.get(names.NODE_NAME, "")))
     return PodInfo(
@@ -203,8 +191,7 @@ def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
         pipeline_stage=str(labels.get(names.PIPELINE_STAGE_LABEL, "")),
         run_id=str(labels.get(names.RUN_ID_LABEL, "")),
         stage=str(labels.get(names.STAGE_LABEL, "")),
-        iteration=_integer(labels.get(names.ITERATION_LABEL, graph and graph[1]), 0),
-        rank=_integer(rank, -1),
+        iteration=_integer(labels.get(names.ITERATION_LABEL, graph and graph[1])),
         workflow=str(labels.get(names.WORKFLOW_LABEL, "")),
         run_root=_run_root(annotations, spec),
         is_driver=is_launcher or annotations.get(names.KFP_ROLE) == "driver",
@@ -227,12 +214,7 @@ def _role(job_label: str, labels: Raw, annotations: Raw) -> str:
 
 
 def _task(node_name: str) -> str:
-    """Return the task of a pod of a workflow, the same for all iterations of a loop over it.
-
-    Example:
-        >>> _task("run-x.root.for-loop-1.iteration-iterations(3:3).iteration-item.fit.executor(0)")
-        'fit'
-    """
+    """Return the task of a pod of a workflow, the same for all iterations of a loop over it."""
     _, *path = re.sub(r"\([^)]*\)|\[\d+\]", "", node_name).split(".")
     return next((part for part in reversed(path) if part != "executor"), "")
 
@@ -281,12 +263,7 @@ def is_set(labels: Raw, key: str) -> bool:
 
 
 def unix_seconds(text: object) -> int:
-    """Return a time as the API server writes it as unix seconds; 0 where there is none.
-
-    Example:
-        >>> unix_seconds("1970-01-01T00:01:00Z"), unix_seconds(None)
-        (60, 0)
-    """
+    """Return a time as the API server writes it as unix seconds; 0 where there is none."""
     try:
         return int(datetime.fromisoformat(text).timestamp()) if isinstance(text, str) else 0
     except ValueError:
@@ -307,5 +284,5 @@ def _texts(raw: Raw, key: str) -> dict[str, str]:
     return {str(name): str(value) for name, value in _part(raw, key).items()}
 
 
-def _integer(text: object, default: int) -> int:
-    return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 10 else default
+def _integer(text: object) -> int:
+    return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 10 else 0
