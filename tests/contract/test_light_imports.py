@@ -153,7 +153,7 @@ def test_writing_and_reading_a_set_imports_no_pandas(tmp_path):
 def test_a_checkpoint_is_saved_and_read_without_pandas(tmp_path):
     statement = (
         "from planish.checkpoint.format import metafile\n"
-        "from planish.checkpoint.format.wire import pack_columns, unpack_columns\n"
+        "from planish.checkpoint.format.items import pack_columns, unpack_columns\n"
         "from tests.unit.checkpoint.format.metadata_samples import small\n"
         "import numpy as np\n"
         "metafile.decode(metafile.encode(small()))\n"

@@ -18,7 +18,6 @@ QUICK = {
     "test_whole_run.py": ("*killed_once*",),
     "test_commits_server.py": ("*",),
     "test_s3_faults.py": ("*three_transient*", "*is_taken_up*", "*answer_is_lost*", "*clock*"),
-    "test_ckpt_commit.py": ("*eight_processes*",),
     "test_ckpt_failures.py": ("*an_uploader_killed*", "*killed_in_a_load*"),
     "test_train_processes.py": ("*losses*", "*weights*", "*shard_each*", "*moves*"),
     "test_megatron_training.py": ("*[[]wide-dp2-*", "*[[]wide-tp2-sequence-*"),

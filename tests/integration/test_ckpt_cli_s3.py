@@ -58,10 +58,3 @@ def test_a_life_of_checkpoints_on_a_bucket(run, s3_root):
         assert run("rm", f"{root}/{name}", "--yes")[0] == 0
     assert run("latest", root) == (1, "")
     assert [stat.key for stat in storage.list(key)] == [f"{key}/LATEST"], "a hint, never believed"
-
-
-def test_a_bucket_that_is_not_there_is_a_configuration_error(run, s3_root, capsys):
-    assert main(["checkpoint", "ls", "s3://no-such-bucket-here/x"]) == 2
-    told = capsys.readouterr().err
-    assert "no-such-bucket-here" in told
-    assert len(told.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""A server whose disk is full, and a server that speaks TLS."""
+"""Uploads that a restarted server has forgotten, and a server that speaks TLS."""
 
 from __future__ import annotations
 
@@ -11,66 +11,15 @@ import pytest
 
 from planish.base.errors import StoreError, StoreMisconfigured
 from planish.checkpoint.commit import catalog
-from planish.checkpoint.commit.commit import publish
-from planish.checkpoint.commit.journal import attempt_folder, journaled, new_attempt
+from planish.checkpoint.commit.journal import Journal, attempt_folder, new_attempt
 from planish.store import open_store, upload
 from tests.servers.minio_files import objects, open_uploads
 from tests.servers.program import require
-from tests.servers.run_minio import Minio, require_minio, server_of_few_mib
+from tests.servers.run_minio import Minio, require_minio
+from tests.unit.checkpoint.small_saves import path_of, stray
 
 pytestmark = pytest.mark.server
 MIB = 1 << 20
-
-
-@pytest.fixture
-def small_server(tmp_path, monkeypatch):
-    """A server whose disk has 96 MiB."""
-    with server_of_few_mib(tmp_path, 96) as server:
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
-        server.make_bucket("full")
-        yield server
-
-
-def save_large(storage, step, size):
-    """Save one random object of `size` bytes; return its bytes."""
-    data = np.random.default_rng(step).bytes(size)
-    path, attempt = f"run/step-{step}", new_attempt()
-    key = f"{attempt_folder(path, attempt)}/data/x.safetensors"
-    with journaled(storage, path, attempt, [key]) as journal:
-        upload(storage, key, data)
-        files = {"data/x.safetensors": size}
-        publish(storage, path, attempt, b"meta", files, step=step, roles=("main",), journal=journal)
-    return data
-
-
-def test_a_full_disk_fails_the_save_at_once_and_room_makes_the_next_succeed(small_server):
-    storage = open_store("s3://full")[0]
-    first = save_large(storage, 1, 30 * MIB)
-    start = time.monotonic()
-    with pytest.raises(StoreError, match=r"s3://full/run/step-2/.*the server is full"):
-        save_large(storage, 2, 90 * MIB)
-    assert time.monotonic() - start < 20
-    newest = catalog.latest(storage, "run")
-    assert newest.step == 1
-    target = bytearray(len(first))
-    storage.get_into(
-        f"run/step-1/a-{newest.commit.attempt}/data/x.safetensors", 0, memoryview(target)
-    )
-    assert target == first
-    catalog.gc(storage, "run", grace_s=0)
-    assert open_uploads(small_server.data) == []
-    assert len(objects(small_server.data, "full")) == 4
-    # The server empties its bin in its own time; a larger disk is room at once.
-    disk = small_server.data.parent
-    subprocess.run(["mount", "-o", "remount,size=256m", disk], check=True)
-    for _ in range(40):
-        try:
-            save_large(storage, 3, 20 * MIB)
-            break
-        except StoreError:  # it looks at the size of its disk now and then only
-            time.sleep(0.25)
-    assert [entry.step for entry in catalog.list_checkpoints(storage, "run")] == [1, 3]
 
 
 @pytest.fixture
@@ -141,3 +90,46 @@ def test_tls_moves_large_bodies_and_needs_a_known_authority(tls_server, monkeypa
     with pytest.raises(StoreError, match="MINIO_SECURE"):
         open_store("s3://safe")[0].head("x")
     assert time.monotonic() - start < 5
+
+
+@pytest.fixture
+def storage(s3_root):
+    return open_store(s3_root)[0]
+
+
+@pytest.fixture
+def assert_is_clean(storage, minio, s3_root):
+    """Check that nothing lies on the server's disk but what commits name."""
+    others = open_uploads(minio.data)  # of tests that used the same server before
+
+    def check():
+        assert stray(storage) == []
+        keys = objects(minio.data, s3_root.removeprefix("s3://"))
+        assert keys == [stat.key for stat in storage.list("")]
+        assert [upload for upload in open_uploads(minio.data) if upload not in others] == []
+
+    return check
+
+
+def test_uploads_that_a_restarted_server_no_longer_lists_are_aborted_by_journal(
+    storage, minio, assert_is_clean
+):
+    attempt = new_attempt()
+    folder = attempt_folder(path_of(1), attempt)
+    journal = Journal(storage, path_of(1), attempt, name="00003")
+    keys = [f"{folder}/data/{number}.safetensors" for number in range(3)]
+    journal.begin(keys)
+    parts = [storage.open_multipart(key, 9) for key in keys]
+    journal.add([(one.key, one.upload_id) for one in parts])
+    for one in parts:
+        one.write(1, b"123456789")
+    minio.kill()
+    minio.start()
+    before = open_uploads(minio.data)
+    assert len(before) >= 3
+    told = catalog.gc(storage, "run", grace_s=0, dry_run=True)
+    assert [verdict.action for verdict in told] == ["delete"]
+    assert open_uploads(minio.data) == before
+    catalog.gc(storage, "run", grace_s=0)
+    assert_is_clean()
+    assert list(storage.list("")) == []

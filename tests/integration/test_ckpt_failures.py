@@ -1,26 +1,26 @@
 """Processes killed in the middle of saves and loads; and where each failure is tested.
 
 Every test here and in `test_ckpt_failures_*` uses real ranks, engine and MinIO server. Beside them:
-`commit`: `test_ckpt_commit` (the commit protocol alone, at every request), `commit_full`:
-`test_ckpt_commit_full`, `storage`: `test_ckpt_storage_faults` (every fault on every kind of
-request), `save`: `test_ckpt_save`, `stops`: `unit/checkpoint/commit/test_commit_stops` (in memory).
+`commit_full`: `test_ckpt_commit_full`, `storage`: `test_ckpt_storage_faults` (every fault on every
+kind of request), `save`: `test_ckpt_save`, `stops`: `unit/checkpoint/commit/test_commit_stops` (the
+commit protocol alone, at every request, in memory).
 
 =====================================  ===========================================================
 failure                                tests
 =====================================  ===========================================================
 SIGKILL of coordinator, worker, their  here: some requests; `ckpt_failures --every 1`: each;
 uploader, all ranks, at every stage    planning, staging, after the commit; and during loads
-server killed and started again        store: saves and loads; commit, storage
+server killed and started again        store: saves and loads; commit_full, storage
 reset, black hole, 1 byte/s,           store: saves and loads; storage
 truncated, corrupted in flight
 503 bursts, 500 on complete, answer    store: saves; storage, stops
 to COMMIT lost
-disk full, bucket quota                store: both on the server itself; commit_full, storage
+disk full                              store: on the server itself; storage
 credentials revoked and rotated        store
-two jobs save one path                 races; commit, stops
-paused job resumes after a commit      races; commit, stops
-overwrite interrupted at each request  here (each kill is also done to an overwrite); commit, stops
-collection and retention beside        races; commit, stops
+two jobs save one path                 races; stops
+paused job resumes after a commit      races; stops
+overwrite interrupted at each request  here (each kill is also done to an overwrite); stops
+collection and retention beside        races; stops
 object deleted, flipped, cut; COMMIT   damage: every object of a checkpoint, every byte of COMMIT;
 gone, LATEST dangling                  on the server's disk too
 save N fails, N + 1 succeeds           training: seven causes, the jobs going on; save

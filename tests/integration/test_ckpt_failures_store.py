@@ -202,25 +202,6 @@ def admin(server):
         )
 
 
-def test_a_quota_fails_the_save_at_once_and_its_end_makes_the_next_succeed(site):
-    site.save("step-1", 1)
-    steps = [("step-2", 2, {}), ("step-2", 3, {})]
-    ranks, told = site.start("train", root=f"{site.uri}/run", steps=steps, paced=True)
-    ranks.go()
-    with admin(site.server) as manager:
-        manager.bucket_quota_set(site.bucket, 1 << 20)
-    ends = site.pace(ranks, 0)
-    assert kinds_of(ends) == ["SaveFailed"] * 2, ends
-    assert all("the server is full" in end[1] and end[3] < 20 for end in ends), ends
-    assert site.visible() == {"step-1": 1}
-    with admin(site.server) as manager:
-        manager.bucket_quota_clear(site.bucket)
-    assert kinds_of(site.pace(ranks, 1)) == ["done"] * 2
-    site.finish(ranks, told)
-    assert site.visible() == {"step-1": 1, "step-2": 3}
-    site.check_disk()
-
-
 @pytest.fixture
 def manager(site):
     with admin(site.server) as found:

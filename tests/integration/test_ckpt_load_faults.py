@@ -122,7 +122,7 @@ def test_a_wrong_shape_on_one_rank_is_raised_by_all_and_nothing_is_touched(outco
 
 
 def test_other_options_on_one_rank_are_raised_by_all(outcomes):
-    assert_all(outcomes["options"], "PlanMismatch", "the same options")
+    assert_all(outcomes["options"], "PlanMismatch", "the same arguments")
 
 
 def test_an_object_that_is_missing_is_raised_by_all_before_anything_is_touched(outcomes):

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.load.slices import SliceReader
 from tests import thin
 from tests.integration import ckpt_engine as engine
-from tests.integration import ckpt_memory as memory
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_layouts import bits, fill_moments
 from tests.integration.megatron_model import Layout, build, forward
@@ -105,9 +106,10 @@ def scenario_padding(rank, size, folder):
             optimizer.state[parameter]["exp_avg"] = torch.randn(28, 32)
             optimizer.state[parameter]["exp_avg_sq"] = torch.rand(28, 32)
     wide.use()
-    saved = memory.save({"model": model, "optimizer": optimizer}, "megatron")
-    whole = whole_rows(saved, "model", "embedding.word_embeddings.weight")
-    moment = whole_rows(saved, "optim", "embedding.word_embeddings.weight.exp_avg")
+    place = f"file://{folder}/padded"
+    engine.save(place, {"model": model, "optimizer": optimizer}, "megatron")
+    whole = whole_rows(place, "model", "embedding.word_embeddings.weight")
+    moment = whole_rows(place, "optim", "embedding.word_embeddings.weight.exp_avg")
     assert whole.shape == (56, 32)
     facts = []
     for vocab in (64, 52):
@@ -115,7 +117,7 @@ def scenario_padding(rank, size, folder):
         second = optimizer_of(other)
         poisoned(other, second)
         narrow.use()
-        memory.load(saved, {"model": other, "optimizer": second}, "megatron")
+        engine.load(place, {"model": other, "optimizer": second}, "megatron")
         weight = other.embedding.word_embeddings.weight
         rows = vocab // 4
         for found, source in ((weight, whole), (second.state[weight]["exp_avg"], moment)):
@@ -127,14 +129,9 @@ def scenario_padding(rank, size, folder):
     return facts
 
 
-def whole_rows(saved, kind, name):
-    key = ("main", kind, name)
-    spec = saved.tensors[key]
-    found = torch.full(spec.shape, float("nan"))
-    for box, data in saved.pieces[key]:
-        value = torch.frombuffer(bytearray(data), dtype=torch.float32).view(box.lengths)
-        memory.narrowed(found, box).copy_(value)
-    return found
+def whole_rows(place, kind, name):
+    reader = SliceReader(open_state(place))
+    return torch.from_numpy(reader.read(reader.spec(name, kind=kind)).view("f4"))
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def test_what_one_rank_must_not_save_is_refused_on_all(store_root, tmp_path):
         "collect": (TypeError, "rank 1: `extra.loss`"),
         "hole": (LayoutMismatch, "layer.2"),
         "dtype": (LayoutMismatch, "I64"),
-        "arguments": (PlanMismatch, "`step`: 5 on ranks [0], 6 on ranks [1]"),
+        "arguments": (PlanMismatch, "`step`: 5 on rank 0, 6 on rank 1"),
         "again": (CheckpointExists, "must be free"),
     }
     for rank, raised in enumerate(found):

@@ -92,28 +92,6 @@ def collect(root):
     catalog.gc(storage, path, grace_s=0.0)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_uploader_fails_the_save_on_all_ranks_and_the_next_one_succeeds(
-    forks, store_root, tmp_path, victim
-):
-    folder = tmp_path / "ranks"
-    folder.mkdir()
-    (folder / "go-on").touch()
-    scenario = f"{HERE}:held_up"
-    ranks = forks.start(scenario, 3, tmp_path, own=folder, root=store_root, victim=victim)
-    os.kill(pids_of(folder, 3)[victim], signal.SIGKILL)
-    outcomes = outcomes_of(folder, range(3))
-    ended = ranks.wait(300.0)
-    for (message, blamed), seconds in outcomes:
-        assert blamed == [victim]
-        assert "uploading process" in message
-        assert seconds < 30
-    assert [outcome.code for outcome in ended] == [0, 0, 0], ended
-    assert attempts(f"{store_root}/2") == ([], False)
-    assert_holds(f"{store_root}/1", seed=1, **BIG)
-    assert_holds(f"{store_root}/3", seed=3, **BIG)
-
-
 @pytest.mark.parametrize("dead", [(2,), (0,), (0, 1, 2)], ids=["a-rank", "rank-0", "all"])
 def test_killed_ranks_leave_the_old_checkpoint_and_nothing_else(forks, store_root, tmp_path, dead):
     folder = tmp_path / "ranks"

@@ -1,11 +1,8 @@
 """Checkpoints: save, load, find, keep and convert them; the one module that users need.
 
 A state is a dict with any of `model`, `optimizer`, `scheduler`, `dataloader`, `random` and `extra`,
-or a dict of such states by role, which are committed together. Saved under one layout it loads
-under every other.
-
-Every call may also raise a `StoreError` where the store refuses or does not answer; that is no
-`CheckpointError`, both are `PlanishError`. Within a save it becomes `SaveFailed` on all ranks.
+or a dict of such states by role, which are committed together. Every call may also raise a
+`StoreError` where the store refuses or does not answer; within a save it becomes `SaveFailed`.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3.1 (the two calls `save` and `load`).
 """
@@ -66,17 +63,12 @@ def save(
 
     Args:
         path: `s3://bucket/prefix`, `file:///folder` or an absolute path.
-        state: parts of one role, or role -> parts.
         framework: how tensors are spread over ranks.
         async_: return when the state is staged; else when it is committed.
-        step: training step, at least 0.
         role: name of the only role; `main` without it.
         process_group: ranks that save; the default group, or this process alone without one.
         storage: in place of the one that the path names.
         **options: further fields of `SaveOptions`; equal on all ranks.
-
-    Returns:
-        A handle: `done()`, `result()`, `cancel()`.
 
     Raises:
         TypeError: a value can not be stored; nothing has been written.
@@ -109,17 +101,13 @@ def load(
 
     Args:
         path: place of the checkpoint, or its pin `<uri>#sha256=<digest>`.
-        state: as for `save`; tensors keep their storages, `extra` gets the restored values.
-        framework: how the tensors of `state` are spread over ranks.
-        role: name of the only role; `main` without it.
-        process_group: ranks that load.
+        state: tensors keep their storages, `extra` gets the restored values.
         loader_policy: `restart` for data loaders that can not be resharded.
-        storage: in place of the one that the path names.
-        **options: fields of `LoadOptions`; equal on all ranks.
+        **options: fields of `LoadOptions`; equal on all ranks. The rest is as for `save`.
 
     Returns:
-        Which checkpoint it was; `facts` has rng, loader, missing, unexpected, bytes read, between
-        whom they were exchanged (`sharing`).
+        Which checkpoint it was; `facts` has rng, loader, missing, unexpected, bytes read and
+        `sharing`.
 
     Raises:
         CheckpointNotFound: nothing is committed there.
@@ -177,20 +165,12 @@ def list_checkpoints(root: str) -> list[catalog.Entry]:
 
 
 def info(path: str) -> catalog.Entry:
-    """Return what is committed at `path`.
-
-    Raises:
-        CheckpointNotFound: nothing is.
-    """
+    """Return what is committed at `path`; raises `CheckpointNotFound` if nothing is."""
     return catalog.info(*open_store(path))
 
 
 def delete(path: str) -> None:
-    """Remove the checkpoint at `path`: from the first request on nothing is visible.
-
-    Raises:
-        CheckpointNotFound: nothing is committed there.
-    """
+    """Remove the checkpoint at `path`: from the first request on nothing is visible."""
     catalog.delete(*open_store(path))
 
 

@@ -1,7 +1,7 @@
 """The checkpoints of one training run: saved every so often, kept by rule, resumed from.
 
-The loop calls `step` after every training step; the manager decides, keeps the handles of saves
-under way, hears SIGTERM and has all ranks save at the same step before the machine goes away.
+The loop calls `step` after every training step; on SIGTERM all ranks save at the same step before
+the machine goes away.
 """
 
 from __future__ import annotations
@@ -65,17 +65,10 @@ class Schedule:
     """Training goes on after so many failed saves in a row; one more is raised."""
 
     def __post_init__(self) -> None:
-        for name, least in (("interval", 1), ("keep_last", 1), ("keep_every", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(
-                    f"`{name}` must be a whole number of at least {least}, got {value!r}"
-                )
-        if self.grace_s < 0 or self.max_failures < 0:
-            raise ValueError(
-                "`grace_s` and `max_failures` must not be negative, got "
-                f"{self.grace_s!r} and {self.max_failures!r}"
-            )
+        least = {"interval": 1, "keep_last": 1, "keep_every": 0, "grace_s": 0, "max_failures": 0}
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
+                raise ValueError(f"`{name}` must be at least {lowest}, got {getattr(self, name)}")
 
     def is_due(self, step: int) -> bool:
         """Return whether a save is planned at this step."""
@@ -99,14 +92,10 @@ class CheckpointManager:
         """Use `root` for this run; a collective of the ranks of the group.
 
         Args:
-            root: Folder of all checkpoints of the run, as a URI.
-            schedule: When to save and what to keep.
-            framework: As for `save`.
-            process_group: Ranks that save; default: all.
-            engine: Use this instead of the group's own.
-            hear_sigterm: On SIGTERM save at the next step and set `should_stop`; only from the
-                main thread.
-            options: Further fields of `SaveOptions` (`inflight`, `timeout_s`, ...).
+            engine: use this instead of the group's own.
+            hear_sigterm: on SIGTERM save at the next step and set `should_stop`; only from the main
+                thread.
+            options: further fields of `SaveOptions` (`inflight`, `timeout_s`, ...).
         """
         self.root, self.schedule, self.framework = root.rstrip("/"), schedule, framework
         self.group = process_group
@@ -136,13 +125,8 @@ class CheckpointManager:
     def step(self, step: int, state: Mapping[str, Any]) -> SaveHandle | None:
         """Save if it is time; call it after every training step on every rank.
 
-        Args:
-            step: Number of training steps done.
-            state: As for `api.save`.
-
-        Raises:
-            CheckpointError: more saves in a row have failed than the schedule tolerates, or the
-                last save after SIGTERM has failed.
+        `step` is the number of steps done. Raises a `CheckpointError` once more saves in a row have
+        failed than the schedule tolerates, or if the last save after SIGTERM has failed.
         """
         self._look()
         if self._must_stop(step):
@@ -168,12 +152,7 @@ class CheckpointManager:
         return handle
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for every save under way.
-
-        Raises:
-            TimeoutError: they go on for longer.
-            CheckpointError: the newest of them failed.
-        """
+        """Wait for all saves under way; raises what the newest one raises, or `TimeoutError`."""
         limit = None if timeout is None else time.monotonic() + timeout
         newest = self._handles[-1] if self._handles else None
         for handle in list(self._handles):
@@ -185,17 +164,11 @@ class CheckpointManager:
             newest.result()
 
     def resume(self, state: Mapping[str, Any], **options: Any) -> Resumed | None:
-        """Load the newest checkpoint that is whole; a collective.
+        """Load the newest checkpoint that is whole; a collective. None if nothing has been
+        committed.
 
         Rank 0 chooses, and all ranks load exactly that state. A damaged one is reported and the
-        next older one is taken.
-
-        Args:
-            state: As for `api.load`, filled in place.
-            options: Further arguments of `api.load`.
-
-        Returns:
-            What was loaded, None if nothing has been committed.
+        next older one is taken. `options` are further arguments of `api.load`.
 
         Raises:
             CheckpointCorrupt: there are checkpoints, but none can be loaded.
@@ -228,11 +201,7 @@ class CheckpointManager:
         return None
 
     def close(self) -> None:
-        """Wait for the saves under way, then restore the handling of SIGTERM.
-
-        Raises:
-            CheckpointError: the newest save failed.
-        """
+        """Wait for the saves under way, as `wait`, and restore the handling of SIGTERM."""
         if self._previous is not None:
             signal.signal(signal.SIGTERM, self._previous)
             self._previous = None

@@ -1,8 +1,8 @@
 """Train states: checkpoints that are records of a run, with parents and a digest like every other.
 
-The checkpoint itself exists once its COMMIT does. The manifest beside it is written after that; it
-names the checkpoint by the digest of its metadata, so a pin of the manifest pins every byte. Policy
-and critic are two roles of one checkpoint. What needs no tensors needs no torch.
+The manifest beside a checkpoint is written after its COMMIT; it names the checkpoint by the digest
+of its metadata, so a pin of the manifest pins every byte. Policy and critic are two roles of one
+checkpoint. What needs no tensors needs no torch.
 """
 
 from __future__ import annotations
@@ -78,19 +78,14 @@ def save(
 ) -> Ref:
     """Write a train state; it becomes visible as a whole or not at all.
 
-    Every rank calls it with its own shards; tensors that all ranks hold are written once. What
-    lay there before is replaced once this state is whole; a save that fails leaves it.
+    Every rank calls it with its own shards; tensors that all ranks hold are written once. What lay
+    there before is replaced once this state is whole; a save that fails leaves it.
 
     Args:
-        uri: folder of the state.
         state: `{"model": {name: tensor}, "optimizer": {...}, "random": {...}, "extra": {...}}`.
         parents: name of each input to the sha256 of its manifest.
         attributes: of the manifest: step, policy_version, config_sha256 ...
         framework: of the tensors, as `HeldState.framework`.
-        ranks: this process among those that save.
-
-    Returns:
-        The Ref of the state, on every rank.
 
     Raises:
         TypeError: a value is neither a tensor nor a small value of JSON.
@@ -129,11 +124,9 @@ def load(
 
     Args:
         pin: `<uri>#sha256=<digest>`.
-        state: as for `save`; `extra` is ignored.
         framework: of the tensors of `state`, whatever saved them.
-        ranks: this process among those that load.
-        strict: also refuse a saved part that `state` has no place for; per-rank random states
-            never count.
+        strict: also refuse a saved part that `state` has no place for; per-rank random states never
+            count.
 
     Returns:
         The JSON part of the saved state, as `read_state_info`.
@@ -183,10 +176,7 @@ def by_role(state: State) -> dict[str, dict[str, Any]]:
 
 
 def read_record(pin: str) -> tuple[str, Manifest]:
-    """Return the folder and the manifest of a train state.
-
-    It raises what `read_pinned` raises.
-    """
+    """Return the folder and the manifest of a train state; raises what `read_pinned` raises."""
     uri, manifest = read_pinned(
         pin, STATE_SCHEMA, remedy="resume from an earlier state, or save it again"
     )
@@ -202,10 +192,7 @@ def checkpoint_pin(pin: str) -> str:
 
 
 def checkpoint_place(place: str) -> str:
-    """Return the place of a checkpoint as `reader.open_state` takes it.
-
-    That of the pin of a train state is the pin of the checkpoint behind it.
-    """
+    """Return a place as `reader.open_state` takes it: for a train state's pin its checkpoint's."""
     uri, mark, digest = place.partition("#sha256=")
     if not mark:
         return place
@@ -245,12 +232,8 @@ def latest(root: str) -> Ref | None:
 def read_state_info(pin: str) -> dict[str, Any]:
     """Return the JSON part of a state without touching its tensors, and without torch.
 
-    Returns:
-        `step`, `policy_version`, `data` (prompt cursor) and the trainer's counters.
-
-    Raises:
-        CheckpointIncomplete: the save never finished.
-        CheckpointError: damaged.
+    It has `step`, `policy_version`, `data` (prompt cursor) and the trainer's counters. Errors as
+    `read_record`.
     """
     from planish.checkpoint.format.small_objects import decode_extra
     from planish.checkpoint.load.extras import names_of

@@ -10,7 +10,7 @@ import numpy as np
 
 from planish.checkpoint.format.geometry import Box, flat_boxes, shift, whole
 from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec
-from planish.checkpoint.plan.reads import RankPart, assemble
+from planish.checkpoint.plan.reads import Pieces, RankPart, assemble
 
 DTYPES = ("F64", "F32", "BF16", "U8", "C128")
 
@@ -141,43 +141,25 @@ def fresh_targets(items: list[LocalItem]) -> list[list[np.ndarray]]:
 
 def read(metadata, files, shared, reads, worlds_items) -> list[list[list[np.ndarray]]]:
     """Carry out a load plan on all ranks; return [rank][item][box] of bytes."""
-    ranks = range(len(reads))
-    parts = [RankPart.decode(shared.part(rank).encode()) for rank in ranks]
-    plans = [assemble(metadata, parts[rank], reads[rank]) for rank in ranks]
+    parts = [RankPart.decode(shared.part(rank).encode()) for rank in range(len(reads))]
+    plans = [assemble(metadata, part, mine) for part, mine in zip(parts, reads, strict=True)]
     targets = [fresh_targets(items) for items in worlds_items]
-    mail: dict[tuple[int, int, int], bytes] = {}
-    for rank, plan in enumerate(plans):
-        buffers = [
+    buffers = [
+        [
             files[metadata.files.keys[file]][start:stop]
             for file, start, stop in zip(*vars(plan.requests).values(), strict=True)
         ]
-        for row in range(len(plan.copies)):
-            value = strided(buffers[plan.copies.request[row]], plan.copies, row)
-            place(targets[rank], plan.copies, row, value)
-        for message in range(len(plan.sends)):
-            first = int(plan.sends.first[message])
-            rows = range(first, first + int(plan.sends.count[message]))
-            request = int(plan.sends.request[message])
-            parts = [strided(buffers[request], plan.send_pieces, row).tobytes() for row in rows]
-            data = b"".join(parts)
-            assert len(data) == plan.sends.nbytes[message]
-            mail[rank, int(plan.sends.peer[message]), request] = data
+        for plan in plans
+    ]
     for rank, plan in enumerate(plans):
-        for message in range(len(plan.receives)):
-            peer, request = int(plan.receives.peer[message]), int(plan.receives.request[message])
-            data = mail.pop((peer, rank, request))
-            assert len(data) == plan.receives.nbytes[message]
-            first = int(plan.receives.first[message])
-            for row in range(first, first + int(plan.receives.count[message])):
-                pieces = plan.receive_pieces
-                shape = (*pieces.lengths[row], pieces.itemsize[row])
-                size = int(np.prod(shape))
-                place(
-                    targets[rank], pieces, row, np.frombuffer(data[:size], np.uint8).reshape(shape)
-                )
-                data = data[size:]
-            assert data == b""
-    assert mail == {}
+        own = np.full(len(plan.copies), rank)
+        for pieces, readers in ((plan.copies, own), (plan.asks, plan.readers)):
+            # What the reader is told is enough to find the bytes.
+            told = Pieces.from_asked(pieces.asked())
+            for row, reader in enumerate(readers):
+                value = strided(buffers[reader][told.request[row]], told, row)
+                assert value.nbytes == pieces.nbytes[row]
+                place(targets[rank], pieces, row, value)
     return targets
 
 

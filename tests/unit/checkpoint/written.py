@@ -15,7 +15,7 @@ from planish.checkpoint.format.metafile import block_crcs
 from planish.checkpoint.format.small_objects import encode_extra
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.plan.save import plan_save
-from planish.checkpoint.save.upload import FileUpload, ReusedMemory, upload_files
+from planish.checkpoint.save.upload import FileUpload, upload_files
 from planish.checkpoint.watch.monitor import Recorder
 from planish.store import open_store
 
@@ -71,15 +71,11 @@ def write_checkpoint(uri, tensors, boxes_of=None, *, num_ranks=1, step=7, header
     attempt = new_attempt()
     folder = attempt_folder(path, attempt)
     uploads = [FileUpload(join(folder, k), len(data), k.split("/")[1]) for k, data in blobs]
-
-    def fill(file, start, stop, memory):
-        memory[:] = blobs[file][1][start:stop]
-
     with journaled(storage, path, attempt, [u.key for u in uploads]) as journal:
         upload_files(
             storage,
             uploads,
-            ReusedMemory(fill),
+            lambda file, start, stop: memoryview(blobs[file][1])[start:stop],
             journal=journal,
             recorder=Recorder(0, "save"),
             stop=threading.Event(),

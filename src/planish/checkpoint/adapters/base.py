@@ -1,8 +1,7 @@
 """What every framework's state looks like to the engine: `collect` before, `apply` after a load.
 
-Names are those of the model without wrappers: kind `model` has parameters and saved buffers, kind
-`optim` has `<parameter>.<state>`, kind `extra` has tensors that belong to one rank. Nothing here
-reads or writes a store, sends anything between ranks, or copies a tensor.
+Kind `model` has parameters and saved buffers by their names without wrappers, kind `optim` has
+`<parameter>.<state>`, kind `extra` has tensors of one rank. Nothing is copied or sent here.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3 (one planner per framework, one engine).
 """
@@ -43,13 +42,9 @@ Framework = str | Mapping[str, str]
 def split_roles(
     state: Mapping[str, Any], framework: Framework, role: str | None = None
 ) -> dict[str, tuple[Mapping[str, Any], str]]:
-    """Return role -> (its state, its framework).
+    """Return role -> (its state, its framework); `ValueError` for unknown parts or frameworks.
 
-    A state has several roles when none of its keys is a part; all of them are saved together. The
-    only role is called `role`, or `main`.
-
-    Raises:
-        ValueError: unknown parts or frameworks, parts beside roles, or no framework for a role.
+    A state has several roles when none of its keys is a part; the only role is `role` or `main`.
     """
     parts = [key for key in state if key in PARTS]
     many = bool(state) and not parts and all(isinstance(v, Mapping) for v in state.values())
@@ -102,17 +97,14 @@ def collect(
     """Return a role's tensors and small values on this rank, without copying any.
 
     Args:
-        role: name of the role.
-        state: parts of `PARTS`.
-        framework: one of `FRAMEWORKS`.
-        for_load: items are destinations; what an optimizer lacks is created (it takes its place
-            in `apply`).
+        for_load: items are destinations; what an optimizer lacks is created (it takes its place in
+            `apply`).
         metadata: of the checkpoint to load; without it a load fills only what exists.
         map_fqn: name of a parameter or buffer here to its name in the checkpoint.
         parts: of model, optim, extra and loader; what is of others stays as it is.
 
     Raises:
-        TypeError: a value cannot be stored: sparse, quantised, meta, nested, a function ...
+        TypeError: a tensor cannot be stored: sparse, quantised, meta, nested ...
         ValueError: names are ambiguous, or a parameter of an optimizer has none.
         LayoutMismatch: a shard is no box.
     """
@@ -134,7 +126,7 @@ def _gather_values(gathering: Gathering, state: Mapping[str, Any]) -> None:
     for part in ("scheduler", "extra"):
         value = state.get(part)
         if value is not None and not gathering.for_load:
-            gathering.result.shared[part] = unpacked((part,), value)
+            gathering.result.shared[part] = unpacked(value)
 
     def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         if state.get("scheduler") is not None and "scheduler" in shared:
@@ -172,28 +164,19 @@ def _gather_random(gathering: Gathering, value: Any) -> None:
 
 def _loader_of(loader: Any, *, for_load: bool) -> LoaderState:
     """Return the state of a data loader, or (load) what its rank wants."""
-    if isinstance(loader, Mapping):
-        wanted = LoaderState(
-            dp_rank=loader.get("dp_rank", 0),
-            dp_size=loader.get("dp_size", 1),
-            num_readers=loader.get("num_readers", 1),
-        )
-        if not for_load:
-            wanted.common = unpacked(("dataloader", "common"), loader.get("common", {}))
-            wanted.shards = list(loader.get("shards", []))
-    elif hasattr(loader, "ckpt_shards"):
+    if hasattr(loader, "ckpt_shards"):
         wanted = LoaderState(
             dp_rank=loader.dp_rank, dp_size=loader.dp_size, num_readers=loader.num_readers
         )
         if not for_load:
-            wanted.common = unpacked(("dataloader", "common"), loader.ckpt_common())
+            wanted.common = unpacked(loader.ckpt_common())
             wanted.shards = list(loader.ckpt_shards()) if getattr(loader, "is_owner", True) else []
     elif hasattr(loader, "state_dict"):
         wanted = LoaderState(
             dp_rank=getattr(loader, "dp_rank", 0), dp_size=getattr(loader, "dp_size", 1)
         )
         if not for_load:
-            opaque = {"state": unpacked(("dataloader",), loader.state_dict())}
+            opaque = {"state": unpacked(loader.state_dict())}
             wanted.shards = [LoaderShard(wanted.dp_rank, 0, opaque=opaque)]
     else:
         raise TypeError(
@@ -217,14 +200,10 @@ def apply(
     """Finish a load: all but the tensors that were filled in place.
 
     Args:
-        role: as for `collect`, like `state` and `framework`.
-        state: parts of the role.
-        framework: of its tensors.
         collected: what `collect(..., for_load=True)` returned, its items filled.
         shared: small values of the role.
         own: small values that the rank of the same number saved; {} without one.
         loader: loader state of all ranks as read; None without one.
-        loader_policy: "exact", or "restart" for loaders that cannot be resharded.
 
     Returns:
         `rng`: exact or reseeded, `loader`: exact, resharded or restarted; where there is one.
@@ -236,9 +215,7 @@ def apply(
     if loader is None or wanted is None:
         return report
     mine, target = reshard(loader, wanted, policy=loader_policy), state["dataloader"]
-    if isinstance(target, MutableMapping):
-        target["common"], target["shards"] = mine.common, mine.shards
-    elif hasattr(target, "ckpt_restore"):
+    if hasattr(target, "ckpt_restore"):
         target.ckpt_restore(mine.common, mine.shards)
     elif mine.shards:
         target.load_state_dict(restore(None, mine.shards[0].opaque["state"]))

@@ -1,8 +1,4 @@
-"""One role's state as an adapter gathers it: items, small values, and the end of a load.
-
-`Gathering` knows no framework: those are `models` and `megatron`. A state is described anew at each
-save.
-"""
+"""One role's state as an adapter gathers it: items, small values, and the end of a load."""
 
 from __future__ import annotations
 
@@ -22,10 +18,9 @@ OPTIMIZER = "optimizer"
 
 
 class Stored:
-    """The tensors of one role in a checkpoint that is about to be loaded.
+    """The tensors of one role in the checkpoint to load; none without `metadata`.
 
-    Without `metadata` nothing is known of the checkpoint; `rename` turns the name of a parameter or
-    buffer here into the stored one.
+    `rename` turns the name of a parameter or buffer here into the stored one.
     """
 
     def __init__(
@@ -79,10 +74,7 @@ class Stored:
 
 
 class Gathering:
-    """Collects one role's state into `result`.
-
-    `part` is the one under way: what is to be done after a load belongs to it.
-    """
+    """Collects one role's state into `result`; what a load ends with belongs to `part`."""
 
     def __init__(
         self,

@@ -59,11 +59,7 @@ class Consumed:
 
     @classmethod
     def from_data(cls, raw: object) -> Consumed:
-        """Check a consumed set that was read from a checkpoint.
-
-        Raises:
-            CheckpointCorrupt: of another form, or `ahead` is not rising and above `count`.
-        """
+        """Check a consumed set that was read; `CheckpointCorrupt` if it is none."""
         if isinstance(raw, Mapping) and {"count", "ahead"} <= set(raw):
             count, ahead = raw["count"], raw["ahead"]
             if isinstance(ahead, (list, tuple)):
@@ -112,12 +108,7 @@ class Consumed:
         return Consumed(count, tuple(i for i in above if i > count))
 
     def left(self, worker: int, num_workers: int) -> Iterator[int]:
-        """Return the endless indices that one worker is to take, rising.
-
-        Example:
-            >>> list(itertools.islice(Consumed(3, (5,)).left(1, 2), 3))
-            [3, 7, 9]
-        """
+        """Return the endless indices that one worker is to take, rising."""
         skip = set(self.ahead)
         first = self.count + (worker - self.count) % num_workers
         return (i for i in itertools.count(first, num_workers) if i not in skip)
@@ -236,12 +227,7 @@ class LoaderState:
 
 
 def sources(saved_dp_size: int, dp_rank: int, dp_size: int) -> range:
-    """Return which saved data-parallel ranks' buffers one rank of the new layout needs.
-
-    Example:
-        >>> sources(2, 3, 4), sources(4, 1, 2), sources(3, 0, 2)
-        (range(1, 2), range(2, 4), range(0, 3))
-    """
+    """Return which saved data-parallel ranks' buffers one rank of the new layout needs."""
     if dp_size % saved_dp_size == 0:
         first = dp_rank * saved_dp_size // dp_size
         return range(first, first + 1)
@@ -255,10 +241,6 @@ def runs(count: int, parts: int, first: int = 0) -> list[slice]:
     """Cut `count` samples into consecutive runs whose lengths differ by at most one.
 
     The longer runs begin at part `first`, modulo `parts`.
-
-    Example:
-        >>> runs(5, 2), runs(5, 2, first=1)
-        ([slice(0, 3, None), slice(3, 5, None)], [slice(0, 2, None), slice(2, 5, None)])
     """
     small, longer = divmod(count, parts)
     lengths = (small + ((part - first) % parts < longer) for part in range(parts))
@@ -271,10 +253,8 @@ def reshard(saved: LoaderState, wanted: LoaderState, *, policy: str = "exact") -
     Args:
         saved: of all ranks; buffers outside `sources(...)` may be unread.
         wanted: `dp_rank`, `dp_size` and `num_readers` say who asks.
-        policy: "exact", or "restart": a loader that cannot be resharded begins anew.
-
-    Returns:
-        The state to restore; unchanged for an unchanged layout, without shards after a restart.
+        policy: "exact", or "restart": a loader that cannot be resharded begins anew, without
+            shards.
 
     Raises:
         LayoutMismatch: the saved state is opaque and the layout has changed.

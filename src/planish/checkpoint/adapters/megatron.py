@@ -1,9 +1,8 @@
 """Megatron-core: the boxes that a module's `sharded_state_dict()` names.
 
-Layers that are stacked in one tensor (a prepended axis) are boxes like any other, so another number
-of pipeline stages is ordinary resharding. Fused tensors (gate and up of SwiGLU) come as factories:
-built before a save or load, merged after a load where the built parts are copies. Nothing is
-gathered. The library's own checkpointing is not used: it needs an accelerator and gathers.
+Layers that are stacked in one tensor (a prepended axis) are boxes like any other. Fused tensors
+(gate and up of SwiGLU) come as factories: built before a save or load, merged after a load where
+the built parts are copies. The library's own checkpointing needs an accelerator and gathers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.gathering import Gathering, unite
 from planish.checkpoint.adapters.models import gather_rest
 from planish.checkpoint.adapters.optimizer import ParameterSite, gather_stacked
-from planish.checkpoint.adapters.placement import Placed, check_dense, checked, name_of_path, place
+from planish.checkpoint.adapters.placement import Placed, check_dense, name_of_path, place
 from planish.checkpoint.format.geometry import Box, intersect, shift, whole
 from planish.checkpoint.format.small_objects import decode_extra, encode_extra
 
@@ -48,7 +47,7 @@ def gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
             elif isinstance(entry, Tensor):
                 gathering.add("model", name_of_path(path), place(name_of_path(path), entry))
             elif not kind:
-                rest.append((path, checked(path, entry)))
+                rest.append((path, entry))
         gather_rest(gathering, "model", chunk, rest)
     optimizer = state.get("optimizer")
     if optimizer is not None:
@@ -235,7 +234,7 @@ def _gather_object(gathering: Gathering, module: Any, path: tuple[Any, ...], ent
         if entry.data is not None:
             held = entry.data.getvalue() if isinstance(entry.data, io.BytesIO) else entry.data
             mark = "bytesio" if isinstance(entry.data, io.BytesIO) else "value"
-            raw = encode_extra({mark: checked((name,), held)})
+            raw = encode_extra({mark: held}, place=name)
             data = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
             gathering.add("extra", name, place(name, data))
         return

@@ -1,15 +1,14 @@
-"""Models as modules or as state dicts, for every framework whose tensors carry their own layout.
+"""Models as modules or state dicts: in one process, DDP, FSDP2, tensor parallel, flat ZeRO shards.
 
-That is one process, DDP (whole tensors), FSDP2 and tensor parallelism (DTensors), and flat ZeRO
-shards. Names are canonical, whatever wraps a module: wrappers (DDP, FSDP1, torch.compile,
-activation checkpointing) add components to names, which are left out. Tied weights have one name,
-the first in the order of the module tree; the others are aliases of it.
+Names are canonical: what wrappers (DDP, FSDP1, torch.compile, activation checkpointing) add is left
+out. Tied weights have one name, the first in the order of the module tree; others are aliases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from planish.checkpoint.adapters.optimizer import (
 )
 from planish.checkpoint.adapters.placement import (
     FlatShard,
-    checked,
     leaves,
     name_of_path,
     place,
@@ -35,6 +33,7 @@ from planish.checkpoint.adapters.placement import (
     restore,
 )
 from planish.checkpoint.format.items import Finish
+from planish.checkpoint.format.small_objects import encode_extra
 
 
 def gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
@@ -50,7 +49,7 @@ def gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
 def gather_model(gathering: Gathering, model: Any) -> Sites:
     """Collect a model and return where its parameters' optimizer state lies."""
     is_module = isinstance(model, nn.Module)
-    if is_module and not added_values(model):
+    if is_module and not saves_more(model):
         return _gather_module(gathering, named_tensors(model))
     if hasattr(model, "state_dict") and hasattr(model, "load_state_dict"):
         # The parameters themselves, by which an optimizer knows them.
@@ -107,8 +106,9 @@ def gather_extra_state(gathering: Gathering, modules: Mapping[str, nn.Module]) -
     """Collect what modules return from `get_extra_state`."""
     if not modules:
         return
-    values = {name: checked((name,), module.get_extra_state()) for name, module in modules.items()}
-    gathering.share("model", extra_state=values)
+    if not gathering.for_load:
+        values = {name: module.get_extra_state() for name, module in modules.items()}
+        gathering.share("model", extra_state=values)
 
     def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         saved = shared.get("model", {}).get("extra_state", {})
@@ -147,23 +147,12 @@ def gather_mapping(gathering: Gathering, kind: str, value: Any) -> Sites:
     named = {key: child for key, child in value.items() if isinstance(key, str)}
     other = {key: child for key, child in value.items() if not isinstance(key, str)}
     for path, leaf in leaves(clean_mapping(named, gathering.framework) | other):
-        if isinstance(leaf, nn.Module):
-            added = [f"`{name_of_path(path)}.{name}`" for name in added_values(leaf)]
-            if added:
-                raise TypeError(
-                    "a module inside of a mapping must save parameters, buffers and extra state "
-                    f"only, got {', '.join(added)}; return them from `get_extra_state`, or pass "
-                    "the module as `model`"
-                )
-            inner = named_tensors(leaf, prefix=name_of_path(path) + ".")
-            _gather_module(gathering, inner)
-            found |= inner.tensors
-        elif isinstance(leaf, (Tensor, FlatShard)):
+        if isinstance(leaf, (Tensor, FlatShard)):
             name = leaf.fqn if isinstance(leaf, FlatShard) else name_of_path(path)
             gathering.add(kind, name, place(name, leaf))
             found[name] = leaf
         elif path:
-            rest.append((path, checked(path, leaf)))
+            rest.append((path, leaf))
     gather_rest(gathering, part, value, rest)
     return sites_of(NamedTensors({n: t for n, t in found.items() if isinstance(t, Tensor)}))
 
@@ -171,7 +160,10 @@ def gather_mapping(gathering: Gathering, kind: str, value: Any) -> Sites:
 def gather_rest(
     gathering: Gathering, part: str, value: Any, rest: list[tuple[tuple[Any, ...], Any]]
 ) -> None:
-    """Collect the values of a state dict that are no tensors."""
+    """Collect the values of a state dict that are no tensors; a faulty one is named by its path."""
+    if not gathering.for_load:
+        for path, leaf in rest:
+            encode_extra(leaf, place=name_of_path((part, *path)))
     gathering.share(part, values=[(list(path), leaf) for path, leaf in rest])
 
     def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -263,12 +255,7 @@ class NamedTensors:
 
 
 def clean(name: str) -> str:
-    """Return a name without the components that wrappers add.
-
-    Example:
-        >>> clean("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
-        'layers.0.weight'
-    """
+    """Return a name without the components that wrappers add."""
     if not any(wrapper in name for wrapper in WRAPPERS):
         return name
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
@@ -289,7 +276,7 @@ def clean_mapping(named: Mapping[str, Any], framework: str) -> dict[str, Any]:
     return found
 
 
-def named_tensors(module: nn.Module, prefix: str = "") -> NamedTensors:
+def named_tensors(module: nn.Module) -> NamedTensors:
     """Return the tensors of a module tree that belong to its saved state."""
     # A forward of FSDP2 may leave copies that it gathered and rounded. Its hooks put the shards
     # back, as before every `state_dict`, sending nothing.
@@ -299,7 +286,7 @@ def named_tensors(module: nn.Module, prefix: str = "") -> NamedTensors:
                 hook(inner, "", True)
     found = NamedTensors()
     seen: dict[Any, str] = {}
-    for name, tensor in _walk(module, prefix, found.extra):
+    for name, tensor in _walk(module, "", found.extra):
         place = _place_of(tensor)
         first = seen.setdefault(place, name)
         if first == name:
@@ -310,28 +297,20 @@ def named_tensors(module: nn.Module, prefix: str = "") -> NamedTensors:
     return found
 
 
-def _may_save_more(module: nn.Module) -> bool:
-    """Return whether a module of a tree may save more than `named_tensors` has.
-
-    That is one with a `_save_to_state_dict` of its own, or with hooks on `state_dict`.
-    """
-    for inner in module.modules():
-        hooks = (*inner._state_dict_hooks.values(), *inner._state_dict_pre_hooks.values())
-        if type(inner)._save_to_state_dict is not nn.Module._save_to_state_dict or not all(
-            str(getattr(hook, "__module__", "")).startswith(_QUIET) for hook in hooks
-        ):
-            return True
-    return False
-
-
-def added_values(module: nn.Module) -> list[str]:
-    """Return the names of what `state_dict` of a module has beyond `named_tensors`."""
-    if not _may_save_more(module):
-        return []
-    held = list(map(clean, module.state_dict(keep_vars=True)))
+def saves_more(module: nn.Module) -> bool:
+    """Return whether `state_dict` of a module has more than `named_tensors`."""
+    inner = list(module.modules())
+    hooks = chain.from_iterable(
+        (*m._state_dict_hooks.values(), *m._state_dict_pre_hooks.values()) for m in inner
+    )
+    if all(type(m)._save_to_state_dict is nn.Module._save_to_state_dict for m in inner) and all(
+        str(getattr(hook, "__module__", "")).startswith(_QUIET) for hook in hooks
+    ):
+        return False
     named = named_tensors(module)
     known = {*named.tensors, *named.aliases, *named.extra}
-    return [name for name in held if not {name, name.removeprefix("module.")} & known]
+    held = map(clean, module.state_dict(keep_vars=True))
+    return any(not {name, name.removeprefix("module.")} & known for name in held)
 
 
 def _walk(

@@ -1,8 +1,7 @@
 """Optimizers by parameter name: moments, step counters and the options of parameter groups.
 
-A fresh optimizer has no state; what the checkpoint holds is created before the load is planned, so
-that moments are never lost in silence. It takes its place in the optimizer after the load, so that
-a failed load leaves the optimizer as it was.
+A fresh optimizer has no state; what the checkpoint holds is created before the load is planned, and
+takes its place after the load, so that a failed load leaves the optimizer as it was.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.gathering import OPTIMIZER, Gathering
-from planish.checkpoint.adapters.placement import TYPES, checked, place, restore
+from planish.checkpoint.adapters.placement import TYPES, place, restore
 
 GROUP = "param_group"
 """Key of the number of a parameter's group, where no rank knows all parameters."""
@@ -120,9 +119,8 @@ def gather_optimizers(gathering: Gathering, optimizers: Sequence[Any], sites: Si
 def gather_stacked(gathering: Gathering, optimizers: Sequence[Any], sites: Sites) -> None:
     """Collect the state of torch optimizers whose parameters may be layers stacked in one tensor.
 
-    Pipeline stages hold different parameters, so that no rank could write the list of a group's
-    members: each parameter's group is stored as a number beside its state. Groups are the same on
-    all ranks.
+    No rank of a pipeline knows all members of a group, so that each parameter's group is stored as
+    a number beside its state.
     """
     _, numbers = _gather_states(gathering, optimizers, sites)
     for name, values in numbers.items():
@@ -198,12 +196,8 @@ def gather_groups(
 
 def _all_options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [
-        {
-            key: checked((OPTIMIZER, "param_groups", number, key), value)
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
-        for number, group in enumerate(groups)
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in groups
     ]
 
 
@@ -234,8 +228,7 @@ def _gather_state(
         if isinstance(value, Tensor):
             site.gather(gathering, key, value)
         else:
-            name = f"{site.fqn}.{key}"
-            numbers.setdefault(site.fqn, {})[key] = checked((name,), value)
+            numbers.setdefault(site.fqn, {})[key] = value
     if gathering.for_load and gathering.stored.is_known:
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
 

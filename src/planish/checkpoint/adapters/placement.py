@@ -1,10 +1,8 @@
 """The values of a state: where each lies in its whole tensor, by what name, and which are refused.
 
-A plain tensor is one box, the whole of it. A DTensor (FSDP2, tensor parallelism, HSDP, any mesh) is
-the box that follows from its mesh and placements alone; ranks that differ only along a replicating
-axis hold equal boxes, so they are replicas. A flat shard, as ZeRO makes them, is a row-major range
-that is cut into boxes as it lies. Nothing is sent, gathered or copied. Tensors of nested states are
-named by their path; other values stay nested and are checked to be plain data.
+A plain tensor is one box, the whole of it. A DTensor is the box that follows from its mesh and
+placements alone; ranks along a replicating axis hold equal boxes. A flat shard of ZeRO is a
+row-major range that is cut into boxes. Nothing is sent, gathered or copied.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (a planner per framework turns its sharding
 specification into boxes; irregular tensor decomposition).
@@ -18,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -247,17 +244,10 @@ def check_not_expanded(key: str, tensor: Tensor) -> None:
 
 Path = tuple[Any, ...]
 """Keys and indices from the root."""
-_ATOMS = {type(None), bool, int, float, complex, str, bytes}
-_KEYS = (str, int, float, bool, type(None), tuple)
 
 
 def name_of_path(path: Path) -> str:
-    """Return the name of a tensor at a path: keys joined by dots, numbers in brackets.
-
-    Example:
-        >>> name_of_path(("layers.0", "weight")), name_of_path(("0",)), name_of_path((0,))
-        ('layers.0.weight', '0', '[0]')
-    """
+    """Return the name of a tensor at a path: keys joined by dots, numbers in brackets."""
     return ".".join(part if isinstance(part, str) else f"[{part!r}]" for part in path)
 
 
@@ -282,53 +272,16 @@ def has_tensor(value: Any) -> bool:
     return isinstance(value, (Tensor, FlatShard))
 
 
-def checked(path: Path, value: Any) -> Any:
-    """Return a value as it may be stored: JSON-able, bytes, arrays, dense tensors; nested."""
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, _KEYS):
-                _refuse((*path, key), key)
-        return {key: checked((*path, key), child) for key, child in value.items()}
-    if isinstance(value, (list, tuple)):
-        made = [checked((*path, index), child) for index, child in enumerate(value)]
-        return made if isinstance(value, list) else tuple(made)
-    if isinstance(value, Tensor):
-        check_dense(_named(path), value)
-        name_of(value.dtype, _named(path))
-        return value.detach()
-    if isinstance(value, bytearray):
-        return bytes(value)
-    plain = type(value) in _ATOMS or isinstance(value, np.generic)
-    if not plain and not (isinstance(value, np.ndarray) and not value.dtype.hasobject):
-        _refuse(path, value)
-    return value
-
-
-def _refuse(path: Path, value: Any) -> None:
-    raise TypeError(
-        f"`{_named(path)}` must be plain data (numbers, text, bytes, arrays, tensors, lists, "
-        f"dicts), got {type(value).__name__}; store its parameters, or give it `state_dict` and "
-        "`load_state_dict`"
-    )
-
-
-def _named(path: Path) -> str:
-    return ".".join(map(str, path))
-
-
-def unpacked(path: Path, value: Any) -> Any:
-    """Return a value with every object that has a `state_dict` replaced by it, checked."""
+def unpacked(value: Any) -> Any:
+    """Return a value with every object that has a `state_dict` replaced by it."""
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        return {_STATE: checked(path, value.state_dict())}
+        return {_STATE: value.state_dict()}
     if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, _KEYS):
-                _refuse((*path, key), key)
-        return {key: unpacked((*path, key), child) for key, child in value.items()}
+        return {key: unpacked(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
-        made = [unpacked((*path, index), child) for index, child in enumerate(value)]
+        made = [unpacked(child) for child in value]
         return made if isinstance(value, list) else tuple(made)
-    return checked(path, value)
+    return value
 
 
 _STATE = "\0state_dict"

@@ -1,8 +1,8 @@
 """Which checkpoints there are below a root, and which leftovers may go.
 
-A checkpoint is a folder with a COMMIT, the root itself or at most two levels below it; nothing
-else is believed, neither names nor the hint in LATEST. Whatever is cleared away loses its COMMIT
-first, and an attempt is fenced before its data go, so that no save can commit to missing bytes.
+A checkpoint is a folder with a COMMIT, the root itself or at most two levels below it; nothing else
+is believed. Whatever is cleared away loses its COMMIT first, and an attempt is fenced before its
+data go, so that no save can commit to missing bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Entry:
 
     @property
     def step(self) -> int:
-        """Step of the run at which it was saved."""
+        """The training step that the save was given."""
         return self.commit.step
 
     @property
@@ -120,30 +120,18 @@ def list_checkpoints(storage: Store, root: str) -> list[Entry]:
 
 
 def latest(storage: Store, root: str) -> Entry | None:
-    """Return the newest committed checkpoint at and below `root`, None if there is none.
-
-    Newest is the highest step, then the later attempt.
-    """
+    """Return the checkpoint of the highest step at and below `root`, None if there is none."""
     entries = list_checkpoints(storage, root)
     return entries[-1] if entries else None
 
 
 def info(storage: Store, path: str) -> Entry:
-    """Return the checkpoint at a path.
-
-    Raises:
-        CheckpointNotFound: nothing is committed there.
-        CheckpointCorrupt: its COMMIT can not be read.
-    """
+    """Return the checkpoint at a path; raises `CheckpointNotFound` if none is committed there."""
     return Entry(path, storage.uri(path), require_commit(storage, path))
 
 
 def delete(storage: Store, path: str) -> None:
-    """Remove the checkpoint at a path: from the first request on nothing is visible.
-
-    Raises:
-        CheckpointNotFound: nothing is committed there.
-    """
+    """Remove the checkpoint at a path: from the first request on nothing is visible."""
     commit = require_commit(storage, path)
     _remove(storage, path, commit.attempt)
 
@@ -165,8 +153,6 @@ def retain(
     """Remove the checkpoints at and below `root` that no rule keeps.
 
     Args:
-        storage: where.
-        root: key of the folder.
         keep_last: how many of the newest stay; at least 1.
         keep_every: those whose step is a multiple stay; 0 for no such rule.
         pins: steps, and keys or URIs of folders (with or without a digest), that stay.
@@ -174,9 +160,6 @@ def retain(
 
     Returns:
         A verdict for each checkpoint, newest first.
-
-    Raises:
-        ConfigError: `keep_last` below 1, or `keep_every` below 0.
     """
     if keep_last < 1 or keep_every < 0:
         raise ConfigError(
@@ -207,10 +190,8 @@ def gc(
 
     May run beside saves and loads, be killed at any time and run again. An attempt that was written
     to, or replaced, within `grace_s` seconds stays: less than the longest save or load takes makes
-    these fail, though never wrong. With `dry_run` nothing is removed.
-
-    Returns:
-        A verdict for each attempt and each upload that nothing names.
+    these fail, though never wrong. Returns a verdict for each attempt, and each upload that nothing
+    names.
     """
     verdicts: list[CatalogVerdict] = []
     places = _places(storage, root)

@@ -1,9 +1,8 @@
 """COMMIT: the one object that makes a checkpoint exist, how it comes into being and how it is read.
 
-The commit is written as an upload of one part which the coordinator's journal has announced, so
-that completing it is the single step that makes the checkpoint visible, and aborting it makes
-that step impossible for ever. A process that was paused for hours can not do harm by resuming.
-What a path holds is read without trusting it. Nothing here knows tensors.
+It is written as an upload of one part which the coordinator's journal has announced: completing it
+is the single step that makes the checkpoint visible, aborting it makes that step impossible for
+ever. A process that was paused for hours can not do harm by resuming.
 """
 
 from __future__ import annotations
@@ -86,11 +85,7 @@ class Commit:
 
     @staticmethod
     def decode(data: bytes, *, etag: str = "", uri: str = COMMIT) -> Commit:
-        """Read a commit; anything odd is refused.
-
-        Raises:
-            CheckpointCorrupt: not a commit, or one of a newer version.
-        """
+        """Read a commit; anything odd, or of a newer version, is `CheckpointCorrupt`."""
         try:
             fields = json.loads(data.decode(), parse_constant=lambda _: math.nan)
         except (ValueError, RecursionError):
@@ -126,7 +121,6 @@ class Commit:
 
 
 def _checksum(fields: Mapping[str, Any]) -> int:
-    """Return a CRC-32 of the fields, which are what JSON gives back."""
     return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
@@ -156,11 +150,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 def read_commit(storage: Store, path: str) -> Commit | None:
-    """Return what is committed at a path, None if nothing is.
-
-    Raises:
-        CheckpointCorrupt: there is an object, but not a commit that this version can read.
-    """
+    """Return what is committed at a path, None if nothing is; `CheckpointCorrupt` if unreadable."""
     key = join(path, COMMIT)
     try:
         data, etag = storage.get(key, MAX_COMMIT_BYTES)
@@ -172,12 +162,7 @@ def read_commit(storage: Store, path: str) -> Commit | None:
 
 
 def require_commit(storage: Store, path: str) -> Commit:
-    """Return what is committed at a path.
-
-    Raises:
-        CheckpointNotFound: nothing is.
-        CheckpointCorrupt: see `read_commit`.
-    """
+    """Return what is committed at a path; raises `CheckpointNotFound` if nothing is."""
     commit = read_commit(storage, path)
     if commit is None:
         raise CheckpointNotFound(
@@ -188,12 +173,7 @@ def require_commit(storage: Store, path: str) -> Commit:
 
 
 def read_meta(storage: Store, path: str, commit: Commit) -> bytes:
-    """Return the metadata that a commit names, its digest checked.
-
-    Raises:
-        CheckpointIncomplete: it is missing or has another size.
-        CheckpointCorrupt: its SHA-256 differs.
-    """
+    """Return the metadata that a commit names; `CheckpointIncomplete` or `CheckpointCorrupt`."""
     key = join(path, commit.meta_key)
     try:
         data, _ = storage.get(key, commit.meta_size)
@@ -242,23 +222,11 @@ def publish(
     """Make an attempt, all of whose objects are written, the checkpoint at `path`.
 
     Args:
-        storage: where.
-        path: key of the checkpoint's folder.
-        attempt: whose objects are meant.
-        meta: bytes of the global metadata.
         files: every object but the metadata, relative to the attempt's folder, and its size in
             bytes; all are checked.
-        step: of the training.
-        roles: that are committed together.
-        run_id: of the run.
-        tags: texts to keep.
         replaces: `standing()` at the start of the save, to be replaced; empty for nothing.
         journal: the coordinator's, begun before anybody wrote data.
-        is_newest: of its run, so that the hint beside it names it; a rewrite may be of any step
-            and anywhere.
-
-    Returns:
-        What is committed now.
+        is_newest: of its run, so that the hint beside it names it.
 
     Raises:
         CheckpointExists: another attempt has committed first; this one is garbage.
@@ -375,17 +343,11 @@ def _tidy(
 
 
 def discard(storage: Store, path: str, attempt: str) -> bool:
-    """Clear an attempt away, unless it is or has become the checkpoint at its path.
+    """Clear an attempt away; returns False if it is the checkpoint at its path, which stays.
 
-    Safe at any time and from any process: the attempt is fenced first, and from then on can not
-    be committed. May be repeated after any failure.
-
-    Returns:
-        Whether it is gone; False when COMMIT names it.
-
-    Raises:
-        SaveFailed: its owner keeps writing.
-        CheckpointCorrupt: COMMIT can not be read, so that nothing may be removed.
+    Safe at any time, from any process, again and again: the attempt is fenced first, and from then
+    on can not be committed. `SaveFailed` if its owner keeps writing, `CheckpointCorrupt` if COMMIT
+    can not be read, so that nothing may be removed.
     """
     for key, upload_id in fence(storage, path, attempt):
         storage.abort_upload(key, upload_id)

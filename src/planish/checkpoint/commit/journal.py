@@ -94,10 +94,7 @@ class JournalContent:
 
     @staticmethod
     def decode(data: bytes, attempt: str) -> JournalContent:
-        """Read what a journal names; whatever it must not name is left out.
-
-        A damaged journal is an empty one: its attempt is cleared by age and by listing alone.
-        """
+        """Read a journal; a damaged one is empty: its attempt is cleared by age alone."""
         try:
             fields = json.loads(data.decode())
             keys = tuple(key for key in fields["keys"] if _is_own(key, attempt))
@@ -141,8 +138,7 @@ class Journal:
     def begin(self, keys: Iterable[str] = ()) -> None:
         """Write the journal before all else, with the full keys of what is written in parts.
 
-        Raises:
-            SaveFailed: the attempt is being cleared away, or another process has this name.
+        `SaveFailed` if the attempt is being cleared away, or another process has this name.
         """
         self._write(keys=keys)
 

@@ -62,12 +62,7 @@ CHUNK_BYTES = 256 << 20
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return kind and fqn of a DCP name as torch's state-dict functions make them.
-
-    Example:
-        >>> split_name("model.norm.weight"), split_name("optim.state.w.exp_avg")
-        (('model', 'norm.weight'), ('optim', 'w.exp_avg'))
-    """
+    """Return kind and fqn of a DCP name as torch's state-dict functions make them."""
     first, _, rest = name.partition(".")
     if first == "model" and rest:
         return "model", rest
@@ -94,9 +89,6 @@ def import_dcp(
         folder: local folder with `.metadata` and `*.distcp`.
         place: URI of the new checkpoint.
         step: training step that it is of; None: the folder's own value `step`, else 0.
-        role: whose state it is.
-        overwrite: replace what is committed at `place`.
-        storage: in place of the one that `place` names.
 
     Raises:
         CheckpointIncomplete: the folder lacks its metadata or a file.
@@ -207,7 +199,6 @@ class _Folder:
         return stream, mapped[place.start : stop]
 
     def close(self) -> None:
-        """Close the files; mapped tensors stay."""
         for file, _ in self._files.values():
             file.close()
 
@@ -218,8 +209,7 @@ class _Folder:
 def _shared(values: Mapping[str, Any], parameters: Collection[str]) -> dict[str, Any]:
     """Return values of a DCP folder as a checkpoint shares them.
 
-    An optimizer that knows its parameters by number says nothing of whose state is whose: its
-    options stay among the other values, with a warning.
+    Options of an optimizer that knows its parameters by number stay among the other values.
     """
     rest: dict[str, Any] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -266,12 +256,6 @@ def export_dcp(
 
     Names are `model.<fqn>` and `optim.state.<parameter>.<state>`, chunks are the stored boxes;
     shared values are `shared.<name>`. The metadata comes last.
-
-    Args:
-        place: URI or pin of the checkpoint.
-        folder: local folder; must be empty or absent.
-        role: whose state.
-        storage: in place of the one that `place` names.
 
     Raises:
         FileExistsError: the folder holds something.

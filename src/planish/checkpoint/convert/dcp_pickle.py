@@ -113,11 +113,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_dcp_metadata(data: bytes, *, name: str = ".metadata") -> DcpMetadata:
-    """Decode the file `.metadata` of a DCP checkpoint; `name` is what errors call it.
+    """Decode the file `.metadata` of a DCP checkpoint, which errors call `name`.
 
-    Raises:
-        CheckpointCorrupt: not such a file, or it names something that metadata never needs;
-            nothing that it names has run.
+    `CheckpointCorrupt` if it is none, or names what metadata never need; nothing of it has run.
     """
     try:
         _check_size(data)

@@ -1,8 +1,4 @@
-"""Two checkpoints compared tensor by tensor, bit by bit, whatever layouts saved them.
-
-Needs no torch. Windows of both sides are read next to each other, so memory does not grow with the
-size of a tensor.
-"""
+"""Two checkpoints compared tensor by tensor, bit by bit, window by window; without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planish.checkpoint.convert.numbers import to_numbers
+from planish.checkpoint.convert.hf_names import to_numbers
 from planish.checkpoint.format.geometry import flat_boxes, whole
 from planish.checkpoint.format.items import ITEM_BYTES, TensorSpec, quoted_name
 from planish.checkpoint.load.extras import names_of
@@ -83,19 +79,14 @@ def diff(
     parts: Sequence[str] = ("model", "optim"),
     progress: Callable[[int, int], None] | None = None,
 ) -> Diff:
-    """Compare two checkpoints.
+    """Compare two checkpoints; errors are those of `load`.
 
     Args:
         a: URI or pin of the first.
         b: URI or pin of the second.
-        parts: kinds of tensors to compare: `model`, `optim`, `extra` (of single ranks: they
-            differ between layouts by design).
+        parts: kinds of tensors to compare: `model`, `optim`, `extra` (of single ranks: they differ
+            between layouts by design).
         progress: called with bytes compared and bytes in all.
-
-    Raises:
-        CheckpointNotFound: nothing is committed at `a` or `b`.
-        CheckpointIncomplete: an object of one is missing or short.
-        CheckpointCorrupt: one is damaged.
     """
     sides = open_state(a), open_state(b)
     result = Diff()

@@ -1,8 +1,6 @@
 """The model of a checkpoint written as a Hugging Face folder, tensor by tensor, by plain bytes.
 
-Low-rank adapters are merged into their weights, so that any engine loads the result.
-
-Imports neither torch nor transformers, so that the stage that calls it starts at once. Files are
+Low-rank adapters are merged into their weights. Neither torch nor transformers is needed. Files are
 written side by side, on local disk first; of each one tensor and a few buffers of 16 MiB are in
 memory.
 """
@@ -28,8 +26,7 @@ from planish.base.errors import (
     ObjectMissing,
     RecordError,
 )
-from planish.checkpoint.convert.hf_names import Form, Sources, weights_of
-from planish.checkpoint.convert.numbers import cast, read_weights
+from planish.checkpoint.convert.hf_names import Form, Sources, cast, read_weights, weights_of
 from planish.checkpoint.format.items import ITEM_BYTES
 from planish.checkpoint.format.safetensors_file import (
     NewEntry,
@@ -74,31 +71,25 @@ def export(
     storage: Store | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Ref:
-    """Write the model of a checkpoint as a policy that engines load; its manifest comes last.
+    """Write the model of a checkpoint as a policy (`policy/1`) that engines load.
 
     Configuration, tokenizer and types are those of an earlier policy, or the files of a local
     folder with each tensor's own type. Tensors of Megatron are taken apart as `config.json` says.
 
     Args:
         place: URI or pin of the checkpoint.
-        out: folder of the new policy, as a URI of any store or an absolute path.
+        out: folder of the new policy, as a URI or an absolute path.
         policy: pin of an earlier policy of the same model; empty for none.
         folder: local folder with `config.json` and tokenizer; None for weights alone.
         dtype: without a policy the float type of all float weights (`BF16`, ...).
         role: whose model; empty for `policy`, `main` or the only one.
         parents: name of each input to its sha256; None for the checkpoint and the policy.
         attributes: of the manifest; None for role and step.
-        max_file_bytes: weights beyond this go to further files.
-        storage: of the checkpoint, in place of the one that `place` names.
-        progress: called after each weight; the last call comes before the files are stored.
-
-    Returns:
-        Ref of schema `policy/1`.
+        progress: the last call comes before the files are stored.
 
     Raises:
         ConfigError: no such role.
-        LayoutMismatch: the checkpoint has no weights, they cannot be converted, or they are not
-            those of the earlier policy.
+        LayoutMismatch: no weights, or others than those of the earlier policy.
         CheckpointError: the checkpoint or the earlier policy is damaged.
     """
     opened = open_state(place, storage)
@@ -142,11 +133,7 @@ def export(
 
 
 def policy_role(roles: Sequence[str], wanted: str = "") -> str:
-    """Return which role a policy is made of: `wanted`, else `policy`, `main`, or the only one.
-
-    Raises:
-        ConfigError: there is no such role, or several and none of the usual ones.
-    """
+    """Return which role a policy is made of: `wanted`, else `policy`, `main`, or the only one."""
     usual = [name for name in ("policy", "main") if name in roles]
     candidates = [wanted] if wanted else usual[:1] or list(roles)
     if len(candidates) != 1 or candidates[0] not in roles:
@@ -155,11 +142,7 @@ def policy_role(roles: Sequence[str], wanted: str = "") -> str:
 
 
 def parse_config(data: bytes, place: str) -> dict[str, Any]:
-    """Return the content of a `config.json`.
-
-    Raises:
-        RecordError: it is no JSON object.
-    """
+    """Return the content of a `config.json`; raises `RecordError` if it is no JSON object."""
     try:
         config = json.loads(data)
     except (ValueError, RecursionError):
@@ -266,10 +249,6 @@ def plan_files(forms: Mapping[str, Form], max_file_bytes: int) -> dict[str, list
     """Return file name to tensor names, in an order that keeps every tensor aligned.
 
     Wide types first, then by name; a tensor larger than `max_file_bytes` has a file of its own.
-
-    Example:
-        >>> plan_files({"a": Form("F32", (2,)), "b": Form("F32", (2,))}, 8)
-        {'model-00001-of-00002.safetensors': ['a'], 'model-00002-of-00002.safetensors': ['b']}
     """
     order = sorted(forms, key=lambda name: (-ITEM_BYTES[forms[name].dtype], name))
     groups = list(batches(order, lambda name: forms[name].nbytes, max_file_bytes))

@@ -1,24 +1,28 @@
-"""Which stored tensors make up each weight of a Hugging Face model.
+"""Which stored tensors make up each weight of a Hugging Face model, and their elements as numbers.
 
 A weight is one stored tensor, or boxes of one: Megatron keeps queries, keys and values of a group
 next to each other, gate and up projection in one matrix, all layers in one tensor and a padded
-vocabulary. All of that is a choice of boxes; no arithmetic and no torch. Beside a weight may lie
-low-rank adapters, whose product is to be added to it.
+vocabulary. All of that is a choice of boxes. Beside a weight may lie low-rank adapters, whose
+product is added to it in float32 as the trainer computes it. Elements are rounded from one float
+type to another here as well. No torch.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import ITEM_BYTES, TensorSpec
+from planish.checkpoint.load.fill import Array
 from planish.checkpoint.load.reader import Opened
-from planish.checkpoint.load.slices import Slice
+from planish.checkpoint.load.slices import Slice, SliceReader
 from planish.models.adapters import DOWN, SCALE, UP, is_adapter
 from planish.models.experts import disk_tensors
 
@@ -88,15 +92,8 @@ def weights_of(opened: Opened, role: str, config: Mapping[str, Any]) -> Sources:
     projections are taken apart, the padding of the vocabulary and a tied head are left out. All
     others, and those of Megatron without a config, keep their names.
 
-    Args:
-        opened: the checkpoint.
-        role: whose model.
-        config: content of the model's `config.json`, empty without one. Of Megatron's are needed
-            `num_hidden_layers`, `num_attention_heads`, `num_key_value_heads`, `head_dim`,
-            `hidden_size`, `vocab_size` and `tie_word_embeddings`.
-
-    Raises:
-        LayoutMismatch: a tensor of Megatron has no place in such a model.
+    `config` is the content of the model's `config.json`, empty without one. `LayoutMismatch` if a
+    tensor of Megatron has no place in such a model.
     """
     table = opened.metadata.tensors
     tensors = {
@@ -132,11 +129,7 @@ def weights_of(opened: Opened, role: str, config: Mapping[str, Any]) -> Sources:
 
 
 def adapter_of(name: str, tensors: Mapping[str, TensorSpec]) -> AdapterPart | None:
-    """Return the adapter of a weight.
-
-    Raises:
-        LayoutMismatch: a part of it is missing, or the parts do not fit the weight.
-    """
+    """Return the adapter of a weight; `LayoutMismatch` if its parts do not fit the weight."""
     layer = name.removesuffix(".weight")
     names = [f"{layer}.{DOWN}.weight", f"{layer}.{UP}.weight", SCALE]
     if layer == name or tensors.keys().isdisjoint(names[:2]):
@@ -208,3 +201,80 @@ def _runs(
         for place, short in enumerate(("k_proj", "v_proj")):
             low = queries + place * width
             yield f"self_attn.{short}.{kind}", [(s + low, s + low + width) for s in starts]
+
+
+_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+_COMPLEX = {"C64": np.complex64, "C128": np.complex128}
+
+
+def to_numbers(elements: Array, dtype: str) -> Array | None:
+    """Return [n] elements, whose bits are of `dtype`, as numbers; None for types that numpy lacks.
+
+    BF16 becomes float32, integers become float64.
+    """
+    bits = np.ascontiguousarray(elements)
+    if dtype == "BF16":
+        return (bits.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype in _FLOATS:
+        return bits.view(_FLOATS[dtype])
+    if dtype in _COMPLEX:
+        return bits.view(_COMPLEX[dtype])
+    if dtype[0] in "IU" or dtype == "BOOL":
+        sign = "i" if dtype[0] == "I" else "u"
+        return bits.view(f"{sign}{ITEM_BYTES[dtype]}").astype(np.float64)
+    return None
+
+
+def cast(elements: Array, stored: str, wanted: str) -> Array:
+    """Return [n] elements, whose bits are of the type `stored`, in the float type `wanted`.
+
+    They are rounded to nearest, ties to even. `LayoutMismatch` if the types differ and are not both
+    floats that numpy can read.
+    """
+    if stored == wanted:
+        return elements
+    if not {stored, wanted} <= {*_FLOATS, "BF16"}:
+        raise LayoutMismatch(
+            f"weights must be exported between float types, got {stored} to {wanted}"
+        )
+    numbers = to_numbers(elements, stored)
+    assert numbers is not None
+    with np.errstate(over="ignore"):
+        if wanted == "BF16":
+            return to_bfloat16(numbers.astype(np.float32))
+        return numbers.astype(_FLOATS[wanted])
+
+
+def to_bfloat16(numbers: Array) -> Array:
+    """Round float32 to the upper 16 bits, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(numbers).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(numbers), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def read_weights(reader: SliceReader, parts: Sequence[WeightPart]) -> list[tuple[Array, str]]:
+    """Return [n] elements and type of each weight: as stored, or F32 with adapters merged."""
+    adapters = [part.adapter for part in parts if part.adapter is not None]
+    arrays = reader.read_many([part.slice for part in parts] + [s for a in adapters for s in a])
+    weights: list[tuple[Array, str]] = []
+    added = iter(arrays[len(parts) :])
+    for part, array in zip(parts, arrays, strict=False):
+        if part.adapter is None:
+            weights.append((array, part.form.dtype))
+            continue
+        weight = _numbers(array, part.slice).reshape(part.form.shape)
+        down, up, scale = (
+            _numbers(next(added), piece).reshape(piece.tensor.shape) for piece in part.adapter
+        )
+        weights.append(((weight + (up @ down) * scale).reshape(-1), "F32"))
+    return weights
+
+
+def _numbers(elements: Array, source: Slice) -> Array:
+    numbers = to_numbers(elements, source.tensor.dtype)
+    if numbers is None:
+        raise LayoutMismatch(
+            f"`{source.tensor.fqn}` must be of a float type to have adapters, got "
+            f"{source.tensor.dtype}; export a state as the trainer saved it"
+        )
+    return numbers.astype(np.float32)

@@ -38,13 +38,7 @@ _AXIS = re.compile(r"(?P<name>[a-z]+)=(?P<degree>[0-9]{1,6})")
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks of a rewritten checkpoint share its tensors.
-
-    Example:
-        >>> tensor = TensorSpec("main", "model", "o_proj.weight", "F32", (4, 6))
-        >>> Layout.parse("fsdp=2,tp=2").boxes(tensor, 3)
-        (Box(offsets=(2, 3), lengths=(2, 3)),)
-    """
+    """How the ranks of a rewritten checkpoint share its tensors."""
 
     dp: int = 1
     """Ranks that hold the same."""
@@ -139,10 +133,6 @@ def tensor_parallel_dim(fqn: str, num_dims: int) -> int | None:
     """Return the dimension that tensor parallelism cuts, None for a tensor that stays whole.
 
     Moments of an optimizer (`<fqn>.exp_avg`) are cut as their parameter.
-
-    Example:
-        >>> tensor_parallel_dim("layers.0.self_attn.o_proj.weight.exp_avg", 2)
-        1
     """
     names = fqn.split(".")
     # Megatron may keep one parameter of all layers as one tensor, and norms inside linear layers.

@@ -1,8 +1,8 @@
 """A committed checkpoint written anew for another layout, by one process and without torch.
 
-Bytes stream from the old objects to the new ones through a few parts of 16 MiB; no tensor is ever
-whole in memory. Small values and the positions of data loaders are copied as they are: a load
-derives from them what its own ranks need. The result is committed like every other save.
+Bytes stream from the old objects to the new ones through a few parts of 16 MiB. Small values and
+the positions of data loaders are copied as they are: a load derives from them what its own ranks
+need. The result is committed like every other save.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 1 (scripts that reshard offline, made a plan).
 """
@@ -30,7 +30,7 @@ from planish.checkpoint.format.metafile import DEFAULT_CHECKSUM
 from planish.checkpoint.load.reader import BlockReader, Opened, open_state
 from planish.checkpoint.load.slices import Slice, SliceReader
 from planish.checkpoint.plan.save import plan_save
-from planish.checkpoint.save.upload import FileUpload, ReusedMemory, is_large, upload_files
+from planish.checkpoint.save.upload import FileUpload, is_large, upload_files
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.monitor import Recorder, Timeline
 from planish.store import Store, open_store
@@ -73,13 +73,11 @@ def rewrite(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Rewritten:
-    """Write the state at `source` anew at `target`.
+    """Write the state at `source` (URI or pin) anew at `target`.
 
     Calling it again with the same arguments finds the committed result and writes nothing.
 
     Args:
-        source: URI or pin of a committed checkpoint.
-        target: URI of the new one.
         layout: not `merged`, which is an export.
         parts: `model` leaves out optimizers, small values and loader positions.
         roles: which to keep; empty for all.
@@ -90,7 +88,6 @@ def rewrite(
         CheckpointNotFound: nothing is committed at `source`, or it lacks a role.
         CheckpointExists: another state is committed at `target`.
         CheckpointCorrupt: a checksum of the source differs; nothing has become visible.
-        ConfigError: `layout` is `merged`, or `parts` is unknown.
     """
     if layout.is_merged or parts not in ("all", "model"):
         raise ConfigError(
@@ -217,8 +214,9 @@ class _Work:
         self._heads = [file.header for rank in ranks for file in self.plan.rank(rank).files]
         self._made, self._total, self._lock = 0, sum(self.sizes), threading.Lock()
 
-    def fill(self, file: int, start: int, stop: int, memory: memoryview) -> None:
-        """Write bytes `[start, stop)` of one of the files into memory."""
+    def part(self, file: int, start: int, stop: int) -> memoryview:
+        """Return bytes `[start, stop)` of one of the files."""
+        memory = memoryview(bytearray(stop - start))
         if file >= len(self._heads):
             row = self.copied[file - len(self._heads)]
             memory[:] = self.reader.reader.read(row, start, stop)
@@ -232,9 +230,10 @@ class _Work:
         with self._lock:
             self._made += stop - start
             self.progress(self._made, self._total)
+        return memory
 
     def _fill_boxes(self, file: int, start: int, stop: int, memory: memoryview) -> None:
-        """Do so for bytes behind the header, from the boxes that reach into the range."""
+        """Write bytes behind the header, from the boxes that reach into the range."""
         boxes = self.plan.boxes
         first, last = self.plan.file_boxes[file : file + 2].tolist()
         begin = first + int(np.searchsorted(boxes.stop[first:last], start, side="right"))
@@ -255,7 +254,6 @@ class _Work:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return every text inside a JSON value."""
     if isinstance(value, str):
         return [value]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -284,7 +282,6 @@ def _standing(
 def _write(
     work: _Work, storage: Store, path: str, attempt: str, recorder: Recorder, replaces: str
 ) -> Commit:
-    """Upload every file, then the metadata, and commit."""
     folder = attempt_folder(path, attempt)
     sizes = dict(zip(work.keys, work.sizes, strict=True))
     files = [FileUpload(join(folder, key), size, key.split("/")[1]) for key, size in sizes.items()]
@@ -295,7 +292,7 @@ def _write(
         results = upload_files(
             storage,
             [files[row] for row in order],
-            ReusedMemory(lambda file, *part: work.fill(order[file], *part)),
+            lambda file, *part: work.part(order[file], *part),
             journal=journal,
             recorder=recorder,
             stop=threading.Event(),

@@ -1,8 +1,7 @@
 """Boxes inside tensors: moved, cut and intersected; and what planning does with arrays of them.
 
-Deliberately without torch, and without a word about ranks or files. Where boxes of tensors with
-different numbers of dimensions share one array, missing dimensions are padded with offset 0 and
-length 1: volumes and intersections stay right.
+No torch, and no word about ranks or files. Where boxes of tensors with different numbers of
+dimensions share one array, missing dimensions are padded with offset 0 and length 1.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (shards as boxes).
 """
@@ -25,19 +24,14 @@ MAX_ELEMENTS = 1 << 62
 
 
 class Box(NamedTuple):
-    """A half-open box in the coordinates of a tensor; no dimensions: a scalar's one element.
-
-    Example:
-        >>> Box((1, 0), (2, 3)).ends, Box((1, 0), (2, 3)).volume, Box((), ()).volume
-        ((3, 3), 6, 1)
-    """
+    """A half-open box in the coordinates of a tensor; no dimensions: a scalar's one element."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """One past the last index in each dimension."""
+        """The first coordinates after the box."""
         return tuple(map(int.__add__, self.offsets, self.lengths))
 
     @property
@@ -70,15 +64,10 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def flat_boxes(lengths: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Cut the row-major range `[start, stop)` of a box of `lengths` into boxes.
+    """Cut the row-major range `[start, stop)` of a box of `lengths` into boxes relative to it.
 
     The boxes are consecutive: written one after the other they are exactly the range, so a flat
     slice is stored without gather or copy. At most `2 n - 1` of them for n > 0 dimensions.
-
-    They are relative to the box, in increasing row-major order.
-
-    Raises:
-        ValueError: the range does not lie in the box.
 
     Example:
         >>> flat_boxes((3, 2), 0, 3)
@@ -133,10 +122,6 @@ def order_by(*columns: I64) -> I64:
     """Return the stable order of rows by non-negative columns, the first one most important.
 
     Columns are packed into one word where they fit, which sorts several times faster.
-
-    Example:
-        >>> order_by(np.array([1, 0, 1]), np.array([2, 3, 1])).tolist()
-        [1, 2, 0]
     """
     spans = [int(column.max(initial=0)) + 1 for column in columns]
     if math.prod(spans) >= MAX_ELEMENTS:
@@ -148,12 +133,7 @@ def order_by(*columns: I64) -> I64:
 
 
 def ranges(starts: I64, counts: I64) -> I64:
-    """Return `start, start + 1, ...` for each start, one after the other.
-
-    Example:
-        >>> ranges(np.array([5, 0]), np.array([2, 3])).tolist()
-        [5, 6, 0, 1, 2]
-    """
+    """Return `start, start + 1, ...` for each start, one after the other."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     result: I64 = np.repeat(starts - (ends - counts), counts)
@@ -184,12 +164,7 @@ def before(counts: I64) -> I64:
 
 
 def strides_of(lengths: I64) -> I64:
-    """Return [k, n]: elements from one index to the next in row-major boxes of `lengths` [k, n].
-
-    Example:
-        >>> strides_of(np.array([[2, 3, 4]])).tolist()
-        [[12, 4, 1]]
-    """
+    """Return [k, n]: elements from one index to the next in row-major boxes of `lengths` [k, n]."""
     strides = np.ones_like(lengths)
     for dim in range(lengths.shape[1] - 2, -1, -1):
         strides[:, dim] = strides[:, dim + 1] * lengths[:, dim + 1]
@@ -197,10 +172,7 @@ def strides_of(lengths: I64) -> I64:
 
 
 def fit(sides: I64, width: int, fill: int) -> I64:
-    """Return padded coordinates [k, n] with another number of dimensions, [k, width].
-
-    Dimensions over `width` must be padding.
-    """
+    """Return padded coordinates [k, n] as [k, width]; dimensions over `width` must be padding."""
     if sides.shape[1] >= width:
         return sides[:, :width]
     missing = width - sides.shape[1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,11 +18,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.format.geometry import I64, Box, box_of
 from planish.checkpoint.format.strict_json import JSON_GROWTH, FormatFault
-from planish.checkpoint.format.wire import pack_columns, unpack_columns
 
 if TYPE_CHECKING:
     import torch
@@ -79,13 +80,7 @@ _KEY = attrgetter("role", "kind", "fqn")
 
 @dataclass(frozen=True)
 class TensorTable:
-    """Tensors as columns [t]; a tensor is named by (role, kind, fqn), and by its row.
-
-    Example:
-        >>> table, rows = TensorTable.from_specs([TensorSpec("main", "model", "w", "F32", (2, 3))])
-        >>> table.shapes.tolist(), table.spec(0).fqn, rows.tolist()
-        ([[2, 3]], 'w', [0])
-    """
+    """Tensors as columns [t]; a tensor is named by (role, kind, fqn), and by its row."""
 
     roles: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -98,11 +93,7 @@ class TensorTable:
 
     @classmethod
     def from_specs(cls, specs: Sequence[TensorSpec]) -> tuple[TensorTable, I64]:
-        """Build a table of the different tensors in `specs`.
-
-        Returns:
-            The table in order of first appearance, and [len(specs)] the row of each spec.
-        """
+        """Return a table of the different tensors, and [len(specs)] the row of each spec."""
         # Usually every name is there once, and no triple need be made.
         if len({spec.fqn for spec in specs}) == len(specs):
             return cls._of(specs), np.arange(len(specs), dtype=np.int64)
@@ -272,12 +263,6 @@ class Columns:
 
     Row i of the item columns is `items[i]` of the list that `from_items` took; boxes without
     elements are dropped, so an item may have no box.
-
-    Example:
-        >>> spec = TensorSpec("main", "model", "model.bias", "F32", (4,))
-        >>> columns = Columns.from_items([LocalItem(spec, (Box((1,), (3,)),))])
-        >>> columns.offsets.tolist(), columns.box_tensor.tolist(), columns.tensors.fqns
-        ([[1]], [0], ('model.bias',))
     """
 
     tensors: TensorTable
@@ -377,3 +362,46 @@ class Columns:
     def signature(self) -> bytes:
         """Return 32 bytes that differ when anything but the data differs."""
         return hashlib.sha256(self.encode()).digest()
+
+
+def pack_columns(
+    head: Mapping[str, Any], columns: Mapping[str, NDArray[Any] | Sequence[str]]
+) -> bytes:
+    """Return JSON, and columns of numbers or texts of any lengths, as one Arrow message.
+
+    Equal content gives equal bytes. This is what our own ranks send each other to plan.
+    """
+    import pyarrow as pa
+
+    from planish.base import arrow
+
+    arrays = []
+    for column in columns.values():
+        if isinstance(column, np.ndarray):
+            values = arrow.numbers(column)
+        else:
+            values = arrow.texts([text.encode() for text in column])
+        arrays.append(arrow.lists(np.array([0, len(column)]), values))
+    batch = pa.record_batch(arrays, names=list(columns), metadata={"head": json.dumps(head)})
+    options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+def unpack_columns(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Undo `pack_columns`; the columns are read-only arrays."""
+    import pyarrow as pa
+
+    from planish.base import arrow
+
+    reader = pa.ipc.open_stream(data)
+    batch = reader.read_next_batch()
+    head: dict[str, Any] = json.loads(reader.schema.metadata[b"head"])
+    found: dict[str, Any] = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        is_text = column.values.type == pa.string()
+        values = column.values.to_pylist() if is_text else arrow.to_numpy(column.values)
+        found[name] = np.array(values, object) if is_text else values
+    return head, found

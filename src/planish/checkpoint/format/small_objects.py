@@ -1,9 +1,7 @@
 """Small values of a state (counters, generators, schedules, buffers) as objects beside its tensors.
 
-`encode_extra` makes bytes of a value, without pickle: JSON says what the values are; bytes, arrays
-and tensors follow it in the order in which JSON mentions them. What plain JSON cannot say is an
-object with a single key that begins with `!`. Anything else is refused by name before a byte is
-written; only `allow_pickle=True`, at both ends, lets other Python objects through::
+`encode_extra` makes bytes of a value without pickle. What plain JSON cannot say is an object with a
+single key that begins with `!`; bytes, arrays and tensors follow the JSON in its order::
 
     magic      8 bytes, `PLNSHEXT`
     version    u32
@@ -13,13 +11,8 @@ written; only `allow_pickle=True`, at both ends, lets other Python objects throu
 
 `Metadata.objects` lists the objects by role, with keys relative to the folder of the attempt::
 
-    {"shared": key,                      of `Collected.shared`, absent if there was none
-     "own": {"<rank>": key},             of `Collected.own`, for the ranks that had some
-     "loader": {"common": key,           of `LoaderState.common_data()`
-                "shards": [{"key": key, ...}, ...]}}  of `LoaderShard.to_data()`, ascending
-
-Beside its key a shard has its `LoaderShard.index()` in the metadata, so that a rank reads those
-buffers alone that it needs.
+    {"shared": key, "own": {"<rank>": key},
+     "loader": {"common": key, "shards": [{"key": key, **LoaderShard.index()}, ...]}}
 """
 
 from __future__ import annotations
@@ -60,7 +53,7 @@ class Claim(NamedTuple):
 
     @property
     def state(self) -> str:
-        """Role and kind, for timings."""
+        """The state dict that the object is part of."""
         return f"{self.role}.{'loader' if self.place in ('common', 'shard') else 'extra'}"
 
 
@@ -81,7 +74,7 @@ def encode_objects(
         try:
             data = encode_extra(value, allow_pickle=allow_pickle)
         except TypeError as error:
-            raise TypeError(f"role `{role}`: {error}") from None
+            raise TypeError(f"role `{role}`, {place} values: {error}") from None
         digest = hashlib.sha256(data).hexdigest()[:32]
         full = f"data/{quote(role, safe='', errors='surrogatepass')}.{key}"
         found.append(SmallObject(Claim(full, place, role, len(data), digest, listed), data))
@@ -107,7 +100,7 @@ def encode_objects(
 
 
 def choose_writers(claims: Sequence[Sequence[Claim]]) -> dict[str, int]:
-    """Return key -> rank for every small object that several ranks could write: the lowest.
+    """Return key -> the lowest rank, for every small object that several ranks could write.
 
     `claims` are those of rank r at position r. `LayoutMismatch` names the loader shards that ranks
     claim with different contents.
@@ -169,21 +162,19 @@ _ARRAY_TYPE = re.compile(r"[<|][biufc][0-9]{1,2}")
 _NUMBERS = (np.integer, np.floating, np.complexfloating, np.bool_)
 
 
-def encode_extra(value: Any, *, allow_pickle: bool = False) -> bytes:
+def encode_extra(value: Any, *, allow_pickle: bool = False, place: str = "the value") -> bytes:
     """Return a value as bytes; equal values give equal bytes.
 
     Args:
-        value: None, bool, int, float (not only finite), complex, str, bytes, numpy scalars and
-            arrays of numbers, dense torch tensors, and lists, tuples, dicts (keys: str, int,
-            float, bool, None, tuples of these) and OrderedDicts of them.
-        allow_pickle: Write any other object with pickle; else it is refused by its place.
-
-    Example:
-        >>> decode_extra(encode_extra({"step": 3, 0: (1.5, b"x")}))
-        {'step': 3, 0: (1.5, b'x')}
+        value: None, bool, int, float, complex, str, bytes, numpy scalars and arrays of numbers,
+            dense torch tensors, and lists, tuples, dicts (keys: str, int, float, bool, None, tuples
+            of these) and OrderedDicts of them. Other kinds of lists, tuples and mappings come back
+            as these.
+        allow_pickle: write any other object with pickle; else it is refused by its place.
+        place: name of the value in errors.
     """
     writer = _Writer(allow_pickle)
-    text = json.dumps(writer.plain(value, "", 0), separators=(",", ":")).encode("ascii")
+    text = json.dumps(writer.plain(value, place, 0), separators=(",", ":")).encode("ascii")
     return b"".join([_FIXED.pack(_MAGIC, _VERSION, len(text)), text, *writer.blobs])
 
 
@@ -196,11 +187,8 @@ def decode_extra(
     """Read what `encode_extra` wrote, from an untrusted source; `file` is its key, for errors.
 
     With `allow_pickle` pickled objects are read too: whoever wrote them can then run code here.
-    Tensors are on the CPU, and share no memory with `data`.
-
-    Raises:
-        CheckpointCorrupt: anything that `encode_extra` would not write.
-        CheckpointError: a pickled object, and `allow_pickle` is false.
+    Without it they are a `CheckpointError`; anything that `encode_extra` would not write is
+    `CheckpointCorrupt`.
     """
     try:
         magic, version, size = _FIXED.unpack_from(data)
@@ -235,18 +223,21 @@ class _Writer:
             # Python refuses to read numbers of thousands of digits as text.
             if abs(value).bit_length() <= 4096:
                 return value
-            raise TypeError(f"{path or 'the value'} must have at most 4096 bits; store it as bytes")
+            raise TypeError(f"`{path}` must have at most 4096 bits; store it as bytes")
         if kind is float:
             return value if math.isfinite(value) else {"!float": repr(value)}
         if depth > MAX_DEPTH:
-            raise TypeError(f"{path} is nested more than {MAX_DEPTH} deep; does it hold itself?")
-        if kind in (list, tuple):
+            raise TypeError(f"`{path}` is nested more than {MAX_DEPTH} deep; does it hold itself?")
+        if isinstance(value, (list, tuple)):
             parts = [self.plain(v, f"{path}[{n}]", depth + 1) for n, v in enumerate(value)]
-            return parts if kind is list else {"!tuple": parts}
-        if kind not in (dict, OrderedDict):
+            return parts if isinstance(value, list) else {"!tuple": parts}
+        if not isinstance(value, Mapping):
             return self._blob(value, path)
         pairs = [
-            (self._key(key, path, depth), self.plain(v, f"{path}[{key!r:.80}]", depth + 1))
+            (
+                self._key(key, path, depth),
+                self.plain(v, f"{path}.{key!s:.80}".removeprefix("the value."), depth + 1),
+            )
             for key, v in value.items()
         ]
         if kind is OrderedDict:
@@ -259,10 +250,9 @@ class _Writer:
         if type(key) is tuple:
             return {"!tuple": [self._key(part, path, depth + 1) for part in key]}
         if key is None or type(key) in (str, int, float, bool):
-            return self.plain(key, f"the key {key!r:.80} of {path or 'the value'}", depth)
+            return self.plain(key, f"key {key!r:.80} of {path}", depth)
         raise TypeError(
-            f"keys of {path or 'the value'} must be texts, numbers or tuples of them, got "
-            f"{key!r:.80}"
+            f"keys of `{path}` must be texts, numbers or tuples of them, got {key!r:.80}"
         )
 
     def _blob(self, value: Any, path: str) -> Any:
@@ -284,8 +274,10 @@ class _Writer:
 
             return {"!pickle": self._keep(pickle.dumps(value, protocol=4))}
         raise TypeError(
-            f"{path or 'the value'} must be plain data (see `encode_extra`), got {kind!r}; convert "
-            "it, or pass `allow_pickle=True` here and where it is loaded"
+            f"`{path}` must be plain data (numbers, text, bytes, arrays, dense "
+            f"tensors, lists, dicts), got {kind.__name__}; store its parameters, give it "
+            "`state_dict` and `load_state_dict`, or pass `allow_pickle=True` here and where it is "
+            "loaded"
         )
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
@@ -294,9 +286,10 @@ class _Writer:
         names = {getattr(torch, name, None): dtype for dtype, name in TORCH_TYPES.items()}
         dtype = names.get(value.dtype)
         plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        if not plain or dtype is None or value.layout != torch.strided or value.is_meta:
+        dense = value.layout is torch.strided and not value.is_meta and not value.is_nested
+        if not plain or dtype is None or not dense:
             raise TypeError(
-                f"{path or 'the value'} must be a plain dense tensor, got {type(value).__name__} "
+                f"`{path}` must be a plain dense tensor, got {type(value).__name__} "
                 f"of {value.dtype}, {value.layout} on {value.device}; convert it"
             )
         flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)

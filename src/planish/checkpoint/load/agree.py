@@ -20,7 +20,6 @@ from planish.base.errors import (
     DtypeMismatch,
     LayoutMismatch,
     MissingKeys,
-    PlanMismatch,
     ShapeMismatch,
     UnexpectedKeys,
 )
@@ -30,7 +29,7 @@ from planish.checkpoint.load.reader import Opened, check_objects
 from planish.checkpoint.plan.match import ShardIndex, match
 from planish.checkpoint.plan.reads import RankPart, RankReads, assemble
 from planish.checkpoint.plan.share import SharedReads, share_reads
-from planish.checkpoint.ranks.messages import ranks_text
+from planish.checkpoint.ranks.messages import ranks_text, refuse_different
 
 if TYPE_CHECKING:
     from planish.checkpoint.ranks.control import Control
@@ -65,24 +64,21 @@ class LoadOptions:
     allow_pickle: bool = False
     """Whether small values that were saved with `allow_pickle` may be read."""
 
-    def check(self) -> None:
-        """Raise `ValueError` for an unknown part or policy, or a limit that is too low."""
+    def __post_init__(self) -> None:
         unknown = sorted(set(self.parts) - set(PARTS))
-        if unknown or not self.parts:
-            raise ValueError(f"`parts` must be of {PARTS}, got {unknown or self.parts}")
-        choices = {
-            "verify": ("crc", "none"),
-            "dtype_policy": ("exact", "cast"),
-            "redundancy": ("auto", "off"),
+        faults = {
+            f"`parts` must be of {PARTS}": unknown or not self.parts,
+            "`verify` must be `crc` or `none`": self.verify not in ("crc", "none"),
+            "`dtype_policy` must be `exact` or `cast`": self.dtype_policy not in ("exact", "cast"),
+            "`redundancy` must be `auto` or `off`": self.redundancy not in ("auto", "off"),
+            "`timeout_s` must be positive": self.timeout_s <= 0,
+            f"`max_host_bytes` must be at least {MIN_HOST_BYTES}": (
+                self.max_host_bytes < MIN_HOST_BYTES
+            ),
         }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(self, name)!r}")
-        if self.timeout_s <= 0 or self.max_host_bytes < MIN_HOST_BYTES:
-            raise ValueError(
-                f"`timeout_s` must be positive and `max_host_bytes` at least {MIN_HOST_BYTES}, got "
-                f"{self.timeout_s} and {self.max_host_bytes}"
-            )
+        told = [text for text, is_wrong in faults.items() if is_wrong]
+        if told:
+            raise ValueError(f"{'; '.join(told)}, got {self}")
 
 
 Key = tuple[str, str, str]
@@ -90,6 +86,13 @@ Key = tuple[str, str, str]
 _COMPLEX = ("C64", "C128")
 _NAMED = 8
 """Faults of one rank that `per_rank` lists."""
+_FAULTS: dict[str, tuple[type[LayoutMismatch], str]] = {
+    "missing": (MissingKeys, "the checkpoint lacks "),
+    "unexpected": (UnexpectedKeys, "nothing asks for "),
+    "shape": (ShapeMismatch, ""),
+    "dtype": (DtypeMismatch, ""),
+}
+"""Kind of a fault to its error, and what an error says before all faults of the kind."""
 
 
 @dataclass
@@ -98,9 +101,8 @@ class Fit:
 
     items: list[LocalItem] = field(default_factory=list)
     """To fill: their tensors are those of the checkpoint, with its names and types."""
-    faults: dict[str, list[str]] = field(
-        default_factory=lambda: {"missing": [], "shape": [], "dtype": []}
-    )
+    faults: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """By kind, `missing`, `shape` or `dtype`: a sentence for each tensor."""
     absent: list[str] = field(default_factory=list)
     """Tensors of this rank alone (generators) that the checkpoint lacks: never an error."""
     unfit: list[Key] = field(default_factory=list)
@@ -149,18 +151,11 @@ def judge(
     wanted: Iterable[Key],
     options: LoadOptions,
 ) -> tuple[list[str], list[str]]:
-    """Put the findings of all ranks together, on rank 0.
+    """Put the findings of all ranks together, on rank 0; all faults are listed in one error.
 
-    Returns the tensors that the checkpoint lacks, and those that nothing asks for. Raises
-    `MissingKeys`, `UnexpectedKeys`, `ShapeMismatch` or `DtypeMismatch`, or `LayoutMismatch` for
-    several of these.
+    Returns the tensors that the checkpoint lacks, and those that nothing asks for.
     """
-    for name in ("options", "roles"):
-        seen = {str(fact[name]): rank for rank, fact in reversed(list(enumerate(findings)))}
-        if len(seen) > 1:
-            raise PlanMismatch(
-                f"all ranks must load with the same {name}, got {sorted(seen.items())}"
-            )
+    refuse_different("load", [{"options": f["options"], "roles": f["roles"]} for f in findings])
     used = {*wanted, *(tuple(key) for fact in findings for key in fact["unfit"])}
     unexpected = [
         quoted_name(*key)
@@ -170,49 +165,34 @@ def judge(
         and key[1] in options.parts
         and key[1] != "extra"
     ]
-    ranks_of: dict[str, dict[str, list[int]]] = {"missing": {}, "shape": {}, "dtype": {}}
-    for kind, ranks_of_text in ranks_of.items():
-        for rank, fact in enumerate(findings):
-            for text in fact["faults"][kind]:
-                ranks_of_text.setdefault(text, []).append(rank)
-    missing = list(ranks_of["missing"])
-    if not options.strict:
-        ranks_of["missing"] = {}
-    _refuse_faults(ranks_of, unexpected if options.strict else (), len(findings))
-    absent = dict.fromkeys(text for fact in findings for text in fact["absent"])
-    return [*missing, *absent], unexpected
-
-
-def _refuse_faults(
-    ranks_of: dict[str, dict[str, list[int]]], unexpected: Sequence[str], size: int
-) -> None:
-    """Refuse the faults of `ranks_of` (kind to sentence to ranks); ranks are named if not all."""
-    per_rank: dict[int, list[str]] = {}
-    texts: dict[str, list[str]] = {kind: [] for kind in ranks_of}
-    for kind, ranks_of_text in ranks_of.items():
-        for text, ranks in ranks_of_text.items():
-            if len(ranks) == size:
-                texts[kind].append(text)
-                continue
-            texts[kind].append(f"{text} (on {ranks_text(ranks)})")
+    ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, fact in enumerate(findings):
+        for kind, texts in fact["faults"].items():
+            for text in texts:
+                ranks_of[kind, text].append(rank)
+    missing = [text for kind, text in ranks_of if kind == "missing"]
+    faults: dict[str, list[str]] = {kind: [] for kind in _FAULTS}
+    per_rank: dict[int, list[str]] = defaultdict(list)
+    for (kind, text), ranks in ranks_of.items():
+        if len(ranks) < len(findings):
             for rank in ranks:
-                per_rank.setdefault(rank, []).append(f"{kind}: {text}")
-    faults: list[tuple[type[LayoutMismatch], str]] = []
-    if texts["missing"]:
-        faults.append((MissingKeys, f"the checkpoint lacks {', '.join(texts['missing'])}"))
-    if unexpected:
-        faults.append((UnexpectedKeys, f"nothing asks for {', '.join(unexpected)}"))
-    if texts["shape"]:
-        faults.append((ShapeMismatch, "; ".join(texts["shape"])))
-    if texts["dtype"]:
-        faults.append((DtypeMismatch, "; ".join(texts["dtype"])))
-    if faults:
-        error = (faults[0][0] if len(faults) == 1 else LayoutMismatch)(
-            f"a checkpoint must fit the state that loads it, but {'; '.join(t for _, t in faults)};"
+                per_rank[rank].append(f"{kind}: {text}")
+            text = f"{text} (on {ranks_text(ranks)})"
+        faults[kind].append(text)
+    if options.strict:
+        faults["unexpected"] = unexpected
+    else:
+        faults["missing"] = []
+    shown = {kind: f"{_FAULTS[kind][1]}{'; '.join(own)}" for kind, own in faults.items() if own}
+    if shown:
+        error = (_FAULTS[next(iter(shown))][0] if len(shown) == 1 else LayoutMismatch)(
+            f"a checkpoint must fit the state that loads it, but {'; '.join(shown.values())};"
             " no tensor has been touched (see `strict`, `parts`, `map_fqn`, `dtype_policy`)"
         )
         error.per_rank = {rank: "; ".join(own[:_NAMED]) for rank, own in per_rank.items()}
         raise error
+    absent = dict.fromkeys(text for fact in findings for text in fact["absent"])
+    return [*missing, *absent], unexpected
 
 
 @dataclass(frozen=True)

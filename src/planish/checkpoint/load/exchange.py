@@ -1,8 +1,8 @@
 """Bytes that several ranks need, handed on round by round by the rank that has read them.
 
-Ranks send each other packed messages over a gloo group of their own, never over the process group
-of training. One thread goes through the rounds, in the same order on every rank; each round begins
-with a reduction of one number, which says that all buckets are full and that nobody has failed.
+Ranks ask each other for pieces, then send them packed, over a gloo group of their own. One thread
+goes through the rounds in the same order on every rank; each begins with a reduction of one number,
+which says that all buckets are full and that nobody has failed.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 4.1 (all-to-all overlapped with reads).
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,9 +21,11 @@ from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp
 from torch.distributed.distributed_c10d import PrefixStore
 
 from planish.base.errors import PeerLost
+from planish.checkpoint.format.geometry import I64
+from planish.checkpoint.format.metafile import as_bytes
 from planish.checkpoint.load.fill import Bytes, PieceList, Targets
 from planish.checkpoint.load.read_pool import ReadPool, Rounds
-from planish.checkpoint.plan.reads import Messages, RankReads
+from planish.checkpoint.plan.reads import Pieces, RankReads
 from planish.checkpoint.watch.monitor import Recorder
 
 if TYPE_CHECKING:
@@ -49,13 +51,26 @@ def _peers() -> Iterator[None]:
         ) from error
 
 
+class _Messages:
+    """The pieces that go from one rank to another, round by round."""
+
+    def __init__(self, pieces: Pieces, rounds: I64) -> None:
+        self.pieces = PieceList(pieces)
+        self._nbytes, self._rounds = pieces.nbytes, rounds
+
+    def of(self, turn: int) -> tuple[range, int]:
+        """Return the rows of the pieces of one round, and their bytes."""
+        first, last = np.searchsorted(self._rounds, [turn, turn + 1]).tolist()
+        return range(first, last), int(self._nbytes[first:last].sum())
+
+
 class Exchange:
     """The exchange of one load, on one rank."""
 
     def __init__(
         self, control: Control, members: list[int], tag: str, reads: RankReads, buckets: int
     ) -> None:
-        """Meet the other `members` and learn the rounds of their messages: a collective of them.
+        """Meet the other `members` and ask them for pieces: a collective of them.
 
         `tag` is equal on all ranks; the memory of this rank holds `buckets` rounds.
         """
@@ -63,19 +78,24 @@ class Exchange:
         store = PrefixStore(f"exchange/{tag}/{members[0]}", control.rendezvous())
         limit = datetime.timedelta(seconds=max(1.0, control.remaining_s))
         self._group: Any = ProcessGroupGloo(store, self._own, len(members), limit)
-        self._reads = reads
-        self._sends = PieceList(reads.send_pieces)
-        self._receives = PieceList(reads.receive_pieces)
-        shared = np.unique(reads.sends.request)
-        sizes = (reads.requests.stop - reads.requests.start)[shared]
-        self.rounds = Rounds.plan(shared.tolist(), sizes.tolist(), BUCKET_BYTES, buckets)
         self.num_bytes = 0
         """Received from other ranks so far."""
-        self._out: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self._in: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for peer, source in self._steps():
-            self._learn_rounds(peer, source)
+        asked = {peer: self._ask(peer, source, reads) for peer, source in self._steps()}
+        shared = np.unique(np.concatenate([pieces.request for pieces in asked.values()]))
+        sizes = (reads.requests.stop - reads.requests.start)[shared]
+        self.rounds = Rounds.plan(shared.tolist(), sizes.tolist(), BUCKET_BYTES, buckets)
         self._num_rounds = self._highest(self.rounds.count)
+        self._out: dict[int, _Messages] = {}
+        self._in: dict[int, _Messages] = {}
+        for peer, source in self._steps():
+            places = [self.rounds.places[request] for request in asked[peer].request.tolist()]
+            told, bases = np.array(places, np.int64).reshape(-1, 2).T.copy()
+            mine = reads.asks.take(reads.readers == source)
+            heard = np.zeros(len(mine), np.int64)
+            self._swap(peer, told.view(np.uint8), source, heard.view(np.uint8))
+            in_ring = replace(asked[peer], source=asked[peer].source + bases)
+            self._out[peer] = _Messages(in_ring, told)
+            self._in[source] = _Messages(mine, heard)
 
     def run(self, pool: ReadPool, targets: Targets, recorder: Recorder, control: Control) -> None:
         """Go through all rounds; the pool reads meanwhile."""
@@ -101,18 +121,14 @@ class Exchange:
             for k in range(1, size)
         ]
 
-    def _learn_rounds(self, peer: int, source: int) -> None:
-        """Tell one receiver the round of each of its messages, and hear those of one reader."""
-        sends, receives = self._reads.sends, self._reads.receives
-        mine = np.flatnonzero(sends.peer == peer).tolist()
-        theirs = np.flatnonzero(receives.peer == source).tolist()
-        told = [self.rounds.places[int(sends.request[message])].round for message in mine]
-        heard = np.zeros(len(theirs), np.int64)
-        self._swap(peer, np.array(told, np.int64).view(np.uint8), source, heard.view(np.uint8))
-        for turn, message in zip(told, mine, strict=True):
-            self._out[turn, peer].append(message)
-        for turn, message in zip(heard.tolist(), theirs, strict=True):
-            self._in[turn, source].append(message)
+    def _ask(self, peer: int, source: int, reads: RankReads) -> Pieces:
+        """Ask `source` for what it reads for this rank; return what `peer` asks for."""
+        mine = reads.asks.take(reads.readers == source).asked()
+        count = np.zeros(1, np.int64)
+        self._swap(source, np.array([len(mine)]).view(np.uint8), peer, count.view(np.uint8))
+        theirs = np.zeros((int(count[0]), mine.shape[1]), np.int64)
+        self._swap(source, as_bytes(mine), peer, as_bytes(theirs))
+        return Pieces.from_asked(theirs)
 
     def _swap_messages(
         self,
@@ -123,26 +139,17 @@ class Exchange:
         targets: Targets,
         recorder: Recorder,
     ) -> None:
-        sends, receives = self._reads.sends, self._reads.receives
-        out, into = self._out.pop((turn, peer), []), self._in.pop((turn, source), [])
+        out, num_sent = self._out[peer].of(turn)
+        into, num_received = self._in[source].of(turn)
         if not out and not into:
             return
-        size = int(receives.nbytes[into].sum())
-        with recorder.stage("exchange", num_bytes=size):
-            sent = np.empty(int(sends.nbytes[out].sum()), np.uint8)
-            received = np.empty(size, np.uint8)
-            filled = 0
-            for message in out:
-                base = self.rounds.places[int(sends.request[message])].base
-                filled += self._sends.pack(_rows(sends, message), pool.ring, base, sent[filled:])
+        with recorder.stage("exchange", num_bytes=num_received):
+            sent, received = np.empty(num_sent, np.uint8), np.empty(num_received, np.uint8)
+            self._out[peer].pieces.pack(out, pool.ring, sent)
             self._swap(peer, sent, source, received, turn + 1)
-            self.num_bytes += size
+            self.num_bytes += num_received
             pool.modified |= bool(into)
-            start = 0
-            for message in into:
-                stop = start + int(receives.nbytes[message])
-                self._receives.unpack(_rows(receives, message), received[start:stop], targets)
-                start = stop
+            self._in[source].pieces.unpack(into, received, targets)
 
     def _swap(self, peer: int, sent: Bytes, source: int, received: Bytes, tag: int = 0) -> None:
         """Send to one member while receiving from another, where there is something to send."""
@@ -165,9 +172,3 @@ class Exchange:
         with _peers():
             self._group.allreduce([number], options).wait()
         return int(number.item())
-
-
-def _rows(messages: Messages, message: int) -> range:
-    """Return the rows of a message in the pieces beside it."""
-    first = int(messages.first[message])
-    return range(first, first + int(messages.count[message]))

@@ -35,17 +35,7 @@ Targets: TypeAlias = Sequence[Sequence[Any]]
 
 
 class PieceList:
-    """The rows of `Pieces` as plain Python values, ready to be copied one by one.
-
-    Example:
-        >>> one = np.ones((1, 1), np.int64)
-        >>> pieces = Pieces(one[0] * 0, one[0] * 0, one[0] * 0, one[0] * 0, one * 4, one * 2,
-        ...                 one * 0, one[0] * 4)
-        >>> target = np.zeros(2, np.uint32)
-        >>> PieceList(pieces).scatter(0, np.arange(8, dtype=np.uint8), 0, [[target]])
-        >>> target.tolist()
-        [50462976, 117835012]
-    """
+    """The rows of `Pieces` as plain Python values, ready to be copied one by one."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.item, self.box = pieces.item.tolist(), pieces.box.tolist()
@@ -57,14 +47,13 @@ class PieceList:
         """Copy a piece from the request at byte `base` of `buffer` to its place."""
         self._put(row, self._strided(row, buffer, base), targets)
 
-    def pack(self, rows: range, buffer: Bytes, base: int, out: Bytes) -> int:
-        """Pack pieces of one request densely into `out`; return the bytes written."""
+    def pack(self, rows: range, buffer: Bytes, out: Bytes) -> None:
+        """Pack pieces densely into `out`; their `source` is counted from the start of `buffer`."""
         filled = 0
         for row in rows:
             packed, size = self._packed(row, out, filled)
-            packed[...] = self._strided(row, buffer, base)
+            packed[...] = self._strided(row, buffer, 0)
             filled += size
-        return filled
 
     def unpack(self, rows: range, data: Bytes, targets: Targets) -> None:
         """Copy densely packed pieces to their places."""

@@ -46,10 +46,7 @@ OPEN_SECONDS = 300.0
 
 
 def open_on_all(place: str, control: Control, *, storage: Store | None = None) -> Opened:
-    """Open a checkpoint, by its URI or pin, on every rank; only rank 0 asks the store.
-
-    Errors as `reader.open_state`.
-    """
+    """Open a checkpoint, by its URI or pin, on every rank; only rank 0 asks the store."""
     call = control.call(f"open {place}", OPEN_SECONDS)
     data = b""
 
@@ -75,8 +72,6 @@ def load_state(
     Args:
         opened: what `open_on_all` returned on this rank.
         collected: role to what its adapter found; tensors are filled, nothing else is changed.
-        control: the ranks that load.
-        options: see `LoadOptions`.
 
     Returns:
         Which checkpoint it was, with `JobPlan.facts` and the bytes that all ranks together have
@@ -87,7 +82,6 @@ def load_state(
             `target_modified` says whether a tensor of this rank may have changed.
     """
     options = options or LoadOptions()
-    options.check()
     call = control.call(f"load {opened.pin}", options.timeout_s)
     recorder = Recorder(call.rank, "load", socket.gethostname())
     retries = Counter(opened.storage.retries)

@@ -65,11 +65,7 @@ def split_place(place: str) -> tuple[str, str]:
 
 
 def read_metadata(place: str, storage: Store | None = None) -> tuple[Store, str, Commit, bytes]:
-    """Read COMMIT and the global metadata of a checkpoint, verified but not decoded.
-
-    Returns:
-        Store, key of the folder, COMMIT, content of `meta/global.bin`. Errors as `open_state`.
-    """
+    """Return store, folder, COMMIT and verified metadata; errors as `open_state`."""
     uri, digest = split_place(place)
     store, path = locate(uri, storage)
     for _ in range(_TRIES):
@@ -149,10 +145,7 @@ class ReadCounters:
 
 
 class BlockReader:
-    """Reads ranges of the files of one checkpoint and verifies every block.
-
-    Methods may be called from any thread.
-    """
+    """Reads ranges of the files of one checkpoint and verifies every block, from any thread."""
 
     def __init__(self, opened: Opened, *, verify: bool = True) -> None:
         self.opened, self.verify = opened, verify
@@ -161,7 +154,6 @@ class BlockReader:
     def fetch(self, file: int, start: int, target: memoryview) -> None:
         """Fill `target` with whole blocks of a file from byte `start`, not verified.
 
-        `target` reaches to a multiple of 1 MiB or to the end of the file. Raises
         `CheckpointIncomplete` if the object is missing or short.
         """
         self._read(file, start, target, again=False)

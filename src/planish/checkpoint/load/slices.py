@@ -28,12 +28,7 @@ Part = TypeVar("Part")
 def batches(
     parts: Iterable[Part], nbytes: Callable[[Part], int], most: int
 ) -> Iterator[list[Part]]:
-    """Yield runs of parts that together have up to `most` bytes, or one part that has more.
-
-    Example:
-        >>> list(batches(["aa", "b", "cccc"], len, 3))
-        [['aa', 'b'], ['cccc']]
-    """
+    """Yield runs of parts that together have up to `most` bytes, or one part that has more."""
     group: list[Part] = []
     filled = 0
     for part in parts:
@@ -48,13 +43,7 @@ def batches(
 
 
 class Slice(NamedTuple):
-    """Boxes of one tensor, one after the other.
-
-    Example:
-        >>> spec = TensorSpec("main", "model", "w", "F32", (4, 2))
-        >>> Slice(spec, (Box((1, 0), (2, 2)),)).nbytes
-        16
-    """
+    """Boxes of one tensor, one after the other."""
 
     tensor: TensorSpec
     boxes: tuple[Box, ...]

@@ -1,12 +1,9 @@
 """Whether boxes tile their tensors: no overlap, no hole.
 
-Three steps for all tensors together, each only for what the one before could not settle. Most boxes
-are runs of their tensor's row-major order: then it is enough that each begins where the one before
-ends. Boxes cut along several dimensions are runs again inside of the slab that their cuts leave
-them. What is neither goes to the general check, which also words the faults: it separates boxes
-along one dimension after the other, so that grids and cuts of flat ranges fall apart into single
-boxes after a few sorts, and sweeps what no straight cut separates. Never quadratic in the number of
-boxes.
+Boxes of all tensors together are separated along one dimension after the other, so that grids and
+cuts of flat ranges fall apart into single boxes after a few sorts; what no straight cut separates
+is swept. Never quadratic in the number of boxes. Boxes without overlap that hold as many elements
+as their tensor leave no hole.
 """
 
 from __future__ import annotations
@@ -16,17 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.format.geometry import (
-    I64,
-    MAX_ELEMENTS,
-    Box,
-    Flags,
-    before,
-    fresh,
-    order_by,
-    strides_of,
-    volumes,
-)
+from planish.checkpoint.format.geometry import I64, MAX_ELEMENTS, Box, volumes
 
 _MAX_PASSES = 16
 """Boxes that fall apart one by one only, like a spiral, are better swept."""
@@ -37,28 +24,11 @@ def refuse_gaps(
 ) -> None:
     """Refuse boxes that do not tile what they belong to; the first overlap and hole are named.
 
-    Args:
-        shapes: [t, n], padded with 1; each must be tiled.
-        owners: [k], row of `shapes` of each box.
-        sides: [k, n] offsets, padded with 0, and [k, n] lengths, padded with 1 and at least 1; all
-            boxes lie inside.
-        dims: [t], true number of dimensions.
-        name: Of a row of `shapes`, for the error.
+    Arguments are as for `cover_faults`; `name` is that of a row of `shapes`, for the error.
     """
-    suspects = untiled(shapes, owners, *sides)
-    if not len(suspects):
-        return
-    dense = np.full(len(shapes), -1, np.int64)
-    dense[suspects] = np.arange(len(suspects))
-    mine = np.flatnonzero(dense[owners] >= 0)
-    offsets, lengths = sides
-    faults = cover_faults(
-        shapes[suspects], dense[owners[mine]], offsets[mine], lengths[mine], dims=dims[suspects]
-    )
-    shown: dict[str, str] = {}
-    for row, fault in sorted(faults.items()):
-        kind = "hole" if fault.startswith("no box") else "overlap"
-        shown.setdefault(kind, f"{name(int(suspects[row]))}: {fault}")
+    shown: dict[bool, str] = {}
+    for row, fault in sorted(cover_faults(shapes, owners, *sides, dims=dims).items()):
+        shown.setdefault(fault.startswith("no box"), f"{name(row)}: {fault}")
     if shown:
         raise LayoutMismatch(
             "every element of a tensor must lie in exactly one box (or in replicas of it), got "
@@ -66,104 +36,20 @@ def refuse_gaps(
         )
 
 
-def untiled(shapes: I64, owners: I64, offsets: I64, lengths: I64) -> I64:
-    """Return, ascending, the tensors that the two quick steps cannot show to be tiled."""
-    sizes = volumes(shapes)
-    held = np.zeros(len(shapes), np.int64)
-    np.add.at(held, owners, volumes(lengths))
-    suspect = held != sizes
-    mine = np.flatnonzero(~suspect[owners])
-    suspect[overlapping(shapes, owners[mine], offsets[mine], lengths[mine])] = True
-    return np.flatnonzero(suspect).astype(np.int64)
-
-
-def overlapping(shapes: I64, owners: I64, offsets: I64, lengths: I64) -> I64:
-    """Return, ascending, the tensors that the quick steps cannot show to be free of overlaps."""
-    start = before(volumes(shapes))[owners]
-    start = start + np.einsum("kn,kn->k", offsets, strides_of(shapes)[owners])
-    loose = _loose(start, volumes(lengths), owners) | ~_runs(shapes[owners], lengths)
-    suspect = np.zeros(len(shapes), bool)
-    suspect[owners[loose]] = True
-    mine = np.flatnonzero(suspect[owners])
-    if not len(mine):
-        return mine
-    return _open_slabs(shapes, owners[mine], offsets[mine], lengths[mine])
-
-
-def _runs(shapes: I64, lengths: I64) -> Flags:
-    """Return [k]: whether a box is one run of its tensor's row-major order."""
-    result = np.ones(len(lengths), bool)
-    begun = np.zeros(len(lengths), bool)
-    for dim in range(lengths.shape[1]):
-        result &= ~begun | (lengths[:, dim] == shapes[:, dim])
-        begun |= lengths[:, dim] > 1
-    return result
-
-
-def _loose(start: I64, volume: I64, groups: I64) -> Flags:
-    """Return [k]: whether a run meets another one of its group, in order of their starts."""
-    order = np.argsort(start, kind="stable")
-    ends = (start + volume)[order]
-    meets = np.zeros(len(start), bool)
-    meets[1:] = (start[order][1:] < ends[:-1]) & (groups[order][1:] == groups[order][:-1])
-    result = np.empty(len(start), bool)
-    result[order] = meets
-    return result
-
-
-def _open_slabs(shapes: I64, owners: I64, offsets: I64, lengths: I64) -> I64:
-    """Return the tensors whose boxes are not disjoint runs of disjoint slabs.
-
-    Along each dimension but the first, boxes that overlap belong to one slab, and slabs do not
-    overlap. A tuple of slabs is a cell: a box of its own, in which boxes may be runs again.
-    """
-    low, size = offsets.copy(), shapes[owners]
-    low[:, :1] = 0
-    cell = owners
-    for dim in range(1, offsets.shape[1]):
-        low[:, dim], size[:, dim], slab = _slabs(
-            owners, shapes[:, dim], offsets[:, dim], lengths[:, dim]
-        )
-        order = order_by(cell, slab)
-        dense = np.empty(len(cell), np.int64)
-        dense[order] = np.cumsum(fresh(cell[order], slab[order])) - 1
-        cell = dense
-    leaders = np.unique(cell, return_index=True)[1]
-    base = before(volumes(size[leaders]))
-    start = base[np.searchsorted(cell[leaders], cell)]
-    start = start + np.einsum("kn,kn->k", offsets - low, strides_of(size))
-    loose = _loose(start, volumes(lengths), cell) | ~_runs(size, lengths)
-    return np.unique(owners[loose])
-
-
-def _slabs(owners: I64, limits: I64, offsets: I64, lengths: I64) -> tuple[I64, I64, I64]:
-    """Return [k] each: begin and extent of the slab of each box in one dimension, and its id."""
-    base = before(limits)[owners]
-    begin, reach = base + offsets, base + offsets + lengths
-    order = np.argsort(begin, kind="stable")
-    furthest = np.maximum.accumulate(reach[order])
-    new = np.ones(len(order), bool)
-    new[1:] = begin[order][1:] >= furthest[:-1]
-    starts = np.flatnonzero(new)
-    slab_low = begin[order][starts]
-    slab_high = furthest[np.append(starts[1:], len(order)) - 1]
-    slab = np.empty(len(order), np.int64)
-    slab[order] = np.cumsum(new) - 1
-    return slab_low[slab] - base, (slab_high - slab_low)[slab], slab
-
-
 def cover_faults(
     shapes: I64, owners: I64, offsets: I64, lengths: I64, *, dims: I64 | None = None
 ) -> dict[int, str]:
-    """Say for which tensors boxes that lie inside of them do not tile; arguments as `refuse_gaps`.
+    """Say for which tensors boxes that lie inside of them do not tile.
+
+    Args:
+        shapes: [t, n], padded with 1; each must be tiled.
+        owners: [k], row of `shapes` of each box.
+        offsets: [k, n], padded with 0.
+        lengths: [k, n], at least 1; padded with 1.
+        dims: [t], true number of dimensions; None: n.
 
     Returns:
         Tensor index -> an overlap, or else the first hole; tensors that are tiled are absent.
-
-    Example:
-        >>> boxes = np.array([[0], [1]]), np.array([[2], [2]])
-        >>> cover_faults(np.array([[3]]), np.array([0, 0]), *boxes)
-        {0: 'the boxes [0:2] and [1:3] of shape (3,) overlap'}
     """
     true = np.full(len(shapes), shapes.shape[1]) if dims is None else dims
 

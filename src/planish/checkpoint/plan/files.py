@@ -22,7 +22,13 @@ from planish.checkpoint.format.geometry import (
     strides_of,
     volumes,
 )
-from planish.checkpoint.format.items import ITEM_BYTES, Columns, TensorTable
+from planish.checkpoint.format.items import (
+    ITEM_BYTES,
+    Columns,
+    TensorTable,
+    pack_columns,
+    unpack_columns,
+)
 from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
 from planish.checkpoint.format.safetensors_file import (
     ALIGNMENT,
@@ -30,8 +36,9 @@ from planish.checkpoint.format.safetensors_file import (
     plan_header,
     quote_fqn,
 )
-from planish.checkpoint.format.wire import pack_columns, unpack_columns
 
+PAGE = 4096
+"""Files begin at multiples of this in a staging buffer, bytes."""
 _POWERS = 10 ** np.arange(1, 19, dtype=np.int64)
 
 
@@ -121,6 +128,21 @@ class RankPlan:
     rank: int
     files: tuple[FilePlan, ...]
     """Ascending by role, kind and number; none where others write all that the rank holds."""
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """Where each file begins in a staging buffer, one behind the other."""
+        starts: list[int] = (before(self._pages) * PAGE).tolist()
+        return starts
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Bytes of all files in a staging buffer."""
+        return int(self._pages.sum()) * PAGE
+
+    @property
+    def _pages(self) -> I64:
+        return np.array([-(-file.size // PAGE) for file in self.files], np.int64)
 
     @classmethod
     def decode(cls, data: bytes, columns: Columns) -> RankPlan:

@@ -33,16 +33,11 @@ _CHUNK = 1 << 20
 class ShardIndex:
     """The stored shards of all tensors, sorted along the most-cut dimension of each tensor.
 
-    Tensors lie one behind the other on one number line, so that one binary search serves the
-    boxes of many tensors.
+    Tensors lie one behind the other on one number line, which one binary search serves.
     """
 
     def __init__(self, metadata: Metadata) -> None:
-        """Index the shards of `metadata`.
-
-        Raises:
-            LayoutMismatch: the tensors are too large for one number line.
-        """
+        """Index the shards of `metadata`."""
         shards, shapes = metadata.shards, metadata.tensors.shapes
         self.width = max(1, shapes.shape[1])
         offsets, lengths = fit(shards.offsets, self.width, 0), fit(shards.lengths, self.width, 1)

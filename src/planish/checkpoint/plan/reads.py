@@ -1,11 +1,9 @@
-"""What one rank reads, copies, sends and receives in a load, and how it works that out.
+"""What one rank reads, copies and asks other ranks for in a load, and how it works that out.
 
-A rank knows its own pieces; the coordinator sends it a `RankPart`: its requests, and who else needs
-their pieces. Reader and receiver cut pieces at the bounds of requests by the same rule and order
-them alike, so a message needs no description: both sides know its bytes.
-
-All coordinates are padded to the same number of dimensions with offset 0 and length 1. The order of
-rows matters: the pieces of one message lie in it one after the other, in the order of their rows.
+A rank knows its own pieces; the coordinator sends it a `RankPart`: the requests that hold them, and
+who reads each. Pieces are cut at the bounds of requests; those that others read are asked for in
+the words of the request, so a reader need not know what tensors they are. All coordinates are
+padded to the same number of dimensions with offset 0 and length 1.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3.3 (load workflow) and 4.1 (redundant reads).
 """
@@ -13,7 +11,6 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3.3 (load workflow) and 4.1 (r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,17 +22,14 @@ from planish.checkpoint.format.geometry import (
     before,
     fit,
     flat_boxes,
-    fresh,
     intersect,
     order_by,
     ranges,
-    run_sums,
     strides_of,
     volumes,
 )
-from planish.checkpoint.format.metafile import Metadata
-from planish.checkpoint.format.wire import pack_columns, unpack_columns
-from planish.checkpoint.plan.coalesce import line_bases
+from planish.checkpoint.format.items import pack_columns, unpack_columns
+from planish.checkpoint.format.metafile import BLOCK, Metadata
 
 
 @dataclass(frozen=True)
@@ -91,166 +85,112 @@ class ReadRequests:
 class Pieces:
     """Regular parts of tensors inside the bytes of one request each.
 
-    As a source: element `i` of a piece lies at byte `source + sum(i * strides)` of the request.
-    As a destination: at `target + i` of box `box` of item `item`. As a message: densely packed,
-    row-major, pieces of one message in the order of their rows.
+    Element `i` of a piece lies at byte `source + sum(i * strides)` of its request, and goes to
+    `target + i` of box `box` of item `item`.
     """
 
     request: I64
-    """[p], for sources: which of the rank's own requests; for receipts: which message."""
+    """[p], which of its reader's requests."""
     item: I64
-    """[p], the receiver's item; -1 where the receiver is another rank."""
     box: I64
-    """[p], box of that item; -1 where the receiver is another rank."""
     source: I64
-    """[p], byte of the first element, counted from the start of the request; -1 for receipts."""
+    """[p], byte of the first element, counted from the start of the request."""
     strides: I64
-    """[p, d], bytes from one element to the next in the request; 0 for receipts."""
+    """[p, d], bytes from one element to the next in the request."""
     lengths: I64
     target: I64
-    """[p, d], first element, counted from the corner of the wanted box; 0 for sends."""
+    """[p, d], first element, counted from the corner of the wanted box."""
     itemsize: I64
     """[p], bytes of an element."""
 
     def __len__(self) -> int:
         return len(self.request)
 
+    @property
+    def nbytes(self) -> I64:
+        """[p], bytes of all elements, densely packed."""
+        return np.asarray(volumes(self.lengths) * self.itemsize)
 
-@dataclass(frozen=True)
-class Messages:
-    """Packed pieces that go from one rank to another: one message for a request and a receiver.
+    def take(self, rows: I64 | Flags) -> Pieces:
+        """Return some of the pieces."""
+        return Pieces(*(column[rows] for column in vars(self).values()))
 
-    Both sides number the messages of a pair of ranks alike: in the order of the reader's requests.
-    """
+    def asked(self) -> I64:
+        """Return [p, 3 + 2 d]: what their reader must know to send them."""
+        columns = self.request, self.source, self.itemsize, self.strides, self.lengths
+        return np.column_stack(columns).astype(np.int64)
 
-    peer: I64
-    """[s], the other rank."""
-    request: I64
-    """[s], which of the reader's requests (numbered within the reader)."""
-    first: I64
-    """[s], first row of the message in the pieces beside it."""
-    count: I64
-    nbytes: I64
-    """[s], bytes of the packed message."""
-
-    def __len__(self) -> int:
-        return len(self.peer)
+    @classmethod
+    def from_asked(cls, asked: I64) -> Pieces:
+        """Return what `asked` says; where the pieces go is their receiver's business."""
+        strides, lengths = np.hsplit(asked[:, 3:], 2)
+        nowhere = np.zeros(len(asked), np.int64)
+        request, source, itemsize = asked[:, :3].T
+        return cls(request, nowhere, nowhere, source, strides, lengths, 0 * lengths, itemsize)
 
 
 @dataclass(frozen=True)
 class RankReads:
-    """What one rank executes: read its requests, copy, send to peers, receive from peers."""
+    """What one rank executes: read its requests, copy, and ask other ranks for the rest."""
 
     requests: ReadRequests
     copies: Pieces
     """From the rank's own requests into its own items, ascending by request."""
-    sends: Messages
-    """Ascending by request, then by receiver; `peer` is the receiver."""
-    send_pieces: Pieces
-    """Rows of `sends`: `item`, `box` and `target` mean nothing here."""
-    receives: Messages
-    """Ascending by reader's request, then by reader; `peer` is the reader."""
-    receive_pieces: Pieces
-    """Rows of `receives`: `source` and `strides` mean nothing; `request` is the message."""
+    asks: Pieces
+    """What other ranks read, ascending by reader and request."""
+    readers: I64
+    """[p of `asks`], who reads it."""
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """What a rank must know of a shared plan: its requests, and who else needs their pieces."""
+    """What a rank must know of a shared plan: the requests that it reads or needs bytes of."""
 
     rank: int
     requests: ReadRequests
-    """[q], those it reads or needs bytes of, ascending by file and start."""
+    """[q], ascending by file and start."""
     reader: I64
     """[q], who reads each."""
     number: I64
     """[q], which of the reader's requests it is."""
-    request: I64
-    """[k], a request that the rank reads, ascending."""
-    shard: I64
-    """[k], a piece in it that others want too."""
-    offsets: I64
-    """[k, d], first element, in the coordinates of the tensor."""
-    lengths: I64
-    bounds: I64
-    """[k + 1], who wants it: rows of `members`."""
-    members: I64
-    """[sum], ascending ranks; a rank that wants a piece twice is there twice."""
 
     def encode(self) -> bytes:
         """Return the part as bytes."""
-        rest = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        columns = {name: value.reshape(-1) for name, value in (vars(self.requests) | rest).items()}
-        return pack_columns({"rank": self.rank, "width": self.offsets.shape[1]}, columns)
+        columns = {**vars(self.requests), "reader": self.reader, "number": self.number}
+        return pack_columns({"rank": self.rank}, columns)
 
     @classmethod
     def decode(cls, data: bytes) -> RankPart:
         """Undo `encode`."""
         head, columns = unpack_columns(data)
-        requests = ReadRequests(*(columns.pop(name) for name in ("file", "start", "stop")))
-        for name in ("offsets", "lengths"):
-            columns[name] = columns[name].reshape(-1, head["width"])
-        return cls(head["rank"], requests, **columns)
-
-
-def canonical(metadata: Metadata, shard: I64, offsets: I64, lengths: I64) -> tuple[I64, Flags]:
-    """Return the order of pieces inside messages, and which differ from the one before.
-
-    By shard, by place of the first element in it, then by extent; equal pieces keep their order.
-    """
-    shards = metadata.shards
-    width = offsets.shape[1]
-    inside = offsets - fit(shards.offsets, width, 0)[shard]
-    strides = strides_of(fit(shards.lengths, width, 1))[shard]
-    place = before(volumes(shards.lengths))[shard] + np.einsum("kn,kn->k", inside, strides)
-    columns = lengths.T if lengths.shape[1] else np.zeros((1, len(shard)), np.int64)
-    rows = order_by(*columns)
-    form = np.empty(len(rows), np.int64)
-    form[rows] = np.cumsum(fresh(*(column[rows] for column in columns))) - 1
-    order = order_by(place, form)
-    return order, fresh(place[order], form[order])
+        file, start, stop, reader, number = columns.values()
+        return cls(head["rank"], ReadRequests(file, start, stop), reader, number)
 
 
 def spans(
-    metadata: Metadata, shard: I64, offsets: I64, lengths: I64 | None
+    metadata: Metadata, shard: I64, offsets: I64, lengths: I64
 ) -> tuple[I64, I64, I64, I64, I64]:
-    """Return where pieces lie in their files.
-
-    Returns:
-        [k] the file, first byte, one past the last byte (0 without `lengths`); [k, d] bytes from
-        one element to the next; [k] bytes of an element.
-    """
+    """Return pieces' file, first byte, last + 1 [k], strides in bytes [k, d] and item bytes [k]."""
     shards = metadata.shards
     width = offsets.shape[1]
     itemsize = metadata.tensors.item_bytes[shards.tensor[shard]]
     strides = strides_of(fit(shards.lengths, width, 1))[shard] * itemsize[:, None]
     inside = offsets - fit(shards.offsets, width, 0)[shard]
     first = shards.start[shard] + np.einsum("kn,kn->k", inside, strides)
-    last = np.zeros_like(first)
-    if lengths is not None:
-        last = first + np.einsum("kn,kn->k", lengths - 1, strides) + itemsize
+    last = first + np.einsum("kn,kn->k", lengths - 1, strides) + itemsize
     return shards.file[shard], first, last, strides, itemsize
-
-
-class _Cuts(NamedTuple):
-    """Parts of pieces that lie in one request each.
-
-    [c] row of what was cut, byte of the first element in the request, [c, d] bytes from one element
-    to the next, first element counted from that of the piece, extent, [c] bytes of an element.
-    """
-
-    pair: I64
-    source: I64
-    strides: I64
-    inside: I64
-    lengths: I64
-    itemsize: I64
 
 
 def _cut(
     metadata: Metadata, requests: ReadRequests, rows: I64, pieces: tuple[I64, I64, I64]
-) -> _Cuts:
-    """Cut pieces (shard, offsets, lengths), one of the requests `rows` for each, at its bounds."""
+) -> tuple[I64, I64, I64, I64, I64, I64]:
+    """Cut pieces (shard, offsets, lengths), one of the requests `rows` for each, at its bounds.
+
+    Returns:
+        [c] row of what was cut, byte of the first element in the request, [c, d] bytes from one
+        element to the next, first element counted from that of the piece, extent, [c] bytes of an
+        element.
+    """
     shard, offsets, lengths = pieces
     _, first, last, strides, itemsize = spans(metadata, shard, offsets, lengths)
     start, stop = requests.start[rows], requests.stop[rows]
@@ -286,7 +226,7 @@ def _cut(
     order = np.argsort(pairs, kind="stable")
     pairs, insides, extents = pairs[order], insides[order], np.concatenate(extent)[order]
     source = (first - start)[pairs] + np.einsum("kn,kn->k", insides, strides[pairs])
-    return _Cuts(pairs, source, strides[pairs], insides, extents, itemsize[pairs])
+    return pairs, source, strides[pairs], insides, extents, itemsize[pairs]
 
 
 def _between(shape: tuple[int, ...], region: Box, low: int, high: int) -> list[Box]:
@@ -311,89 +251,28 @@ def assemble(metadata: Metadata, part: RankPart, mine: LocalReads) -> RankReads:
     """
     own = np.flatnonzero(part.reader == part.rank)
     own = own[np.argsort(part.number[own], kind="stable")]
-    requests = part.requests.take(own)
-    order, _ = canonical(metadata, mine.shard, mine.offsets, mine.lengths)
-    file, first, last, _, _ = spans(
-        metadata, mine.shard[order], mine.offsets[order], mine.lengths[order]
-    )
+    file, first, last, _, _ = spans(metadata, mine.shard, mine.offsets, mine.lengths)
     line = line_bases(np.array(metadata.files.sizes, np.int64))
     begin, counts = part.requests.meeting(line, line[file] + first, line[file] + last)
-    rows, request = np.repeat(order, counts), ranges(begin, counts)
-    cuts = _cut(
-        metadata,
-        part.requests,
-        request,
-        (mine.shard[rows], mine.offsets[rows], mine.lengths[rows]),
+    rows, request = np.repeat(np.arange(len(mine)), counts), ranges(begin, counts)
+    wanted = mine.shard[rows], mine.offsets[rows], mine.lengths[rows]
+    pair, source, strides, inside, lengths, itemsize = _cut(
+        metadata, part.requests, request, wanted
     )
-    which = request[cuts.pair]
-    copied = np.flatnonzero(part.reader[which] == part.rank)
-    copied = copied[np.argsort(part.number[which[copied]], kind="stable")]
-    received = np.flatnonzero(part.reader[which] != part.rank)
-    received = received[order_by(part.number[which[received]], part.reader[which[received]])]
-    base = mine.offsets - mine.corner
-    receives, message = _messages(
-        part.number[which[received]], part.reader[which[received]], _bytes(cuts, received)
-    )
-    copies = _pieces(mine, rows, cuts, copied, (part.number[which[copied]], base))
-    receipts = _pieces(mine, rows, cuts, received, (message, base))
-    receipts.source[:] = -1
-    receipts.strides[:] = 0
-    sends, sent = _sends(metadata, part)
-    return RankReads(requests, copies, sends, sent, receives, receipts)
-
-
-def _bytes(cuts: _Cuts, rows: I64) -> I64:
-    return np.asarray(volumes(cuts.lengths[rows]) * cuts.itemsize[rows])
-
-
-def _pieces(mine: LocalReads, rows: I64, cuts: _Cuts, kept: I64, more: tuple[I64, I64]) -> Pieces:
-    """Return cuts of the rank's own pieces, with the request or message given in `more`."""
-    request, base = more
-    row = rows[cuts.pair[kept]]
-    return Pieces(
-        request,
-        mine.item[row],
-        mine.box[row],
-        cuts.source[kept],
-        cuts.strides[kept],
-        cuts.lengths[kept],
-        base[row] + cuts.inside[kept],
-        cuts.itemsize[kept],
-    )
-
-
-def _messages(request: I64, peer: I64, nbytes: I64) -> tuple[Messages, I64]:
-    """Return runs of rows of one request and peer as messages, and the message of each row."""
-    new = fresh(request, peer)
-    first = np.flatnonzero(new).astype(np.int64)
-    count = np.diff(np.append(first, len(request)))
-    messages = Messages(peer[first], request[first], first, count, run_sums(nbytes, first))
-    return messages, np.asarray(np.cumsum(new) - 1)
-
-
-def _sends(metadata: Metadata, part: RankPart) -> tuple[Messages, Pieces]:
-    cuts = _cut(metadata, part.requests, part.request, (part.shard, part.offsets, part.lengths))
-    # One row for each cut and each other rank that wants its piece: rank by rank, then the cuts
-    # of a piece in their order, which is what the receiver does.
-    owner = np.repeat(np.arange(len(part.request)), np.diff(part.bounds))
-    other = part.members != part.rank
-    owner, peer = owner[other], part.members[other]
-    first = np.searchsorted(cuts.pair, owner).astype(np.int64)
-    counts = np.searchsorted(cuts.pair, owner, side="right").astype(np.int64) - first
-    cut, peer = ranges(first, counts), np.repeat(peer, counts)
-    number = part.number[part.request[np.repeat(owner, counts)]]
-    order = order_by(number, peer)
-    cut, peer, number = cut[order], peer[order], number[order]
-    messages, _ = _messages(number, peer, _bytes(cuts, cut))
-    nobody = np.full(len(cut), -1, np.int64)
+    row, request = rows[pair], request[pair]
+    target = (mine.offsets - mine.corner)[row] + inside
+    number, reader = part.number[request], part.reader[request]
+    order = order_by(reader, number)
     pieces = Pieces(
-        number,
-        nobody,
-        nobody,
-        cuts.source[cut],
-        cuts.strides[cut],
-        cuts.lengths[cut],
-        np.zeros_like(cuts.lengths[cut]),
-        cuts.itemsize[cut],
+        number, mine.item[row], mine.box[row], source, strides, lengths, target, itemsize
+    ).take(order)
+    reader = reader[order]
+    is_own = reader == part.rank
+    return RankReads(
+        part.requests.take(own), pieces.take(is_own), pieces.take(~is_own), reader[~is_own]
     )
-    return messages, pieces
+
+
+def line_bases(sizes: I64) -> I64:
+    """Return [f]: where each file begins on one number line, at multiples of a block."""
+    return before(-(-sizes // BLOCK) * BLOCK)

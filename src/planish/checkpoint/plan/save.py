@@ -1,10 +1,9 @@
 """From the columns of all ranks to the files of all ranks.
 
-Pure and deterministic: no clock, no randomness, no order of arrival. A million items take seconds,
-as every step is a few passes over arrays; only the choice of writers loops, over parts that several
-ranks hold. Each element of the whole state has a place on one number line: tensors one behind the
-other in the order of their names, each row-major. As items may not overlap, those that begin at one
-place must be replicas; one sort of int64 finds them.
+Pure and deterministic. A million items take seconds, as every step is a few passes over arrays;
+only the choice of writers loops, over parts that several ranks hold. Each element of the whole
+state has a place on one number line: tensors one behind the other in the order of their names, each
+row-major. As items may not overlap, those that begin at one place must be replicas.
 
 Source: ByteCheckpoint, arXiv 2407.20143, sections 3.3 (global plan) and 4.1 (balanced deduplication
 by worst fit). That hosts break ties and that cuts follow the first dimension over 1 is ours.
@@ -12,6 +11,7 @@ by worst fit). That hosts break ties and that cuts follow the first dimension ov
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from planish.checkpoint.format.geometry import (
     strides_of,
     volumes,
 )
-from planish.checkpoint.format.items import Columns, TensorTable, quoted_name
+from planish.checkpoint.format.items import Columns, TensorSpec, TensorTable, quoted_name
 from planish.checkpoint.format.safetensors_file import quote_fqn
 from planish.checkpoint.plan.coverage import box_text, refuse_gaps
 from planish.checkpoint.plan.files import GlobalPlan, Rows, header_sizes
@@ -57,16 +57,13 @@ def plan_save(
     split_bytes: int = SPLIT_BYTES,
     hosts: Sequence[int] | None = None,
 ) -> GlobalPlan:
-    """Decide which rank writes what, and where every byte goes.
+    """Decide which rank writes what, and where every byte goes; equal arguments, equal plans.
 
     Args:
-        columns: Of all ranks, rank r's at position r; each is looked at once, so that they may
-            be decoded one after the other.
-        split_bytes: Replicated items with more bytes are cut.
+        columns: of all ranks, rank r's at position r; each is looked at once, so that they may be
+            decoded one after the other.
+        split_bytes: replicated items with more bytes are cut.
         hosts: [ranks], number of the host of each rank; None: one host for all.
-
-    Returns:
-        The plan; equal arguments give plans that are equal byte by byte.
 
     Raises:
         LayoutMismatch: ranks disagree about a tensor, boxes overlap without being equal, or
@@ -171,79 +168,45 @@ def _stacked(parts: Sequence[I64], width: int, fill: int) -> I64:
 
 
 class _Names:
-    """Numbers all tensors of all ranks, and compares what the ranks say about each."""
+    """Numbers all tensors of all ranks by name, type and shape, in order of first appearance."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, str, str], int] = {}
-        """Role, kind and name of a tensor to its number, in order of first appearance."""
-        self._dtype: list[str] = []
-        """Type of each of these tensors, as its first rank gives it."""
-        self._codes: dict[str, int] = {}
-        self._last: dict[int, tuple[TensorTable, I64, I64]] = {}
-        """Tables seen last by their `id`, with the numbers of their tensors and types."""
+        self._seen: dict[tuple[str, str, str, str, tuple[int, ...]], int] = {}
+        self._last: dict[int, tuple[TensorTable, I64]] = {}
+        """Tables seen last by their `id`, with the numbers of their tensors."""
         self._rows: list[I64] = []
-        self._dtypes: list[I64] = []
-        self._dims: list[I64] = []
-        self._shapes: list[I64] = []
 
     def add(self, table: TensorTable) -> I64:
-        """Return the number of each tensor of one rank, in order of first appearance."""
+        """Return the number of each tensor of one rank."""
         if id(table) not in self._last:
             if len(self._last) > _TABLES:
                 self._last.clear()
-            keys, seen = table.ids, self._seen
-            numbers = list(map(seen.get, keys))
-            if None in numbers:
-                for key, row in keys.items():
-                    if key not in seen:
-                        seen[key] = len(seen)
-                        self._dtype.append(table.dtypes[row])
-                numbers = list(map(seen.get, keys))
-            for dtype in set(table.dtypes).difference(self._codes):
-                self._codes[dtype] = len(self._codes)
-            types = list(map(self._codes.__getitem__, table.dtypes))
-            self._last[id(table)] = table, np.array(numbers, np.int64), np.array(types, np.int64)
-        _, rows, codes = self._last[id(table)]
-        self._rows.append(rows)
-        self._dtypes.append(codes)
-        self._dims.append(table.dims)
-        self._shapes.append(table.shapes)
-        return rows
+            sides = zip(table.shapes.tolist(), table.dims.tolist(), strict=True)
+            shapes = [tuple(shape[:dims]) for shape, dims in sides]
+            specs = zip(table.roles, table.kinds, table.fqns, table.dtypes, shapes, strict=True)
+            numbers = [self._seen.setdefault(spec, len(self._seen)) for spec in specs]
+            self._last[id(table)] = table, np.array(numbers, np.int64)
+        self._rows.append(self._last[id(table)][1])
+        return self._rows[-1]
 
     def table(self) -> tuple[TensorTable, I64]:
         """Return all tensors sorted by name, and the row of each number."""
-        width = max((shapes.shape[1] for shapes in self._shapes), default=0)
-        ids, shapes = _joined(self._rows), _stacked(self._shapes, width, 1)
-        dims, dtypes = _joined(self._dims), _joined(self._dtypes)
-        first = np.unique(ids, return_index=True)[1]
-        lead = first[ids]
-        differs = (dtypes != dtypes[lead]) | (dims != dims[lead])
-        differs |= (shapes != shapes[lead]).any(axis=1)
-        names, types = list(self._seen), list(self._codes)
-        if differs.any():
-            row = int(np.argmax(differs))
-            ranks = np.repeat(np.arange(len(self._rows)), [len(rows) for rows in self._rows])
-            texts = [
-                f"{types[dtypes[r]]} of shape {tuple(shapes[r, : dims[r]].tolist())} on rank "
-                f"{ranks[r]}"
-                for r in (int(lead[row]), row)
-            ]
-            raise LayoutMismatch(
-                f"all ranks must give {quoted_name(*names[ids[row]])} one type and one global "
-                f"shape, got {' and '.join(texts)}; give the ranks one model and one precision"
-            )
-        order = sorted(range(len(names)), key=names.__getitem__)
-        place = np.empty(len(names), np.int64)
-        place[order] = np.arange(len(names))
-        table = TensorTable(
-            tuple(names[old][0] for old in order),
-            tuple(names[old][1] for old in order),
-            tuple(names[old][2] for old in order),
-            tuple(self._dtype[old] for old in order),
-            dims[first[order]],
-            shapes[first[order]],
-        )
-        return table, place
+        specs = sorted(self._seen)
+        for pair in itertools.pairwise(specs):
+            if pair[0][:3] == pair[1][:3]:
+                number = [self._seen[spec] for spec in pair]
+                ranks = [next(r for r, rows in enumerate(self._rows) if n in rows) for n in number]
+                texts = [
+                    f"{dtype} of shape {shape} on rank {rank}"
+                    for rank, (*_, dtype, shape) in sorted(zip(ranks, pair, strict=True))
+                ]
+                raise LayoutMismatch(
+                    f"all ranks must give {quoted_name(*pair[0][:3])} one type and one global "
+                    f"shape, got {' and '.join(texts)}; give the ranks one model and one precision"
+                )
+        place = np.empty(len(specs), np.int64)
+        place[[self._seen[spec] for spec in specs]] = np.arange(len(specs))
+        return TensorTable.from_specs([TensorSpec(*spec) for spec in specs])[0], place
 
 
 def _refuse_outside(gathered: Gathered) -> None:
@@ -335,9 +298,9 @@ class Parts:
 def cut_parts(gathered: Gathered, replicas: Replicas, split_bytes: int) -> Parts:
     """Return the parts of all groups, in the order of the groups; cuts in the order of bytes.
 
-    A group of several ranks with more than `split_bytes` is cut: first into its boxes, then each
-    box along its first dimension longer than 1 into nearly equal parts of at most `split_bytes`
-    (one index where a single index has more).
+    A group of several ranks with more than `split_bytes` is cut into its boxes, and each of these
+    along its first dimension longer than 1 into nearly equal parts of at most `split_bytes` (one
+    index where a single index has more).
     """
     leader = replicas.order[replicas.starts[:-1]]
     counts = gathered.count[leader]

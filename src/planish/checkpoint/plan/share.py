@@ -10,77 +10,75 @@ joined runs and the preference for a host are ours.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from planish.checkpoint.format.geometry import I64, fresh, order_by, ranges, run_sums
+from planish.checkpoint.format.geometry import (
+    I64,
+    Flags,
+    before,
+    fit,
+    fresh,
+    order_by,
+    ranges,
+    run_sums,
+    strides_of,
+    volumes,
+)
 from planish.checkpoint.format.metafile import BLOCK, Metadata
-from planish.checkpoint.plan.coalesce import REQUEST_BYTES, coalesce, line_bases, piece_ranges
 from planish.checkpoint.plan.reads import (
     LocalReads,
     RankPart,
     RankReads,
     ReadRequests,
     assemble,
-    canonical,
+    line_bases,
     spans,
 )
 
+REQUEST_BYTES = 16 << 20
+REQUEST_SECONDS = 2e-3
+"""What a request is taken to cost, whatever its size."""
+BYTES_PER_SECOND = 1e9
+"""What the store is taken to deliver in one request."""
 SHORT_BYTES = 2 << 20
 """Runs of blocks for different ranks, below this size, share requests."""
 
 
 class RankSets:
-    """Numbers for sets of ranks; equal sets have one number. Repeated ranks count.
-
-    Example:
-        >>> sets = RankSets()
-        >>> sets.add_rows(np.array([0, 2, 1, 0, 2]), np.array([0, 2, 3, 5])).tolist()
-        [0, 1, 0]
-        >>> sets.union([0, 1]), sets.members[2].tolist()
-        (2, [0, 1, 2])
-    """
+    """Numbers for sets of ranks; equal sets have one number."""
 
     def __init__(self) -> None:
         self.members: list[I64] = []
         self._numbers: dict[bytes, int] = {}
         self._unions: dict[tuple[int, ...], int] = {}
 
-    def add(self, ranks: I64) -> int:
-        """Return the number of a set, given ascending."""
-        return self._number(ranks.astype(np.int32).tobytes())
-
     def add_rows(self, ranks: I64, starts: I64) -> I64:
         """Return the numbers of the sets `ranks[starts[i] : starts[i + 1]]`, each ascending."""
-        data = memoryview(ranks.astype(np.int32).tobytes())
-        bounds = (4 * starts).tolist()
-        result = np.empty(len(starts) - 1, np.int64)
-        for row in range(len(starts) - 1):
-            result[row] = self._number(bytes(data[bounds[row] : bounds[row + 1]]))
-        return result
-
-    def _number(self, key: bytes) -> int:
-        number = self._numbers.setdefault(key, len(self.members))
-        if number == len(self.members):
-            self.members.append(np.frombuffer(key, np.int32).astype(np.int64))
-        return number
-
-    def union(self, numbers: Sequence[int]) -> int:
-        """Return the number of the union of sets, without repeated ranks."""
-        key = tuple(numbers)
-        if key not in self._unions:
-            joined = np.unique(np.concatenate([self.members[number] for number in key]))
-            self._unions[key] = self.add(joined)
-        return self._unions[key]
+        data, bounds = ranks.astype(np.int32).tobytes(), (4 * starts).tolist()
+        return np.array([self._number(data[a:b]) for a, b in itertools.pairwise(bounds)], np.int64)
 
     def unions(self, numbers: I64, starts: I64) -> I64:
         """Return [k]: the unions of `numbers[starts[i] : starts[i + 1]]`."""
         held, bounds = numbers.tolist(), starts.tolist()
-        rows = range(len(bounds) - 1)
-        return np.array([self.union(held[bounds[i] : bounds[i + 1]]) for i in rows], np.int64)
+        return np.array([self._union(held[a:b]) for a, b in itertools.pairwise(bounds)], np.int64)
+
+    def _number(self, ranks: bytes) -> int:
+        number = self._numbers.setdefault(ranks, len(self.members))
+        if number == len(self.members):
+            self.members.append(np.frombuffer(ranks, np.int32).astype(np.int64))
+        return number
+
+    def _union(self, numbers: Sequence[int]) -> int:
+        key = tuple(numbers)
+        if key not in self._unions:
+            joined = np.unique(np.concatenate([self.members[number] for number in key]))
+            self._unions[key] = self._number(joined.astype(np.int32).tobytes())
+        return self._unions[key]
 
 
 @dataclass(frozen=True)
@@ -94,11 +92,8 @@ class SharedReads:
     """[q], who reads it."""
     number: I64
     """[q], which of the reader's requests it is."""
-    wanted: Wanted
     involved: tuple[I64, I64]
     """[ranks + 1] and [sum]: the requests that each rank reads or needs bytes of, ascending."""
-    piece_of: tuple[I64, I64]
-    """[q + 1] and [sum]: the pieces that may have elements in each request, ascending."""
     replication: float
     """How many ranks need a block on average: what all would read on their own, over this."""
 
@@ -106,48 +101,11 @@ class SharedReads:
         """Return what one rank must know to assemble its reads."""
         bounds, rows = self.involved
         mine = rows[bounds[rank] : bounds[rank + 1]]
-        reads = np.flatnonzero(self.reader[mine] == rank)
-        first, pieces = self.piece_of
-        counts = first[mine[reads] + 1] - first[mine[reads]]
-        row = np.repeat(reads, counts)
-        piece = pieces[ranges(first[mine[reads]], counts)]
-        alone = self.wanted.sets.add(np.array([rank]))
-        others = self.wanted.set[piece] != alone
-        return RankPart(
-            rank,
-            self.requests.take(mine),
-            self.reader[mine],
-            self.number[mine],
-            row[others],
-            *self.wanted.rows(piece[others]),
-        )
+        return RankPart(rank, self.requests.take(mine), self.reader[mine], self.number[mine])
 
     def rank(self, metadata: Metadata, rank: int, mine: LocalReads) -> RankReads:
         """Return what one rank executes; `mine` are its own reads, as given to `share_reads`."""
         return assemble(metadata, self.part(rank), mine)
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Different pieces that ranks want, in the order in which messages hold them."""
-
-    shard: I64
-    """[u], row of the stored shard."""
-    offsets: I64
-    """[u, d], first element, in the coordinates of the tensor."""
-    lengths: I64
-    set: I64
-    """[u], who wants it, a number of `sets`; a rank that wants it twice is there twice."""
-    sets: RankSets
-
-    def rows(self, pieces: I64) -> tuple[I64, I64, I64, I64, I64]:
-        """Return shard, offsets, lengths of pieces, and [k + 1], [sum] who wants each."""
-        members = [self.sets.members[number] for number in self.set[pieces].tolist()]
-        counts = np.array([len(ranks) for ranks in members], np.int64)
-        bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        joined = np.concatenate(members) if members else np.zeros(0, np.int64)
-        columns = self.shard[pieces], self.offsets[pieces], self.lengths[pieces]
-        return (*columns, bounds, joined)
 
 
 def share_reads(
@@ -163,41 +121,17 @@ def share_reads(
     where = np.zeros(len(reads), np.int64)
     if hosts is not None:
         where = np.unique(np.asarray(hosts), return_inverse=True)[1].astype(np.int64)
-    wanted = _gather(metadata, reads)
-    blocks = _blocks(metadata, wanted)
-    requests, needs, replication = _requests(metadata, blocks, wanted.sets)
-    reader = _readers(requests, needs, wanted.sets, where)
+    sets = RankSets()
+    blocks = _blocks(metadata, reads, sets)
+    requests, needs, replication = _requests(metadata, blocks, sets)
+    reader = _readers(requests, needs, sets, where)
     order = order_by(reader)
     number = np.empty(len(reader), np.int64)
     number[order] = ranges(
         np.zeros(len(reads), np.int64), np.bincount(reader, minlength=len(reads))
     )
-    return SharedReads(
-        len(reads),
-        requests,
-        reader,
-        number,
-        wanted,
-        _involved(needs, wanted.sets, len(reads)),
-        _piece_of(metadata, wanted, requests),
-        replication,
-    )
-
-
-def _gather(metadata: Metadata, reads: Sequence[LocalReads]) -> Wanted:
-    """Return the different pieces of all ranks."""
-    rank = np.repeat(np.arange(len(reads)), [len(one) for one in reads])
-    width = max((one.offsets.shape[1] for one in reads), default=1)
-    empty = np.zeros((0, width), np.int64)
-    shard = np.concatenate([np.zeros(0, np.int64), *(one.shard for one in reads)])
-    offsets = np.concatenate([empty, *(one.offsets for one in reads)])
-    lengths = np.concatenate([empty, *(one.lengths for one in reads)])
-    order, new = canonical(metadata, shard, offsets, lengths)
-    first = np.flatnonzero(new)
-    sets = RankSets()
-    members = sets.add_rows(rank[order], np.append(first, len(order)).astype(np.int64))
-    kept = order[first]
-    return Wanted(shard[kept], offsets[kept], lengths[kept], members, sets)
+    involved = _involved(needs, sets, len(reads))
+    return SharedReads(len(reads), requests, reader, number, involved, replication)
 
 
 class _Blocks(NamedTuple):
@@ -213,13 +147,27 @@ class _Blocks(NamedTuple):
     """[p], a set of ranks that need some of it."""
 
 
-def _blocks(metadata: Metadata, wanted: Wanted) -> _Blocks:
+def _blocks(metadata: Metadata, reads: Sequence[LocalReads], sets: RankSets) -> _Blocks:
     """Return the blocks that are needed, cut wherever other ranks begin to need them."""
-    file, first, _, strides, itemsize = spans(metadata, wanted.shard, wanted.offsets, None)
-    piece, start, stop = piece_ranges(first, wanted.lengths, strides, itemsize)
+    rank = np.repeat(np.arange(len(reads)), [len(one) for one in reads])
+    width = max((one.offsets.shape[1] for one in reads), default=1)
+    empty = np.zeros((0, width), np.int64)
+    shard = np.concatenate([np.zeros(0, np.int64), *(one.shard for one in reads)])
+    offsets = np.concatenate([empty, *(one.offsets for one in reads)])
+    lengths = np.concatenate([empty, *(one.lengths for one in reads)])
+    # Pieces that several ranks want are looked at once, with the set of these ranks.
+    order, new = _equal_pieces(metadata, shard, offsets, lengths)
+    once = fresh(np.cumsum(new), rank[order])
+    order, new = order[once], new[once]
+    first = np.flatnonzero(new)
+    wanted = sets.add_rows(rank[order], np.append(first, len(order)).astype(np.int64))
+    kept = order[first]
+    offsets, lengths = offsets[kept], lengths[kept]
+    file, start, _, strides, itemsize = spans(metadata, shard[kept], offsets, lengths)
+    piece, start, stop = _piece_ranges(start, lengths, strides, itemsize)
     base = line_bases(np.array(metadata.files.sizes, np.int64))[file[piece]]
     low, high = (base + start) // BLOCK, -(-(base + stop) // BLOCK)
-    numbers = wanted.set[piece]
+    numbers = wanted[piece]
     order = order_by(low, high, numbers)
     kept = order[fresh(low[order], high[order], numbers[order])]
     low, high, numbers = low[kept], high[kept], numbers[kept]
@@ -235,6 +183,49 @@ def _blocks(metadata: Metadata, wanted: Wanted) -> _Blocks:
     if not len(rows):
         return _Blocks(rows, rows, rows, rows)
     return _Blocks(cuts[rows] * BLOCK, cuts[rows + 1] * BLOCK, np.cumsum(new) - 1, numbers)
+
+
+def _piece_ranges(first: I64, lengths: I64, strides: I64, itemsize: I64) -> tuple[I64, I64, I64]:
+    """Return the byte ranges in which pieces are best fetched: piece, first byte, one past the
+    last.
+
+    A piece that is no run of its file is fetched as one range over all of it, or as several ranges
+    without the gaps of its outer dimensions, whichever costs less. `first` [k] is its first byte,
+    `strides` [k, n] and `itemsize` [k] are in bytes.
+    """
+    # inner[k, j]: bytes from the first to the last element of dimensions j and up;
+    # outer[k, j]: how often that comes.
+    ones = np.ones((len(first), 1), np.int64)
+    reach = np.concatenate([(lengths - 1) * strides, 0 * ones], axis=1)
+    inner = np.cumsum(reach[:, ::-1], axis=1)[:, ::-1] + itemsize[:, None]
+    outer = np.cumprod(np.concatenate([ones, lengths], axis=1), axis=1)
+    seconds = outer * REQUEST_SECONDS + outer * inner / BYTES_PER_SECOND
+    level = np.argmin(seconds, axis=1)
+    rows = np.arange(len(first))
+    counts, extent = outer[rows, level], inner[rows, level]
+    piece = np.repeat(rows, counts)
+    number = ranges(np.zeros(len(first), np.int64), counts)
+    start = first[piece]
+    for dim in range(lengths.shape[1] - 1, -1, -1):
+        inside = level[piece] > dim
+        step = np.where(inside, lengths[piece, dim], 1)
+        start = start + (number % step) * strides[piece, dim]
+        number = number // step
+    return piece, start, start + extent[piece]
+
+
+def _equal_pieces(metadata: Metadata, shard: I64, offsets: I64, lengths: I64) -> tuple[I64, Flags]:
+    """Return an order that puts equal pieces together, and which differ from the one before."""
+    shards, width = metadata.shards, offsets.shape[1]
+    inside = offsets - fit(shards.offsets, width, 0)[shard]
+    strides = strides_of(fit(shards.lengths, width, 1))[shard]
+    place = before(volumes(shards.lengths))[shard] + np.einsum("kn,kn->k", inside, strides)
+    columns = lengths.T if width else np.zeros((1, len(shard)), np.int64)
+    rows = order_by(*columns)
+    form = np.empty(len(rows), np.int64)
+    form[rows] = np.cumsum(fresh(*(column[rows] for column in columns))) - 1
+    order = order_by(place, form)
+    return order, fresh(place[order], form[order])
 
 
 class _Needs(NamedTuple):
@@ -270,17 +261,21 @@ def _requests(
     short = (length < SHORT_BYTES)[run] if len(run) else touch
     joined = np.zeros(len(file), bool)
     joined[1:] = touch[1:] & short[1:] & short[:-1]
-    group = np.cumsum(fresh(run) & ~joined) - 1
-    # Requests may read over gaps, but only between groups that the same ranks need.
-    mixed = run_sums((fresh(run) & joined).astype(np.int64), np.flatnonzero(fresh(group))) > 0
-    label = np.where(mixed[group] if len(group) else touch, len(sets.members) + group, union)
-    line = np.cumsum(fresh(file, label)) - 1
-    line_file = file[fresh(line)]
-    line, start, stop = coalesce(
-        line, blocks.start - base[file], blocks.stop - base[file], sizes[line_file]
-    )
-    requests = ReadRequests(line_file[line], start, stop)
+    first = np.flatnonzero(fresh(run) & ~joined)
+    last = np.append(first, len(file))[1:] - 1
+    line = file[first]
+    stop = np.minimum(blocks.stop[last] - base[line], sizes[line])
+    requests = ReadRequests(*_cut_requests(line, blocks.start[first] - base[line], stop))
     return requests, _needs(requests, base, blocks, sets), replication
+
+
+def _cut_requests(file: I64, start: I64, stop: I64) -> tuple[I64, I64, I64]:
+    """Cut ranges into requests of at most 16 MiB, from the start of each on."""
+    counts = -(-(stop - start) // REQUEST_BYTES)
+    source = np.repeat(np.arange(len(start)), counts)
+    number = ranges(np.zeros(len(start), np.int64), counts)
+    first = start[source] + number * REQUEST_BYTES
+    return file[source], first, np.minimum(first + REQUEST_BYTES, stop[source])
 
 
 def _needs(requests: ReadRequests, base: I64, blocks: _Blocks, sets: RankSets) -> _Needs:
@@ -331,7 +326,7 @@ def _need_of(needs: _Needs, request: int, members: I64, sets: RankSets) -> I64:
         return np.full(len(members), needs.nbytes[first])
     result = np.zeros(len(members), np.int64)
     for row in range(first, last):
-        ranks = np.unique(sets.members[int(needs.set[row])])
+        ranks = sets.members[int(needs.set[row])]
         result[np.searchsorted(members, ranks)] += needs.nbytes[row]
     return result
 
@@ -345,14 +340,3 @@ def _involved(needs: _Needs, sets: RankSets, ranks: int) -> tuple[I64, I64]:
     order = order_by(rank)
     bounds = np.searchsorted(rank[order], np.arange(ranks + 1)).astype(np.int64)
     return bounds, request[order]
-
-
-def _piece_of(metadata: Metadata, wanted: Wanted, requests: ReadRequests) -> tuple[I64, I64]:
-    """Return, request by request, the pieces between whose first and last byte it lies."""
-    file, first, last, _, _ = spans(metadata, wanted.shard, wanted.offsets, wanted.lengths)
-    base = line_bases(np.array(metadata.files.sizes, np.int64))
-    begin, counts = requests.meeting(base, base[file] + first, base[file] + last)
-    request, piece = ranges(begin, counts), np.repeat(np.arange(len(file)), counts)
-    order = order_by(request, piece)
-    bounds = np.searchsorted(request[order], np.arange(len(requests) + 1)).astype(np.int64)
-    return bounds, piece[order]

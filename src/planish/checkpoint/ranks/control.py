@@ -62,12 +62,7 @@ class Tree:
 
 
 def plan_tree(hosts: Sequence[int], fan_in: int = FAN_IN) -> Tree:
-    """Join the ranks of a machine to its lowest rank, then groups of `fan_in` to theirs.
-
-    Example:
-        >>> plan_tree(range(9), fan_in=3).children[0]
-        (1, 2, 3, 6)
-    """
+    """Join the ranks of a machine to its lowest rank, then groups of `fan_in` to theirs."""
     parents = [-1] * len(hosts)
     roots: dict[int, int] = {}
     for rank, host in enumerate(hosts):
@@ -259,25 +254,20 @@ class Control:
         self, make: Callable[[], bytes], tag: str, *, cause: Exception | None = None
     ) -> bytes:
         """Return on every rank what rank 0 makes, or raise there what it raises, from `cause`."""
-        made, error = self._made(lambda: [make()])
-        return self._judged(self.broadcast(made[0] if made else None, tag), cause or error)
+        return self.deal(lambda: [make()] * self.size, tag, cause=cause)
 
-    def deal(self, make: Callable[[], Sequence[bytes]], tag: str) -> bytes:
-        """Return this rank's part of what rank 0 makes, or raise what it raises."""
-        made, error = self._made(make)
-        return self._judged(self.scatter(made, tag), error)
-
-    def _made(
-        self, make: Callable[[], Sequence[bytes]]
-    ) -> tuple[list[bytes] | None, Exception | None]:
-        if self.rank:
-            return None, None
-        try:
-            return [b"+" + part for part in make()], None
-        except Exception as error:
-            return [b"!" + encode_errors({EVERYONE: error}).encode()] * self.size, error
-
-    def _judged(self, reply: bytes, cause: Exception | None) -> bytes:
+    def deal(
+        self, make: Callable[[], Sequence[bytes]], tag: str, *, cause: Exception | None = None
+    ) -> bytes:
+        """Return this rank's part of what rank 0 makes, or raise what it raises, from `cause`."""
+        made: list[bytes] | None = None
+        if self.rank == 0:
+            try:
+                made = [b"+" + part for part in make()]
+            except Exception as error:
+                made = [b"!" + encode_errors({EVERYONE: error}).encode()] * self.size
+                cause = cause or error
+        reply = self.scatter(made, tag)
         if reply[:1] == b"!":
             # Every rank hears of an error before rank 0 can leave and take the store away.
             self.leave_together("seen", GRACE_SECONDS)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planish.base import errors
-from planish.base.errors import PeerLost
+from planish.base.errors import PeerLost, PlanMismatch
 from planish.store.processes import process_space, process_start
 
 if TYPE_CHECKING:
@@ -306,3 +306,19 @@ def ranks_text(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     more = f", ... ({len(ranks)} in all)" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def refuse_different(action: str, by_rank: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `PlanMismatch` where ranks were given different arguments of one action."""
+    wrong = []
+    for name in by_rank[0]:
+        values: dict[str, list[int]] = {}
+        for rank, arguments in enumerate(by_rank):
+            values.setdefault(repr(arguments.get(name)), []).append(rank)
+        if len(values) > 1:
+            texts = (f"{value} on {ranks_text(ranks)}" for value, ranks in values.items())
+            wrong.append(f"`{name}`: {', '.join(texts)}")
+    if wrong:
+        raise PlanMismatch(
+            f"every rank must {action} with the same arguments, got {'; '.join(wrong)}"
+        )

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from planish.base import telemetry
-from planish.base.errors import PlanMismatch, SaveFailed
+from planish.base.errors import SaveFailed
 from planish.checkpoint.commit.journal import new_attempt
 from planish.checkpoint.format.items import Collected, Columns, LocalItem
 from planish.checkpoint.format.small_objects import (
@@ -32,8 +32,12 @@ from planish.checkpoint.format.small_objects import (
 from planish.checkpoint.plan.files import GlobalPlan, RankPlan
 from planish.checkpoint.plan.save import decode_all, plan_save
 from planish.checkpoint.ranks.control import Control
-from planish.checkpoint.ranks.messages import decode_errors, encode_errors, joined_error
-from planish.checkpoint.save.staging import place_files
+from planish.checkpoint.ranks.messages import (
+    decode_errors,
+    encode_errors,
+    joined_error,
+    refuse_different,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -93,18 +97,6 @@ class SaveOptions:
 
 
 @dataclass
-class Prepared:
-    """One rank's share of a plan that may be used again."""
-
-    plan: RankPlan
-    starts: tuple[int, ...]
-    """Where the files begin in a staging buffer."""
-    size: int
-    whole: GlobalPlan | None
-    """On rank 0: the plan of all ranks."""
-
-
-@dataclass
 class _Local:
     """What one rank brings into a save."""
 
@@ -122,7 +114,9 @@ class Agreed:
     """What all ranks have settled."""
 
     attempt: str
-    prepared: Prepared
+    plan: RankPlan
+    whole: GlobalPlan | None
+    """On rank 0: the plan of all ranks."""
     items: Sequence[LocalItem]
     """This rank's, until they are staged."""
     small: list[SmallObject]
@@ -146,7 +140,7 @@ class Planner:
     def __init__(self) -> None:
         self.hits = 0
         """How many saves have used an earlier plan."""
-        self._plans: OrderedDict[bytes, Prepared] = OrderedDict()
+        self._plans: OrderedDict[bytes, tuple[RankPlan, GlobalPlan | None]] = OrderedDict()
         self._history = b""
         self._last: tuple[list[Any], Columns, bytes] | None = None
         self._warned: set[str] = set()
@@ -194,11 +188,11 @@ class Planner:
         if verdict["skip"]:
             raise Skipped(verdict["skip"])
         assert local is not None
-        prepared = self._prepare(call, local, verdict, is_kept=options.plan_cache)
+        plans = self._prepare(call, local.columns, verdict, is_kept=options.plan_cache)
         writers = verdict["writers"]
         return Agreed(
             verdict["attempt"],
-            prepared,
+            *plans,
             local.items,
             [one for one in local.small if writers.get(one.claim.key, call.rank) == call.rank],
             tuple(verdict["roles"]),
@@ -224,7 +218,7 @@ class Planner:
         errors = {k: v for fact in facts for k, v in decode_errors(fact["errors"]).items()}
         if errors:
             raise joined_error(errors, call.size)
-        _compare_arguments([fact["arguments"] for fact in facts])
+        refuse_different("save", [fact["arguments"] for fact in facts])
         claims = [[Claim(*claim) for claim in fact["claims"]] for fact in facts]
         writers = choose_writers(claims)
         for name in set(differing(claims)) - self._warned:
@@ -250,15 +244,15 @@ class Planner:
         }
 
     def _prepare(
-        self, call: Control, local: _Local, verdict: Mapping[str, Any], *, is_kept: bool
-    ) -> Prepared:
-        """Return this rank's share of the plan: that of an earlier save, or made by all ranks."""
+        self, call: Control, columns: Columns, verdict: Mapping[str, Any], *, is_kept: bool
+    ) -> tuple[RankPlan, GlobalPlan | None]:
+        """Return this rank's share of the plan, earlier or new, and on rank 0 all of it."""
         key = bytes.fromhex(verdict["key"])
         self.hits += verdict["hit"]
         if verdict["hit"]:
             self._plans.move_to_end(key)
             return self._plans[key]
-        gathered = call.gather(local.columns.encode(), "columns")
+        gathered = call.gather(columns.encode(), "columns")
         whole: GlobalPlan | None = None
 
         def plan() -> list[bytes]:
@@ -266,30 +260,16 @@ class Planner:
             whole = plan_save(decode_all(gathered or ()), hosts=call.hosts)
             return [whole.wire(rank) for rank in range(call.size)]
 
-        mine = RankPlan.decode(call.deal(plan, "plan"), local.columns)
-        prepared = Prepared(mine, *place_files([file.size for file in mine.files]), whole)
+        plans = RankPlan.decode(call.deal(plan, "plan"), columns), whole
         if is_kept:
             if verdict["reset"]:
                 self._plans.clear()
                 self._history = b""
             self._history = hashlib.sha256(self._history + key).digest()[:8]
-            self._plans[key] = prepared
+            self._plans[key] = plans
             if len(self._plans) > MOST_PLANS:
                 self._plans.popitem(last=False)
-        return prepared
-
-
-def _compare_arguments(by_rank: Sequence[Mapping[str, Any]]) -> None:
-    wrong = []
-    for name in by_rank[0]:
-        values: dict[str, list[int]] = {}
-        for rank, arguments in enumerate(by_rank):
-            values.setdefault(repr(arguments.get(name)), []).append(rank)
-        if len(values) > 1:
-            texts = (f"{value} on ranks {ranks}" for value, ranks in values.items())
-            wrong.append(f"`{name}`: {', '.join(texts)}")
-    if wrong:
-        raise PlanMismatch("every rank must save with the same arguments, got " + "; ".join(wrong))
+        return plans
 
 
 def plan_key(signatures: Sequence[bytes], hosts: Sequence[int]) -> bytes:

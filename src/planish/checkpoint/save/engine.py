@@ -28,7 +28,7 @@ from planish.checkpoint.save.agree import Planner, Roles, SaveOptions, Skipped
 from planish.checkpoint.save.finish import AfterCommit, Save, SaveHandle, commit, end, write
 from planish.checkpoint.save.staging import StagingPool, copy_tensors
 from planish.checkpoint.save.upload import FileUpload, UploadJob
-from planish.checkpoint.save.uploader import Uploader, store_settings
+from planish.checkpoint.save.uploader import Uploader
 from planish.checkpoint.watch.monitor import CheckpointInfo, Recorder
 from planish.store import Store, open_store
 
@@ -67,9 +67,6 @@ class SaveEngine:
         self._inflight: deque[SaveHandle] = deque()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._storages: dict[tuple[str, float], Store] = {}
-        """Kept while the settings of the store stay the same."""
-        self._settings: dict[str, str] = {}
         self.is_closed = False
         atexit.register(self.close)
 
@@ -94,7 +91,7 @@ class SaveEngine:
             A handle; finished already if `options.is_async` is false. For errors see `api.save`.
         """
         began = time.perf_counter()
-        place, path = self._open(options)
+        place, path = open_store(options.uri, timeout_s=options.timeout_s)
         recorder = Recorder(self.control.rank, "save", socket.gethostname())
         call = self.control.call(f"save {options.uri} step {options.step}", options.timeout_s)
         busy = self._is_busy() and options.inflight != "wait"
@@ -173,16 +170,6 @@ class SaveEngine:
         self.pool.close()
         self.control.close()
 
-    def _open(self, options: SaveOptions) -> tuple[Store, str]:
-        """Return the store of a URI, that of an earlier save where it is the same, and the key."""
-        settings = store_settings()
-        if settings != self._settings:
-            self._storages.clear()
-            self._settings = settings
-        place, path = open_store(options.uri, timeout_s=options.timeout_s)
-        kept = options.uri.removesuffix(path), options.timeout_s
-        return self._storages.setdefault(kept, place), path
-
     def _make_room(self, options: SaveOptions) -> None:
         limit = time.monotonic() + options.timeout_s
         while options.inflight == "wait" and self._is_busy():
@@ -205,38 +192,35 @@ class SaveEngine:
         `is_reachable` says whether another process can open the store that the URI names.
         """
         options, agreed = save.options, save.agreed
-        prepared, small = agreed.prepared, agreed.small
+        plan, small = agreed.plan, agreed.small
         # Small objects vary in size; rounded up, they do not make every save take new memory.
         room = 1 << sum(len(one.data) for one in small).bit_length()
-        size = prepared.size + room
+        size = plan.size + room
         if size >= INLINE_BYTES and is_reachable and not save.storage.in_memory:
             self._later(self.uploader.start)  # while this thread copies
         else:
             save.thread_storage = save.storage
         buffer = save.buffer = self.pool.acquire(size, save.call.remaining_s)
         with save.recorder.stage("stage", num_bytes=size):
-            copy_tensors(prepared.plan, prepared.starts, agreed.items, buffer)
-            starts, place = list(prepared.starts), prepared.size
-            for one in small:
-                buffer.view[place : place + len(one.data)] = one.data
-                starts.append(place)
-                place += len(one.data)
+            copy_tensors(plan, agreed.items, buffer)
+            folder = attempt_folder(save.path, agreed.attempt)
+            # Role and kind of a planned file are the name of its folder.
+            files = [
+                FileUpload(f"{folder}/{file.key}", file.size, file.key.split("/")[1], start)
+                for file, start in zip(plan.files, plan.starts, strict=True)
+            ]
+            start = plan.size
+            for claim, data in small:
+                buffer.view[start : start + len(data)] = data
+                files.append(FileUpload(f"{folder}/{claim.key}", len(data), claim.state, start))
+                start += len(data)
         agreed.items = []  # nothing of the state lives on
-        folder = attempt_folder(save.path, agreed.attempt)
-        # Role and kind of a planned file are the name of its folder.
-        files = [
-            FileUpload(f"{folder}/{file.key}", file.size, file.key.split("/")[1])
-            for file in prepared.plan.files
-        ]
-        claims = [one.claim for one in small]
-        files += [FileUpload(f"{folder}/{one.key}", one.size, one.state) for one in claims]
         save.job = UploadJob(
             rank=self.control.rank,
             uri=options.uri,
             path=save.path,
             attempt=agreed.attempt,
             files=files,
-            starts=starts,
             num_threads=self._num_threads,
             timeout_s=options.timeout_s,
             pace_s=options.pace_s if options.is_async else 0.0,

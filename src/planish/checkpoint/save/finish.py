@@ -240,7 +240,7 @@ def commit(save: Save, gathered: Sequence[bytes]) -> bytes:
 
 def _metadata(save: Save, results: Sequence[Mapping[str, Any]]) -> Metadata:
     """Return the global metadata: the plan's, with checksums and small objects."""
-    whole = save.agreed.prepared.whole
+    whole = save.agreed.whole
     assert whole is not None, "rank 0 keeps the plan of all ranks"
     options = save.options
     header = {**options.header, "step": options.step, "roles": list(save.agreed.roles)}

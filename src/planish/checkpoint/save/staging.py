@@ -20,17 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from planish.base.errors import SaveFailed
+from planish.checkpoint.plan.files import PAGE, RankPlan
 
 if TYPE_CHECKING:
     import torch
 
     from planish.checkpoint.format.items import LocalItem
-    from planish.checkpoint.plan.files import RankPlan
 
 logger = logging.getLogger(__name__)
 
-PAGE = 4096
-"""Planned files begin at multiples of this in a buffer, bytes."""
 MOST_BUFFERS = 2
 MEMORY_SHARE = 0.5
 """Two buffers may take this share of the free memory; beyond it there is one."""
@@ -143,12 +141,7 @@ class StagingPool:
             return len(self._free) + len(self._used)
 
     def acquire(self, size: int, timeout_s: float) -> SharedBuffer:
-        """Return a warm buffer of at least `size` bytes.
-
-        Raises:
-            SaveFailed: all stay in use for `timeout_s`.
-            MemoryError: there is not that much memory.
-        """
+        """Return a warm buffer of at least `size` bytes; `SaveFailed` if all stay in use."""
         with self._changed:
             self._fit(size)
             if not self._changed.wait_for(
@@ -190,7 +183,7 @@ class StagingPool:
 
     def _fit(self, size: int) -> None:
         """Settle the size and the number of buffers."""
-        size = max(PAGE, _pages(size))
+        size = max(1, -(-size // PAGE)) * PAGE
         if size == self._size:
             return
         self._size, self.limit = size, MOST_BUFFERS
@@ -208,37 +201,17 @@ class StagingPool:
             self.limit = 1
 
 
-def _pages(size: int) -> int:
-    return -(-size // PAGE) * PAGE
-
-
-def place_files(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Return where each file begins in a buffer, one behind the other, and the bytes of all.
-
-    Example:
-        >>> place_files([5000, 10])
-        ((0, 8192), 12288)
-    """
-    starts, place = [], 0
-    for size in sizes:
-        starts.append(place)
-        place += _pages(size)
-    return tuple(starts), place
-
-
-def copy_tensors(
-    plan: RankPlan, starts: Sequence[int], items: Sequence[LocalItem], buffer: SharedBuffer
-) -> None:
+def copy_tensors(plan: RankPlan, items: Sequence[LocalItem], buffer: SharedBuffer) -> None:
     """Copy the items of a plan to their places in the buffer, headers of the files included.
 
     The buffer keeps the views that are made of it for the next save of the same plan.
     """
     import torch
 
-    for start, file in zip(starts, plan.files, strict=True):
+    for start, file in zip(plan.starts, plan.files, strict=True):
         buffer.view[start : start + len(file.header)] = file.header
     if buffer.plan is not plan:
-        buffer.copies = list(_copies(plan, starts, items, buffer.tensor))
+        buffer.copies = list(_copies(plan, items, buffer.tensor))
         buffer.plan = plan
     data = {copy.item: _data_of(items[copy.item]) for copy in buffer.copies}
     with torch.no_grad(), _side_stream(data.values()) as finish:
@@ -256,10 +229,8 @@ def copy_tensors(
             finish()
 
 
-def _copies(
-    plan: RankPlan, starts: Sequence[int], items: Sequence[LocalItem], memory: torch.Tensor
-) -> Iterator[_Copy]:
-    for begin, file in zip(starts, plan.files, strict=True):
+def _copies(plan: RankPlan, items: Sequence[LocalItem], memory: torch.Tensor) -> Iterator[_Copy]:
+    for begin, file in zip(plan.starts, plan.files, strict=True):
         columns = (file.items, file.starts, file.stops, file.offsets)
         for item, start, stop, offset in zip(*(c.tolist() for c in columns), strict=True):
             data = _data_of(items[item])
@@ -278,11 +249,6 @@ def part_of(data: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return the elements of a tensor whose row-major bytes are [start, stop), without a copy.
 
     Only a range that is no run of whole rows of a non-contiguous tensor costs one.
-
-    Example:
-        >>> import torch
-        >>> part_of(torch.arange(6, dtype=torch.uint8).view(2, 3), 3, 6).flatten().tolist()
-        [3, 4, 5]
     """
     width = data.element_size()
     if start == 0 and stop == data.numel() * width:

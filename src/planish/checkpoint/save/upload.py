@@ -1,7 +1,4 @@
-"""Writes the objects of one rank: parts in flight from several threads.
-
-`upload_files` is the work, an `UploadJob` all that one rank writes in one save. Deliberately
-without torch.
+"""Writes the objects of one rank: parts in flight from several threads, without torch.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 4.2 (split upload).
 """
@@ -37,6 +34,9 @@ class FileUpload:
     """Full key in the store."""
     size: int
     state: str
+    """Role and kind, for timings."""
+    start: int = 0
+    """First byte in the staging buffer."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,6 @@ class FileResult:
 
 class Cancelled(Exception):
     """The save has been given up; nothing more is to be written."""
-
-
-class ReusedMemory:
-    """A `Source` of objects that have to be put together first: one piece of memory per thread."""
-
-    def __init__(self, fill: Callable[[int, int, int, memoryview], None]) -> None:
-        self._fill, self._own = fill, threading.local()
-
-    def __call__(self, file: int, start: int, stop: int) -> memoryview:
-        """Return bytes of an object."""
-        memory: bytearray | None = getattr(self._own, "memory", None)
-        if memory is None or len(memory) < stop - start:
-            self._own.memory = memory = bytearray(stop - start)
-        view = memoryview(memory)[: stop - start]
-        self._fill(file, start, stop, view)
-        return view
 
 
 @dataclass
@@ -241,8 +225,6 @@ class UploadJob:
     path: str
     attempt: str
     files: Sequence[FileUpload]
-    starts: Sequence[int]
-    """Where each file begins in the staging buffer."""
     num_threads: int = 4
     timeout_s: float = 1800.0
     pace_s: float = 0.0
@@ -254,7 +236,8 @@ def run_job(
     """Write the files of a job under a journal of this rank; returns what was written, and when."""
 
     def source(file: int, start: int, end: int) -> memoryview:
-        return memory[job.starts[file] + start : job.starts[file] + end]
+        first = job.files[file].start
+        return memory[first + start : first + end]
 
     recorder = Recorder(job.rank, "save")
     journal = Journal(storage, job.path, job.attempt, name=f"{job.rank:05d}")

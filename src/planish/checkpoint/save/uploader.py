@@ -1,13 +1,12 @@
 """The worker beside each rank, which writes staged bytes to the store, and the trainer's end of it.
 
-`Uploader` starts `python -m planish.checkpoint.save.uploader FD` once and keeps that process for
-the saves that follow. It never imports torch nor the user's main script, so that needs no
-`__main__` guard. It lets the trainer's threads run first, and ends when the trainer does, having
-dropped its unfinished uploads. Where a process is not worth its start, or can not reach the store,
-a thread does the same work behind the same connection.
+`Uploader` starts `python -m planish.checkpoint.save.uploader FD` once and keeps that process. It
+never imports torch nor the user's main script, so that needs no `__main__` guard; it lets the
+trainer's threads run first, and ends when the trainer does. Where a process is not worth its start,
+or can not reach the store, a thread does the same work behind the same connection.
 
 A job goes over a `multiprocessing.connection` as JSON, followed by the descriptor of its staging
-buffer; its answer is JSON. Nothing is pickled.
+buffer; its answer is JSON.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 4.2 (upload in a process of its own).
 """
@@ -190,7 +189,6 @@ def serve(connection: Connection, store: Store | None = None, parent: int = 0) -
     Once `parent` is not this process's parent any more, the other end is gone, whoever has
     inherited it.
     """
-    stores: dict[str, Store] = {}
     stop, thread = threading.Event(), threading.Thread()
     with connection:
         try:
@@ -204,7 +202,7 @@ def serve(connection: Connection, store: Store | None = None, parent: int = 0) -
                     stop.set()
                     continue
                 stop = threading.Event()
-                thread = _start_job(connection, json.loads(message), store, stores, stop)
+                thread = _start_job(connection, json.loads(message), store, stop)
         except (EOFError, OSError):
             pass
         stop.set()
@@ -216,7 +214,6 @@ def _start_job(
     connection: Connection,
     message: dict[str, Any],
     store: Store | None,
-    stores: dict[str, Store],
     stop: threading.Event,
 ) -> threading.Thread:
     """Begin a job in a thread, which holds its memory and answers at the end."""
@@ -228,10 +225,7 @@ def _start_job(
 
     def work() -> None:
         try:
-            place = job.uri.removesuffix(job.path)  # kept by scheme and bucket
-            found = store or stores.get(place)
-            if found is None:
-                found = stores[place] = open_store(job.uri, timeout_s=job.timeout_s)[0]
+            found = store or open_store(job.uri, timeout_s=job.timeout_s)[0]
             files, timings = run_job(job, found, memoryview(mapped), stop)
             answer = {"files": [*map(astuple, files)], "timings": [*map(astuple, timings)]}
             data = json.dumps(answer)

@@ -84,11 +84,7 @@ class Timeline:
 
     @classmethod
     def decode(cls, data: bytes) -> Timeline:
-        """Undo `encode`.
-
-        Raises:
-            ValueError: the bytes are no timeline.
-        """
+        """Undo `encode`; `ValueError` if the bytes are no timeline."""
         try:
             header, *rows = map(json.loads, data.decode().splitlines())
             known = {f.name for f in fields(Timing)}
@@ -255,10 +251,7 @@ def host_of(records: Sequence[Timing]) -> dict[int, str]:
 
 
 def warn_of_stragglers(timeline: Timeline) -> None:
-    """Log and count every straggler of a finished save or load.
-
-    Call it where the records of all ranks come together.
-    """
+    """Log and count every straggler of a save or load, where all ranks' records come together."""
     for one in stragglers(timeline):
         op = timeline.records[0].op
         telemetry.count("planish_checkpoint_stragglers_total", op=op, stage=one.stage)

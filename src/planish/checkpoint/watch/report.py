@@ -22,8 +22,6 @@ from planish.checkpoint.watch.monitor import (
 
 SHADES = "\u2581\u2582\u2583\u2584\u2585\u2586\u2588"
 """Blocks of growing height, from the fastest rank to the slowest."""
-MAX_CELLS = 8192
-"""With more ranks, a block is a machine and shows its slowest rank."""
 _RANKS_PER_ROW = 8
 """Ranks of a row where the records name no machine."""
 _NUMBERED_RANKS = 64
@@ -90,17 +88,9 @@ def _heat_map(
         first = rank - rank % _RANKS_PER_ROW
         name = hosts.get(rank) or f"ranks {first} to {first + _RANKS_PER_ROW - 1}"
         rows.setdefault(name, []).append(rank)
-    what = "rank"
-    if len(spans) > MAX_CELLS:
-        what = "machine by its slowest rank"
-        slowest = [max(ranks, key=lambda rank: spans[rank]) for ranks in rows.values()]
-        rows = {
-            f"machines {first} to {first + 31}": slowest[first : first + 32]
-            for first in range(0, len(slowest), 32)
-        }
     scale = f"{SHADES[0]} {seconds_text(low)} .. {SHADES[-1]} {seconds_text(high)}"
     mark = "   ! straggler, beyond the scale" if slow else ""
-    yield f"time of each {what}   {scale}{mark}"
+    yield f"time of each rank   {scale}{mark}"
     width = min(32, max(map(len, rows)))
     for host, ranks in rows.items():
         name = printable(host, limit=width)

@@ -11,8 +11,7 @@ from planish.base.errors import CheckpointCorrupt
 from planish.base.text import bytes_text
 from planish.checkpoint.convert.diff import diff
 from planish.checkpoint.convert.export_hf import CONFIG, parse_config
-from planish.checkpoint.convert.hf_names import WeightPart, weights_of
-from planish.checkpoint.convert.numbers import cast, read_weights
+from planish.checkpoint.convert.hf_names import WeightPart, cast, read_weights, weights_of
 from planish.checkpoint.format.items import ITEM_BYTES, quoted_name
 from planish.checkpoint.format.safetensors_file import StoredEntry, header_bytes, parse_header
 from planish.checkpoint.load.fill import RAW

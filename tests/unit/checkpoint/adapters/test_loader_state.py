@@ -158,18 +158,6 @@ def test_buffers_are_dealt_in_order_and_evenly(old, new, count):
     assert all(max(held) - min(held) <= 1 for held in totals.values())
 
 
-@pytest.mark.parametrize(("new_size", "expected"), [(3, [16] * 3), (4, [8, 7, 17, 16]), (1, [48])])
-def test_ranks_hold_equally_many_samples_however_many_readers_they_have(new_size, expected):
-    counts = {(d, r): 3 if d == 0 else 6 + (r < 3) for d in range(2) for r in range(5)}
-    shards = [LoaderShard(d, r, buffer=[0] * count) for (d, r), count in counts.items()]
-    saved = LoaderState({}, shards, dp_size=2, num_readers=5)
-    held = [
-        reshard(saved, LoaderState(dp_rank=d, dp_size=new_size, num_readers=5)).shards
-        for d in range(new_size)
-    ]
-    assert [sum(len(shard.buffer) for shard in shards) for shards in held] == expected
-
-
 def test_two_ranks_become_four_and_one_as_in_the_paper():
     shards = [LoaderShard(0, 0, buffer=[1, 2, 3]), LoaderShard(1, 0, buffer=[4, 5])]
     saved = LoaderState({}, shards, dp_size=2)
@@ -178,15 +166,6 @@ def test_two_ranks_become_four_and_one_as_in_the_paper():
     assert reshard(saved, LoaderState()).shards[0].buffer == [1, 2, 3, 4, 5]
     three = [reshard(saved, LoaderState(dp_rank=d, dp_size=3)).shards[0].buffer for d in range(3)]
     assert three == [[1, 2], [3, 4], [5]]
-
-
-def test_the_same_layout_comes_back_unchanged():
-    shards = [LoaderShard(d, r, 0, [d, r], {"web": 9 + d}) for d in range(2) for r in range(2)]
-    common = {"consumed": {"web": {"count": 3, "ahead": [7], "epoch": 2}}, "ratio": 0.5}
-    saved = LoaderState(common, shards, dp_size=2, num_readers=2)
-    found = reshard(saved, LoaderState(dp_rank=1, dp_size=2, num_readers=2))
-    assert found.common == common
-    assert found.shards == shards[2:]
 
 
 def test_positions_of_all_workers_make_one_consumed_set():
@@ -199,18 +178,6 @@ def test_positions_of_all_workers_make_one_consumed_set():
     found = [reshard(saved, LoaderState(dp_rank=d, dp_size=3)) for d in range(3)]
     assert found[0].common["consumed"] == {"web": {"count": 3, "ahead": [4], "epoch": 4}}
     assert [state.shards[0].cursor["web"] for state in found] == [3, 7, 5]
-
-
-@given(st.sets(st.integers(0, 30)), st.integers(1, 4))
-def test_a_consumed_set_knows_what_is_in_it_and_what_is_left(taken, workers):
-    found = Consumed.of(taken)
-    assert {k for k in range(40) if found.has(k)} == taken
-    left = [
-        list(itertools.takewhile(lambda k: k < 40, found.left(w, workers))) for w in range(workers)
-    ]
-    assert sorted(itertools.chain(*left)) == [k for k in range(40) if k not in taken]
-    assert all(k % workers == w for w in range(workers) for k in left[w])
-    assert Consumed.from_data(found.to_data()) == found
 
 
 class Opaque:
@@ -242,16 +209,6 @@ def test_an_opaque_loader_is_exact_or_refused_or_begun_anew_when_asked():
     with pytest.raises(LayoutMismatch, match="must be loaded by 2 data-parallel ranks"):
         restored(saved, 0, 4)
     assert restored(saved, 0, 4, loader_policy="restart") == (None, "restarted")
-
-
-def test_a_loader_given_as_a_dict_is_filled_in_place():
-    state = {"dataloader": {"common": {"seed": 1}, "shards": [LoaderShard(0, 0, buffer=["a"])]}}
-    found = collect("main", state, "plain", for_load=False).loader
-    target = {"dataloader": {"common": {}, "shards": []}}
-    wanted = collect("main", target, "plain", for_load=True)
-    apply("main", target, "plain", wanted, {}, {}, found)
-    assert target["dataloader"]["common"] == {"seed": 1}
-    assert target["dataloader"]["shards"][0].buffer == ["a"]
 
 
 GOOD = LoaderShard(0, 0, buffer=[1], cursor={"web": 2}).to_data()

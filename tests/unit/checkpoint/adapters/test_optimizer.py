@@ -193,18 +193,6 @@ def test_an_optimizer_with_numbers_and_odd_shapes_in_its_state_comes_back():
     assert second.state[copied]["step"].device.type == "cpu"
 
 
-def test_state_dicts_of_tensors_as_a_trainer_hands_them_are_filled_in_place():
-    net, other = model(0), model(1)
-    optimizer, second = adam(net), adam(other)
-    step(net, optimizer)
-    step(other, second)
-    source = {"model": dict(net.named_parameters()), "optimizer": states(net, optimizer)}
-    target = {"model": dict(other.named_parameters()), "optimizer": states(other, second)}
-    memory.load(memory.save(source, "plain"), target, "plain")
-    assert_equal_states(net, optimizer, other, second)
-    assert all(map(torch.equal, net.parameters(), other.parameters()))
-
-
 def test_what_a_module_saved_a_state_dict_loads_and_the_other_way_round():
     net, other = model(0), model(1)
     optimizer, second = adam(net), adam(other)

@@ -117,18 +117,6 @@ def mesh():
     dist.destroy_process_group()
 
 
-def test_dtensors_are_collected_with_their_boxes_and_without_a_copy(mesh):
-    local = torch.arange(6.0).view(2, 3)
-    shape, stride = torch.Size((4, 10)), (10, 1)
-    value = DTensor.from_local(
-        local, mesh, [Shard(0), Shard(1)], shape=shape, stride=stride, run_check=False
-    )
-    (item,) = collect("main", {"model": {"w": value}}, "fsdp2", for_load=False).items
-    # Rank 5 is at (1, 1); 10 columns in 4 parts are 3, 3, 3, 1.
-    assert [tuple(box) for box in item.boxes] == [((2, 3), (2, 3))]
-    assert (item.tensor.shape, item.data.data_ptr()) == ((4, 10), local.data_ptr())
-
-
 def test_a_dtensor_with_pending_sums_is_refused_by_name(mesh):
     value = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()], run_check=False)
     with pytest.raises(LayoutMismatch, match=r"`layer\.w` must be one box .*Partial"):

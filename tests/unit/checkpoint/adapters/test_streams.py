@@ -71,10 +71,3 @@ def test_streams_given_as_tensors_by_name_are_filled_in_place():
     assert float(torch.rand(())) == expected
     with pytest.raises(TypeError, match=r"`random\.numpy` must be a tensor"):
         collect("main", {"random": {"numpy": 3}}, "plain", for_load=False)
-
-
-def test_a_state_without_streams_reseeds():
-    saved = memory.save({"extra": {"step": 3}}, "plain")
-    state = {"random": streams()}
-    assert memory.load(saved, state, "plain") == {"rng": "reseeded"}
-    assert state["extra"] == {"step": 3}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import re
-import sys
 
 import numpy as np
 import pytest
@@ -215,15 +212,6 @@ def test_verify_names_the_damaged_object_and_block(run, states, file_root, tmp_p
     assert (code, "is missing" in out) == (1, True)
 
 
-def test_diff_is_zero_for_equal_states_in_any_layouts(run, file_root):
-    layout = Layout.parse("fsdp=3")
-    one = write_checkpoint(f"{file_root}/a", tiny_model())
-    other = write_checkpoint(f"{file_root}/b", tiny_model(), layout.boxes, num_ranks=3)
-    code, out, _ = run("diff", one, other)
-    assert code == 0
-    assert out.startswith("equal: 25 tensors, 7.8 KiB")
-
-
 def test_diff_lists_what_differs_and_returns_one(run, file_root):
     tensors = tiny_model()
     one = write_checkpoint(f"{file_root}/a", tensors)
@@ -260,25 +248,6 @@ def test_export_hf_writes_weights_beside_the_files_of_a_folder(run, states, file
     code, _, _ = run("export-hf", states[0], f"{file_root}/hf3", "--source", f"{file_root}/hf")
     assert code == 0
     assert (fetch_files(f"{file_root}/hf3") / "config.json").read_text() == "{}"
-
-
-def test_export_hf_shows_on_a_terminal_how_much_is_done(run, states, file_root, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    shown = Terminal()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(sys, "stderr", shown)
-    code, out, _ = run("export-hf", states[0], f"{file_root}/hf")
-    assert code == 0
-    assert out.strip().startswith(f"{file_root}/hf#sha256=")
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
-    size = sum(a.nbytes for s, a in tiny_model().items() if s.kind == "model")
-    assert "store" in text
-    assert "100%" in text
-    assert f"{size / 1024:.1f}/{size / 1024:.1f} KiB" in text
 
 
 def test_torch_folders_are_imported_and_exported(run, states, file_root, tmp_path):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from planish.base.errors import CheckpointNotFound, ConfigError
+from planish.base.errors import ConfigError
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.commit.commit import read_commit
 from planish.checkpoint.commit.journal import Journal, attempt_folder, new_attempt
@@ -108,16 +108,6 @@ def test_retention_never_means_everything(storage, options):
     with pytest.raises(ConfigError, match="keep_last"):
         catalog.retain(storage, "run", **options)
     assert check_all(storage) == [1]
-
-
-def test_delete_removes_one_checkpoint_and_needs_it(storage):
-    save(storage, 1)
-    save(storage, 2)
-    catalog.delete(storage, path_of(1))
-    assert check_all(storage) == [2]
-    assert stray(storage) == []
-    with pytest.raises(CheckpointNotFound):
-        catalog.delete(storage, path_of(1))
 
 
 def test_the_collection_waits_for_the_grace_and_says_why(storage):

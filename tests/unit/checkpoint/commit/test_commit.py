@@ -18,7 +18,6 @@ from planish.base.errors import (
 )
 from planish.checkpoint.commit.commit import (
     Commit,
-    discard,
     publish,
     read_commit,
     read_meta,
@@ -87,13 +86,6 @@ def test_publish_writes_every_field_of_the_commit(storage):
     assert read_meta(storage, "run/step-7", commit) == b"metadata"
     hint = json.loads(storage.get("run/LATEST", 1000)[0])
     assert hint == {"path": "step-7", "attempt": commit.attempt, "step": 7}
-
-
-def test_publish_leaves_no_journal_and_costs_eleven_requests(storage):
-    before = storage.requests.total()
-    publish_small(storage)
-    assert storage.requests.total() - before == 11  # the data object is one of them
-    assert not [stat.key for stat in storage.list("run") if "journal" in stat.key]
 
 
 def test_a_second_save_needs_overwrite(storage):
@@ -195,25 +187,6 @@ def test_hostile_journals_reach_nothing_outside_their_attempt():
     assert record.uploads == ((own, "id"),)
     for data in (b"", b"\xff", b"[]", b"{}", b"[" * 100_000, b'{"keys": 1}', b"null"):
         assert JournalContent.decode(data, attempt) == JournalContent()
-
-
-def test_discard_refuses_what_is_committed_and_may_be_repeated(storage):
-    commit = save(storage, 1)
-    assert discard(storage, path_of(1), commit.attempt) is False
-    assert load(storage, path_of(1)) == commit
-    other = new_attempt()
-    storage.put(f"{attempt_folder(path_of(1), other)}/data/x", b"1")
-    assert discard(storage, path_of(1), other) is True
-    assert discard(storage, path_of(1), other) is True
-    assert storage.folder(path_of(1)).folders == [f"{path_of(1)}/a-{commit.attempt}"]
-
-
-def test_an_unreadable_commit_protects_every_attempt(storage):
-    commit = save(storage, 1)
-    storage.put(f"{path_of(1)}/COMMIT", b"{}")
-    with pytest.raises(CheckpointCorrupt):
-        discard(storage, path_of(1), commit.attempt)
-    assert storage.get(f"{path_of(1)}/{commit.meta_key}", 1 << 20)
 
 
 GOOD = Commit("0" * 26, f"a-{'0' * 26}/meta/global.bin", 9, "ab" * 32, 2, 90, 7, ("main",))

@@ -6,7 +6,6 @@ import pytest
 
 from planish.base.errors import (
     CheckpointExists,
-    SaveFailed,
     StoreError,
     StoreUnavailable,
 )
@@ -231,17 +230,6 @@ def test_of_two_saves_to_one_path_exactly_one_wins_wherever_the_other_comes_in(k
         assert_is_clean(storage)
 
 
-def test_a_writer_that_was_paused_before_its_commit_changes_nothing_when_it_resumes():
-    storage = prepared()
-
-    def meanwhile():
-        save(storage, 5, path=path_of(1), overwrite=True)
-
-    with pytest.raises(CheckpointExists, match="step 5"):
-        write(storage, OVERWRITE, before_publish=meanwhile)
-    assert check_all(storage) == [5]
-
-
 def test_a_reader_of_a_replaced_checkpoint_can_finish_within_the_grace():
     storage = prepared()
     commit = read_commit(storage, path_of(1))
@@ -277,9 +265,3 @@ def test_a_removal_that_stops_anywhere_shows_whole_checkpoints_only(act):
     assert ended
     assert request > 8
     assert check_all(storage) == [2]
-
-
-def test_the_fence_can_be_told_from_a_crash():
-    storage = prepared()
-    with pytest.raises(SaveFailed, match="cleared away"):
-        write(storage, NEW, before_publish=lambda: catalog.gc(storage, "run", grace_s=0))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from planish.base.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
+from planish.base.errors import CheckpointCorrupt, CheckpointIncomplete
 from planish.checkpoint import api
 from planish.checkpoint.adapters.gathering import OPTIMIZER
 from planish.checkpoint.convert import dcp_bridge
@@ -24,7 +24,6 @@ from planish.checkpoint.convert.dcp_bridge import export_dcp, import_dcp
 from planish.checkpoint.convert.dcp_pickle import read_dcp_metadata
 from planish.checkpoint.convert.diff import diff
 from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.items import TensorSpec
 from planish.checkpoint.format.small_objects import decode_extra
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.reader import open_state
@@ -261,14 +260,3 @@ def test_files_outside_of_the_folder_are_never_opened(tmp_path, real_metadata):
     )
     with pytest.raises(CheckpointCorrupt, match="in a file of the folder"):
         import_dcp(tmp_path, damage.fresh())
-
-
-def test_an_export_overwrites_nothing_and_needs_the_role(tmp_path):
-    spec = TensorSpec("actor", "model", "w", "F32", (1,))
-    place = write_checkpoint(damage.fresh(), {spec: np.zeros(1, np.uint32)}, extra=False)
-    with pytest.raises(LayoutMismatch, match="role `main`"):
-        export_dcp(place, tmp_path / "a")
-    assert not (tmp_path / "a" / ".metadata").exists()
-    export_dcp(place, tmp_path / "b", role="actor")
-    with pytest.raises(FileExistsError, match="must be empty"):
-        export_dcp(place, tmp_path / "b", role="actor")

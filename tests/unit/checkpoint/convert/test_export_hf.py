@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -14,11 +13,8 @@ import safetensors.torch
 import torch
 
 from planish.base.errors import CheckpointCorrupt, CheckpointError, ConfigError, LayoutMismatch
-from planish.checkpoint import api
 from planish.checkpoint.convert import export_hf
-from planish.checkpoint.convert.export_hf import encode_header, plan_files
-from planish.checkpoint.convert.hf_names import Form
-from planish.checkpoint.convert.numbers import cast, to_bfloat16
+from planish.checkpoint.convert.hf_names import cast, to_bfloat16
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import TensorSpec
 from planish.checkpoint.load.fill import RAW
@@ -98,20 +94,6 @@ def test_export_equals_the_folder_that_transformers_itself_writes(file_root):
         f"{file_root}/direct", trained, version=1, parents={}, attributes={"config_sha256": "ab"}
     )
     assert read_manifest(direct.uri).shards == read_manifest(ref.uri).shards
-
-
-def test_the_bytes_done_are_told_up_to_the_last_one(file_root, monkeypatch):
-    monkeypatch.setattr(export_hf, "GROUP_BYTES", 1000)
-    trained = tiny(5).model
-    seen = []
-    export_hf.export(
-        state_of(trained), f"{file_root}/x", dtype="BF16", progress=lambda *told: seen.append(told)
-    )
-    sizes = [2 * p.numel() for p in trained.parameters()]
-    assert {total for _, total in seen} == {sum(sizes)}
-    done = [now for now, _ in seen]
-    assert done[0] == 0
-    assert sorted(b - a for a, b in itertools.pairwise(done)) == sorted(sizes)
 
 
 def test_only_the_models_bytes_are_read(file_root):
@@ -194,16 +176,6 @@ def test_types_are_cast_between_floats_only():
     assert cast(np.array([3], np.uint64), "I64", "I64").tolist() == [3]
 
 
-def test_files_are_filled_wide_types_first_and_never_beyond_their_size():
-    forms = {"b": Form("F32", (4,)), "a": Form("F32", (4,)), "h": Form("BF16", (4,)),
-             "big": Form("F32", (100,))}  # fmt: skip
-    files = plan_files(forms, 32)
-    assert list(files.values()) == [["a", "b"], ["big"], ["h"]]
-    assert plan_files(forms, 1 << 20) == {"model.safetensors": ["a", "b", "big", "h"]}
-    parsed = safetensors.torch.load(encode_header({"h": forms["h"]}) + bytes(8))
-    assert parsed["h"].tolist() == [0.0] * 4
-
-
 def test_a_folder_without_an_earlier_policy_is_written_with_its_config(file_root, tmp_path):
     trained = tiny(5)
     trained.model.save_pretrained(tmp_path / "config")
@@ -215,15 +187,6 @@ def test_a_folder_without_an_earlier_policy_is_written_with_its_config(file_root
     for name, weight in trained.model.named_parameters():
         assert torch.equal(loaded[name], weight.to(torch.bfloat16)), name
     assert json.loads(Path(f"{folder}/config.json").read_text())["hidden_size"] == 32
-
-
-def test_a_checkpoint_in_a_plain_folder_is_exported_to_a_plain_folder(tmp_path):
-    weights = {"w": torch.arange(4.0)}
-    api.save(f"{tmp_path}/step-1", {"model": weights}, async_=False)
-    ref = api.export_hf(f"{tmp_path}/step-1", f"{tmp_path}/out/")
-    assert ref.uri == f"file://{tmp_path}/out"
-    loaded = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(loaded["w"], weights["w"])
 
 
 def test_a_damaged_checkpoint_or_source_is_not_exported(file_root):

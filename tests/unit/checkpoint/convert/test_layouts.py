@@ -7,7 +7,6 @@ import pytest
 
 from planish.base.errors import ConfigError
 from planish.checkpoint.convert.layouts import Layout, tensor_parallel_dim
-from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.items import TensorSpec
 
 
@@ -69,21 +68,6 @@ def test_what_is_no_layout_is_refused_with_the_reason(text, words):
 )
 def test_linear_layers_are_cut_along_their_dimension(fqn, dims, expected):
     assert tensor_parallel_dim(fqn, dims) == expected
-
-
-def test_boxes_by_hand():
-    rows, columns = spec("q_proj", 5, 4), spec("o_proj", 4, 5)
-    layout = Layout.parse("tp=2")
-    assert layout.boxes(rows, 0) == (Box((0, 0), (3, 4)),)
-    assert layout.boxes(rows, 1) == (Box((3, 0), (2, 4)),)
-    assert layout.boxes(columns, 1) == (Box((0, 3), (4, 2)),)
-    assert Layout.parse("fsdp=4").boxes(spec("norm", 6), 3) == ()
-    assert Layout.parse("dp=2").boxes(spec("step"), 1) == (Box((), ()),)
-    halves = [Layout.parse("flat=2").boxes(spec("w", 3, 2), rank) for rank in (0, 1)]
-    assert halves == [
-        (Box((0, 0), (1, 2)), Box((1, 0), (1, 1))),
-        (Box((1, 1), (1, 1)), Box((2, 0), (1, 2))),
-    ]
 
 
 SHAPES = [(), (1,), (7,), (5, 3), (3, 5), (2, 3, 4), (0, 3), (64, 1)]

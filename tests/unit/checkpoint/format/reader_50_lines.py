@@ -4,7 +4,6 @@ python reader_50_lines.py ATTEMPT_FOLDER ROLE KIND FQN
 """
 
 import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ TYPES = {
     "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1",
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "<b1",
 }  # fmt: skip
-BLOCK = 1 << 20
 
 
 def tensor(folder, role, kind, fqn):
@@ -36,18 +34,6 @@ def tensor(folder, role, kind, fqn):
         box = tuple(slice(o, o + n) for o, n in zip(offset, length, strict=True))
         result[(..., *box)] = data.reshape(length)
     return result
-
-
-def check_crc32(folder):
-    """Check every file whose checksums are zlib's CRC-32; return how many blocks were right."""
-    blocks = 0
-    row = pa.ipc.open_file(Path(folder) / "meta/global.bin").read_all().to_pylist()[0]
-    for file in (file for file in row["files"] if file["algorithm"] == "crc32"):
-        data = (Path(folder) / file["key"]).read_bytes()
-        for number, crc in enumerate(file["crcs"]):
-            assert zlib.crc32(data[number * BLOCK : (number + 1) * BLOCK]) == crc, file["key"]
-            blocks += 1
-    return blocks
 
 
 if __name__ == "__main__":

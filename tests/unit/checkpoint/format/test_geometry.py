@@ -28,13 +28,6 @@ def view(array, box, origin):
     return array[(..., *(slice(o - a, o - a + n) for o, n, a in sides))]
 
 
-def test_six_elements_over_four_ranks_are_two_two_two_and_nothing():
-    size = -(-6 // 4)
-    held = [flat_boxes((6,), min(6, r * size), min(6, r * size + size)) for r in range(4)]
-    assert [sum(box.volume for box in boxes) for boxes in held] == [2, 2, 2, 0]
-    assert held[3] == []
-
-
 def test_a_scalar_has_one_element_and_one_box():
     assert flat_boxes((), 0, 1) == [Box((), ())]
     assert flat_boxes((), 0, 0) == []
@@ -60,11 +53,6 @@ def test_a_flat_range_becomes_few_consecutive_boxes(shape, a, b):
     assert np.concatenate([*parts, np.zeros(0, int)]).tolist() == list(range(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     assert all(min(box.lengths, default=1) > 0 for box in boxes)
-
-
-def test_the_bound_of_boxes_is_reached():
-    assert len(flat_boxes((4, 4), 1, 15)) == 3
-    assert len(flat_boxes((3, 3, 3), 1, 26)) == 5
 
 
 @given(st.integers(0, 2**32 - 1))

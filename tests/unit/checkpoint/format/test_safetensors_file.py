@@ -11,11 +11,9 @@ from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.format.items import ITEM_BYTES
 from planish.checkpoint.format.safetensors_file import (
     NewEntry,
-    StoredEntry,
     header_bytes,
     parse_header,
     plan_header,
-    quote_fqn,
 )
 
 ENTRIES = [
@@ -25,15 +23,6 @@ ENTRIES = [
     NewEntry("h|0|3", "BF16", (3,)),
     NewEntry("m|0|5", "BOOL", (5,)),
 ]
-
-
-def test_offsets_follow_the_header_without_gaps():
-    header, starts = plan_header(ENTRIES)
-    assert len(header) % 64 == 0
-    assert (starts - len(header)).tolist() == [0, 8, 32, 44, 50]
-    assert [start % ITEM_BYTES[e.dtype] for start, e in zip(starts, ENTRIES, strict=True)] == [
-        0
-    ] * 5
 
 
 def test_other_libraries_read_the_file():
@@ -63,13 +52,6 @@ def test_every_type_has_a_place_in_the_file(dtype):
         assert (stored.dtype, stored.shape) == (dtype, (2, 3))
 
 
-def test_a_file_without_entries_is_a_file():
-    header, starts = plan_header([])
-    assert len(starts) == 0
-    assert parse_header(header, len(header)).entries == {}
-    assert safetensors.numpy.load(header) == {}
-
-
 def test_entries_of_more_than_two_gib_have_right_places():
     count = 2**31 + 10
     header, starts = plan_header(
@@ -79,30 +61,6 @@ def test_entries_of_more_than_two_gib_have_right_places():
     stored = parse_header(header, len(header) + 4 * count + 3).entries
     assert stored["a|0|1"].shape == (count,)
     assert stored["b|0|1"].stop == len(header) + 4 * count + 3
-
-
-def test_two_entries_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="different names"):
-        plan_header([ENTRIES[1], ENTRIES[1]])
-
-
-@pytest.mark.parametrize("name", ["a|b", "é", "100%", '"', "\\", "a\nb", "x" * 999 + "|"])
-def test_odd_names_are_quoted_and_differ(name):
-    assert quote_fqn(name) != name
-    assert quote_fqn(name + "0") != quote_fqn(name + "1")
-
-
-def test_a_parsed_header_lists_entries_in_the_order_of_their_bytes():
-    raw = {
-        "b": {"dtype": "F32", "shape": [1], "data_offsets": [2, 6]},
-        "__metadata__": {"format": "pt"},
-        "a": {"dtype": "BF16", "shape": [], "data_offsets": [0, 2]},
-    }
-    text = json.dumps(raw).encode()
-    parsed = parse_header(struct.pack("<Q", len(text)) + text, len(text) + 14)
-    assert list(parsed.entries) == ["a", "b"]
-    assert parsed.entries["a"] == StoredEntry("BF16", (), len(text) + 8, len(text) + 10)
-    assert parsed.notes == {"format": "pt"}
 
 
 def text_of(**changes):

@@ -20,11 +20,9 @@ from planish.base.errors import (
     ShapeMismatch,
     UnexpectedKeys,
 )
-from planish.checkpoint.adapters.placement import TYPES
 from planish.checkpoint.format.geometry import Box, flat_boxes, whole
-from planish.checkpoint.format.items import ITEM_BYTES, LocalItem, TensorSpec
+from planish.checkpoint.format.items import LocalItem, TensorSpec
 from planish.checkpoint.load.agree import LoadOptions
-from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.load import load_state, open_on_all
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.ranks.control import Control
@@ -144,15 +142,6 @@ def test_generators_of_ranks_that_are_gone_are_no_fault(place):
     assert item.data.tolist() == [1, 1, 1, 1]
 
 
-def test_names_can_be_mapped_for_weights_and_their_moments(place):
-    items = [
-        renamed(item, fqn=item.tensor.fqn.replace("model.", "decoder.")) for item in ones(place)
-    ]
-    load(place, items, map_fqn=lambda name: name.replace("decoder.", "model."))
-    back = [renamed(i, fqn=i.tensor.fqn.replace("decoder.", "model.")) for i in items]
-    damage.assert_holds(back, tiny_model())
-
-
 def test_types_are_converted_only_when_asked():
     spec = TensorSpec("main", "model", "w", "F32", (3,))
     values = np.array([1.5, -2.0, 3e38], np.float32)
@@ -163,38 +152,6 @@ def test_types_are_converted_only_when_asked():
         load(place, [half])
     load(place, [half], dtype_policy="cast")
     assert half.data.tolist() == torch.tensor(values).to(torch.bfloat16).tolist()
-
-
-@pytest.mark.parametrize("dtype", ITEM_BYTES)
-def test_every_type_and_every_kind_of_view_is_filled(dtype):
-    rng = np.random.default_rng(3)
-    size = ITEM_BYTES[dtype]
-    spec = TensorSpec("main", "model", "w", dtype, (6, 4, 2))
-    high = 2 if dtype == "BOOL" else 256
-    raw = rng.integers(0, high, (6, 4, 2, size), dtype=np.uint8).view(RAW[size]).reshape(6, 4, 2)
-    place = write_checkpoint(damage.fresh(), {spec: raw}, extra=False)
-    kind = TYPES[dtype]
-    views = {
-        "contiguous": torch.zeros(6, 4, 2, dtype=kind),
-        "transposed": torch.zeros(2, 4, 6, dtype=kind).permute(2, 1, 0),
-        "sliced": torch.zeros(12, 5, 4, dtype=kind)[::2, 1:, 1:3],
-        "parameter": torch.zeros(6, 4, 2, dtype=kind).requires_grad_(kind.is_floating_point),
-    }
-    for name, view in views.items():
-        item = LocalItem(spec, (whole(spec.shape),), view)
-        load(place, [item])
-        assert np.array_equal(damage.raw_of(LocalItem(spec, (), view.detach().clone())), raw), name
-
-
-def test_scalars_and_empty_tensors_come_back():
-    scalar, empty = (
-        TensorSpec("main", "optim", n, "F32", s) for n, s in (("s", ()), ("e", (0, 3)))
-    )
-    tensors = {scalar: np.array(9, np.uint32), empty: np.zeros((0, 3), np.uint32)}
-    place = write_checkpoint(damage.fresh(), tensors, extra=False)
-    items = [LocalItem(s, (whole(s.shape),), torch.zeros(s.shape)) for s in tensors]
-    load(place, items)
-    assert damage.raw_of(items[0]).item() == 9
 
 
 @pytest.mark.slow
@@ -230,13 +187,6 @@ def test_a_bit_that_flipped_in_the_store_is_told_by_file_and_block(place):
     assert caught.value.file == "data/main.optim/00000-0.safetensors"
     assert caught.value.block == 0
     assert caught.value.target_modified is not damage.untouched(items)
-
-
-def test_damage_that_nobody_asks_for_does_not_matter(place):
-    damage.flip(place, "main.optim/00000-0.safetensors")
-    items = ones(place, parts=("model",))
-    load(place, items, parts=("model",))
-    damage.assert_holds(items, tiny_model())
 
 
 @pytest.mark.parametrize(

@@ -13,22 +13,18 @@ from hypothesis import strategies as st
 
 from planish.base.errors import (
     CheckpointCorrupt,
-    CheckpointIncomplete,
-    CheckpointNotFound,
-    MissingKeys,
-    StoreUnavailable,
 )
 from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.items import TensorSpec
 from planish.checkpoint.format.metafile import BLOCK
 from planish.checkpoint.load.read_pool import RING, Rounds
-from planish.checkpoint.load.reader import BlockReader, check_objects, open_state
-from planish.checkpoint.load.slices import Slice, SliceReader
+from planish.checkpoint.load.reader import BlockReader, open_state
+from planish.checkpoint.load.slices import SliceReader
 from planish.store import open_store
 from tests.stores.faulty import FaultyStore
 from tests.thin import examples
 from tests.unit.checkpoint import damage
-from tests.unit.checkpoint.written import EXTRA, tiny_model, write_checkpoint
+from tests.unit.checkpoint.written import write_checkpoint
 
 MATRIX = TensorSpec("main", "model", "w", "U8", (5, BLOCK))
 
@@ -66,30 +62,6 @@ def test_one_column_is_read_in_requests_that_cost_least(matrix):
     assert reader.reader.counters.num_bytes <= 8 * BLOCK
 
 
-def test_many_slices_of_many_tensors_come_in_few_requests():
-    tensors = tiny_model()
-    place = write_checkpoint(damage.fresh(), tensors)
-    reader = SliceReader(open_state(place))
-    slices = [Slice(spec, (Box((0,) * len(spec.shape), spec.shape),)) for spec in tensors]
-    for part, found in zip(slices, reader.read_many(slices), strict=True):
-        assert found.nbytes == part.nbytes
-        assert np.array_equal(found, tensors[part.tensor].reshape(-1))
-    assert reader.reader.counters.requests == 2
-    with pytest.raises(MissingKeys, match=r"must hold `optim\.nothing`"):
-        reader.spec("nothing", kind="optim")
-
-
-def test_small_files_are_read_by_name_and_bounded():
-    reader = BlockReader(open_state(write_checkpoint(damage.fresh(), tiny_model())))
-    for name, content in EXTRA.items():
-        assert reader.read_file(name) == content
-    name, content = next(iter(EXTRA.items()))
-    with pytest.raises(CheckpointCorrupt, match=f"at most 1 bytes, got {len(content)} bytes"):
-        reader.read_file(name, 1)
-    with pytest.raises(CheckpointCorrupt, match="got none"):
-        reader.read_file("data/other.bin")
-
-
 def test_bytes_that_change_on_the_way_are_read_once_more(matrix):
     place, _ = matrix
     uri = place.partition("#")[0]
@@ -116,28 +88,6 @@ def test_bytes_that_change_on_the_way_are_read_once_more(matrix):
     unchecked = BlockReader(opened, verify=False)
     unchecked.read(0, 0, BLOCK)
     assert unchecked.counters.rereads == 0
-
-
-def test_what_is_missing_or_unreachable_is_told():
-    place = write_checkpoint(damage.fresh(), tiny_model())
-    opened = open_state(place)
-    assert check_objects(opened) == []
-    damage.remove(place, "main.model/00000-0.safetensors")
-    damage.truncate(place, "main.optim/00000-0.safetensors", 5)
-    assert [text.split("`")[1] for text in check_objects(opened)] == [
-        "data/main.model/00000-0.safetensors",
-        "data/main.optim/00000-0.safetensors",
-    ]
-    assert len(check_objects(opened, {0})) == 1
-    reader = BlockReader(opened)
-    for row in (0, 1):
-        with pytest.raises(CheckpointIncomplete):
-            reader.read(row, 0, 100)
-    opened.storage = FaultyStore(opened.storage, lambda number, kind, key: "fail")
-    with pytest.raises(StoreUnavailable):
-        reader.read(0, 0, 100)
-    with pytest.raises(CheckpointNotFound):
-        open_state(damage.fresh())
 
 
 @given(st.lists(st.integers(1, 100), max_size=60), st.integers(2, RING))

@@ -38,17 +38,6 @@ def by_rows(one, ranks):
     ]
 
 
-def test_a_box_across_two_shards_becomes_two_pieces():
-    one = spec("w", (4, 6))
-    reads = match(saved(*by_rows(one, 2)), [LocalItem(one, (Box((1, 2), (2, 3)),))])
-    assert reads.item.tolist() == [0, 0]
-    assert reads.box.tolist() == [0, 0]
-    assert reads.shard.tolist() == [0, 1]
-    assert reads.offsets.tolist() == [[1, 2], [2, 2]]
-    assert reads.lengths.tolist() == [[1, 3], [1, 3]]
-    assert reads.corner.tolist() == [[1, 2], [1, 2]]
-
-
 @settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32), chunk=st.sampled_from([1, 7, 1 << 20]))
 def test_pieces_are_all_intersections_and_fill_the_boxes(seed, chunk):
@@ -125,12 +114,3 @@ def test_a_hole_hidden_by_a_double_is_found():
     metadata = without_shards(saved(*by_rows(one, 2)), [0, 0])
     with pytest.raises(LayoutMismatch, match=r"the boxes .* of shape \(4, 2\) overlap"):
         match(metadata, [LocalItem(one, (whole((4, 2)),))])
-
-
-def test_boxes_that_want_nothing_and_scalars():
-    scalar, empty = spec("s", ()), spec("e", (0, 3))
-    metadata = saved([(scalar, (whole(()),)), (empty, (whole((0, 3)),))])
-    items = [LocalItem(empty, (whole((0, 3)),)), LocalItem(scalar, (whole(()),))]
-    reads = match(metadata, items)
-    assert rows_of(reads) == [(1, 0, 0, (0, 0), (1, 1))]
-    assert len(match(metadata, [])) == 0

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
 
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.format.geometry import Box, flat_boxes, whole
 from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec
-from planish.checkpoint.plan.coverage import cover_faults, untiled
 from planish.checkpoint.plan.save import plan_save
-from tests.unit.checkpoint.planned import random_shards
 
 
 def spec(fqn, shape, dtype="F32"):
@@ -87,35 +82,3 @@ def test_the_first_offender_is_named_with_its_boxes_and_ranks(ranks, told):
     with pytest.raises(LayoutMismatch) as caught:
         plan_save(columns(*ranks))
     assert told in str(caught.value)
-
-
-def test_the_quick_checks_miss_no_fault_and_rarely_ask_for_the_thorough_one():
-    rng = random.Random(3)
-    asked = faulty = 0
-    for _ in range(400):
-        dims, tensors = rng.randint(0, 4), rng.randint(1, 4)
-        shapes = np.array(
-            [[rng.randint(1, 6) for _ in range(dims)] for _ in range(tensors)], np.int64
-        ).reshape(tensors, dims)
-        rows = [
-            (tensor, box)
-            for tensor in range(tensors)
-            for boxes in set(random_shards(rng, tuple(shapes[tensor].tolist()), 4))
-            for box in boxes
-            if box.volume
-        ]
-        rng.shuffle(rows)
-        if rng.random() < 0.4 and rows:
-            rows.pop()
-        if rng.random() < 0.4 and rows:
-            rows.append(rows[0])
-        owners = np.array([tensor for tensor, _ in rows], np.int64)
-        offsets = np.array([box.offsets for _, box in rows], np.int64).reshape(len(rows), dims)
-        lengths = np.array([box.lengths for _, box in rows], np.int64).reshape(len(rows), dims)
-        suspects = set(untiled(shapes, owners, offsets, lengths).tolist())
-        faults = set(cover_faults(shapes, owners, offsets, lengths))
-        assert faults <= suspects
-        faulty += len(faults)
-        asked += len(suspects - faults)
-    assert faulty > 200
-    assert asked < 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import numpy as np
@@ -48,13 +47,6 @@ def writers(plan):
     return {item: sorted(rows, key=lambda row: row[1]) for item, rows in sorted(found.items())}
 
 
-def test_a_replica_is_written_by_one_rank_and_each_rank_gets_its_share():
-    plan = plan_save(replicated([spec(f"t{n}", (100,)) for n in range(8)], 4))
-    assert data_loads(plan) == [200, 200, 200, 200]
-    assert sorted(writers(plan)) == list(range(8))
-    assert all(len(rows) == 1 for rows in writers(plan).values())
-
-
 def test_the_largest_item_is_placed_first_and_ties_go_to_the_lowest_rank():
     plan = plan_save(replicated([spec("a", (10,)), spec("b", (30,)), spec("c", (20,))], 2))
     # b -> rank 0 (30); c -> rank 1 (20); a -> rank 1 (30).
@@ -67,13 +59,6 @@ def test_ties_go_to_the_host_with_fewer_bytes():
     assert [rows[0][0] for rows in writers(same).values()] == [0, 1, 2, 3]
     spread = plan_save(columns, hosts=[0, 0, 0, 0, 7, 7, 7, 7])
     assert [rows[0][0] for rows in writers(spread).values()] == [0, 4, 1, 5]
-
-
-def test_ranks_begin_with_the_bytes_that_only_they_hold():
-    own = LocalItem(spec("own", (90,)), (whole((90,)),))
-    both = [LocalItem(spec(f"t{n}", (30,)), (whole((30,)),)) for n in range(3)]
-    columns = [Columns.from_items([own, *both]), Columns.from_items(both)]
-    assert data_loads(plan_save(columns)) == [90, 90]
 
 
 def test_kinds_are_balanced_each_by_itself():
@@ -119,26 +104,6 @@ def test_a_large_replica_is_cut_along_its_first_real_dimension_and_shared():
     assert shards.lengths.tolist() == [[1, 3, 3], [1, 3, 3], [1, 4, 3]]
 
 
-def test_what_one_rank_alone_holds_is_never_cut():
-    plan = plan_save(replicated([spec("w", (1000,))], 1), split_bytes=10)
-    assert writers(plan) == {0: [(0, 0, 1000)]}
-
-
-def test_a_flat_slice_is_one_entry_and_several_boxes():
-    half = [flat_boxes((3, 2), *pair) for pair in ((0, 3), (3, 6))]
-    one = spec("b", (3, 2), "F32")
-    plan = plan_save([Columns.from_items([LocalItem(one, tuple(boxes))]) for boxes in half])
-    assert [file.stops.tolist() for rank in range(2) for file in plan.rank(rank).files] == [
-        [12],
-        [12],
-    ]
-    shards = plan.metadata({}).shards
-    assert shards.offsets.tolist() == [[0, 0], [1, 0], [1, 1], [2, 0]]
-    assert shards.lengths.tolist() == [[1, 2], [1, 1], [1, 1], [1, 2]]
-    first = plan.rank(0).files[0].offsets[0]
-    assert (shards.start - first).tolist() == [0, 8, 0, 4]
-
-
 def test_a_replicated_flat_slice_over_the_limit_is_cut_into_its_boxes():
     boxes = tuple(flat_boxes((4, 4), 2, 14))
     rest = [tuple(flat_boxes((4, 4), *pair)) for pair in ((0, 2), (14, 16))]
@@ -180,32 +145,6 @@ def test_files_begin_anew_when_they_are_full(monkeypatch):
     assert [file.key for file in files] == [
         f"data/main.model/00000-{number}.safetensors" for number in range(5)
     ]
-
-
-def test_tensors_without_elements_and_scalars_are_kept():
-    specs = [spec("empty", (0, 4)), spec("scalar", (), "F32"), spec("one", (1,))]
-    plan = plan_save(replicated(specs, 3))
-    metadata = plan.metadata({"step": 1})
-    assert sorted(metadata.tensors.fqns) == ["empty", "one", "scalar"]
-    assert metadata.shards.num_shards == 2
-    assert sorted(data_loads(plan)) == [0, 1, 4]
-    assert json.loads(plan.rank(0).files[0].header[8:]) == {
-        "scalar||": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
-    }
-
-
-def test_ranks_may_hold_nothing():
-    pairs = [(0, 2), (2, 4), (4, 6), (6, 6)]
-    one = spec("w", (6,))
-    columns = [
-        Columns.from_items([LocalItem(one, (Box((low,), (high - low,)),))]) for low, high in pairs
-    ]
-    plan = plan_save(columns)
-    assert data_loads(plan) == [2, 2, 2, 0]
-    assert plan.rank(3).files == ()
-    nothing = plan_save([Columns.from_items([])] * 2)
-    assert nothing.keys == ()
-    assert nothing.metadata({}).shards.num_shards == 0
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec
-from planish.checkpoint.plan import coalesce, share
+from planish.checkpoint.plan import reads as planned_reads
+from planish.checkpoint.plan import share
 from planish.checkpoint.plan.match import match
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.plan.share import share_reads
 from tests.thin import examples
-from tests.unit.checkpoint.plan.pieces import unique_bytes
 from tests.unit.checkpoint.planned import (
-    World,
     item_bytes,
     random_tensors,
     random_world,
@@ -33,10 +32,8 @@ MIB = 1 << 20
 
 def small_blocks(patch):
     """Shrink blocks and requests, so that small tensors cross many of them."""
-    patch.setattr(coalesce, "BLOCK", 64)
+    patch.setattr(planned_reads, "BLOCK", 64)
     patch.setattr(share, "BLOCK", 64)
-    patch.setattr(coalesce, "GAP_BYTES", 16)
-    patch.setattr(coalesce, "REQUEST_BYTES", 256)
     patch.setattr(share, "REQUEST_BYTES", 256)
     patch.setattr(share, "SHORT_BYTES", 128)
 
@@ -58,8 +55,8 @@ def test_every_rank_gets_exactly_its_bytes_and_no_byte_is_read_twice(seed, small
     reads = [match(metadata, items) for items in target.items]
     hosts = [rng.randrange(3) for _ in range(ranks)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coalesce, "REQUEST_SECONDS", rng.choice([0.0, 1e-9, 1.0]))
-        patch.setattr(coalesce, "BYTES_PER_SECOND", rng.choice([1.0, 1e9]))
+        patch.setattr(share, "REQUEST_SECONDS", rng.choice([0.0, 1e-9, 1.0]))
+        patch.setattr(share, "BYTES_PER_SECOND", rng.choice([1.0, 1e9]))
         if small:
             small_blocks(patch)
         shared = share_reads(metadata, reads, hosts=hosts)
@@ -68,7 +65,6 @@ def test_every_rank_gets_exactly_its_bytes_and_no_byte_is_read_twice(seed, small
         for item, boxes in zip(items, held, strict=True):
             assert b"".join(box.tobytes() for box in boxes) == item_bytes(target, item)
     check_requests(metadata, shared, 256 if small else 16 * MIB)
-    assert unique_bytes(metadata, shared.wanted) == union_bytes(target)
 
 
 def bytes_from_store(shared):
@@ -90,22 +86,6 @@ def check_requests(metadata, shared, limit):
         )
 
 
-def union_bytes(world: World):
-    """Count the bytes that any rank holds by marking them."""
-    total = 0
-    for (role, kind, fqn), values in world.truth.items():
-        marks = np.zeros(values.shape[:-1], bool)
-        for items in world.items:
-            for item in items:
-                one = item.tensor
-                if (one.role, one.kind, one.fqn) == (role, kind, fqn):
-                    for box in item.boxes:
-                        sides = zip(box.offsets, box.ends, strict=True)
-                        marks[tuple(slice(low, high) for low, high in sides)] = True
-        total += int(marks.sum()) * values.shape[-1]
-    return total
-
-
 def spec(fqn, shape, dtype="F32"):
     return TensorSpec("main", "model", fqn, dtype, shape)
 
@@ -125,18 +105,12 @@ def replicas(one, ranks):
 def test_replicas_are_read_once_and_spread_over_the_readers():
     one = spec("w", (64 * MIB,))
     metadata, reads, shared = planned(replicas(one, 1), replicas(one, 4))
-    assert unique_bytes(metadata, shared.wanted) == 256 * MIB
     assert bytes_from_store(shared) == metadata.files.sizes[0]
     load = np.bincount(shared.reader, shared.requests.stop - shared.requests.start)
     assert max(load) - min(load) <= 16 * MIB
     plan = shared.rank(metadata, 0, reads[0])
-    assert int(plan.sends.nbytes.sum()) == 3 * int(load[0]) - 3 * len(metadata_header(metadata))
-    assert sorted(set(plan.receives.peer.tolist())) == [1, 2, 3]
-
-
-def metadata_header(metadata):
-    """Return as many bytes as the header of the first file has, which nobody asked for."""
-    return bytes(int(metadata.shards.start[0]))
+    assert int(plan.copies.nbytes.sum() + plan.asks.nbytes.sum()) == 256 * MIB
+    assert sorted(set(plan.readers.tolist())) == [1, 2, 3]
 
 
 def test_the_same_layout_needs_no_exchange():
@@ -145,9 +119,9 @@ def test_the_same_layout_needs_no_exchange():
     metadata, reads, shared = planned(parts, parts)
     for rank in range(4):
         plan = shared.rank(metadata, rank, reads[rank])
-        assert len(plan.sends) == len(plan.receives) == 0
+        assert len(plan.asks) == 0
         assert int((plan.requests.stop - plan.requests.start).sum()) == metadata.files.sizes[rank]
-    assert bytes_from_store(shared) / unique_bytes(metadata, shared.wanted) < 1.00001
+    assert bytes_from_store(shared) == sum(metadata.files.sizes)
 
 
 def test_two_to_four_ranks_share_only_the_blocks_at_the_seams():
@@ -158,23 +132,10 @@ def test_two_to_four_ranks_share_only_the_blocks_at_the_seams():
         return [[LocalItem(one, (Box((rank * size,), (size,)),))] for rank in range(ranks)]
 
     metadata, reads, shared = planned(parts(2), parts(4))
-    sent = [int(shared.rank(metadata, r, reads[r]).sends.nbytes.sum()) for r in range(4)]
+    sent = [int(shared.rank(metadata, r, reads[r]).asks.nbytes.sum()) for r in range(4)]
     # In each file the middle lies inside one block, of which one reader sends the other's part.
     assert 0 < sum(sent) < 2 * MIB
     assert bytes_from_store(shared) == sum(metadata.files.sizes)
-
-
-def test_many_small_tensors_of_other_owners_are_read_together():
-    specs = [spec(f"t{n}", (1024,)) for n in range(2000)]
-    source = [[LocalItem(one, (whole(one.shape),)) for one in specs]]
-    targets = [
-        [LocalItem(one, (Box((rank * 256,), (256,)),)) for one in specs] for rank in range(4)
-    ]
-    metadata, _, shared = planned(source, targets)
-    assert bytes_from_store(shared) <= 8 * MIB + 400_000
-    assert bytes_from_store(shared) == metadata.files.sizes[0]
-    assert unique_bytes(metadata, shared.wanted) == 8_192_000
-    assert len(shared.requests) <= 2
 
 
 def test_short_runs_of_different_ranks_share_a_request_and_long_ones_do_not():
@@ -211,36 +172,19 @@ def test_replication_is_how_many_ranks_need_a_block_on_average():
     assert planned(replicas(one, 1), nothing)[2].replication == 1.0
 
 
-def test_parts_of_the_model_touch_no_other_file():
-    model = spec("w", (MIB,))
-    optim = TensorSpec("main", "optim", "m", "F32", (MIB,))
-    source = [[LocalItem(one, (whole(one.shape),)) for one in (model, optim)]]
-    metadata, _, shared = planned(source, [[source[0][0]]])
-    assert {metadata.files.keys[file] for file in shared.requests.file} == {
-        "data/main.model/00000-0.safetensors"
-    }
-
-
 def test_a_column_is_fetched_in_runs_or_as_a_whole_by_what_it_costs(monkeypatch):
     one = spec("w", (8, MIB))
     target = [[LocalItem(one, (Box((0, 0), (8, 1024)),))]]
     bytes_read = {}
     for name, request_s, bytes_per_s in (("slow", 1e-6, 1e6), ("far", 1.0, 1e12)):
-        monkeypatch.setattr(coalesce, "REQUEST_SECONDS", request_s)
-        monkeypatch.setattr(coalesce, "BYTES_PER_SECOND", bytes_per_s)
+        monkeypatch.setattr(share, "REQUEST_SECONDS", request_s)
+        monkeypatch.setattr(share, "BYTES_PER_SECOND", bytes_per_s)
         metadata, reads, shared = planned(replicas(one, 1), target)
         bytes_read[name] = bytes_from_store(shared)
         plan = shared.rank(metadata, 0, reads[0])
         assert int((plan.copies.lengths.prod(axis=1)).sum()) == 8 * 1024
     # Eight rows of 4 MiB: a block of each, or all but the last row's rest.
     assert bytes_read == {"slow": 8 * MIB, "far": 29 * MIB}
-
-
-def test_nothing_wanted_is_nothing_read():
-    one = spec("w", (4,))
-    metadata, reads, shared = planned(replicas(one, 1), [[], []])
-    assert len(shared.requests) == unique_bytes(metadata, shared.wanted) == 0
-    assert len(shared.rank(metadata, 1, reads[1]).copies) == 0
 
 
 def test_plans_are_equal_byte_by_byte():

@@ -20,15 +20,12 @@ from planish.base.errors import (
 )
 from planish.checkpoint.ranks.control import Control, plan_tree
 from planish.checkpoint.ranks.messages import (
-    EVERYONE,
     Line,
     decode_errors,
     encode_errors,
     here_at,
     joined_error,
     listen,
-    pack,
-    unpack,
 )
 from tests.integration.waiting import wait_for
 
@@ -52,16 +49,6 @@ def test_a_tree_of_8960_ranks_has_few_levels_and_few_neighbours():
     assert sum(map(len, tree.children)) == 8959
 
 
-def test_a_machine_talks_to_the_outside_through_its_lowest_rank_only():
-    tree = plan_tree([0, 1, 0, 1, 2, 2])
-    assert tree.parents == (-1, 0, 0, 1, 0, 4)
-
-
-@given(st.dictionaries(st.integers(0, 2**32 - 1), st.binary(max_size=50), max_size=9))
-def test_packed_messages_come_apart_again(parts):
-    assert unpack(pack(parts)) == parts
-
-
 def test_errors_keep_their_kind_and_facts_on_the_way():
     found = {
         3: CheckpointCorrupt("flipped", file="a", block=7),
@@ -83,26 +70,6 @@ def test_many_errors_become_one_with_every_message_once_and_by_rank():
     assert str(joined) == "ranks 0, 2, 5: hole in `w`; rank 3: down"
     assert type(joined) is LayoutMismatch
     assert joined.per_rank == {0: "hole in `w`", 2: "hole in `w`", 3: "down", 5: "hole in `w`"}
-
-
-def test_an_error_names_its_rank_once_on_its_way_through_several_operations():
-    told = {}
-    for error in (StoreUnavailable("down"), TypeError("key `x`"), CheckpointCorrupt("bad")):
-        first = joined_error({4: error}, 6)
-        again = joined_error(decode_errors(encode_errors({4: first})), 6)
-        told[type(again)] = str(again), again.per_rank
-    assert told == {
-        StoreUnavailable: ("rank 4: down", {4: "down"}),
-        TypeError: ("rank 4: key `x`", {4: "key `x`"}),
-        CheckpointCorrupt: ("rank 4: bad", {4: "bad"}),
-    }
-
-
-def test_a_job_of_one_process_names_no_rank_and_a_judgement_on_all_ranks_none_either():
-    error = LayoutMismatch("hole in `w`")
-    assert str(joined_error({0: error}, 1)) == "hole in `w`"
-    joined = joined_error({EVERYONE: error}, 4)
-    assert (str(joined), joined.per_rank) == ("hole in `w`", {})
 
 
 def test_one_process_answers_itself_without_a_store():

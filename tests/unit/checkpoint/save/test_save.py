@@ -9,12 +9,9 @@ import threading
 import time
 import weakref
 
-import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from planish.base.errors import CheckpointExists, LayoutMismatch, SaveFailed
 from planish.checkpoint.format.geometry import Box, whole
@@ -36,7 +33,6 @@ from tests.integration.ckpt_states import (
 )
 from tests.integration.waiting import wait_for
 from tests.stores.faulty import FaultyStore
-from tests.thin import examples
 
 BIG = {"rows": 700, "cols": 1000, "tensors": 4}
 """17 MB: parts, and the uploading process where there is one."""
@@ -93,27 +89,6 @@ def test_an_upload_with_a_pace_is_spread_over_its_seconds_unless_somebody_waits(
     handle.cancel()
     with pytest.raises(SaveFailed, match="cancelled"):
         handle.result(LIMIT)
-
-
-@given(st.data())
-@settings(max_examples=examples(15))
-def test_any_tensors_come_back(data):
-    shapes = data.draw(st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=6))
-    items, expected = [], {}
-    for index, shape in enumerate(shapes):
-        tensor = torch.rand([n + 1 for n in shape][::-1]).permute(tuple(range(len(shape)))[::-1])
-        tensor = tensor[tuple(slice(0, n) for n in shape)]
-        spec = TensorSpec("main", "model", f"w{index}/é|..", "F32", tuple(shape))
-        items.append(LocalItem(spec, (whole(tuple(shape)),), tensor))
-        expected["main", "model", spec.fqn] = tensor.numpy()
-    engine = SaveEngine(Control.single())
-    options = SaveOptions("mem://any/x", overwrite=True)
-    engine.save({"main": Collected(items)}, options).result(LIMIT)
-    engine.close()
-    _, _, tensors, _ = read_back("mem://any/x")
-    for key, value in expected.items():
-        if value.size:
-            np.testing.assert_array_equal(tensors[key], value)
 
 
 def test_a_path_that_is_taken_is_refused_and_can_be_overwritten(engine, root):

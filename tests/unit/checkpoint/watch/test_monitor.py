@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.base import telemetry
-from planish.base.errors import CheckpointNotFound, RecordError, SaveFailed
+from planish.base.errors import CheckpointNotFound, RecordError
 from planish.checkpoint.commit.commit import publish
 from planish.checkpoint.commit.journal import journaled, new_attempt
 from planish.checkpoint.watch import monitor
-from planish.checkpoint.watch.monitor import Recorder, Timeline, Timing
+from planish.checkpoint.watch.monitor import Timeline, Timing
 from planish.store import open_store
 from tests import pages
 
@@ -25,16 +25,6 @@ def _fresh(monkeypatch):
 
 def samples():
     return pages.samples(telemetry.metrics_text())
-
-
-def test_repeated_requests_are_counted_by_their_reason():
-    recorder = Recorder(0, "load")
-    recorder.retried("read", {"503": 2}, {"503": 5, "ReadTimeoutError": 1})
-    monitor.publish(recorder.timeline(), 0)
-    found = samples()
-    assert found['planish_checkpoint_retries_total{code="503"}'] == 3
-    assert found['planish_checkpoint_retries_total{code="ReadTimeoutError"}'] == 1
-    assert not any("stage_seconds" in name for name in found)
 
 
 def uploads(*seconds, op="save", stage="upload", start=100.0):
@@ -62,15 +52,6 @@ def test_own_records_become_metrics_and_those_of_others_do_not():
     assert found[moved] == 17, "staged bytes do not leave the machine"
 
 
-def test_commits_and_failures_become_metrics():
-    monitor.publish_commit(192, 1.7e9)
-    monitor.publish_failure("save", SaveFailed("rank 3: disk full"))
-    found = samples()
-    assert found["planish_checkpoint_last_committed_step"] == 192
-    assert found["planish_checkpoint_last_commit_timestamp_seconds"] == 1.7e9
-    assert found['planish_checkpoint_failures_total{op="save",reason="SaveFailed"}'] == 1
-
-
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
@@ -94,21 +75,6 @@ def test_a_straggler_is_named_with_its_machine_and_the_stage_that_cost_most_beyo
     (one,) = monitor.stragglers(Timeline([*fast, slow_plan, *plans]))
     assert (one.rank, one.host, one.stage) == (3, "node-1", "plan")
     assert (one.seconds, one.median_seconds) == (pytest.approx(11.0), pytest.approx(3.1))
-
-
-def test_waiting_for_a_straggler_makes_nobody_else_one():
-    records = uploads(1.0, 1.0, 9.0)
-    records += [Timing(rank, "save", "", "barrier", 101.0, 110.0) for rank in (0, 1)]
-    records += [Timing(0, "save", "", "meta", 109.0, 109.5)]
-    timeline = Timeline(records)
-    assert [one.rank for one in monitor.stragglers(timeline)] == [2]
-    assert monitor.rank_seconds(timeline) == {0: 1.0, 1: 1.0, 2: 9.0}
-
-
-def test_objects_that_move_at_the_same_time_count_once():
-    parallel = [Timing(0, "save", f"s{k}", "upload", 100.0, 101.9, host="node-0") for k in range(8)]
-    others = [Timing(rank, "save", "s", "upload", 100.0, 101.0) for rank in (1, 2)]
-    assert monitor.stragglers(Timeline([*parallel, *others])) == []
 
 
 def test_a_straggler_is_logged_and_counted(caplog):
@@ -171,33 +137,3 @@ def test_a_timeline_survives_its_bytes(records):
 def test_bytes_that_are_no_timeline_are_refused(data):
     with pytest.raises(ValueError, match="a timeline must be JSON lines"):
         Timeline.decode(data)
-
-
-def test_a_column_of_a_newer_version_is_skipped():
-    data = Timeline([Timing(0, "save", "", "plan", 1.0, 2.0)]).encode()
-    newer = data.replace(b'"host"]', b'"host", "later"]').replace(b'""]', b'"", 7]')
-    assert Timeline.decode(newer).records[0].seconds == 1.0
-
-
-def test_stages_add_up_by_rank_and_state():
-    line = Timeline(
-        [
-            Timing(0, "save", "main.model", "upload", 0.0, 2.0),
-            Timing(0, "save", "main.model", "upload", 2.0, 3.0),
-            Timing(1, "save", "main.optim", "upload", 1.0, 5.0),
-        ]
-    )
-    assert line.seconds("upload") == 7.0
-    assert line.seconds("upload", rank=1) == 4.0
-    assert line.end_to_end() == {0: 3.0, 1: 4.0}
-    assert line.wall_seconds == 5.0
-    assert Timeline().wall_seconds == 0.0
-
-
-def test_a_stage_that_raises_is_recorded_too():
-    recorder = Recorder(3, "save", "a")
-    with pytest.raises(ZeroDivisionError), recorder.stage("upload", "main.model", 5):
-        _ = 1 / 0
-    (record,) = recorder.timeline().records
-    assert (record.rank, record.stage, record.num_bytes, record.host) == (3, "upload", 5, "a")
-    assert record.end >= record.start

@@ -56,12 +56,6 @@ def test_rows_of_the_heat_map_are_machines_and_blocks_their_ranks(records, expec
     assert rows_of(records) == expected
 
 
-def test_very_many_ranks_become_one_block_a_machine():
-    rows = rows_of(uploads(*[1.0] * 9000, 1.5))
-    assert sum(map(len, rows.values())) == 1126
-    assert rows["machines 1120 to 1151"] == [0, 0, 0, 0, 0, 6]
-
-
 def test_beyond_64_ranks_only_stragglers_have_a_number():
     lines = lines_of(uploads(*[1.0] * 65, 9.0, per_host=66))
     assert f"  node-000  {SHADES[0] * 64}" in lines
@@ -87,14 +81,6 @@ def test_the_timeline_of_a_rank_joins_the_objects_of_a_stage():
     assert bar.endswith("\u2588")
     # Two objects overlap for one second, which counts once.
     assert upload.endswith("| 4.00 s  600 B  150 B/s  2 retries")
-
-
-def test_the_table_of_stages_names_the_slowest_rank():
-    lines = lines_of([*uploads(1.0, 3.0, 2.0), Timing(0, "save", "", "plan", 99.0, 99.5)])
-    first = next(n for n, line in enumerate(lines) if line.startswith("stage"))
-    plan, upload = (line.split() for line in lines[first + 1 : first + 3])
-    assert plan[0] == "plan"
-    assert " ".join(upload) == "upload 2.00 s 3.00 s 1 on node-000 3.0 MiB 1.0 MiB/s"
 
 
 def test_the_text_shows_a_block_for_each_rank_and_the_timeline_of_the_slowest():
