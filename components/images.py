@@ -230,31 +230,30 @@ def _gpu_stages(train_timeout_seconds: int, gpus_per_engine: int = 1) -> dict[st
 
 GPU_1X8 = Profile(
     name="gpu-1x8",
-    num_iterations=8,
+    num_iterations=32,
     num_shards=8,
     parallelism=8,
     stages=_gpu_stages(train_timeout_seconds=24 * HOUR),
     deadline_seconds=14 * DAY,
     retention_seconds=30 * DAY,
+    iterations_per_task=4,
     env=_SCRAPED,
 )
-"""One machine with eight GPUs: eight rollout pods of one GPU, then one train pod of eight."""
+"""One machine with eight GPUs, each of which samples and trains in turn."""
 
 GPU_4X8 = Profile(
     name="gpu-4x8",
-    num_iterations=2,
+    num_iterations=32,
     num_shards=32,
     parallelism=32,
     stages=_gpu_stages(train_timeout_seconds=24 * HOUR),
     deadline_seconds=14 * DAY,
     retention_seconds=30 * DAY,
+    iterations_per_task=4,
     env=_SCRAPED,
     num_nodes=4,
 )
-"""Four machines with eight GPUs: 32 rollout pods of one GPU, then four train pods of eight.
-
-Its wide loops leave room for fewer iterations in one workflow object.
-"""
+"""Four machines with eight GPUs: a gang of four pods, whose GPUs sample and train in turn."""
 
 GPU_16X8 = Profile(
     name="gpu-16x8",
@@ -269,7 +268,8 @@ GPU_16X8 = Profile(
 )
 """16 machines with eight GPUs: 32 rollout pods of four GPUs, then 16 train pods of eight.
 
-For models that one GPU does not hold: `engine.tensor_parallel` is 4.
+For models that one GPU does not hold: `engine.tensor_parallel` is 4. Its wide loops leave room for
+few iterations in one workflow object.
 """
 
 PROFILES: dict[str, Profile] = {p.name: p for p in (CPU_TINY, GPU_1X8, GPU_4X8, GPU_16X8)}

@@ -16,6 +16,7 @@ from components import checkpoint, iterate, monitor_check, reward, rollout, trai
 from components.images import Profile, Resources
 from components.pod_settings import with_pod_settings
 from pipelines.monitor import Monitor
+from planish.submit.pipeline import iterations_text
 
 
 class Pins(NamedTuple):
@@ -130,11 +131,10 @@ def add_block(
         policy_pin=pins.outputs["policy_pin"],
         state_pin=pins.outputs["state_pin"],
     )
-    numbers = f"iterations {first}\u2013{first + count - 1}" if count > 1 else f"iteration {first}"
     if monitor is not None:
         checked = _check(monitor, {**of_run, "number": first}, profile.stages["iterate"])
         in_pod(checked, "monitor_check")
-    return in_pod(task, "iterate").set_display_name(numbers)
+    return in_pod(task, "iterate").set_display_name(iterations_text(first, first + count - 1))
 
 
 def _check(

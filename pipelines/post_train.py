@@ -15,7 +15,15 @@ from typing import Any
 from kfp import dsl, kubernetes
 
 from components import curate, evaluate, next_run, prepare, report, sft
-from components.images import CPU_TINY, GPU, MODEL_STAGES, PROFILES, Profile, resolve_images
+from components.images import (
+    CPU_TINY,
+    GPU,
+    ITERATION_STAGES,
+    MODEL_STAGES,
+    PROFILES,
+    Profile,
+    resolve_images,
+)
 from components.pod_settings import WEBHOOK_ENV, with_pod_settings
 from pipelines.compiled import MAX_OBJECT_BYTES, POD_STATUS_BYTES, TASK_BYTES
 from pipelines.iteration import add_block, build_iteration
@@ -122,16 +130,22 @@ def largest_requests(profile: Profile) -> str:
 
     `pod` is the largest request of a single pod by resource; `total` is the largest sum of pods
     that run at the same time (rollout shards, pods that train together, or one pod); `stages` are
-    GPUs and memory of each pod that runs a model, and `gpu_bytes` is the memory of one GPU;
+    GPUs and memory of each pod that runs a model (`iterate` in place of `rollout` and `train` where
+    one task runs both), and `gpu_bytes` is the memory of one GPU;
     `num_nodes` pods train together, and `rank` is what each of them requests.
     """
     pod: dict[str, str] = {}
     total: dict[str, str] = {}
+    counts = {"rollout": profile.parallelism or profile.num_shards, "train": profile.num_nodes}
+    unused: set[str] = {"iterate"}
+    models: tuple[str, ...] = MODEL_STAGES
+    if profile.iterations_per_task:
+        counts, unused = {"iterate": profile.num_nodes}, {*ITERATION_STAGES}
+        models = ("iterate", *(stage for stage in models if stage not in unused))
     for stage, resources in profile.stages.items():
-        count = {
-            "rollout": profile.parallelism or profile.num_shards,
-            "train": profile.num_nodes,
-        }.get(stage, 1)
+        if stage in unused:
+            continue
+        count = counts.get(stage, 1)
         gpus = {GPU: str(resources.gpus)} if resources.gpus else {}
         for name, text in {"cpu": resources.cpu, "memory": resources.memory, **gpus}.items():
             if _amount(text) > _amount(pod.get(name, "0")):
@@ -142,7 +156,7 @@ def largest_requests(profile: Profile) -> str:
                 total[name] = f"{round(together * 1000)}m" if is_cpu else str(int(together))
     stages = {
         stage: {"gpus": profile.stages[stage].gpus, "memory": profile.stages[stage].memory}
-        for stage in MODEL_STAGES
+        for stage in models
     }
     gpu_bytes = profile.gpu_memory_gb * 10**9
     train = profile.stages["train"]

@@ -20,6 +20,7 @@ import yaml
 from components.images import (
     GPU,
     GPU_NODE_LABEL,
+    ITERATION_STAGES,
     OPTIONAL_STAGES,
     RESHARD_STAGES,
     STAGE_IMAGES,
@@ -206,6 +207,8 @@ def stages_follow_prepare(compiled: Checked) -> Iterator[BrokenRule]:
     stages = {compiled.stage_of(label) for label in used}
     if "comp-update" in compiled.components:
         stages |= {"reward", "checkpoint"}
+    if "comp-iterate" in compiled.components:
+        stages |= {*ITERATION_STAGES}
     if compiled.name not in PIPELINES:
         known = sorted(PIPELINES)
         yield BrokenRule(3, "root", f"the pipeline must be one of {known}, got {compiled.name!r}")

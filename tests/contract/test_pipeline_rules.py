@@ -72,7 +72,7 @@ def compiled_of(name, **changes):
         # Its own driver, two pods a shard, two for each of reward, train and checkpoint.
         ("cpu-tiny", {}, 1 + 2 * 2 + 3 * 2),
         ("cpu-tiny", {"compact": True}, 1 + 2 * 2 + 2),
-        ("gpu-1x8", {"num_shards": 1}, 1 + 2 + 3 * 2),
+        ("gpu-16x8", {"num_shards": 1}, 1 + 2 + 3 * 2),
     ],
 )
 def test_pods_of_an_iteration(name, changes, expected):
@@ -82,6 +82,13 @@ def test_pods_of_an_iteration(name, changes, expected):
     assert pods_of(compiled) == 3 + 6 * 2 + 2 * expected
     # A run that is done: three drivers, prepare and report.
     assert pods_of(compiled) - pods_of(compiled, "comp-condition-2") + 1 == 3 + 2 * 2
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(PROFILES) if PROFILES[n].iterations_per_task])
+def test_tasks_of_four_iterations_need_half_a_pod_for_each(name):
+    compiled = compiled_of(name, num_iterations=100)
+    assert pods_of(compiled) == 3 + 6 * 2 + 25 * 2
+    assert object_bytes(compiled) < 310_000
 
 
 @pytest.mark.slow
@@ -134,11 +141,11 @@ def test_a_run_of_a_profile_ends_within_the_limit_of_an_object(name):
 
 @pytest.mark.slow
 def test_a_run_that_outgrows_the_object_is_refused_with_a_remedy():
-    (fault,) = lint(compile_text(profile_named("gpu-4x8", num_iterations=3)))
+    (fault,) = lint(compile_text(profile_named("gpu-16x8", num_iterations=3)))
     assert fault.rule == 11
     assert "chain several runs" in fault.message
     with pytest.raises(ValueError, match=r"must be 1 to 3, got 4; .* 71 pods an iteration"):
-        profile_named("gpu-4x8", num_iterations=4)
+        profile_named("gpu-16x8", num_iterations=4)
 
 
 @pytest.mark.parametrize("name", sorted(PROFILES))
@@ -147,7 +154,8 @@ def test_the_table_of_profiles_in_the_readme_is_true(name):
     documents = yaml.load_all((GOLDEN / file_name(profile)).read_text(), yaml.CSafeLoader)
     compiled = Compiled.from_documents(list(documents))
     row = (
-        f"| {name} | {profile.num_iterations} | {profile.num_shards} | "
+        f"| {name} | {profile.num_iterations} | {profile.iterations_per_task or 'apart'} | "
+        f"{profile.num_shards} | "
         f"{pods_of(compiled)} | {round(object_bytes(compiled) / 1000)} kB |"
     )
     assert row in (GOLDEN.parents[3] / "pipelines" / "README.md").read_text()
@@ -170,5 +178,5 @@ def test_compile_refuses_moving_images_of_a_release_and_runs_that_are_too_large(
     assert (
         compile_main([*words, "cpu-tiny", "--iterations", "1", "--image", "core=r/c:latest"]) == 1
     )
-    assert compile_main([*words, "gpu-4x8", "--iterations", "3"]) == 1
+    assert compile_main([*words, "gpu-16x8", "--iterations", "3"]) == 1
     assert "chain several runs" in capsys.readouterr().err

@@ -150,7 +150,8 @@ def test_the_page_for_several_machines_submits_gangs_of_as_many_pods_as_it_says(
         assert main(shlex.split(command)[1:]) == 0, command
         run = server.posted("runs")[-1]
         executors = run["pipeline_spec"]["pipeline_spec"]["deploymentSpec"]["executors"]
-        variables = executors["exec-train"]["container"].get("env", ())
+        trains = executors.get("exec-iterate") or executors["exec-train"]
+        variables = trains["container"].get("env", ())
         gangs = [json.loads(each["value"]) for each in variables if each["name"] == GANG_ENV]
         overrides = run["runtime_config"]["parameters"].get("overrides", "")
         seen.append(([gang["num_nodes"] for gang in gangs], overrides))

@@ -1,9 +1,10 @@
 """Kill a task of several iterations again and again; what it leaves must be as if nobody had.
 
 `python -m tests.integration.resident_kill --rounds 30` prints a line for each round and exits 1
-where a record differs from those of tasks apart, or a process or shared memory is left. In a round
-the task is killed at two random moments, as a whole or one of its processes, and run again each
-time; `--seed` repeats the moments.
+where a record differs from those of tasks apart, or a process, shared memory, an upload or a commit
+is left. The run lies on a MinIO. In a round, at two random requests to it, the whole task is
+killed, or one of its processes, or the server, which comes back 20 s later; `--seed` repeats the
+requests.
 """
 
 from __future__ import annotations
@@ -12,48 +13,95 @@ import argparse
 import contextlib
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from planish import store
 from planish.base.config import config_sha256
-from planish.records.manifest import read_manifest
+from planish.records.manifest import MANIFEST, read_manifest
 from planish.run.stage import read_run
 from tests.integration.resident_equal import WAYS, records, run
 from tests.processes import below, marked, marks, shared_memory_of, wait_until_none
+from tests.servers.http_proxy import HttpProxy
+from tests.servers.minio_files import open_uploads
+from tests.servers.run_minio import Minio
 
 SHARDS = 2
-KEPT = ("run.json", "prompts", "policies/00000")
+KEPT = ("run.json", "prompts/", "policies/00000/")
 """What a root has before the first iteration."""
+VICTIMS = ("task", "process", "store")
+STORE_SECONDS = 20.0
 
 
-def before_iterations(source: Path, root: Path) -> None:
+def copy_start(source: Path, root: str) -> None:
     """Copy what a run has made before its first iteration."""
-    for name in KEPT:
-        target = root / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (shutil.copytree if (source / name).is_dir() else shutil.copy)(source / name, target)
+    for path in sorted(source.rglob("*")):
+        name = str(path.relative_to(source))
+        if path.is_file() and name.startswith(KEPT):
+            store.write(f"{root}/{name}", path.read_bytes())
 
 
-def command(root: Path, iterations: int) -> list[str]:
-    """Return the command of one task with all iterations."""
-    uri = root.as_uri()
-    policy = f"{uri}/policies/00000"
-    digest = config_sha256(read_run(uri)["config"])
-    line = [sys.executable, "-m", "planish.run", "iterate", "--root", uri]
-    line += ["--config-sha256", digest, "--number", "1", "--count", str(iterations)]
-    line += ["--offset", "0", "--num-shards", str(SHARDS), "--state-pin", ""]
-    return [*line, "--policy-pin", read_manifest(policy).ref(policy).pin()]
+@dataclass
+class Site:
+    """A server, the proxy that counts requests to it, and the run that nobody disturbs."""
+
+    server: Minio
+    proxy: HttpProxy
+    apart: Path
+    iterations: int
+    num_requests: int = 0
+    """Of an undisturbed task."""
+
+    def begin(self, folder: Path, root: str) -> subprocess.Popen[bytes]:
+        """Start the task of all iterations on a root, and count requests from 0."""
+        policy = f"{root}/policies/00000"
+        digest = config_sha256(read_run(root)["config"])
+        line = [sys.executable, "-m", "planish.run", "iterate", "--root", root]
+        line += ["--config-sha256", digest, "--number", "1", "--count", str(self.iterations)]
+        line += ["--offset", "0", "--num-shards", str(SHARDS), "--state-pin", ""]
+        line += ["--policy-pin", read_manifest(policy).ref(policy).pin()]
+        environment = marks(folder) | self.server.environment
+        environment |= {"MINIO_ENDPOINT": self.proxy.endpoint}
+        del environment["MINIO_RETRY_SECONDS"]
+        self.proxy.counts.clear()
+        with (folder / "log").open("ab") as out:
+            return subprocess.Popen(line, env=environment, stdout=out, stderr=out)
+
+    def wanted(self) -> dict[str, bytes]:
+        """Return the records of the iterations, without the evaluations at the end."""
+        found = records(self.apart)
+        return {name: data for name, data in found.items() if not name.startswith("evals/")}
 
 
-def iterations_of(root: Path) -> dict[str, bytes]:
-    """Return the records of iterations, without evaluations at the end."""
-    return {name: data for name, data in records(root).items() if not name.startswith("evals/")}
+@contextlib.contextmanager
+def site_of(folder: Path, preset: str, way: str, iterations: int) -> Iterator[Site]:
+    """Start a server, and run a preset in tasks apart on files, for the length of a block."""
+    server = Minio(folder / "minio" / "data")
+    server.start()
+    os.environ.update(server.environment)
+    server.make_bucket("kill")
+    apart = folder / "apart"
+    run(apart, preset, iterations, WAYS[way], "--resident", "0")
+    try:
+        with HttpProxy(server.endpoint) as proxy:
+            yield Site(server, proxy, apart, iterations)
+    finally:
+        server.kill()
+
+
+def count_requests(site: Site, folder: Path) -> None:
+    """Run the task once undisturbed."""
+    copy_start(site.apart, "s3://kill/whole")
+    task = site.begin(folder, "s3://kill/whole")
+    if task.wait():
+        raise SystemExit((folder / "log").read_text(errors="replace")[-4000:])
+    site.num_requests = site.proxy.total()
 
 
 def kill_all(folder: Path) -> None:
@@ -64,51 +112,62 @@ def kill_all(folder: Path) -> None:
     wait_until_none(folder, 60.0)
 
 
-def kill(process: subprocess.Popen[bytes], draw: random.Random, folder: Path) -> str:
-    """Kill the whole task or one process of it; return which."""
-    if draw.random() < 0.5:
-        kill_all(folder)
-        return "all"
-    chosen = draw.choice([process.pid, *below(process.pid)])
+def kill(site: Site, task: subprocess.Popen[bytes], victim: str, draw: random.Random) -> None:
+    """Kill what a round is to lose."""
+    if victim == "store":
+        site.server.kill()
+        time.sleep(STORE_SECONDS)
+        site.server.start()
+        return
+    chosen = draw.choice([task.pid, *below(task.pid)])
     with contextlib.suppress(ProcessLookupError):
         os.kill(chosen, signal.SIGKILL)
-    return "itself" if chosen == process.pid else "a child"
 
 
 def killed_round(
-    source: Path, folder: Path, iterations: int, draw: random.Random, seconds: float
-) -> list[str]:
-    """Run one round; return what is wrong afterwards."""
-    root, log = folder / "root", folder / "log"
-    before_iterations(source, root)
-    told: list[str] = []
-    shared: set[str] = set()
-    code = -1
-    for number in range(8):
-        with log.open("ab") as out:
-            process = subprocess.Popen(
-                command(root, iterations), env=marks(folder), stdout=out, stderr=out
-            )
-        until = time.monotonic() + draw.uniform(0.0, seconds)
-        while number < 2 and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.01)
-        if number < 2 and process.poll() is None:
-            shared |= shared_memory_of(marked(folder))
-            told.append(kill(process, draw, folder))
-        code = process.wait()
+    site: Site, folder: Path, victims: Sequence[str], draw: random.Random
+) -> tuple[list[str], list[str]]:
+    """Lose the victims one after the other; return what was done, and what is wrong afterwards."""
+    root, told, shared, code = f"s3://kill/{folder.name}", list[str](), set[str](), -1
+    copy_start(site.apart, root)
+    left = list(victims)
+    for _ in range(8):
+        task = site.begin(folder, root)
+        while left and task.poll() is None:
+            at = draw.randint(1, max(2, site.num_requests // len(victims)))
+            goal = site.proxy.total() + at
+            while task.poll() is None and site.proxy.total() < goal:
+                time.sleep(0.002)
+            if task.poll() is None:
+                shared |= shared_memory_of(marked(folder))
+                victim = left.pop(0)
+                told.append(f"{victim} at {site.proxy.total()}")
+                if victim == "task":
+                    kill_all(folder)
+                else:
+                    kill(site, task, victim, draw)
+        code = task.wait()
         # What the death of one process leaves ends with its pod.
         kill_all(folder)
         if code == 0:
             break
-    told = told or ["nothing"]
-    print(f"    killed {', '.join(told)}; ended with {code}", flush=True)
+    told.append(f"ended with {code}")
     if code:
-        return [f"the task must end, got {code}: {log.read_text(errors='replace')[-2000:]}"]
-    wanted, found = iterations_of(source), iterations_of(root)
+        return told, [(folder / "log").read_text(errors="replace")[-3000:]]
+    wanted = site.wanted()
+    kept = [uri for uri in store.list_uris(f"{root}/") if uri.endswith((MANIFEST, "update.json"))]
+    found = {uri.removeprefix(f"{root}/"): store.read(uri) for uri in kept}
     faults = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
     faults += sorted(name for name in shared if Path(name).exists())
-    left = [path for name in ("commits", "steps") for path in root.glob(f"iterations/*/{name}")]
-    return faults + [str(path) for path in left if any(p.is_file() for p in path.rglob("*"))]
+    faults += open_uploads(site.server.data)
+    places = [f"{root}/iterations/{n:05d}/" for n in range(1, site.iterations + 1)]
+    faults += [
+        uri
+        for place in places
+        for uri in store.list_uris(place)
+        if uri.removeprefix(place).startswith(("commits", "steps"))
+    ]
+    return told, faults
 
 
 def main(argv: Sequence[str]) -> int:
@@ -122,21 +181,20 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     draw, bad = random.Random(options.seed), 0
     for way in options.ways.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / "apart"
-            run(source, options.preset, options.iterations, WAYS[way], "--resident", "0")
-            began = time.monotonic()
-            whole = Path(folder) / "whole"
-            before_iterations(source, whole)
-            subprocess.run(command(whole, options.iterations), check=True, capture_output=True)
-            seconds = time.monotonic() - began
+        with (
+            tempfile.TemporaryDirectory() as name,
+            site_of(Path(name), options.preset, way, options.iterations) as site,
+        ):
+            folder = Path(name)
+            count_requests(site, folder)
+            print(f"{way}: {site.num_requests} requests undisturbed", flush=True)
             for number in range(options.rounds):
-                place = Path(folder) / f"round-{number}"
+                place = folder / f"round-{number}"
                 place.mkdir()
-                faults = killed_round(source, place, options.iterations, draw, seconds)
-                print(f"{way} round {number}: {faults or 'right'}", flush=True)
+                victims = (VICTIMS[number % 3], draw.choice(VICTIMS))
+                told, faults = killed_round(site, place, victims, draw)
+                print(f"{way} round {number}: {', '.join(told)}: {faults or 'right'}", flush=True)
                 bad += bool(faults)
-                shutil.rmtree(place)
     print(f"rounds with faults: {bad}")
     return int(bad > 0)
 

@@ -23,6 +23,7 @@ import yaml
 from kubernetes.config import new_client_from_config
 
 from planish import store
+from planish.base.config import config_sha256
 from planish.base.errors import ConfigError, PeerLost
 from planish.records import layout
 from planish.records.io import read_manifest
@@ -31,14 +32,18 @@ from planish.run.gang.cluster import PERMISSIONS, TRAINER_PERMISSIONS
 from planish.run.gang.launch import run_gang
 from planish.run.gang.manifests import GANG_LABEL, Gang, GangPods, job_manifest
 from planish.run.kube import Kube
+from planish.stages.iterate.job import Block
+from planish.stages.iterate.stage import RANK as BLOCK
 from planish.stages.prepare.cluster import ClusterApi, Permission
 from planish.stages.train.ranks.job import TrainJob, write_job
-from planish.stages.train.stage import train
+from planish.stages.train.stage import in_ranks, launch, train
 from planish.submit.cleanup import delete_labelled
 from tests.images.containers import Here
 from tests.images.node import Node
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.gang_launcher import connect
+from tests.integration.resident_equal import run as run_preset
+from tests.integration.resident_kill import copy_start
 from tests.integration.scheduling import running_scheduler
 from tests.integration.waiting import wait_for
 from tests.servers.program import REPOSITORY
@@ -319,6 +324,55 @@ def test_two_pods_train_what_two_processes_train_also_after_they_were_asked_to_l
     uri, digest = parse_pin(here)
     assert digest == outcome.refs["state"].manifest_sha256
     assert read_manifest(uri).attributes["dp"] == 2
+
+
+def test_a_gang_runs_two_tasks_of_iterations_and_a_lost_pod_costs_nothing(
+    site, minio, s3_root, tmp_path
+):
+    source = tmp_path / "source"
+    run_preset(source, "dapo-tiny", 1, (), "--resident", "0")
+    run = json.loads((source / "run.json").read_text())
+    run["config"]["train"] |= {"num_nodes": 2, "num_processes": 1}
+    digest = config_sha256(run["config"])
+    run["config_sha256"] = digest
+
+    def start(root):
+        copy_start(source, root)
+        store.write(layout.run_file(root), json.dumps(run).encode())
+        policy = layout.policy(root, 0)
+        return read_manifest(policy).ref(policy).pin(), ""
+
+    def block(root, first, pins):
+        return Block(root, run["config"], digest, first, 2, *pins, "", count=2)
+
+    here, there = (tmp_path / "here").as_uri(), f"{s3_root}/gang"
+    pins = start(here)
+    for first in (1, 3):
+        pins = json.loads(launch(block(here, first, pins), 2, BLOCK))
+    pins, cluster = start(there), site.cluster(site.stage_pod(env=minio.environment))
+    pins = json.loads(in_ranks(block(there, 1, pins), BLOCK, cluster))
+    second, errors = block(there, 3, pins), []
+
+    def first_attempt():
+        try:
+            in_ranks(second, BLOCK, cluster)
+        except PeerLost as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=first_attempt)
+    thread.start()
+    pod = wait_for(lambda: site.log_with("sampled iteration=3")).stem
+    site.plane.kubectl("-n", "planish", "delete", "pod", pod, "--wait=false", "--force")
+    thread.join(120)
+    assert len(errors) == 1
+    assert site.has_nothing_left()
+    in_ranks(second, BLOCK, cluster)
+    assert site.has_nothing_left()
+    for iteration in range(1, 5):
+        updates = [store.read(layout.update(root, iteration)) for root in (here, there)]
+        assert updates[0] == updates[1]
+        policies = [read_manifest(layout.policy(root, iteration)) for root in (here, there)]
+        assert policies[0].sha256 == policies[1].sha256
 
 
 def test_a_killed_rank_ends_the_gang_and_its_log_reaches_the_stage(site, tmp_path, caplog):

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from tests.integration.resident_equal import WAYS, compare, run
-from tests.integration.resident_kill import killed_round
+from tests.integration.resident_equal import WAYS, compare
+from tests.integration.resident_kill import count_requests, killed_round, site_of
+from tests.servers.run_minio import require_minio
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -27,10 +28,15 @@ def test_iterations_in_one_task_write_what_tasks_apart_write(preset, way, tmp_pa
     assert compare(tmp_path, preset, 3, WAYS[way], sizes=[2]) == []
 
 
-def test_a_killed_task_goes_on_to_the_same_records(tmp_path):
-    source = tmp_path / "apart"
-    run(source, "dapo-tiny", 2, WAYS["two ranks"], "--resident", "0")
-    folder = tmp_path / "round"
-    folder.mkdir()
+@pytest.mark.server
+def test_a_killed_task_goes_on_to_the_same_records(tmp_path, monkeypatch):
+    require_minio()
+    # What the server's client takes from the environment must not outlast the test.
+    for name in ("ENDPOINT", "ACCESS_KEY", "SECRET_KEY", "SECURE", "RETRY_SECONDS"):
+        monkeypatch.setenv(f"MINIO_{name}", "")
     draw = random.Random(random.SystemRandom().randrange(1 << 32))
-    assert killed_round(source, folder, 2, draw, seconds=20.0) == []
+    with site_of(tmp_path, "dapo-tiny", "two ranks", 2) as site:
+        count_requests(site, tmp_path)
+        folder = tmp_path / "round"
+        folder.mkdir()
+        assert killed_round(site, folder, ("process", "task"), draw)[1] == []

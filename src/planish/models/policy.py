@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import torch
+from torch import Tensor
 
 from planish.base.errors import ConfigError, RecordError
 from planish.models.config import ModelConfig
@@ -21,6 +23,7 @@ from planish.models.experts import on_disk
 from planish.models.headers import dtype_name, parse_config
 from planish.models.library import load_transformers, model_class
 from planish.models.tokens import Tokenizer, character_tokenizer, load_tokenizer
+from planish.records.files import WEIGHTS, weights_checksum
 from planish.records.io import fetch_files, read_manifest, write_files
 from planish.records.refs import Ref, parse_pin
 
@@ -198,6 +201,12 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     return parse_config(path.read_bytes() if path.is_file() else None, str(folder))
 
 
+def checksum(tensor: Tensor) -> int:
+    """Return the CRC-32C of the bytes of a tensor."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return int(google_crc32c.extend(0, flat.view(torch.uint8).numpy()))
+
+
 def save_policy(
     uri: str,
     policy: Policy,
@@ -244,4 +253,5 @@ def save_policy(
         save_torch_state_dict(weights, folder, metadata={"format": "pt"})
         files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
         facts = {**attributes, "policy_version": version, "dtype": dtype, "layout": "hf"}
+        facts[WEIGHTS] = weights_checksum({key: checksum(part) for key, part in weights.items()})
         return write_files(uri, SCHEMA, files, parents=parents, attributes=facts)

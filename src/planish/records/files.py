@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
+
 from planish import store
 from planish.base.errors import ObjectMissing, RecordError
 from planish.records.manifest import (
@@ -28,6 +30,8 @@ from planish.records.manifest import (
 from planish.records.refs import Ref
 from planish.store.sources import cache_folder
 
+WEIGHTS = "weights_crc32c"
+"""Attribute of a policy, and of the rollouts that it samples: see `weights_checksum`."""
 _CACHE_KEEPS = 3
 """Fetched folders that stay whatever their age."""
 _CACHE_SECONDS = 3600.0
@@ -38,6 +42,15 @@ _digests: dict[tuple[int, ...], str] = {}
 """Device, inode, size and times of a file to its sha256: stages ask for a policy twice."""
 _FILES_AT_ONCE = 3
 """Each is hashed by a thread of its own, and read by several."""
+
+
+def weights_checksum(parts: Mapping[str, int]) -> str:
+    """Return one CRC-32C of all weights of a policy, of which several processes may know parts.
+
+    `parts` is name of each tensor in its files to the CRC-32C of the bytes there.
+    """
+    lines = [f"{name} {parts[name]:08x}\n" for name in sorted(parts)]
+    return f"{google_crc32c.value(''.join(lines).encode()):08x}"
 
 
 def write_files(

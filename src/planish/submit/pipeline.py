@@ -254,6 +254,26 @@ def set_gpu_memory(pipeline: CompiledPipeline, gigabytes: int) -> None:
     requests["constant"] = json.dumps(table, sort_keys=True)
 
 
+def iterations_text(first: int, last: int) -> str:
+    """Return what a box of iterations is called on the page of a run.
+
+    Example:
+        >>> iterations_text(1, 4), iterations_text(5, 5)
+        ('iterations 1\u20134', 'iteration 5')
+    """
+    return f"iterations {first}\u2013{last}" if last > first else f"iteration {first}"
+
+
+def _inputs(task: Mapping[str, Any]) -> dict[str, Any]:
+    parameters: dict[str, Any] = task.get("inputs", {}).get("parameters", {})
+    return parameters
+
+
+def _first_iteration(task: Mapping[str, Any]) -> int:
+    """Return the iteration that a task belongs to or begins with; 0 for others."""
+    return int(_inputs(task).get("number", {}).get("runtimeValue", {}).get("constant", 0))
+
+
 def cut(pipeline: CompiledPipeline, iterations: int) -> None:
     """Keep the first iterations of a run only."""
     number = pipeline.constants("prepare")["num_iterations"]
@@ -265,10 +285,18 @@ def cut(pipeline: CompiledPipeline, iterations: int) -> None:
             "--iterations N --out FOLDER` in a checkout, then `--pipeline FILE`)"
         )
     number["constant"] = float(iterations)
-    last, kept = f"iteration-{compiled}", f"iteration-{iterations}"
-    (tasks,) = (tasks for tasks in pipeline.tasks() if last in tasks)
-    for index in range(iterations + 1, compiled + 1):
-        del tasks[f"iteration-{index}"]
+    (tasks,) = (tasks for tasks in pipeline.tasks() if any(map(_first_iteration, tasks.values())))
+    firsts = {name: _first_iteration(task) for name, task in tasks.items()}
+    hands_on = {n: name for name, n in firsts.items() if n and "policy_pin" in _inputs(tasks[name])}
+    first = max(n for n in hands_on if n <= iterations)
+    last, kept = hands_on[max(hands_on)], hands_on[first]
+    if count := _inputs(tasks[kept]).get("count"):
+        count["runtimeValue"]["constant"] = float(
+            min(count["runtimeValue"]["constant"], iterations + 1 - first)
+        )
+        tasks[kept]["taskInfo"]["name"] = iterations_text(first, iterations)
+    for name in [name for name, n in firsts.items() if n > iterations]:
+        del tasks[name]
     for task in tasks.values():
         if last in task.get("dependentTasks", []):
             names = [kept if name == last else name for name in task["dependentTasks"]]

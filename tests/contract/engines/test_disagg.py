@@ -121,7 +121,7 @@ def test_a_loss_that_statistics_find_is_named_by_the_next_call():
         assert traffic["num_frames"] == {"dispatch": 8, "reply": 8}
         assert traffic["num_bytes"]["dispatch"] > traffic["num_bytes"]["reply"] > 0
         assert (sum(traffic["reply_counts"]), traffic["reply_seconds"] > 0) == (4, True)
-        ranks[2].is_dead = True
+        ranks[2].die()
         assert engine.stats()["state"] == "failed"
         with pytest.raises(EngineError, match="got failed: the engine failed: rank 2 is lost"):
             engine.poll(0.0)

@@ -93,7 +93,7 @@ def measure_apart(policy, prompts, losses):
 
         def generate_and_lose(requests):
             if pending and (rank := pending.pop(0)) >= 0:
-                ranks[rank].is_dead = True
+                ranks[rank].die()
             return generate(requests)
 
         engine.generate = generate_and_lose

@@ -86,7 +86,8 @@ def test_requests_of_the_tiny_profile_are_one_large_pod_or_two_rollouts():
 
 
 def test_requests_of_a_gpu_profile_count_all_rollouts_at_once():
-    found = json.loads(largest_requests(GPU_4X8))
+    apart = dataclasses.replace(GPU_4X8, iterations_per_task=0)
+    found = json.loads(largest_requests(apart))
     assert found["pod"]["nvidia.com/gpu"] == "8"
     assert found["total"]["nvidia.com/gpu"] == "32"
     assert found["total"]["cpu"] == f"{32 * 12 * 1000}m"
@@ -101,6 +102,15 @@ def test_requests_of_a_gpu_profile_count_all_rollouts_at_once():
     assert found["gpu_bytes"] == 80 * 10**9
     larger = json.loads(largest_requests(profile_named("gpu-1x8", gpu_memory_gb=141)))
     assert larger["gpu_bytes"] == 141 * 10**9
+
+
+def test_requests_of_tasks_of_several_iterations_are_those_of_their_gang():
+    found = json.loads(largest_requests(GPU_4X8))
+    assert set(found["stages"]) == {"curate", "sft", "iterate", "evaluate"}
+    assert found["stages"]["iterate"] == {"gpus": 8, "memory": "1200Gi"}
+    assert found["total"] == {
+        "cpu": f"{4 * 64 * 1000}m", "memory": str(4 * 1200 * 2**30), "nvidia.com/gpu": "32",
+    }  # fmt: skip
 
 
 def test_an_amount_that_kubernetes_does_not_know_is_refused():

@@ -22,7 +22,7 @@ def test_every_pod_gets_pull_secret_toleration_and_selector(capsys):
         wanted = {"key": "dedicated", "operator": "Equal", "value": "rl", "effect": "NoSchedule"}
         assert wanted in pod["tolerations"]
         assert pod["nodeSelector"]["labels"]["pool"] == "rl"
-    train = next(pod for box, pod in told.pods() if "train" in box["args"])
+    train = next(pod for box, pod in told.pods() if "iterate" in box["args"])
     assert {one["key"] for one in train["tolerations"]} == {"nvidia.com/gpu", "dedicated"}
     assert train["nodeSelector"]["labels"]["nvidia.com/gpu.present"] == "true"
 

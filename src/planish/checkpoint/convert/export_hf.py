@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 
 from planish import store
@@ -37,7 +38,7 @@ from planish.checkpoint.format.safetensors_file import (
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import SliceReader, batches
 from planish.checkpoint.pinned import read_pinned
-from planish.records.files import write_files
+from planish.records.files import WEIGHTS, weights_checksum, write_files
 from planish.records.refs import Ref, parse_pin
 from planish.store import Store, uri_of
 
@@ -125,7 +126,9 @@ def export(
         parents = {"state": opened.commit.meta_sha256}
         parents |= {"policy": parse_pin(policy)[1]} if policy else {}
     with tempfile.TemporaryDirectory(prefix="planish-export-") as scratch:
-        weights = _write(opened, sources, forms, Path(scratch), max_file_bytes, progress)
+        weights, facts[WEIGHTS] = _write(
+            opened, sources, forms, Path(scratch), max_file_bytes, progress
+        )
         uri = uri_of(out).rstrip("/")
         return write_files(
             uri, POLICY_SCHEMA, {**small, **weights}, parents=parents, attributes=facts
@@ -204,12 +207,17 @@ def _write(
     folder: Path,
     max_file_bytes: int,
     progress: Progress,
-) -> dict[str, Path | bytes]:
-    """Write the weight files to a local folder; return name to file, the index included."""
+) -> tuple[dict[str, Path | bytes], str]:
+    """Write the weight files to a local folder.
+
+    Returns:
+        Name to file, the index included, and the checksum of the weights.
+    """
     done, total = 0, sum(form.nbytes for form in forms.values())
     progress(done, total)
     files = plan_files(forms, max_file_bytes)
     written: dict[str, Path | bytes] = {name: folder / name for name in files}
+    checksums: dict[str, int] = {}
     told = threading.Lock()
 
     def write(file: str) -> None:
@@ -224,10 +232,12 @@ def _write(
                     # Taken out of the list, so that a written tensor is not kept.
                     array, stored = weights.pop(0)
                     types = stored, forms[name].dtype
-                    step = CHUNK_BYTES // array.dtype.itemsize
+                    step, checksum = CHUNK_BYTES // array.dtype.itemsize, 0
                     for start in range(0, len(array), step):
-                        part = cast(array[start : start + step], *types)
-                        stream.write(part.view(np.uint8).data)
+                        part = cast(array[start : start + step], *types).view(np.uint8)
+                        checksum = google_crc32c.extend(checksum, part)
+                        stream.write(part.data)
+                    checksums[name] = checksum
                     del array
                     with told:
                         done += forms[name].nbytes
@@ -242,7 +252,7 @@ def _write(
             "weight_map": {name: file for file, names in files.items() for name in names},
         }
         written[INDEX_FILE] = json.dumps(index, sort_keys=True, indent=2).encode()
-    return written
+    return written, weights_checksum(checksums)
 
 
 def plan_files(forms: Mapping[str, Form], max_file_bytes: int) -> dict[str, list[str]]:

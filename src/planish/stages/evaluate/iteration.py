@@ -10,6 +10,7 @@ import logging
 
 from planish.base.config import parse_section
 from planish.base.errors import PlanishError, exit_code
+from planish.engines import OpenEngine
 from planish.run.stage import Context, Outcome, execute, is_stopped, load_run
 from planish.stages.evaluate.config import EvaluateConfig
 from planish.stages.evaluate.stage import measure, metric_name
@@ -23,7 +24,17 @@ def run(root: str, config_sha256: str, number: int, offset: int, policy_pin: str
     The policy is that of `policy_pin`; `number` counts iterations of this run from 1, and `offset`
     those before it.
     """
-    root, iteration = root.rstrip("/"), offset + number
+    evaluate_iteration(root.rstrip("/"), config_sha256, offset + number, policy_pin)
+
+
+def evaluate_iteration(
+    root: str,
+    config_sha256: str,
+    iteration: int,
+    policy_pin: str,
+    opened: OpenEngine | None = None,
+) -> None:
+    """Do the same; `iteration` counts those before this run too, and `opened` gives the engine."""
     try:
         tables = load_run(root, config_sha256)["config"]
         config = parse_section(EvaluateConfig, tables.get("evaluate", {}), section="evaluate")
@@ -36,7 +47,7 @@ def run(root: str, config_sha256: str, number: int, offset: int, policy_pin: str
         raise SystemExit(exit_code(error)) from None
 
     def work(context: Context) -> Outcome:
-        measured = measure(context, [policy_pin])
+        measured = measure(context, [policy_pin], opened)
         metrics = measured.of_best()
         for name, (scored,) in measured.scores.items():
             scores = scored.ref.attributes.items()

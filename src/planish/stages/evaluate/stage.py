@@ -30,6 +30,7 @@ from planish.stages.evaluate.config import EvaluateConfig
 from planish.stages.evaluate.score import Judged, rise_error, scalars
 
 if TYPE_CHECKING:
+    from planish.engines import OpenEngine
     from planish.engines.base import BaseEngine
     from planish.models.tokens import Tokenizer
 
@@ -119,17 +120,22 @@ def metric_name(name: str, score: str) -> str:
     return f"{re.sub('[^a-z0-9]', '_', name)}_{score}" if name else score
 
 
-def measure(context: Context, pins: Iterable[str]) -> Measured:
-    """Evaluate policies on all sets unless an earlier attempt has, and pin the best of the run."""
+def measure(context: Context, pins: Iterable[str], opened: OpenEngine | None = None) -> Measured:
+    """Evaluate policies on all sets unless an earlier attempt has, and pin the best of the run.
+
+    `opened` gives the engine, where one is needed; `open_engine` without it.
+    """
     names = evaluation_names(context.config)
     scores: dict[str, list[Scored]] = {name: [] for name in names}
     for pin in dict.fromkeys(pins):
-        for scored in measure_policy(context, pin, names):
+        for scored in measure_policy(context, pin, names, opened):
             scores[scored.name].append(scored)
     return Measured(scores, pin_best(context.root, scores[HELD_OUT][-1].report))
 
 
-def measure_policy(context: Context, pin: str, names: Iterable[str]) -> Iterator[Scored]:
+def measure_policy(
+    context: Context, pin: str, names: Iterable[str], opened: OpenEngine | None = None
+) -> Iterator[Scored]:
     """Evaluate a policy on one set after the other; one engine serves all that are not done.
 
     Raises:
@@ -141,14 +147,14 @@ def measure_policy(context: Context, pin: str, names: Iterable[str]) -> Iterator
     # A policy of another root would share a folder with an own one of the same version.
     is_own = uri == layout.policy(context.root, version)
     with ExitStack() as stack:
-        opened = cache(lambda: stack.enter_context(_open(context, config, pin)))
+        served = cache(lambda: stack.enter_context(_open(context, config, pin, opened)))
         for name in names:
             place = layout.evaluation_prompts(context.root, name)
             digest = read_manifest(place).sha256
             folder = layout.evaluation(context.root, version if is_own else 0, name)
             prompts = _prompts(place, digest, config.max_prompts)
             parents = {"policy": sha256, "prompts": digest}
-            task = _Task(context, config, name, version, folder, prompts, parents, opened)
+            task = _Task(context, config, name, version, folder, prompts, parents, served)
             yield task.evaluate()
 
 
@@ -198,7 +204,7 @@ class _Task:
     folder: str
     prompts: PromptSet
     parents: dict[str, str]
-    opened: Callable[[], tuple[BaseEngine, Tokenizer]]
+    served: Callable[[], tuple[BaseEngine, Tokenizer]]
 
     def evaluate(self) -> Scored:
         uri = f"{self.folder}/{layout.REPORT}"
@@ -270,7 +276,7 @@ class _Task:
         from planish.engines.measure import generate_rollouts
         from planish.engines.requests import Sampling
 
-        engine, tokenizer = self.opened()
+        engine, tokenizer = self.served()
         sampling = Sampling(
             max_new_tokens=self.config.max_response_tokens,
             temperature=0.0 if is_greedy else self.config.temperature,
@@ -297,7 +303,7 @@ class _Task:
 
 @contextmanager
 def _open(
-    context: Context, config: EvaluateConfig, pin: str
+    context: Context, config: EvaluateConfig, pin: str, opened: OpenEngine | None
 ) -> Iterator[tuple[BaseEngine, Tokenizer]]:
     """Start the engine that serves a policy, and load its tokenizer."""
     import torch
@@ -314,5 +320,5 @@ def _open(
     tokenizer = load_tokenizer(fetch_files(uri, sha256=sha256, schema="policy/1"))
     settings = context.section(EngineConfig, "engine")
     options = {"max_rows": config.max_rows, "device": device}
-    with open_engine(settings, ModelRef(pin=pin), **options) as engine:
+    with (opened or open_engine)(settings, ModelRef(pin=pin), **options) as engine:
         yield engine, tokenizer

@@ -25,10 +25,10 @@ from planish.base.parallel import SINGLE, Ranks, join, local_rank, pick_device
 from planish.base.startup import spare_collections
 from planish.records import layout
 from planish.records.manifest import read_manifest
-from planish.run.__main__ import stage_run
 from planish.run.signals import Terminated
 from planish.run.stage import Context, Outcome, execute, is_stopped
 from planish.run.update import Pins
+from planish.stages.evaluate.iteration import evaluate_iteration
 from planish.stages.export.stage import export, passed_through
 from planish.stages.iterate.job import Block
 from planish.stages.iterate.residents import Residents
@@ -49,7 +49,8 @@ def run_block(block: Block, ranks: Ranks = SINGLE, asked: Event | None = None) -
     Raises:
         SystemExit: a stage has failed, with its code, which its log explains.
     """
-    residents = Residents(ranks)
+    device = pick_device(block.train.device, ranks.rank)
+    residents = Residents(ranks, device, block.config)
     pins = Pins(block.policy_pin, block.state_pin)
     try:
         for iteration in range(block.iteration, block.iteration + block.count):
@@ -91,13 +92,8 @@ def _run_iteration(
         )
     residents.rest()
     if ranks.is_first:
-        stage_run("evaluate_iteration")(
-            root=block.root,
-            config_sha256=block.config_sha256,
-            number=iteration - block.offset,
-            offset=block.offset,
-            policy_pin=policy_pin,
-        )
+        evaluate_iteration(block.root, block.config_sha256, iteration, policy_pin, residents.serve)
+        residents.rest()
     ranks.barrier()
     if ranks.is_first:
         task("reward", lambda context: reward(context, block.num_shards, policy_pin))

@@ -13,5 +13,3 @@ class Block(TrainJob):
 
     count: int = 1
     """Iterations of the block."""
-    offset: int = 0
-    """Iterations before this run."""

@@ -10,6 +10,7 @@ Source: colocated ranks are HybridFlow's, arXiv 2409.19256, section 5.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,27 +19,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planish.base.parallel import Ranks
+from planish.base.errors import ConfigError, EngineError
+from planish.base.parallel import SINGLE, Ranks
 from planish.engines import open_engine
 from planish.engines.base import BaseEngine
 from planish.engines.config import EngineConfig
-from planish.engines.requests import ModelRef
+from planish.engines.requests import EngineState, ModelRef
 from planish.engines.weights import Index, Names, WeightSource, fetch_weights
 from planish.models.experts import on_disk
+from planish.models.policy import checksum
+from planish.models.shapes import shape_of
+from planish.records.files import WEIGHTS, weights_checksum
 from planish.records.io import read_manifest
 from planish.records.refs import parse_pin
+from planish.stages.prepare.devices import engine_share
 from planish.stages.train.ranks.worker import HeldTrainer
 from planish.stages.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 class TrainerWeights(WeightSource):
     """The policy in training under the names of its files; all ranks read alike, in one order."""
 
-    def __init__(self, trainer: Trainer, files: WeightSource) -> None:
+    def __init__(self, trainer: Trainer, files: WeightSource, ranks: Ranks = SINGLE) -> None:
         """Gather nothing yet; `files` of an earlier policy give types and configuration."""
         self._tensors: Mapping[str, Any] = trainer.policy.weights()
         self._config = json.loads((Path(files.address) / "config.json").read_text("utf-8"))
-        like = files.names()
+        self._ranks, like = ranks, files.names()
         self._owner: dict[str, str] = {}
         self._names: Names = {}
         for owner, tensor in self._tensors.items():
@@ -46,6 +54,10 @@ class TrainerWeights(WeightSource):
             for name, part in on_disk(blank, self._config).items():
                 self._owner[name] = owner
                 self._names[name] = (tuple(part.shape), like[name][1])
+        # Files may hold an LM head that is the embedding.
+        self._tied = [name for name in like if name not in self._names]
+        self._mine = set(list(self._tensors)[ranks.rank :: ranks.size])
+        self._sums = dict.fromkeys(self._names, 0)
         self._gathered, self._parts = "", dict[str, Tensor]()
 
     def names(self) -> Names:
@@ -60,15 +72,28 @@ class TrainerWeights(WeightSource):
             with torch.inference_mode(False), torch.no_grad():
                 held = self._tensors[owner].detach()
                 whole = held.full_tensor() if hasattr(held, "full_tensor") else held
-            self._gathered, self._parts = owner, on_disk({owner: whole}, self._config)
-        return self._parts[name][index].to(self._names[name][1])
+            parts = on_disk({owner: whole}, self._config)
+            self._parts = {key: part.to(self._names[key][1]) for key, part in parts.items()}
+            self._gathered = owner
+            if owner in self._mine:
+                self._sums |= {key: checksum(part) for key, part in self._parts.items()}
+        return self._parts[name][index]
+
+    def checksum(self) -> str:
+        """Return the checksum of all weights once they have been read; every rank calls it."""
+        sums = self._ranks.sum(torch.tensor(list(self._sums.values()))).tolist()
+        found = dict(zip(self._sums, sums, strict=True))
+        embedding = next((n for n in found if n.endswith("embed_tokens.weight")), "")
+        return weights_checksum(found | dict.fromkeys(self._tied, found.get(embedding, 0)))
 
 
 class Residents:
     """What one rank keeps; all ranks call `refresh` and `rest` alike."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(
+        self, ranks: Ranks, device: torch.device, config: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        self._ranks, self._device, self._config = ranks, device, config
         self.trainer = HeldTrainer()
         self._engine: BaseEngine | None = None
         self._kind: tuple[Any, ...] = ()
@@ -97,24 +122,38 @@ class Residents:
         assert self._engine is not None
         assert self._files is not None
         _free_device()
-        source = TrainerWeights(trainer, self._files)
-        self._engine.update_weights(source, _version(policy_pin))
+        source = TrainerWeights(trainer, self._files, self._ranks)
+        policy = _attributes(policy_pin)
+        self._engine.update_weights(source, int(policy["policy_version"]))
+        taken, exported = source.checksum(), policy.get(WEIGHTS)
+        if taken != exported:
+            raise EngineError(
+                f"the weights in memory must be those of `{policy_pin}` with the checksum "
+                f"{exported}, got {taken}; run the task again, which reads them from the store"
+            )
         self._served = policy_pin
 
     @contextmanager
     def serve(self, config: EngineConfig, model: ModelRef, **options: Any) -> Iterator[BaseEngine]:
         """Lend the engine with the weights of a policy, as `open_engine` opens one."""
+        if torch.device(options["device"]).type == self._device.type:
+            # Of several accelerators this process has one.
+            options["device"] = str(self._device)
         kind = (config, *sorted(options.items()))
         if self._engine is not None and self._kind != kind:
             self._close_engine()
         torch.use_deterministic_algorithms(False)
         if self._engine is None:
             _free_device()
-            shared = {"shares_device": True} if config.name == "vllm" else {}
-            self._engine = open_engine(config, model, **options, **shared)
-            self._kind, self._files = kind, fetch_weights(model.pin)
+            self._files = fetch_weights(model.pin)
+            if config.name == "vllm":
+                options["shares_device"] = True
+                if self._device.type == "cuda":
+                    config = self._beside_trainer(config)
+            self._engine, self._kind = open_engine(config, model, **options), kind
         elif self._served != model.pin:
-            self._engine.update_weights(fetch_weights(model.pin), _version(model.pin))
+            version = int(_attributes(model.pin)["policy_version"])
+            self._engine.update_weights(fetch_weights(model.pin), version)
         self._served = model.pin
         self._engine.renew()
         try:
@@ -123,9 +162,22 @@ class Residents:
             self._close_engine()
             raise
 
+    def _beside_trainer(self, config: EngineConfig) -> EngineConfig:
+        """Return the settings of vLLM where weights and moments of the trainer stay as well."""
+        assert self._files is not None
+        raw = json.loads((Path(self._files.address) / "config.json").read_text("utf-8"))
+        try:
+            shape = shape_of(raw)
+        except ConfigError as error:
+            logger.warning("engine.memory_share taken as it is reason=%s", error)
+            return config
+        size = torch.cuda.get_device_properties(self._device).total_memory
+        share = engine_share(self._config, shape, self._ranks.size, size)
+        return config.model_copy(update={"memory_share": share})
+
     def rest(self) -> None:
         """Leave the device to the trainer."""
-        if self._engine is not None:
+        if self._engine is not None and self._engine.state is not EngineState.ASLEEP:
             self._engine.renew()
             self._engine.sleep()
         _free_device()
@@ -141,9 +193,9 @@ class Residents:
             engine.close()
 
 
-def _version(policy_pin: str) -> int:
+def _attributes(policy_pin: str) -> Mapping[str, Any]:
     uri, digest = parse_pin(policy_pin)
-    return int(read_manifest(uri, sha256=digest).attributes["policy_version"])
+    return read_manifest(uri, sha256=digest).attributes
 
 
 def _free_device() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 
-from planish.base.errors import ConfigError, PlanishError, exit_code
+from planish.base.errors import PlanishError, exit_code
 from planish.base.parallel import leave
-from planish.engines import APART
 from planish.run.stage import load_run
 from planish.run.update import Pins
 from planish.stages.iterate.job import Block
@@ -47,25 +46,19 @@ def run(
     root = root.rstrip("/")
     try:
         config = load_run(root, config_sha256)["config"]
-        engine = config.get("engine", {}).get("name", "")
-        if engine in APART:
-            raise ConfigError(
-                "iterations in one task need an engine beside the trainer, got `engine.name` = "
-                f"{engine!r}; take `vllm` or `transformers`, or run iterations apart"
-            )
         block = Block(
             root, config, config_sha256, offset + number, num_shards, policy_pin, state_pin, "",
-            count=count, offset=offset,
+            count=count,
         )  # fmt: skip
         told = in_ranks(block, RANK)
+        if told is not None:
+            return Pins(*json.loads(told))
+        from planish.stages.iterate.block import run_block
+
+        try:
+            return run_block(block)
+        finally:
+            leave()
     except PlanishError as error:
         logger.error("failed stage=iterate iteration=%d error=%s", offset + number, error)
         raise SystemExit(exit_code(error)) from None
-    if told is not None:
-        return Pins(*json.loads(told))
-    from planish.stages.iterate.block import run_block
-
-    try:
-        return run_block(block)
-    finally:
-        leave()

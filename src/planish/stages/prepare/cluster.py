@@ -203,6 +203,11 @@ class PodRequests:
             rank=raw.get("rank", {}),
         )
 
+    def pod_of(self, stage: str) -> Pod | None:
+        """Return the pod in which a stage runs; `iterate` has both stages that run a model."""
+        together = self.stages.get("iterate") if stage in ("rollout", "train") else None
+        return together or self.stages.get(stage)
+
     def of_training(self, train: Mapping[str, Any]) -> PodRequests:
         """Return the same for a training with these settings of `[train]`."""
         num_nodes = train["num_nodes"] or self.num_nodes

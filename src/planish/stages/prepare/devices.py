@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -95,12 +96,16 @@ def profile_requests(name: str) -> PodRequests:
     return PodRequests.parse(json.dumps(profiles[name]))
 
 
-def this_machine() -> PodRequests:
-    """Return the memory of this machine for every stage; nothing is known of one with GPUs."""
+def this_machine(*, in_turn: bool = False) -> PodRequests:
+    """Return the memory of this machine for every stage; nothing is known of one with GPUs.
+
+    `in_turn`: rollout and train share their processes.
+    """
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return PodRequests({}, {}, num_nodes=0)
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return PodRequests({}, {}, dict.fromkeys(DEVICES, Pod(0, str(size))), num_nodes=0)
+    stages = [*DEVICES, *["iterate"] * in_turn]
+    return PodRequests({}, {}, dict.fromkeys(stages, Pod(0, str(size))), num_nodes=0)
 
 
 def find_shape(config: Config) -> ModelShape:
@@ -148,7 +153,7 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
             "smallest, or give a model by `model`"
         )
     for stage, path in DEVICES.items():
-        pod = requests.stages.get(stage)
+        pod = requests.pod_of(stage)
         section, _, key = path.partition(".")
         seen = config.get(section, {}).get(key, "auto")
         if pod and seen not in ("auto", "cuda" if pod.gpus else "cpu"):
@@ -158,11 +163,18 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
             )
     faults += _rank_faults(config, requests)
     ranks, setting = config["engine"].get("tensor_parallel", 1), "`engine.tensor_parallel`"
+    if "iterate" in requests.stages and (config["engine"].get("name") in APART or ranks > 1):
+        faults.append(
+            "a task of several iterations needs an engine in each training process: "
+            f"`engine.name` = {config['engine'].get('name')!r} and {setting} = {ranks} need "
+            "iterations apart (`python -m pipelines.compile --resident 0`, then `planish submit "
+            "--pipeline FILE`)"
+        )
     if config["engine"].get("name") in APART:
         ranks = sum(ranks_apart(config))
         setting = "`engine.attention_ranks` + `engine.expert_ranks`"
     for stage in ("rollout", "evaluate"):
-        pod = requests.stages.get(stage)
+        pod = requests.pod_of(stage)
         if pod and pod.gpus and ranks > pod.gpus:
             faults.append(
                 f"{setting} must be at most the GPUs of a pod of `{stage}` "
@@ -174,7 +186,7 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
 def _rank_faults(config: Config, requests: PodRequests) -> list[str]:
     """Return where the ranks of the trainer are others than the pods can have."""
     faults = []
-    pod = requests.stages.get("train")
+    pod = requests.pod_of("train")
     gpus = pod.gpus if pod else 0
     processes, num_nodes = config["train"]["num_processes"], config["train"]["num_nodes"]
     if gpus and processes not in (0, gpus):
@@ -252,7 +264,7 @@ def trainer_faults(config: Config, shape: ModelShape) -> list[str]:
 
 def device_warnings(config: Config, requests: PodRequests) -> list[str]:
     """Return settings that work but waste the GPUs of the pods."""
-    pod = requests.stages.get("train")
+    pod = requests.pod_of("train")
     is_wide = config["train"]["compute_dtype"] == "float32"
     if not (pod and pod.gpus and config["model"]["path"] and is_wide):
         return []
@@ -268,8 +280,11 @@ def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[De
     A stage without a pod is left out, and so are ranks at `engine.peers`.
     """
     found, gpu_bytes = [], requests.gpu_bytes
-    if pod := requests.stages.get("train"):
-        num_nodes = config["train"]["num_nodes"] or requests.num_nodes or 1
+    num_nodes = config["train"]["num_nodes"] or requests.num_nodes or 1
+    in_turn = "iterate" in requests.stages and config["engine"].get("name") not in APART
+    if in_turn and (pod := requests.pod_of("train")):
+        found += _demands_in_turn(config, shape, pod, gpu_bytes, num_nodes)
+    elif pod := requests.pod_of("train"):
         found += _train_demands(config, shape, pod, gpu_bytes, num_nodes)
     has_model = bool(config["model"]["path"])
     if (pod := requests.stages.get("sft")) and (config["sft"]["force"] or not has_model):
@@ -279,8 +294,8 @@ def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[De
             remedy += ", or begin with the model as it is (`sft.force=false`)"
         device, room = "one GPU" if pod.gpus else HOST, _room(pod, 1, gpu_bytes)
         found.append(Demand("sft", device, tuple(parts), room, remedy))
-    for stage in ("rollout", "evaluate"):
-        if pod := requests.stages.get(stage):
+    for stage in ("evaluate",) if in_turn else ("rollout", "evaluate"):
+        if pod := requests.pod_of(stage):
             found += _engine_demands(config, shape, stage, pod, gpu_bytes)
     return found
 
@@ -324,6 +339,53 @@ def _engine_demands(
     ]
 
 
+def _demands_in_turn(
+    config: Config, shape: ModelShape, pod: Pod, gpu_bytes: int, num_nodes: int
+) -> list[Demand]:
+    """Return what a device needs on which an engine and a trainer work in turn.
+
+    While the engine samples, the trainer keeps its weights and moments. While the trainer works,
+    vLLM keeps nothing, and the engine `transformers` its weights.
+    """
+    train, *others = _train_demands(config, shape, pod, gpu_bytes, num_nodes)
+    ranks = config["train"]["num_processes"] or max(1, pod.gpus)
+    share = engine_share(config, shape, ranks * num_nodes, gpu_bytes)
+    beside = {**config, "engine": {**config["engine"], "memory_share": share}}
+    (sampling,) = _engine_demands(beside, shape, "rollout", pod, gpu_bytes)
+    if not pod.gpus:
+        engines = _times(list(sampling.parts), ranks)
+        return [replace(train, stage="iterate", parts=(*train.parts, *engines)), *others]
+    apart = "or run iterations apart (`python -m pipelines.compile --resident 0`)"
+    if not config["engine"].get("name", "").startswith("vllm"):
+        held = sum(part.num_bytes for part in train.parts[:2])
+        at_rest = MemoryPart("the trainer at rest", held, "its weights and moments")
+        asleep = replace(sampling.parts[0], name="weights of the engine")
+        sampling = replace(sampling, parts=(*sampling.parts, at_rest))
+        train = replace(train, parts=(*train.parts, asleep))
+    train = replace(train, remedy=f"{train.remedy}, {apart}")
+    sampling = replace(sampling, device=train.device, remedy=f"{sampling.remedy}, {apart}")
+    return [train, *others, sampling]
+
+
+def engine_share(config: Config, shape: ModelShape, num_ranks: int, gpu_bytes: int) -> float:
+    """Return the part of a GPU that vLLM may take beside a trainer of so many ranks.
+
+    It is `engine.memory_share`, or less where weights and moments of the trainer need the memory.
+    """
+    parts = memory.train_parts(config, shape, _sharing(config, num_ranks))
+    held = sum(part.num_bytes for part in parts[:2])
+    left = math.floor(100 * (USABLE - held / gpu_bytes)) / 100
+    return min(memory.memory_share(config), max(left, 0.01))
+
+
+def _sharing(config: Config, num_ranks: int) -> Sharing:
+    if config["train"]["trainer"] != "megatron":
+        return Sharing(num_ranks, num_ranks, gathers=num_ranks > 1)
+    # Its data-parallel ranks have a copy each.
+    grid = grid_of(config)
+    return Sharing(grid["tp"] * grid["pp"], grid["ep"] * grid["pp"], gathers=False)
+
+
 def _times(parts: list[MemoryPart], ranks: int) -> list[MemoryPart]:
     """Return what so many processes of one machine hold."""
     if ranks == 1:
@@ -342,10 +404,7 @@ def _train_demands(
         smaller = f"set `train.activation_checkpointing=true`, {smaller}"
     remedy = f"{smaller}, or take a smaller model or a profile with more memory"
     is_megatron = train["trainer"] == "megatron"
-    sharing = Sharing(ranks * num_nodes, ranks * num_nodes, gathers=ranks * num_nodes > 1)
-    if is_megatron:  # whose data-parallel ranks have a copy each
-        grid = grid_of(config)
-        sharing = Sharing(grid["tp"] * grid["pp"], grid["ep"] * grid["pp"], gathers=False)
+    sharing = _sharing(config, ranks * num_nodes)
     parts, room = memory.train_parts(config, shape, sharing), _room(pod, ranks, gpu_bytes)
     if not pod.gpus:
         return [Demand("train", HOST, tuple(_times(parts, ranks)), room, remedy)]

@@ -209,9 +209,10 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     check_free(root, me, alive=liveness(api))
     check_not_stopped(root)
     config = wish.configuration()
-    findings, requests = Findings(), devices.this_machine()
+    findings, pods = Findings(), PodRequests.parse(wish.requests)
+    requests = devices.this_machine(in_turn="iterate" in pods.stages)
     if api is not None:
-        requests = PodRequests.parse(wish.requests).of_training(config["train"])
+        requests = pods.of_training(config["train"])
         findings = check_cluster(api, requests, assume_autoscaling=chain.assume_autoscaling)
     faults = [*check_run(config, wish.num_shards), *findings.faults]
     if faults := [*faults, *devices.device_faults(config, requests)]:

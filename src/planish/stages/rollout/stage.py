@@ -8,6 +8,7 @@ from typing import Any
 from planish.base.errors import ConfigError
 from planish.engines import OpenEngine, open_engine
 from planish.records import layout
+from planish.records.files import WEIGHTS
 from planish.records.io import finished, read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet
 from planish.records.refs import parse_pin
@@ -103,7 +104,10 @@ def sample(
         prompts = read_set(PromptSet, layout.prompts(context.root), sha256=parents["prompts"])
         sampled = (sample_windows if config.window_tokens else sample_whole)(job, prompts)
     uri = layout.rollouts(context.root, context.iteration, context.shard)
-    attributes = {"stopped": False, **facts, **sampled.attributes}
+    policy_uri, policy_sha256 = parse_pin(policy_pin)
+    policy = read_manifest(policy_uri, sha256=policy_sha256).attributes
+    weights = {WEIGHTS: policy.get(WEIGHTS, "")}
+    attributes = {"stopped": False, **facts, **weights, **sampled.attributes}
     ref = write_set(uri, sampled.rollouts, parents=parents, attributes=attributes)
     job.commits().clear()
     metrics: dict[str, float] = sampled.attributes["metrics"]

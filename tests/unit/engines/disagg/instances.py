@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from multiprocessing.connection import Connection
 
@@ -78,9 +79,14 @@ class ThreadRank:
 
 
 class MortalRank(ThreadRank):
-    """A rank in a thread that counts as dead once `is_dead` is set."""
+    """A rank in a thread that ends as a killed process does: nothing more comes from it."""
 
     is_dead = False
+
+    def die(self):
+        self.is_dead = True
+        with socket.socket(fileno=os.dup(self._channel.connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
 
     def poll(self):
         return 9 if self.is_dead else super().poll()

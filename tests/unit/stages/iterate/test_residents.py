@@ -5,19 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
+from planish.base.errors import EngineError
 from planish.base.parallel import SINGLE
 from planish.engines.config import EngineConfig
 from planish.engines.requests import ModelRef, Request, Sampling
 from planish.engines.weights import fetch_weights
 from planish.models.policy import load_policy, save_policy
+from planish.records.files import WEIGHTS
+from planish.records.io import read_manifest
+from planish.records.refs import parse_pin
 from planish.run.stage import PathArtifact
 from planish.stages.export.stage import run as export
 from planish.stages.iterate import residents as module
 from planish.stages.iterate.residents import Residents, TrainerWeights
-from planish.stages.iterate.stage import run
 from planish.stages.train.ranks.job import TrainJob
 from planish.stages.train.ranks.worker import HeldTrainer, train_iteration
-from tests.unit.stages.train.runs import add_iteration, start_run, tiny_config
+from tests.unit.stages.train.runs import add_iteration, start_run
 
 OPTIONS = {"max_rows": 8, "max_model_len": 64, "device": "cpu"}
 MODELS = {"dense": {}, "moe": {"num_experts": 4, "expert_intermediate_size": 32}}
@@ -43,7 +46,7 @@ def exported(tiny, state, folder):
 @pytest.mark.parametrize("name", MODELS)
 def test_an_engine_gets_the_very_numbers_that_are_exported(name, tmp_path):
     tiny = start_run(f"file://{tmp_path}/run", **MODELS[name])
-    residents = Residents(SINGLE)
+    residents = Residents(SINGLE, torch.device("cpu"), {})
     first = ModelRef(pin=tiny.policy_pin)
     with residents.serve(EngineConfig(), first, **OPTIONS) as engine:
         engine.generate(REQUESTS)
@@ -58,11 +61,28 @@ def test_an_engine_gets_the_very_numbers_that_are_exported(name, tmp_path):
     assert all(torch.equal(given.read(name), wanted.read(name)) for name in names)
     residents.exported(policy_pin, trained.state.pin())
     residents.refresh(policy_pin)
+    uri, digest = parse_pin(policy_pin)
+    assert given.checksum() == read_manifest(uri, sha256=digest).attributes[WEIGHTS]
     with residents.serve(EngineConfig(), ModelRef(pin=policy_pin), **OPTIONS) as engine:
         assert engine.version() == 1
         seen = [(o.token_ids, o.logprobs) for o in engine.generate(REQUESTS)]
     with module.open_engine(EngineConfig(), ModelRef(pin=policy_pin), **OPTIONS) as fresh:
         assert seen == [(o.token_ids, o.logprobs) for o in fresh.generate(REQUESTS)]
+    residents.close()
+
+
+def test_an_engine_whose_weights_differ_from_the_exported_samples_nothing(tmp_path):
+    tiny = start_run(f"file://{tmp_path}/run")
+    residents = Residents(SINGLE, torch.device("cpu"), {})
+    with residents.serve(EngineConfig(), ModelRef(pin=tiny.policy_pin), **OPTIONS):
+        pass
+    trained = train_iteration(job_of(tiny), held=residents.trainer)
+    policy_pin = exported(tiny, trained.state, tmp_path)
+    residents.exported(policy_pin, trained.state.pin())
+    weight = next(iter(residents.trainer.trainer.policy.weights().values()))
+    weight.data.view(-1)[0] += 1.0
+    with pytest.raises(EngineError, match=r"with the checksum \w{8}, got \w{8}; run the task"):
+        residents.refresh(policy_pin)
     residents.close()
 
 
@@ -83,7 +103,7 @@ def test_an_engine_is_opened_once_for_equal_options_and_anew_after_a_failure(tmp
 
     module_open = module.open_engine
     monkeypatch.setattr(module, "open_engine", count)
-    residents, config = Residents(SINGLE), EngineConfig()
+    residents, config = Residents(SINGLE, torch.device("cpu"), {}), EngineConfig()
     texts = []
     for pin in (*pins, pins[1]):
         with residents.serve(config, ModelRef(pin=pin), **OPTIONS) as engine:
@@ -116,13 +136,3 @@ def test_a_trainer_is_held_for_the_state_that_it_stands_at(tmp_path):
     held.keep(trainer, pin, {})
     assert held.take(f"{tiny.root}/other#sha256={'0' * 64}") is None
     assert held.trainer is None
-
-
-@pytest.mark.parametrize("name", ["disagg", "vllm_disagg"])
-def test_an_engine_with_processes_of_its_own_is_refused(name, tmp_path, caplog):
-    config = {**tiny_config(), "engine": {"name": name}}
-    tiny = start_run(f"file://{tmp_path}/run", config)
-    with pytest.raises(SystemExit) as ended:
-        run(tiny.root, tiny.digest, 1, 2, 0, 2, tiny.policy_pin, "")
-    assert ended.value.code == 2
-    assert f"got `engine.name` = '{name}'; take `vllm` or `transformers`" in caplog.text
