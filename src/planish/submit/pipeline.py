@@ -258,8 +258,8 @@ def iterations_text(first: int, last: int) -> str:
     """Return what a box of iterations is called on the page of a run.
 
     Example:
-        >>> iterations_text(1, 4), iterations_text(5, 5)
-        ('iterations 1\u20134', 'iteration 5')
+        >>> iterations_text(5, 5)
+        'iteration 5'
     """
     return f"iterations {first}\u2013{last}" if last > first else f"iteration {first}"
 
