@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +11,11 @@ import pytest
 import torch
 
 from planish import store
-from planish.base.config import config_sha256
 from planish.checkpoint import train_state as api
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy
 from planish.records import layout
-from planish.records.io import read_manifest, read_set
+from planish.records.io import read_set
 from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.records.values import ValueSet
@@ -26,7 +23,6 @@ from planish.stages.export.stage import run as run_export
 from tests.integration import programs
 from tests.integration.test_train_stage import (
     all_tensors,
-    failing,
     run_stage,
     stage_words,
     train_all,
@@ -171,34 +167,6 @@ def test_tokens_keep_the_values_of_the_iteration_that_sampled_them(file_root, tm
         assert np.isfinite(values).all()
 
 
-def test_a_critic_of_a_run_without_windows_stores_no_values(file_root, tmp_path):
-    tiny = start_run(file_root, critic_config())
-    (pin,) = train_all(tiny, tmp_path, (1,))
-    assert api.read_state_info(pin)["data"] == {"next": 8, "pending": []}
-    assert store.list_uris(layout.values(tiny.root, 1)) == []
-
-
-def test_a_run_without_a_critic_does_not_train_on_with_one(file_root, tmp_path):
-    plain = start_run(file_root)
-    (first,) = train_all(plain, tmp_path, (1,))
-    config = critic_config()
-    digest = config_sha256(config)
-    run_file = layout.run_file(file_root)
-    store.write(run_file, json.dumps({"config": config}).encode())
-    tiny = replace(plain, config=config, digest=digest)
-    code, error = failing(tiny, 2, first, add_iteration(tiny, 2), tmp_path / "2")
-    assert code == 1
-    assert "must hold a critic" in error
-
-
-def test_a_reward_model_that_is_not_there_is_a_wrong_configuration(file_root, tmp_path):
-    config = critic_config(init="model", path=str(tmp_path / "nothing"))
-    tiny = start_run(file_root, config)
-    code, error = failing(tiny, 1, "", add_iteration(tiny, 1), tmp_path / "1")
-    assert code == 2
-    assert "`critic.path`" in error
-
-
 @pytest.mark.parametrize("init", ["model", "state"])
 def test_where_a_critic_came_from_is_read_once(init, tmp_path):
     source = tmp_path / "source"
@@ -222,15 +190,3 @@ def test_where_a_critic_came_from_is_read_once(init, tmp_path):
         pins.append((first, train_once(tiny, 2, first, rewards, tmp_path / f"{name}-out" / "2")))
     kept, removed = ([parse_pin(pin)[1] for pin in row] for row in pins)
     assert kept == removed
-
-
-def test_a_finished_task_with_a_critic_is_free(file_root, tmp_path):
-    tiny = start_run(file_root, critic_config("tppo", pretrain_iterations=1, pretrain_passes=2))
-    (first,) = train_windows(tiny, tmp_path, (1,))
-    rewards = read_manifest(layout.rewards(tiny.root, 1)).ref(layout.rewards(tiny.root, 1))
-    assert train_once(tiny, 1, "", rewards, tmp_path / "again") == first
-    log = layout.stage_log(tiny.root, "train", 1, 0)
-    assert json.loads(store.read(log))["already_done"] is True
-    info = api.read_state_info(first)
-    # Two passes of value pretraining are eight critic steps; the state is numbered as ever.
-    assert (info["step"], info["critic_updates"], info["updates"]) == (4, 8, 0)

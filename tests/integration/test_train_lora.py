@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planish import store
 from planish.checkpoint import train_state as api
 from planish.checkpoint.convert.export_hf import export
 from planish.models.policy import load_policy
-from planish.records import layout
-from planish.records.refs import parse_pin
 from planish.stages.export.stage import run as run_export
 from planish.stages.reshard.verify import compare_policy
 from tests.integration.test_train_critic import critic_config, scalars_of
@@ -19,7 +16,6 @@ from tests.integration.test_train_reference import reconfigured, reference_of
 from tests.integration.test_train_stage import (
     all_tensors,
     failing,
-    run_stage,
     train_all,
 )
 from tests.unit.stages.train.runs import add_iteration, artifact, start_run, tiny_config
@@ -69,14 +65,6 @@ def test_weights_stay_and_adapters_with_their_moments_are_trained_and_kept(file_
     )
     head = 1 + first["critic.head.weight"].numel()
     assert scalars["num_trained_critic_parameters"] == trained + head
-
-
-def test_a_new_process_that_resumes_arrives_at_the_bytes_of_going_on(file_root, tmp_path):
-    tiny = start_run(file_root, lora_config("vapo"))
-    first, second = train_all(tiny, tmp_path / "out", (1, 2))
-    for uri in store.list_uris(layout.state(tiny.root, api.read_state_info(second)["step"])):
-        store.delete(uri)
-    assert parse_pin(run_stage(tiny, 2, first, tmp_path / "again"))[1] == parse_pin(second)[1]
 
 
 def test_the_export_is_merged_and_computes_what_the_trainer_computes(file_root, tmp_path):

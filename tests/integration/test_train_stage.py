@@ -86,15 +86,6 @@ def test_state_report_and_cursor_after_two_iterations(file_root, tmp_path):
     assert metrics["tokens_per_second"] > 0
 
 
-def test_first_step_of_a_batch_has_ratio_one_and_no_mismatch_on_equal_weights(file_root, tmp_path):
-    train_all(start_run(file_root), tmp_path, (1,))
-    scalars = read_report(UpdateReport, layout.update(file_root, 1)).scalars
-    assert scalars["first_step_ratio_error"] < 1e-5
-    assert scalars["mismatch_logprob_mean"] < 1e-5
-    first = read_report(UpdateReport, layout.update(file_root, 1)).minibatches[0]
-    assert (first["clipfrac_high"], first["clipfrac_low"]) == (0.0, 0.0)
-
-
 def test_a_new_process_that_resumes_arrives_at_the_bytes_of_going_on(file_root, tmp_path):
     tiny = start_run(file_root)
     first, second = train_all(tiny, tmp_path / "out", (1, 2))

@@ -8,7 +8,7 @@ from planish import store
 from planish.checkpoint import train_state as api
 from planish.checkpoint.commit.catalog import retain
 from planish.records import layout
-from planish.records.io import read_manifest, read_set
+from planish.records.io import read_set
 from planish.records.refs import parse_pin
 from planish.records.values import ValueSet
 from planish.records.waiting import WaitingSet
@@ -131,11 +131,3 @@ def test_two_processes_select_and_wait_as_one_does(tmp_path):
     assert one[0][0] == 3.0
     assert one[0][1] > 0
     assert others == pytest.approx(losses, abs=1e-5)
-
-
-def test_what_waits_is_a_set_whose_manifest_names_its_parents(four):
-    tiny, pins, _ = four
-    path, digest = parse_pin(data_of(pins[0])["waiting"])
-    manifest = read_manifest(f"{tiny.root}/{path}", sha256=digest)
-    assert set(manifest.parents) == {"policy", "rewards"}
-    assert manifest.attributes["iteration"] == 1

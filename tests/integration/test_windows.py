@@ -6,7 +6,6 @@ import random
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from planish.checkpoint.train_state import read_state_info
@@ -14,7 +13,6 @@ from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.records.stream import parse_data
-from planish.records.values import ValueSet
 from tests.integration import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -88,26 +86,3 @@ def test_every_token_is_in_one_window_and_every_sample_finishes_once_or_goes_on(
             assert carry.response_tokens.row(row).tolist() == tokens.get(key, [])
     assert carried | set(finished) == {(k, s) for k in consumed for s in range(4)}
     assert not carried & set(finished)
-
-
-def test_the_state_names_what_goes_on_and_every_carried_token_has_a_value(three: str) -> None:
-    data = parse_data(read_state_info(runs.newest_state(three))["data"])
-    places = [layout.carry("", 3, shard)[1:] for shard in range(SHARDS)]
-    assert [pin.partition("#")[0] for pin in data.carry] == places
-    values = read_set(ValueSet, f"{three}/{data.values.partition('#')[0]}")
-    stored = {
-        (int(ordinal), int(sample)): values.values.row(row)
-        for row, (ordinal, sample) in enumerate(
-            zip(values.ordinal, values.sample_index, strict=True)
-        )
-    }
-    for shard in range(SHARDS):
-        uri = layout.carry(three, 3, shard)
-        carry, ordinals = read_set(RolloutSet, uri), read_manifest(uri).attributes["ordinals"]
-        for row in range(carry.num_rows):
-            length = len(carry.response_tokens.row(row))
-            key = (ordinals[carry.group_index[row]], int(carry.sample_index[row]))
-            found = stored.pop(key, np.empty(0, np.float32))
-            assert len(found) == length
-            assert np.isfinite(found).all()
-    assert not stored

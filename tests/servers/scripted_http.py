@@ -32,6 +32,7 @@ class Reply:
 
     status: int = 200
     body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
     delay_seconds: float = 0.0
     """Before the first byte."""
     drip_seconds: float = 0.0
@@ -70,7 +71,7 @@ class ScriptedServer:
                     outer.requests.append(request)
                 outer._send(self, outer.answer(request))
 
-            do_GET = do_POST = do_PUT = do_DELETE = handle_any
+            do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_any
 
             def log_message(self, format, *args):
                 pass
@@ -95,6 +96,8 @@ class ScriptedServer:
         handler.send_response(reply.status)
         handler.send_header("Content-Type", "application/json")
         handler.send_header("Content-Length", str(len(reply.body)))
+        for name, value in reply.headers.items():
+            handler.send_header(name, value)
         handler.end_headers()
         if reply.cut_bytes >= 0:
             handler.wfile.write(reply.body[: reply.cut_bytes])

@@ -12,9 +12,7 @@ class Inspection:
     rows: list[tuple[str, str]] = field(default_factory=list)
     """(what, value) for people; values are Markdown."""
     faults: list[str] = field(default_factory=list)
-    """What must be mended before the run."""
     warnings: list[str] = field(default_factory=list)
-    """What may go wrong."""
     prompts: list[list[dict[str, str]]] = field(default_factory=list)
     """Messages of some prompts, as the policy will see them."""
     model_config: dict[str, object] = field(default_factory=dict)

@@ -19,7 +19,6 @@ class StatusPage(NamedTuple):
     """HTTP status: 200, or 503 where a probe shall fail."""
     body: bytes
     kind: str = "text/plain; charset=utf-8"
-    """Media type."""
 
 
 class PageServer:

@@ -262,8 +262,6 @@ def timed(name: str, **labels: str) -> Iterator[None]:
 
 
 class _Collector:
-    """Hands the sums to the Prometheus client when it asks."""
-
     def collect(self) -> Iterator[Any]:
         from prometheus_client import core
 

@@ -128,7 +128,6 @@ def _body(model: Any) -> Any:
 
 
 def _stream(seed: int, number: int) -> int:
-    """Return the seed of one of a critic's own random streams."""
     state = np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
 
@@ -142,7 +141,6 @@ def _new_head(body: Any, seed: int, std: float) -> nn.Linear:
 
 
 def _blank_head(width: int) -> nn.Linear:
-    """Return a head of zeros, drawn from no random stream."""
     head = nn.Linear(width, 1, device="meta").to_empty(device="cpu")
     with torch.no_grad():
         head.weight.zero_()

@@ -18,9 +18,7 @@ class DiskTensor(NamedTuple):
     """One tensor of a policy folder, and where it lies in the tensor of memory."""
 
     name: str
-    """Name in the folder."""
     shape: tuple[int, ...]
-    """Shape in the folder."""
     start: tuple[int, ...]
     """First index, along each dimension, of its part of the tensor in memory."""
     extent: tuple[int, ...]

@@ -11,12 +11,13 @@ from planish.store.sources import SourceFolder
 
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library for the header of a file."""
+MAX_SMALL_BYTES = 64 << 20
+"""Largest file of a model that is no weights; the tokenizer of a large vocabulary has 20 MB."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 
 MAX_SIZE = 10_000_000
-"""Largest number that sizes of a model may have."""
 UNLIMITED = 1 << 20
 """Tokens of a model that names no limit."""
 BY_LENGTH = ("dynamic", "longrope", "su")
@@ -99,6 +100,13 @@ def parse_config(text: bytes | None, place: str) -> dict[str, Any]:
             f"config.json of {place!r} must hold a JSON object, got {raw!r:.80}; download it again"
         )
     return raw
+
+
+def read_config(folder: SourceFolder) -> dict[str, Any]:
+    """Return the object in the config.json of a folder, or raise ConfigError as `parse_config`."""
+    size = min(folder.sizes.get("config.json", 0), MAX_SMALL_BYTES)
+    text = folder.read("config.json", 0, size) if "config.json" in folder.sizes else None
+    return parse_config(text, folder.name)
 
 
 def folder_fault(names: Iterable[str], place: str) -> str:

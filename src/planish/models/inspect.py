@@ -20,10 +20,11 @@ from planish.models.adapters import configured, find_layers, num_trained
 from planish.models.config import ModelConfig
 from planish.models.experts import check_family
 from planish.models.headers import (
+    MAX_SMALL_BYTES,
     Tensors,
     context_tokens,
     folder_fault,
-    parse_config,
+    read_config,
     read_headers,
     room_fault,
     vocabulary,
@@ -32,8 +33,6 @@ from planish.models.library import model_class
 from planish.models.tokens import Tokenizer, load_tokenizer
 from planish.store.sources import SourceFolder, open_folder, parse_source
 
-MAX_SMALL_BYTES = 64 << 20
-"""Largest file of a model that is no weights; the tokenizer of a large vocabulary has 20 MB."""
 _SMALL = (".json", ".txt", ".model", ".jinja")
 
 
@@ -203,9 +202,7 @@ def weight_rows(folder: SourceFolder, found: Inspection) -> tuple[list[tuple[str
     Raises:
         ConfigError: no config.json, or one that is no JSON object.
     """
-    size = min(folder.sizes.get("config.json", 0), MAX_SMALL_BYTES)
-    text = folder.read("config.json", 0, size) if "config.json" in folder.sizes else None
-    found.model_config = raw = parse_config(text, folder.name)
+    found.model_config = raw = read_config(folder)
     tensors, faults = read_headers(folder)
     fault = folder_fault(folder.sizes, folder.name)
     found.faults += [*([fault] if fault else []), *faults]

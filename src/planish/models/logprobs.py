@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from planish.base.errors import ConfigError, RecordError
 from planish.models import selected_states
 from planish.models.packing import Packing
 
@@ -53,15 +52,7 @@ def hidden_before(body: Any, input_ids: Tensor, packing: Packing | None, select:
 
     Returns:
         [K, H] in the body's type, of the K selected tokens in row-major order.
-
-    Raises:
-        RecordError: column 0 is selected.
     """
-    if bool(select[:, 0].any()):
-        raise RecordError(
-            "`select` must be False in column 0, got True in rows "
-            f"{select[:, 0].nonzero().flatten()[:8].tolist()}; nothing comes before a first token"
-        )
     extra: dict[str, Any] = {}
     before = select.roll(-1, 1)
     if packing is not None:
@@ -97,8 +88,6 @@ class TokenScorer(nn.Module):
             vocabulary: part of the tokens that this process scores; None is all of them.
         """
         super().__init__()
-        if tokens_per_chunk < 1:
-            raise ConfigError(f"`tokens_per_chunk` must be at least 1, got {tokens_per_chunk}")
         self.model = model
         self.tokens_per_chunk = tokens_per_chunk
         self.vocabulary = vocabulary
@@ -123,14 +112,7 @@ class TokenScorer(nn.Module):
         Returns:
             Log-probabilities and entropies, [K] float32 each, of the K selected tokens in row-major
             order. Gradients flow through the log-probabilities only.
-
-        Raises:
-            RecordError: column 0 is selected, or the temperature is not above 0.
         """
-        if not temperature > 0.0:
-            raise RecordError(
-                f"`temperature` must be above 0, got {temperature!r}; pass the rollouts' own"
-            )
         body = getattr(self.model, self.model.base_model_prefix)
         hidden = hidden_before(body, input_ids, packing, select)
         targets = input_ids[select]
@@ -213,9 +195,6 @@ class ValueScorer(nn.Module):
 
         Returns:
             [K] float32 of the K selected tokens in row-major order.
-
-        Raises:
-            RecordError: column 0 is selected.
         """
         hidden = hidden_before(self.critic.body, input_ids, packing, select)
         # Values are subtracted from each other: half precision would drown small advantages.

@@ -114,7 +114,6 @@ def _attend(layer: Any, x: Tensor, turn: tuple[Tensor, Tensor], packing: Packing
 
 
 def _rotated(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate [B, S, heads, head size] by its position."""
     cosine, sine = turn
     first, second = x.chunk(2, -1)
     return x * cosine[:, :, None] + torch.cat([-second, first], -1) * sine[:, :, None]
@@ -148,8 +147,6 @@ def _normed(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 
 class _Norm(torch.autograd.Function):
-    """Root-mean-square norm with a scale for each feature."""
-
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         normed, scale = _normed(x, epsilon)

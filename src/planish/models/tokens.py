@@ -318,7 +318,6 @@ def _generation_ends(folder: Path) -> tuple[list[int], list[str]]:
 
 
 def _listed(found: Any, kind: type[Entry]) -> list[Entry]:
-    """Return the entries of a kind; one alone needs no list."""
     return [one for one in (found if isinstance(found, list) else [found]) if type(one) is kind]
 
 

@@ -20,7 +20,6 @@ from planish.base.errors import ObjectMissing, RecordError
 from planish.records.refs import Ref, Scalar
 
 MANIFEST = "manifest.json"
-"""Name of the manifest in the folder of its set."""
 
 _LIMIT_BYTES = 64 << 20
 _NAME_PART = re.compile(r"[A-Za-z0-9._-]{1,200}")
@@ -74,7 +73,6 @@ class Manifest:
     schema: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*/[1-9][0-9]*$")]
     """Name and major version, e.g. `rollouts/1`."""
     num_rows: Count
-    """Rows in all shards together."""
     shards: tuple[Shard, ...]
     """In row order."""
     parents: dict[str, Digest]

@@ -84,9 +84,6 @@ class Ragged:
     @staticmethod
     def concat(items: Sequence[Ragged]) -> Ragged:
         """Put the rows of all items one after another; at least one item, equal dtypes."""
-        dtypes = {str(item.values.dtype) for item in items}
-        if len(dtypes) > 1:
-            raise ValueError(f"`items` must have one dtype, got {sorted(dtypes)}")
         lengths = np.concatenate([item.lengths for item in items])
         return Ragged(np.concatenate([item.values for item in items]), _offsets(lengths))
 

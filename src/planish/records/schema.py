@@ -53,7 +53,6 @@ class Column:
     name: str
     """Name in the Parquet file."""
     kind: Kind
-    """Type of a cell; no column holds nulls."""
     meaning: str
     """One line for `planish show` and for readers of the schema."""
     optional: bool = False

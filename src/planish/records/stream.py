@@ -74,7 +74,6 @@ class StreamState:
     """
 
     cursor: Cursor
-    """Prompts that are consumed."""
     surplus: list[str] = field(default_factory=list)
     """Surplus sets that the next rollout may use."""
     carry: list[str] = field(default_factory=list)

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from planish import store
-from planish.base.errors import ConfigError, ObjectExists
+from planish.base.errors import ConfigError, ObjectExists, RecordError
 from planish.records import layout
 from planish.store.documents import read_json
 
@@ -70,9 +72,16 @@ def avoid(root: str, node: AvoidedNode) -> bool:
 
 
 def avoided(root: str) -> list[AvoidedNode]:
-    """Return the nodes that are avoided, by the time at which they were named."""
-    uris = store.list_uris(f"{layout.avoided_nodes(root)}/")
-    nodes = [AvoidedNode(**read_json(uri)) for uri in uris]
+    """Return the nodes that are avoided, by the time at which they were named.
+
+    What else lies among their marks is told and ignored.
+    """
+    nodes = []
+    for uri in store.list_uris(f"{layout.avoided_nodes(root)}/"):
+        try:
+            nodes.append(TypeAdapter(AvoidedNode).validate_python(read_json(uri)))
+        except (ValueError, RecordError) as error:
+            logger.warning("ignored, no mark of a node uri=%s error=%.200s", uri, error)
     return sorted(nodes, key=lambda node: (node.seconds, node.name))
 
 

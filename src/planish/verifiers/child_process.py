@@ -124,7 +124,6 @@ class ChildProcess:
                     pipe.close()
 
     def _exchange(self, request: bytes, timeout_seconds: float) -> dict[str, Any]:
-        """Write one line and read one line within the limit."""
         process = self._process
         assert process is not None
         assert process.stdin is not None

@@ -11,7 +11,6 @@ from planish.verifiers.math_answer import TAIL_CHARS, extract_answer
 from planish.verifiers.verdict import Verdict, VerifierOptions, failed, not_found, right, wrong
 
 MAX_NUMBERS = 10
-"""Most numbers of one task."""
 
 
 def parse_countdown(answer: str) -> tuple[list[int], int] | None:

@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_CHARS = 400
-"""Longest expression that is read."""
 MAX_DEPTH = 32
-"""Deepest nesting of parentheses and signs."""
 MAX_DIGITS = 64
-"""Most digits of one number."""
 
 _TOKEN = re.compile(r"[ \t]*(?:(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)|(?P<mark>[-+*/()]))")
 _SYNONYMS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-"})
@@ -43,7 +40,6 @@ class Expression:
     """
 
     value: Fraction
-    """Exact value."""
     operands: tuple[Fraction, ...]
     """Number literals in reading order."""
     operators: tuple[str, ...]

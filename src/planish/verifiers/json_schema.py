@@ -16,7 +16,6 @@ from planish.verifiers.own import shared_verifier
 from planish.verifiers.verdict import Verdict, VerifierOptions
 
 MAX_RESPONSE_CHARS = 200_000
-"""How much of the end of a response is read."""
 MAX_STARTS = 1000
 """Places at which a value is looked for in a response without a block."""
 

@@ -28,9 +28,7 @@ logger = logging.getLogger(__name__)
 TAIL_CHARS = 300
 """How much of the end of a response is searched for an answer."""
 MAX_DIGITS = 64
-"""Longest digit string that becomes an integer."""
 MAX_ANSWER_CHARS = 1000
-"""Longest ground truth that is compared."""
 MAX_DEPTH = 16
 """Deepest nesting of brackets that is compared; the time to parse grows quickly with it."""
 

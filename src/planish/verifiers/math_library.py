@@ -13,7 +13,6 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, grader, par
 from sympy import Float
 
 MEMORY_BYTES = 4 << 30
-"""Address space that the child may use."""
 DECIMAL_ERROR, EXACT_ERROR = 1e-4, 1e-50
 """Largest difference of two equal numbers over the larger one: where one is a decimal, or none."""
 

@@ -14,11 +14,8 @@ from planish.verifiers.own import shared_verifier
 from planish.verifiers.verdict import Verdict, VerifierOptions
 
 SEARCH_SECONDS = 1.0
-"""Limit of one search."""
 MAX_RESPONSE_CHARS = 200_000
-"""How much of the end of a response is searched."""
 MEMORY_BYTES = 4 << 30
-"""Address space that the child may use."""
 
 
 def verify_regex(response: str, answer: str, options: VerifierOptions) -> Verdict:

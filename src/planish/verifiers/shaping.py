@@ -44,12 +44,8 @@ def overlong_penalty(
     Returns:
         [R] float32, <= 0.
 
-    Raises:
-        ConfigError: the limits define no penalty.
-
     Source: DAPO, arXiv 2503.14476, equation 13.
     """
-    check_overlong(max_tokens, buffer_tokens)
     length = np.asarray(lengths, dtype=np.float64)
     start = max_tokens - buffer_tokens
     line = (start - length) / max(buffer_tokens, 1)

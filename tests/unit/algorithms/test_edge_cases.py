@@ -8,10 +8,10 @@ import torch
 
 from planish.algorithms.tppo import Tppo, TppoConfig
 from planish.algorithms.vapo import Vapo, VapoConfig
-from planish.records.ragged import Ragged
 from planish.records.rewards import RewardSet
-from planish.records.rollouts import FinishReason, RolloutSet
+from planish.records.rollouts import FinishReason
 from planish.stages.train.batching import train_batch
+from tests.unit.records.samples import build_rollouts
 
 PADDING = 0
 """The id that `train_batch` pads with; here it is the end token too, and an ordinary one."""
@@ -19,23 +19,9 @@ PADDING = 0
 
 def rollouts(responses, finish, window_start=None):
     """One group per response, prompts of two tokens."""
-    rows = len(responses)
-    ids = [f"{row:016x}" for row in range(rows)]
-    return RolloutSet(
-        group_index=np.arange(rows, dtype=np.int32),
-        sample_index=np.zeros(rows, np.int32),
-        prompt_tokens=Ragged.from_lists([[5, PADDING]] * rows, np.int32),
-        response_tokens=Ragged.from_lists(responses, np.int32),
-        rollout_logprobs=Ragged.from_lists([[-1.0] * len(r) for r in responses], np.float32),
-        policy_version=Ragged.from_lists([[0] * len(r) for r in responses], np.int32),
-        window_start=np.array(window_start or [0] * rows, np.int32),
-        finish=np.array(finish, np.int8),
-        rollout_id=[f"{name}-000" for name in ids],
-        prompt_id=ids,
-        response=["x"] * rows,
-        answer=["1"] * rows,
-        verifier=["exact"] * rows,
-    )
+    start = np.array(window_start or [0] * len(responses), np.int32)
+    prompts = [[5, PADDING]] * len(responses)
+    return build_rollouts(prompts, responses, finish=finish, window_start=start)
 
 
 def rewards(accuracy, reward, *, has_reward=None):

@@ -19,7 +19,6 @@ from planish.models.adapters import (
 from planish.models.config import ModelConfig
 from planish.models.experts import on_disk
 from planish.models.lora import add_adapters, merge_adapters, merged_weights
-from planish.models.policy import build_policy
 
 SIZES = {
     "vocab_size": 32,
@@ -155,9 +154,3 @@ def test_a_state_goes_on_with_the_adapters_that_it_was_saved_with():
     ):
         with pytest.raises(ConfigError, match=message):
             check_same(held, wanted, pin="p")
-
-
-def test_a_built_policy_takes_adapters_too():
-    policy = build_policy(ModelConfig(num_layers=1), seed=0)
-    add_adapters(policy.model, Adapters(2, 8.0, ()), seed=[0])
-    assert len(trained_layers(policy.model)) == 7

@@ -70,14 +70,6 @@ def test_a_new_head_has_the_asked_spread_and_no_bias():
     assert head.bias.tolist() == [0.0]
 
 
-def test_a_head_of_zeros_values_every_state_at_zero(policy):
-    critic = critic_from_policy(policy.model, seed=3, head_std=0.0)
-    ids = torch.randint(4, 50, (2, 6))
-    select = torch.ones(2, 6, dtype=torch.bool)
-    select[:, 0] = False
-    assert ValueScorer(critic)(ids, None, select).tolist() == [0.0] * 10
-
-
 def test_equal_seeds_give_equal_critics_and_leave_the_global_noise_alone(policy):
     torch.manual_seed(11)
     expected = torch.rand(3)

@@ -139,8 +139,3 @@ def test_weights_that_lack_one_expert_are_refused_and_change_nothing(tmp_path):
 def test_experts_of_an_unknown_family_are_refused():
     with pytest.raises(ConfigError, match=r"must be of .*mixtral.*, got the `model_type` 'other'"):
         list(disk_tensors("a.mlp.experts.down_proj", (2, 3, 4), {"model_type": "other"}))
-
-
-def test_a_dense_tensor_keeps_its_name():
-    (part,) = disk_tensors("model.norm.weight", (4,), {})
-    assert part == ("model.norm.weight", (4,), (0,), (4,))

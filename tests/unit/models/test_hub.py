@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import pytest
 
 from planish.base.errors import ConfigError
 from planish.models.pretrained import find_folder
+from tests.servers.scripted_http import Reply, ScriptedServer
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A hub that answers every request with the status and error code in `answer`."""
-    answer = {"status": 404, "code": ""}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(answer["status"])
-            if answer["code"]:
-                self.send_header("X-Error-Code", answer["code"])
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        do_HEAD = do_GET
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    """A hub that answers every request with its `answer`."""
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+    server = ScriptedServer(lambda _: Reply(404))
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    yield answer
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    yield server
+    server.close()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +33,7 @@ def hub(monkeypatch, tmp_path):
     ],
 )
 def test_each_refusal_of_the_hub_has_its_own_remedy(hub, status, code, remedy):
-    hub.update(status=status, code=code)
+    hub.answer = lambda _: Reply(status, headers={"X-Error-Code": code} if code else {})
     with pytest.raises(ConfigError, match="must be a model that the hub gives") as caught:
         find_folder("someone/model", revision="v9")
     assert "'someone/model'" in str(caught.value)

@@ -11,8 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from planish.base.errors import ConfigError, RecordError
-from planish.models.logprobs import TokenScorer, ValueScorer, hidden_before
+from planish.models.logprobs import TokenScorer, ValueScorer
 from planish.models.packing import pack_rows
 
 SMALL = {
@@ -190,18 +189,6 @@ def test_packed_sequences_score_as_if_they_were_alone():
     assert torch.allclose(entropies, torch.cat([found[1] for found in alone]), atol=1e-6)
 
 
-def test_selection_is_read_row_by_row():
-    scorer = TokenScorer(make_model())
-    ids, _ = make_batch(batch=2, length=4)
-    select = torch.tensor([[False, False, True, False], [False, True, False, False]])
-    one = torch.zeros_like(select)
-    one[0, 2] = True
-    with torch.no_grad():
-        both, _ = scorer(ids, None, select, 1.0)
-        first, _ = scorer(ids, None, one, 1.0)
-    assert both[0].item() == pytest.approx(first[0].item(), abs=1e-6)
-
-
 def test_empty_selection_gives_no_scores_and_zero_gradients():
     model = make_model()
     ids, select = make_batch()
@@ -211,31 +198,6 @@ def test_empty_selection_gives_no_scores_and_zero_gradients():
     assert all(
         parameter.grad is None or not parameter.grad.any() for parameter in model.parameters()
     )
-
-
-def test_first_column_can_not_be_selected():
-    ids, select = make_batch()
-    select[1, 0] = True
-    with pytest.raises(RecordError, match=r"column 0, got True in rows \[1\]"):
-        TokenScorer(make_model())(ids, None, select, 1.0)
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_temperature_must_be_above_zero(temperature):
-    ids, select = make_batch()
-    with pytest.raises(RecordError, match="`temperature` must be above 0"):
-        TokenScorer(make_model())(ids, None, select, temperature)
-
-
-def test_temperature_has_no_default():
-    ids, select = make_batch()
-    with pytest.raises(TypeError, match="temperature"):
-        TokenScorer(make_model())(ids, None, select)
-
-
-def test_chunks_must_hold_a_token():
-    with pytest.raises(ConfigError, match="`tokens_per_chunk` must be at least 1, got 0"):
-        TokenScorer(make_model(), tokens_per_chunk=0)
 
 
 class FixedCritic(nn.Module):
@@ -267,16 +229,3 @@ def test_values_are_float32_under_half_precision_and_on_half_precision_states():
     assert values.dtype == torch.float32
     # bfloat16 would round the weight to 1.
     assert values.tolist() == [1.0009765625]
-
-
-def test_a_value_of_the_first_column_can_not_be_asked_for():
-    scorer = ValueScorer(FixedCritic(torch.zeros(1, 2, 2), [1.0, 1.0], 0.0))
-    with pytest.raises(RecordError, match=r"column 0, got True in rows \[0\]"):
-        scorer(torch.zeros(1, 2, dtype=torch.long), None, torch.ones(1, 2, dtype=torch.bool))
-
-
-def test_hidden_states_before_the_selected_tokens_are_read_row_by_row():
-    states = torch.arange(8.0).reshape(2, 4, 1)
-    select = torch.tensor([[False, True, False, True], [False, False, True, False]])
-    found = hidden_before(FixedBody(states), torch.zeros(2, 4, dtype=torch.long), None, select)
-    assert found.flatten().tolist() == [0.0, 2.0, 5.0]

@@ -80,13 +80,6 @@ def test_folder_without_configuration_is_refused(model_folder):
         load_pretrained(str(model_folder))
 
 
-def test_folder_without_tokenizer_is_refused(model_folder):
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (model_folder / name).unlink()
-    with pytest.raises(ConfigError, match="must hold a tokenizer"):
-        load_pretrained(str(model_folder))
-
-
 def test_code_that_comes_with_a_model_is_never_run(model_folder, tmp_path):
     mark = tmp_path / "ran"
     (model_folder / "modeling_own.py").write_text(f"open({str(mark)!r}, 'w').close()\n")

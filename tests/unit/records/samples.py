@@ -28,29 +28,50 @@ def file_of(record) -> bytes:
     return encode(columns, record.COLUMNS, row_group_bounds(columns, record.group_starts()))
 
 
+def build_rollouts(prompts, responses, **columns) -> RolloutSet:
+    """Return finished responses in groups of one size, or of the given `group_index`.
+
+    Prompts and responses are lists of token ids; other columns have values that mean nothing.
+    """
+    rows, groups = len(responses), np.arange(len(prompts))
+    index = columns.pop("group_index", np.repeat(groups, rows // max(1, len(prompts))))
+    sample = columns.pop("sample_index", np.arange(rows) - np.searchsorted(index, index))
+    ids = columns.pop("prompt_id", [f"{group:016x}" for group in index])
+    lengths = [len(response) for response in responses]
+    plain = {
+        "prompt_tokens": Ragged.from_lists(prompts, np.int32),
+        "response_tokens": Ragged.from_lists(responses, np.int32),
+        "rollout_logprobs": Ragged.from_lists([[-1.0] * n for n in lengths], np.float32),
+        "policy_version": Ragged.from_lists([[0] * n for n in lengths], np.int32),
+        "window_start": np.zeros(rows, np.int32),
+        "rollout_id": [f"{name}-{place:03d}" for name, place in zip(ids, sample, strict=True)],
+        "response": ["x"] * rows,
+        "answer": ["1"] * rows,
+        "verifier": ["exact"] * rows,
+        **columns,
+        "finish": np.asarray(columns.get("finish", [FinishReason.STOP] * rows), np.int8),
+    }
+    return RolloutSet(
+        group_index=np.asarray(index, np.int32),
+        sample_index=np.asarray(sample, np.int32),
+        prompt_id=ids,
+        **plain,
+    )
+
+
 def random_rollouts(seed: int = 0, *, groups: int = 5, group_size: int = 4) -> RolloutSet:
     """Whole groups with responses of 0 to 12 tokens."""
     generator = np.random.default_rng(seed)
     rows = groups * group_size
     lengths = generator.integers(0, 13, rows)
     ids = [f"{generator.integers(1 << 62):016x}" for _ in range(groups)]
-    group_index = np.repeat(np.arange(groups, dtype=np.int32), group_size)
-    sample_index = np.tile(np.arange(group_size, dtype=np.int32), groups)
-    return RolloutSet(
-        group_index=group_index,
-        sample_index=sample_index,
-        prompt_tokens=Ragged.from_lists(
-            [generator.integers(0, 50, generator.integers(1, 9)) for _ in ids], np.int32
-        ),
-        response_tokens=Ragged.from_lists(
-            [generator.integers(0, 50, n) for n in lengths], np.int32
-        ),
+    return build_rollouts(
+        [generator.integers(0, 50, generator.integers(1, 9)) for _ in ids],
+        [generator.integers(0, 50, n) for n in lengths],
         rollout_logprobs=Ragged.from_lists([-generator.random(n) for n in lengths], np.float32),
         policy_version=Ragged.from_lists([[3] * n for n in lengths], np.int32),
-        window_start=np.zeros(rows, np.int32),
-        finish=generator.integers(0, len(FinishReason), rows).astype(np.int8),
-        rollout_id=[f"{ids[g]}-{s:03d}" for g, s in zip(group_index, sample_index, strict=True)],
-        prompt_id=[ids[g] for g in group_index],
+        finish=generator.integers(0, len(FinishReason), rows),
+        prompt_id=[name for name in ids for _ in range(group_size)],
         response=[ODD_TEXTS[r % len(ODD_TEXTS)] for r in range(rows)],
         answer=[str(r) for r in range(rows)],
         verifier=["math"] * rows,

@@ -6,7 +6,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,23 +107,6 @@ def test_a_fetched_set_is_fetched_once_and_mended_when_damaged(s3_root):
     (first / "model.safetensors").write_bytes(b"v" * 5000)
     assert contents(fetch_files(ref.uri)) == FILES
     assert oct(first.parent.parent.stat().st_mode)[-3:] == "700"
-
-
-@pytest.mark.server
-def test_four_threads_fetch_one_set_at_once(s3_root):
-    ref = write(s3_root)
-    found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(fetch_files(ref.uri))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(found)) == 1
-    assert len(found) == 4
-    assert contents(found[0]) == FILES
-    assert [p.name for p in found[0].parent.iterdir()] == [ref.manifest_sha256]
 
 
 @pytest.mark.server

@@ -236,13 +236,6 @@ except RecordError as error:
     assert megabytes < 400
 
 
-@pytest.mark.slow
-def test_a_set_whose_shard_decodes_to_much_is_refused(file_root):
-    prompts = changed(random_prompts(rows=600), source=["x" * (1 << 20)] * 600)
-    with pytest.raises(RecordError, match=r"must decode to at most 536870912 .*got 6\d{8} or more"):
-        decode(file_of(prompts), PromptSet.COLUMNS, name="x")
-
-
 def test_equal_texts_are_held_once():
     prompts = changed(random_prompts(rows=9), source=["".join(["ab", "c"])] * 9)
     sources = decode(file_of(prompts), PromptSet.COLUMNS, name="x")["source"]

@@ -68,11 +68,6 @@ def test_an_empty_array_has_no_rows_and_its_dtype():
     assert empty.take([]) == empty
 
 
-def test_concat_refuses_mixed_dtypes():
-    with pytest.raises(ValueError, match=r"one dtype, got \['float32', 'int32'\]"):
-        Ragged.concat([Ragged.empty(np.int32), Ragged.empty(np.float32)])
-
-
 @pytest.mark.parametrize(
     ("values", "offsets", "fault"),
     [

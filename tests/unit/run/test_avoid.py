@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from planish import store
 from planish.base.errors import ConfigError
+from planish.records import layout
 from planish.run.avoid import AvoidedNode, avoid, avoided, is_node_name
 
 ROOTS = ("file_root", pytest.param("s3_root", marks=pytest.mark.server))
@@ -30,3 +32,11 @@ def test_what_is_no_node_is_refused(file_root, name):
     with pytest.raises(ConfigError, match="a node must be named like the label"):
         avoid(file_root, AvoidedNode(name, "operator"))
     assert avoided(file_root) == []
+
+
+def test_what_is_no_mark_of_a_node_is_told_and_ignored(file_root, caplog):
+    avoid(file_root, AvoidedNode("node-1", "operator"))
+    for name, data in (("x", b"no JSON"), ("y", b"[]"), ("z", b'{"name": 3}')):
+        store.write(layout.avoided_node(file_root, name), data)
+    assert [node.name for node in avoided(file_root)] == ["node-1"]
+    assert caplog.text.count("ignored, no mark of a node") == 3

@@ -20,7 +20,6 @@ from planish.base.errors import CheckpointCorrupt, ObjectMissing, RecordError
 from planish.records import (
     EvalReport,
     Ragged,
-    RolloutSet,
     UpdateReport,
     layout,
     write_files,
@@ -30,7 +29,13 @@ from planish.records import (
 from planish.show.command import show
 from planish.show.text import cell
 from tests.unit.records.bombs import peak_megabytes
-from tests.unit.records.samples import SAMPLES, changed, random_prompts, random_rollouts
+from tests.unit.records.samples import (
+    SAMPLES,
+    build_rollouts,
+    changed,
+    random_prompts,
+    random_rollouts,
+)
 
 
 def shown(text, *, rows=1):
@@ -254,21 +259,13 @@ def test_a_large_shard_is_shown_in_bounded_memory(tmp_path):
     rows, tokens = 2_500, 4_000
     generator = np.random.default_rng(0)
     lists = np.arange(0, rows * tokens + 1, tokens)
-    ids = [f"{n:016x}" for n in range(rows)]
-    rollouts = RolloutSet(
-        group_index=np.arange(rows, dtype=np.int32),
-        sample_index=np.zeros(rows, np.int32),
-        prompt_tokens=Ragged.from_lists([[1]] * rows, np.int32),
+    rollouts = build_rollouts(
+        [[1]] * rows,
+        [[]] * rows,
         response_tokens=Ragged(generator.integers(0, 150_000, rows * tokens, np.int32), lists),
         rollout_logprobs=Ragged(-generator.random(rows * tokens, np.float32), lists),
         policy_version=Ragged(np.ones(rows * tokens, np.int32), lists),
-        window_start=np.zeros(rows, np.int32),
-        finish=np.zeros(rows, np.int8),
-        rollout_id=[f"{name}-000" for name in ids],
-        prompt_id=ids,
-        response=[generator.bytes(1_000).hex() for _ in ids],
-        answer=["1"] * rows,
-        verifier=["math"] * rows,
+        response=[generator.bytes(1_000).hex() for _ in range(rows)],
     )
     ref = write_set(f"file://{tmp_path}/set", rollouts, parents={}, attributes={})
     shard = tmp_path / "set" / "shard-00000.parquet"

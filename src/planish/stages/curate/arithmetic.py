@@ -64,7 +64,6 @@ class ColumnExpression:
 
 
 def _digits(number: int, width: int) -> list[int]:
-    """Return at least `width` digits, the last one first."""
     return [int(digit) for digit in reversed(str(number).zfill(width))]
 
 

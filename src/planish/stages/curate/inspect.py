@@ -37,7 +37,6 @@ INSPECTED_ROWS = 5000
 READING_SECONDS = 60.0
 """Time to read the further rows of a file, one by one: pods of this stage live for minutes."""
 VERIFIED_ROWS = 500
-"""Rows whose answers are judged."""
 TRIED_ROWS = 4
 """Rows on which each verifier of the user is called; one that hangs costs a single time limit."""
 SAMPLED_PROMPTS = 256

@@ -29,7 +29,6 @@ MAX_RADICAND = 10**9
 """Largest number under a root: sympy finds every square factor of a smaller one."""
 MAX_DIGITS = 18
 MAX_TERMS = 16
-"""Most different roots of one sum."""
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[0-9]+)|(?P<frac>\\[dt]?frac)|(?P<root>\\sqrt|sqrt|\u221a)"
@@ -102,8 +101,6 @@ def read_number(answer: str) -> Any:
 
 
 class _Reader:
-    """Recursive descent over the tokens of one answer."""
-
     def __init__(self, text: str) -> None:
         self._tokens: list[tuple[str, str]] = []
         self._position = 0

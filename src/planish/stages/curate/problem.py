@@ -34,7 +34,6 @@ class Problem:
     question: str
     """The problem without instructions; duplicates are judged by it."""
     messages: Messages
-    """The prompt as the policy sees it."""
     answer: str
     verifier: str
     source: str
@@ -101,7 +100,6 @@ class Filter:
     reasons: dict[str, int]
     """Rows dropped by reason code; with `num_out` they add up to `num_in`."""
     examples: dict[str, list[str]]
-    """A few dropped rows by reason code."""
     is_choice: bool = False
     """Nothing is wrong with dropped rows: they are held out, for example."""
 

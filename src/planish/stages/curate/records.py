@@ -47,7 +47,6 @@ class DataRow:
     """One row of a data set."""
 
     fields: dict[str, Any]
-    """As parsed from JSON or Parquet."""
     origin: str
     """`line 12` or `row 12`, from 1."""
 

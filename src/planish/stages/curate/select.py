@@ -187,7 +187,6 @@ def _prepare(
     label: str,
     most_judged: int | None,
 ) -> list[Problem]:
-    """Turn rows into problems and apply the filters that look at one set."""
     if is_steps(config, table.rows):
         problems = step_problems(table.rows, config.max_operand_digits, ledger)
     else:

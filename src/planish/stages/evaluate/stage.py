@@ -195,8 +195,6 @@ def compare(before: EvalReport, after: EvalReport) -> Scalars:
 
 @dataclass(frozen=True)
 class _Task:
-    """One policy and one set of prompts to score."""
-
     context: Context
     config: EvaluateConfig
     name: str
@@ -239,7 +237,6 @@ class _Task:
         return Scored(self.name, Ref(EvalReport.schema, uri, digest, facts), report, is_new)
 
     def _score(self, attributes: dict[str, object]) -> EvalReport:
-        """Sample and verify responses to all prompts, and work out the scores."""
         from planish.engines.measure import judge
         from planish.verifiers import VerifierOptions
 
@@ -305,7 +302,6 @@ class _Task:
 def _open(
     context: Context, config: EvaluateConfig, pin: str, opened: OpenEngine | None
 ) -> Iterator[tuple[BaseEngine, Tokenizer]]:
-    """Start the engine that serves a policy, and load its tokenizer."""
     import torch
 
     from planish.base.parallel import pick_device

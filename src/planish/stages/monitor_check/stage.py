@@ -114,7 +114,6 @@ def _nothing(job: str) -> Result:
 
 
 def _look_back(raw: dict[str, Any], trace: str, job: str) -> Result:
-    """Return the first result with a fault of a recorded trace, else the last one."""
     from planish.minder.detect.config import MinderConfig, minder_config
     from planish.minder.detect.model_files import default_models, load_models
     from planish.minder.lab.files import read_frame

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from planish.base.errors import ConfigError
 from planish.engines import APART
 from planish.models.experts import num_experts, spread_fault
+from planish.models.headers import parse_config
 from planish.verifiers import check_verifier
 
 Sections = Mapping[str, Any]
@@ -32,7 +32,6 @@ def _limits(parsed: Sections) -> Iterator[str]:
 
 
 def _batches(parsed: Sections) -> Iterator[str]:
-    """Yield faults of groups and mini-batches."""
     rollout, train = parsed["rollout"], parsed["train"]
     if rollout.starvation_policy == "relax" and not parsed["reward"].keep_uniform_groups:
         yield (
@@ -56,7 +55,6 @@ def _batches(parsed: Sections) -> Iterator[str]:
 
 
 def _windows(parsed: Sections) -> Iterator[str]:
-    """Yield faults of windows, and of responses that several policy versions have sampled."""
     rollout, algorithm = parsed["rollout"], parsed["algorithm"]
     window, unfinished = rollout.window_tokens, rollout.unfinished
     trained = getattr(algorithm, "window_tokens", None)
@@ -96,7 +94,6 @@ def _windows(parsed: Sections) -> Iterator[str]:
 
 
 def _training(parsed: Sections) -> Iterator[str]:
-    """Yield faults of what the trainer scores, and of what is kept for it."""
     rollout, train = parsed["rollout"], parsed["train"]
     for name, off in (("top_p", 1.0), ("top_k", 0)):
         seen = getattr(rollout, name)
@@ -131,14 +128,13 @@ def _experts(parsed: Sections) -> tuple[int | None, str]:
         return model.num_experts, "`model.num_experts`"
     place = Path(model.path) / "config.json"
     try:
-        config = json.loads(place.read_bytes())
-    except (OSError, ValueError):  # of the hub, or a fault that the stage that loads it tells
+        config = parse_config(place.read_bytes(), str(place))
+    except (OSError, ConfigError):  # of the hub, or a fault that the stage that loads it tells
         return None, ""
-    return num_experts(config) if isinstance(config, dict) else None, f"experts in {str(place)!r}"
+    return num_experts(config), f"experts in {str(place)!r}"
 
 
 def _ranks(parsed: Sections) -> Iterator[str]:
-    """Yield faults of an engine whose attention and experts are apart."""
     engine = parsed["engine"]
     if engine.name not in APART:
         return

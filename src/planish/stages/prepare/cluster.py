@@ -173,14 +173,12 @@ class PodRequests:
     total: Mapping[str, str]
     """Largest sum of requests of pods that run at the same time."""
     stages: Mapping[str, Pod] = field(default_factory=dict)
-    """The pod of each stage that runs a model."""
     gpu_bytes: int = 80 * 10**9
     num_nodes: int = 1
     """Pods that train together, each as large as `rank`; 0 outside a cluster."""
     has_gang_pods: bool = False
     """The pod of `train` only waits for pods with GPUs, where other profiles give it its own."""
     rank: Mapping[str, str] = field(default_factory=dict)
-    """Request of one of them by resource."""
     launcher: str = "job"
 
     @property

@@ -18,6 +18,7 @@ from planish.base.text import bytes_text
 from planish.engines import APART
 from planish.models.config import ModelConfig
 from planish.models.experts import sharing_fault
+from planish.models.headers import read_config
 from planish.models.shapes import MEGATRON_FAMILIES, ModelShape, built_shape, known_shape, shape_of
 from planish.stages.prepare import memory
 from planish.stages.prepare.cluster import Pod, PodRequests
@@ -53,7 +54,6 @@ class Demand:
     """The device in words: `each of 8 GPUs`."""
     parts: tuple[MemoryPart, ...]
     room_bytes: int
-    """Usable memory of the device."""
     remedy: str
 
     @property
@@ -122,19 +122,7 @@ def find_shape(config: Config) -> ModelShape:
     if known:
         return known
     source = parse_source(settings.path, key="model.path")
-    folder = open_folder(source, key="model.path", revision=settings.revision)
-    if "config.json" not in folder.sizes:
-        raise ConfigError(
-            f"a model folder must hold config.json, got none in {folder.name!r}; give the folder "
-            "that `save_pretrained` wrote"
-        )
-    try:
-        raw = json.loads(folder.read("config.json", 0, folder.sizes["config.json"]))
-        return shape_of(raw)
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"config.json of {folder.name!r} must hold the sizes of a model, got {error}"
-        ) from None
+    return shape_of(read_config(open_folder(source, key="model.path", revision=settings.revision)))
 
 
 def device_faults(config: Config, requests: PodRequests) -> list[str]:
@@ -184,7 +172,6 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
 
 
 def _rank_faults(config: Config, requests: PodRequests) -> list[str]:
-    """Return where the ranks of the trainer are others than the pods can have."""
     faults = []
     pod = requests.pod_of("train")
     gpus = pod.gpus if pod else 0
@@ -308,7 +295,6 @@ def _room(pod: Pod, processes: int, gpu_bytes: int) -> int:
 def _engine_demands(
     config: Config, shape: ModelShape, stage: str, pod: Pod, gpu_bytes: int
 ) -> list[Demand]:
-    """Return what the engine of `rollout` or `evaluate` needs of each kind of device in a pod."""
     name = config["engine"].get("name", "")
     is_apart = name in APART
     attention, experts = ranks_apart(config) if is_apart else (1, 0)
@@ -387,7 +373,6 @@ def _sharing(config: Config, num_ranks: int) -> Sharing:
 
 
 def _times(parts: list[MemoryPart], ranks: int) -> list[MemoryPart]:
-    """Return what so many processes of one machine hold."""
     if ranks == 1:
         return parts
     return [MemoryPart(p.name, p.num_bytes * ranks, f"{p.how} x {ranks}") for p in parts]

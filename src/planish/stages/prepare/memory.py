@@ -48,7 +48,6 @@ class MemoryPart:
 
     name: str
     num_bytes: int
-    """On one device."""
     how: str
 
 

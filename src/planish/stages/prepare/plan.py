@@ -47,7 +47,6 @@ class RunPlan:
 
 
 def _sizes(config: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return algorithm and sizes of an iteration."""
     rollout, train, algorithm = config["rollout"], config["train"], config["algorithm"]
     prompts, group = rollout["prompts_per_iteration"], rollout["group_size"]
     steps = train["num_passes"] * -(-prompts * group // train["rollouts_per_minibatch"])

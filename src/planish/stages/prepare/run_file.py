@@ -39,7 +39,6 @@ class StartPins:
     """Policy and train state to begin with, as pinned URIs; empty for none."""
 
     policy: Pin = ""
-    """`<uri>#sha256=<digest>`."""
     state: Pin = ""
     """The same; empty before the first update."""
 

@@ -50,7 +50,6 @@ class TaskLog:
     start_seconds: float
     """Seconds since 1970."""
     seconds: float
-    """Duration so far."""
     startup_seconds: float = 0.0
     """Process start and imports before `start_seconds`."""
     already_done: bool = False
@@ -94,7 +93,6 @@ class Sample:
     response: str
     is_correct: bool
     extracted: str = ""
-    """The answer that the verifier saw."""
     num_tokens: int = 0
 
 
@@ -123,7 +121,6 @@ class MachineAlert:
     """Start of the evidence, seconds since 1970."""
     last_second: float
     action: str
-    """What was done."""
     kind: str = ""
     """dissimilar, silent or job_wide."""
     state: str = ""
@@ -183,9 +180,7 @@ class ReportFacts:
     """Scores of as many seconds of supervised training from the same start; empty: not measured."""
     best: BestPolicy | None = None
     policies: dict[int, Ref] = field(default_factory=dict)
-    """Finished policies by version."""
     states: dict[int, Ref] = field(default_factory=dict)
-    """Finished train states by optimizer step."""
     alerts: list[MachineAlert] = field(default_factory=list)
     avoided: list[AvoidedNode] = field(default_factory=list)
     """Nodes that following runs keep away from, where that is set."""
@@ -196,7 +191,6 @@ class ReportFacts:
     """Faults and what was done about them; empty for an undisturbed run."""
     comparisons: list[SampleComparison] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    """What could not be read, in words."""
     failure: PlanishError | None = None
     """Why nothing more could be read; None where the store answered to the end."""
     is_stopped: bool = False

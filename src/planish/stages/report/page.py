@@ -75,7 +75,6 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> d
 
 
 def _header(facts: ReportFacts) -> list[tuple[str, str]]:
-    """Return label and value of what a reader wants to know of a run at once."""
     model, curate = facts.config.get("model", {}), facts.config.get("curate", {})
     built = f"from scratch, {model.get('num_layers')} layers of {model.get('hidden_size')}"
     generated = f"generated {curate['task']}" if curate.get("task") else ""
@@ -164,7 +163,6 @@ def _cards(facts: ReportFacts) -> list[Card]:
 def _score_card(
     title: str, before: float, after: float | None, note: str, *, noise: float = 0.0
 ) -> Card:
-    """Return the card of a score of the starting policy and, where it is known, of the last one."""
     old = percent(before, decimals=1)
     if after is None:
         return Card(title, old, "starting policy only", is_big=True)
@@ -185,7 +183,6 @@ def _evaluation_lead(facts: ReportFacts) -> str:
 
 
 def _state(facts: ReportFacts) -> str:
-    """Return the state of the run in words."""
     if facts.is_stopped and facts.is_success:
         return "Stopped by an operator"
     return ENDED if facts.final_state in CANCELLED else facts.final_state.capitalize()

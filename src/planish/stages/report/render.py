@@ -42,10 +42,7 @@ def render_html(page: Mapping[str, Any]) -> str:
 
 def drawn(charts: Sequence[Chart]) -> list[dict[str, Any]]:
     """Return charts as the templates take them; their drawings are the only text that is markup."""
-    return [
-        {**chart._asdict(), "svg": Markup(chart.svg), "narrow": Markup(chart.narrow)}
-        for chart in charts
-    ]
+    return [{**chart._asdict(), "svg": Markup(chart.svg)} for chart in charts]
 
 
 def fill(template: str, page: Mapping[str, Any]) -> str:
@@ -92,6 +89,5 @@ def _cell(text: str) -> str:
 
 
 def _fenced(text: str) -> str:
-    """Return text as a code block, whatever it holds."""
     fence = "`" * max(3, 1 + longest_fence(text))
     return f"{fence}text\n{text}\n{fence}"

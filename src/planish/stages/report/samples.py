@@ -82,7 +82,6 @@ def _rows(
 
 
 def _iteration_groups(root: str, iteration: int, texts: Texts) -> Groups:
-    """Return the groups of the first rollout shard of an iteration with their verdicts."""
     uri, scores_uri = layout.rollouts(root, iteration, 0), layout.rewards(root, iteration)
     if not (_fits(uri) and _fits(scores_uri)):
         return {}
@@ -109,7 +108,6 @@ def _evaluation_groups(root: str, version: int, texts: Texts) -> Groups:
 
 
 def _held_out(reader: Reader, facts: ReportFacts) -> list[SampleComparison]:
-    """Compare the first and the last evaluated policy on the same held-out prompts."""
     if not facts.before or not facts.after:
         return []
     place = layout.evaluation_prompts(reader.root)
@@ -155,7 +153,6 @@ def _clearest(before: Groups, after: Groups, was_right: bool, is_right: bool) ->
 
 
 def _training(groups: Mapping[int, Groups]) -> list[SampleComparison]:
-    """Show a right and a wrong response of the first and of the last iteration."""
     mixed = {
         number: [
             key
@@ -186,7 +183,6 @@ def _column(samples: Sequence[Sample], *, prefer: bool) -> list[Sample]:
 
 
 def _pair(samples: Sequence[Sample]) -> list[Sample]:
-    """Return one right and one wrong response."""
     right = next(sample for sample in samples if sample.is_correct)
     wrong = next(sample for sample in samples if not sample.is_correct)
     return [right, wrong]

@@ -175,7 +175,6 @@ def _importance(name: str) -> tuple[int, int, str]:
 
 
 def _per_source(evaluations: Sequence[EvalReport]) -> list[ScoreRow]:
-    """Return the accuracy of each source; none where there is one source only."""
     sources = sorted({name for evaluation in evaluations for name in evaluation.sources})
     rows = []
     for source in sources if len(sources) > 1 else ():

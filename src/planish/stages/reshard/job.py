@@ -28,7 +28,6 @@ class ReshardJob:
     source_pin: str
     target: str
     layout: str
-    """As `Layout` writes it."""
     parts: Literal["all", "model"] = "all"
     """`model` leaves out optimizers, small values and loader positions."""
     role: str = ""

@@ -117,7 +117,6 @@ def _record(root: str, job: ReshardJob, *, present: bool) -> str:
 
 
 def _summary(job: ReshardJob, opened: Opened) -> str:
-    """Return in Markdown what will happen."""
     ranks = job.parsed.num_ranks
     how = "one Hugging Face folder" if job.parsed.is_merged else f"{ranks} rank(s)"
     saved = str(opened.metadata.header.get("layout", "")) or "unknown"

@@ -32,13 +32,10 @@ LEARNING_RATE = 1e-3
 """Lower than that of the cold start: the policy has begun to converge."""
 
 
-def measure_control(
-    root: str, seconds: float, *, policy_pin: str = "", learning_rate: float = LEARNING_RATE
-) -> dict[str, float]:
-    """Continue supervised training for some seconds and measure on the held-out prompts.
+def measure_control(root: str, seconds: float) -> dict[str, float]:
+    """Train the supervised start of a run on for some seconds, and measure on held-out prompts.
 
-    `seconds` are wall time of training, without loading and measuring. An empty `policy_pin`
-    takes the run's supervised start.
+    `seconds` are wall time of training, without loading and measuring.
 
     Returns:
         `accuracy` (avg@n as the evaluate stage measures it), `greedy`, `steps`, `seconds`.
@@ -59,15 +56,14 @@ def measure_control(
     seed, measured = int(tables["run"]["seed"]), tables["evaluate"]
     config = config.model_copy(update={"max_response_tokens": measured["max_response_tokens"]})
     torch.set_num_threads(config.num_threads)
-    if not policy_pin:
-        uri = layout.policy(root, 0)
-        policy_pin = f"{uri}#sha256={read_manifest(uri).sha256}"
-    policy = load_policy(policy_pin, dtype=torch.float32, device=pick_device(config.device))
+    uri = layout.policy(root, 0)
+    pin = read_manifest(uri).ref(uri).pin()
+    policy = load_policy(pin, dtype=torch.float32, device=pick_device(config.device))
     learnt = read_set(PromptSet, layout.prompts(root))
     _, traces = start_traces(learnt, read_set(TraceSet, layout.traces(root)), policy, config)
     warmup = config.warmup_steps
     steps = train_steps(
-        policy, traces, config, seed=seed, learning_rate=learning_rate, warmup_steps=warmup
+        policy, traces, config, seed=seed, learning_rate=LEARNING_RATE, warmup_steps=warmup
     )
     begin, number = time.monotonic(), 0
     while time.monotonic() - begin < seconds:
@@ -85,7 +81,7 @@ def measure_control(
     return {
         "accuracy": accuracy,
         "greedy": greedy,
-        "learning_rate": learning_rate,
+        "learning_rate": LEARNING_RATE,
         "num_traces": float(len(traces.tokens)),
         "seconds": spent,
         "steps": float(number),
@@ -97,17 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="planish.stages.sft.control", description=__doc__)
     parser.add_argument("--root", required=True, help="URI or path of a run")
     parser.add_argument("--seconds", required=True, type=float, help="wall time of training")
-    parser.add_argument("--policy-pin", default="", help="policy to start from")
-    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     arguments = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
     try:
-        measured = measure_control(
-            normal_uri(arguments.root),
-            arguments.seconds,
-            policy_pin=arguments.policy_pin,
-            learning_rate=arguments.learning_rate,
-        )
+        measured = measure_control(normal_uri(arguments.root), arguments.seconds)
     except PlanishError as error:
         logger.error("failed error=%s", error)
         return exit_code(error)

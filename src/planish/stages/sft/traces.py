@@ -29,7 +29,6 @@ class EncodedTraces:
     """Prompt and response tokens of worked traces."""
 
     tokens: list[Ids]
-    """Prompt and response of each trace, the end token last."""
     prompt_lengths: Ids
     """[traces] int64, tokens before the response."""
 

@@ -35,7 +35,6 @@ class Step:
     grad_norm: float
     """Global norm before clipping."""
     num_tokens: int
-    """Response tokens."""
     skipped: bool
     """The loss or the gradient was not finite, and no weight changed."""
 

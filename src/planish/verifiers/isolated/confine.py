@@ -24,9 +24,7 @@ from typing import Any
 MEMORY_BYTES = 1 << 30
 """Address space of a process."""
 FILE_BYTES = 4 << 20
-"""Longest file that it may write."""
 OPEN_FILES = 64
-"""Files that it may have open."""
 
 _READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/dev/urandom")
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446

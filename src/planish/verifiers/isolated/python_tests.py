@@ -33,17 +33,11 @@ from planish.verifiers.child_process import ChildProcess
 from planish.verifiers.verdict import Verdict, VerifierOptions, failed, not_found, right, wrong
 
 ANSWER_CHILD = "planish.verifiers.isolated.answer_child"
-"""Program of the process with the code of a response."""
 TESTS_CHILD = "planish.verifiers.isolated.tests_child"
-"""Program of the process with the tests of a row."""
 MAX_REPLY_BYTES = 8 << 20
-"""Longest message of either process."""
 MAX_SCRATCH_BYTES = 64 << 20
-"""What the code may leave in its folder."""
 MAX_SCRATCH_FILES = 256
-"""How many files it may leave there."""
 START_SECONDS = 60.0
-"""Time that a process may take to confine itself."""
 
 _BLOCK = re.compile(r"```[ \t]*[a-zA-Z0-9]*[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL)
 

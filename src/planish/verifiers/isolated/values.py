@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_DEPTH = 100
-"""Deepest nesting that is copied."""
 
 
 _ITERATIONS: tuple[tuple[type, Callable[[Any], Iterator[Any]]], ...] = (

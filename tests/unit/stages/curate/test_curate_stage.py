@@ -116,26 +116,6 @@ def test_a_changed_data_file_is_curated_again(tmp_path):
     assert first.attributes["num_rows"] < second.attributes["num_rows"]
 
 
-@pytest.mark.parametrize(
-    ("table", "words"),
-    [
-        ({"dataset": "missing.jsonl"}, "which is no file"),
-        ({"max_prompt_chars": 1, "dataset": "data.jsonl"}, "prompt_too_long 60"),
-        (
-            {"rewriter": "no_module_here:x", "to_integers": True, "dataset": "data.jsonl"},
-            "rewriter",
-        ),
-    ],
-)
-def test_what_the_user_must_mend_ends_with_code_2(tmp_path, monkeypatch, caplog, table, words):
-    write_problems(tmp_path / "data.jsonl")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as caught:
-        curate(tmp_path / "a", table)
-    assert caught.value.code == 2
-    assert words in caplog.text
-
-
 def test_pass_rates_are_measured_on_a_reference_policy(tmp_path):
     pytest.importorskip("torch")
     from planish.models.config import ModelConfig

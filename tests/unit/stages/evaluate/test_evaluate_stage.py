@@ -152,15 +152,6 @@ def test_the_error_of_the_rise_is_that_of_differences_under_equal_seeds():
     assert "greedy_before" not in found
 
 
-def test_a_single_sample_a_prompt_tells_no_error_of_the_rise(file_root, tmp_path):
-    write_data(file_root)
-    digest = make_run(file_root, evaluate={"num_samples": 1, "pass_at": [1]})
-    pins = save_version(file_root, 0, seed=1), save_version(file_root, 1, seed=2)
-    _, metrics = evaluate(file_root, tmp_path, digest, *pins)
-    assert "accuracy_rise" in metrics
-    assert "accuracy_rise_standard_error" not in metrics
-
-
 def accuracy_is(root, version, value):
     """Write another accuracy into the report of a version."""
     uri = f"{layout.evaluation(root, version)}/report.json"
@@ -266,10 +257,3 @@ def test_without_a_turn_or_after_a_stop_nothing_is_measured(file_root, tmp_path,
     measure_before(file_root, digest, 1, pin)
     assert not (tmp_path / "root" / "evals").exists()
     assert not list((tmp_path / "root").glob("logs/*"))
-
-
-def test_another_configuration_ends_with_code_2(file_root, ready, caplog):
-    with pytest.raises(SystemExit) as ended:
-        measure_before(file_root, "0" * 64, 1, save_version(file_root, 0, seed=1))
-    assert ended.value.code == 2
-    assert "must hold the configuration" in caplog.text

@@ -161,11 +161,6 @@ def run_stage(root, **changes):
     return read_json(layout.stage_log(root, "next", 0, 0))["metrics"]
 
 
-def test_outside_a_cluster_the_stage_does_nothing(file_root, monkeypatch):
-    monkeypatch.delenv("RUN_ID", raising=False)
-    assert run_stage(file_root) == {"submitted": 0.0, "chain_index": 0.0}
-
-
 def test_in_a_cluster_the_stage_submits_once(server, file_root, monkeypatch):
     present = server.add_run(
         display_name="x", pipeline_spec=SPEC, runtime_config={"parameters": {}}

@@ -1,10 +1,7 @@
 """Cluster checks against a fake API, and the real client against a recording server."""
 
 import json
-import threading
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
 
 import pytest
 import yaml
@@ -24,6 +21,7 @@ from planish.stages.prepare.cluster import (
     retries_under,
 )
 from tests.contract.test_retries import SETTINGS, STOCK
+from tests.servers.scripted_http import Reply, ScriptedServer
 
 GPU = "nvidia.com/gpu"
 REQUESTS = PodRequests.parse(
@@ -183,55 +181,18 @@ def test_a_missing_runtime_of_kubeflow_trainer_is_told_before_anything_is_asked_
     assert "allowed to get clustertrainingruntimes.trainer.kubeflow.org, but" in fault
 
 
-class Recorder(BaseHTTPRequestHandler):
-    """Answers like an API server and writes down what it was asked."""
-
-    answers: ClassVar[dict] = {}
-    asked: ClassVar[list] = []
-
-    def do_GET(self):
-        self._answer(None)
-
-    def do_POST(self):
-        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-    def _answer(self, body):
-        path = self.path.partition("?")[0]
-        self.asked.append((self.command, self.path, body))
-        data = json.dumps(self.answers.get(path, {})).encode()
-        self.send_response(200 if path in self.answers else 404)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        """Say nothing."""
-
-
-@pytest.fixture
-def recorder():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Recorder)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    Recorder.asked = []
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
 def _item(**facts):
     return {"metadata": {"name": "x"}, **facts}
 
 
-def test_the_real_client_sends_what_the_api_expects(recorder):
+def test_the_real_client_sends_what_the_api_expects():
     from kubernetes import client
 
     core = "/api/v1"
     workflows = "/apis/argoproj.io/v1alpha1/namespaces/team/workflows"
     reviews = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
     quota = {"hard": {"cpu": "4"}, "used": {"cpu": "1"}}
-    Recorder.answers = {
+    answers = {
         f"{core}/namespaces/team/resourcequotas": {"items": [_item(status=quota)]},
         f"{core}/nodes": {
             "items": [
@@ -246,25 +207,32 @@ def test_the_real_client_sends_what_the_api_expects(recorder):
         workflows: {"items": [{"status": {"phase": "Succeeded"}}, {"status": {}}]},
         reviews: {"spec": {}, "status": {"allowed": True}},
     }
-    host = f"http://127.0.0.1:{recorder.server_port}"
-    api = ClusterApi(client.Configuration(host=host), "team", patience_seconds=0)
+
+    def answer(request):
+        path = request.path.partition("?")[0]
+        return Reply.of(answers.get(path, {}), status=200 if path in answers else 404)
+
+    server = ScriptedServer(answer)
+    api = ClusterApi(client.Configuration(host=server.url), "team", patience_seconds=0)
     with api.client:
         assert api.quotas() == [quota]
         assert api.controller() is None
-        Recorder.answers[f"{core}/namespaces/team/configmaps/{CONTROLLER}"] = {"data": {"a": "b"}}
+        answers[f"{core}/namespaces/team/configmaps/{CONTROLLER}"] = {"data": {"a": "b"}}
         assert api.controller() == {"a": "b"}
         assert api.nodes() == [{"cpu": "8", DRIVER_LABEL: "580"}]
         assert api.run_is_active("7f3a") is True
-        Recorder.answers[workflows] = {"items": [{"status": {"phase": "Failed"}}]}
+        answers[workflows] = {"items": [{"status": {"phase": "Failed"}}]}
         assert api.run_is_active("7f3a") is False
         assert api.allowed(Permission("argoproj.io", "workflows", "list"), namespaced=True)
         assert api.allowed(Permission("", "nodes", "list"), namespaced=False)
-    assert [path for _, path, _ in Recorder.asked[4:7]] == [
+    server.close()
+    assert [request.path for request in server.requests[4:7]] == [
         f"{workflows}?labelSelector=pipeline%2Frunid%3D7f3a&limit=500",
         f"{workflows}?labelSelector=pipeline%2Frunid%3D7f3a&limit=500",
         f"{workflows}?fieldSelector=metadata.name%3D7f3a&limit=500",
     ]
-    assert [body["spec"]["resourceAttributes"] for _, _, body in Recorder.asked[-2:]] == [
+    reviewed = [request.json["spec"]["resourceAttributes"] for request in server.requests[-2:]]
+    assert reviewed == [
         {"group": "argoproj.io", "resource": "workflows", "verb": "list", "namespace": "team"},
         {"group": "", "resource": "nodes", "verb": "list"},
     ]

@@ -19,7 +19,6 @@ from planish.models.config import ModelConfig
 from planish.models.experts import on_disk
 from planish.models.inspect import built_tensors
 from planish.models.policy import build_policy, save_policy
-from planish.models.pretrained import load_pretrained
 from planish.stages.prepare.inspect import inspect_sources
 
 TINY = ModelConfig(num_layers=1, hidden_size=16, intermediate_size=24, head_dim=8, dtype="bfloat16")
@@ -203,14 +202,6 @@ def test_a_built_model_has_the_tensors_that_are_counted_for_it():
         tensors = on_disk(dict(model.named_parameters()), model.config.to_dict())
         made = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         assert {n: shape for n, (_, shape) in built_tensors(settings).items()} == made
-
-
-def test_a_folder_of_adapters_is_no_model(tmp_path, model):
-    (model / "adapter_config.json").write_text("{}")
-    path = jsonl(tmp_path, {"prompt": "1+1=", "answer": 2, "verifier": "trace"})
-    assert "merge them into their model" in refused(path, model)
-    with pytest.raises(ConfigError, match=r"got adapters \(`adapter_config.json`\)"):
-        load_pretrained(str(model))
 
 
 def test_the_first_bad_rows_are_told_by_number_all_at_once(tmp_path):

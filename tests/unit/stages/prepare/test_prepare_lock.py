@@ -27,13 +27,6 @@ def other(pid, started=1):
     return Holder("local", host="elsewhere", space=lock.process_space(), pid=pid, started=started)
 
 
-def test_a_new_root_is_free_and_its_first_lock_is_generation_one(root):
-    assert read_lock(root) == lock.Lock(0, None, 0.0)
-    held = acquire(root, current_holder(), now=1000.0)
-    assert (held.generation, held.heartbeat_seconds) == (1, 1000.0)
-    assert read_lock(root) == held
-
-
 def test_a_live_process_of_this_machine_is_refused_by_name(file_root):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
@@ -112,11 +105,6 @@ def test_of_many_that_take_over_at_the_same_moment_one_wins(root):
     assert won == [2]
     assert len(lost) == 7
     assert all("one run at a time" in text for text in lost)
-
-
-def test_the_run_id_of_a_pod_makes_a_cluster_holder(monkeypatch):
-    monkeypatch.setenv("RUN_ID", "abc")
-    assert current_holder() == Holder("cluster", run_id="abc")
 
 
 def test_a_stage_process_holds_for_what_started_it(tmp_path):

@@ -9,8 +9,6 @@ from planish.base.config import parse_override
 from planish.base.errors import ConfigError
 from planish.stages.prepare.settings import (
     build_config,
-    differences,
-    flatten,
     read_config_file,
     split_overrides,
 )
@@ -104,14 +102,3 @@ def test_overrides_take_new_lines_lists_and_backslashes(text, value):
     words = split_overrides(f"train.micro_batch=1 {text} run.seed=2")
     assert [words[0], *words[2:]] == ["train.micro_batch=1", "run.seed=2"]
     assert parse_override(words[1])[2] == value
-
-
-def test_differences_name_key_old_and_new():
-    before = {"train": {"learning_rate": 1e-6, "deep": {"x": 1}}, "run": {"seed": 0}}
-    after = {"train": {"learning_rate": 1e-4, "deep": {"x": 1}}, "run": {"seed": 0, "y": 2}}
-    assert differences(before, before) == []
-    assert differences(before, after) == [
-        "`run.y`: '(absent)' -> 2",
-        "`train.learning_rate`: 1e-06 -> 0.0001",
-    ]
-    assert flatten(before)["train.deep.x"] == 1

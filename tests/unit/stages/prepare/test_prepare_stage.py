@@ -182,12 +182,8 @@ BAD_VERIFIER = "raised ZeroDivisionError: division by zero, called with the answ
 
 @pytest.mark.parametrize(
     ("answer", "function", "words"),
-    [
-        ({"n": 2}, "right", [BAD_ROW]),
-        (2, "wrong", [BAD_VERIFIER]),
-        ({"n": 2}, "wrong", [BAD_ROW]),
-    ],
-    ids=["data", "verifier", "both"],
+    [({"n": 2}, "right", BAD_ROW), (2, "wrong", BAD_VERIFIER)],
+    ids=["data", "verifier"],
 )
 def test_bad_data_and_a_bad_verifier_end_the_run_before_it_begins(
     file_root, tmp_path, monkeypatch, answer, function, words
@@ -205,7 +201,7 @@ def test_bad_data_and_a_bad_verifier_end_the_run_before_it_begins(
         run_stage(tmp_path / "a", file_root, **settings)
     assert caught.value.code == 2
     log = json.loads(store.read(layout.stage_log(file_root, "prepare", 0, 0)))
-    assert all(word in log["error"] for word in words)
+    assert words in log["error"]
     assert not store.exists(layout.run_file(file_root))
     # What was mended is enough: the same root takes the run then.
     data.write_text(data.read_text().replace('{"n": 2}', "2"))
@@ -221,28 +217,6 @@ def test_a_root_that_cannot_be_is_refused(tmp_path, root):
     assert caught.value.code == 2
 
 
-def test_a_root_in_use_is_refused_and_names_the_holder(file_root):
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    try:
-        command = [sys.executable, "-c", _TAKE, file_root, str(sleeper.pid)]
-        subprocess.run(command, check=True)
-        with pytest.raises(ConfigError, match=rf"process {sleeper.pid} on .* holds its lock"):
-            prepare(file_root, wish())
-    finally:
-        sleeper.kill()
-        sleeper.wait()
-    assert prepare(file_root, wish()).metrics["lock_generation"] == 2.0
-
-
-_TAKE = """
-import dataclasses, sys
-from planish.run import lock
-root, pid = sys.argv[1], int(sys.argv[2])
-me = dataclasses.replace(lock.current_holder(), pid=pid, started=lock.process_start(pid))
-lock.acquire(root, me)
-"""
-
-
 def test_a_cluster_that_is_too_small_ends_the_run(file_root):
     requests = json.dumps({"pod": {"nvidia.com/gpu": "8"}, "total": {}})
     small = FakeCluster(machines=({"cpu": "4"},))
@@ -250,21 +224,6 @@ def test_a_cluster_that_is_too_small_ends_the_run(file_root):
         prepare(file_root, wish(requests=requests), api=small)
     outcome = prepare(file_root, wish(requests=requests, assume_autoscaling=True), api=small)
     assert "## Warnings" in outcome.documents["summary"]
-
-
-def test_settings_that_do_not_fit_the_pods_end_the_run_before_it_begins(file_root):
-    def asked(gpus):
-        stages = {name: {"gpus": gpus, "memory": "64Mi"} for name in ("train", "rollout")}
-        return json.dumps({"pod": {}, "total": {}, "stages": stages})
-
-    cpu = f"{SMALL} rollout.device=cpu train.num_processes=2"
-    with pytest.raises(ConfigError) as caught:
-        prepare(file_root, wish(requests=asked(1), overrides=cpu), api=FakeCluster())
-    assert "`rollout.device` must be 'auto' or 'cuda' in a pod of 1 GPU" in str(caught.value)
-    assert "`train.num_processes` must be 0 or 1 in a pod of 1 GPU, got 2" in str(caught.value)
-    with pytest.raises(ConfigError, match=r"`train` must fit in the .* the host memory leaves"):
-        prepare(file_root, wish(requests=asked(0)), api=FakeCluster())
-    assert not store.exists(layout.run_file(file_root))
 
 
 def test_the_plan_says_what_each_stage_holds(file_root, tmp_path):

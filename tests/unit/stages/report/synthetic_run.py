@@ -14,9 +14,10 @@ from planish.records.prompts import PromptSet, prompt_id
 from planish.records.ragged import Ragged
 from planish.records.reports import EvalReport, UpdateReport, read_report, write_report
 from planish.records.rewards import RewardSet
-from planish.records.rollouts import FinishReason, RolloutSet
+from planish.records.rollouts import RolloutSet
 from planish.run.events import record_event
 from planish.store.documents import read_json, write_json
+from tests.unit.records.samples import build_rollouts
 
 BEGAN = 1_760_000_000.0
 ITERATIONS = 8
@@ -134,26 +135,17 @@ def rollouts_of(
         for s in range(size)
     ]
     tokens = [[3 + ord(c) % 50 for c in text] + [1] for text in texts]
-    ids = [prompts.prompt_id[row] for row in rows for _ in range(size)]
-    total = len(texts)
-    return (
-        RolloutSet(
-            group_index=np.repeat(np.arange(len(rows), dtype=np.int32), size),
-            sample_index=np.tile(np.arange(size, dtype=np.int32), len(rows)),
-            prompt_tokens=Ragged.from_lists([[5, 6, 7]] * len(rows), np.int32),
-            response_tokens=Ragged.from_lists(tokens, np.int32),
-            rollout_logprobs=Ragged.from_lists([[-0.5] * len(t) for t in tokens], np.float32),
-            policy_version=Ragged.from_lists([[version] * len(t) for t in tokens], np.int32),
-            window_start=np.zeros(total, np.int32),
-            finish=np.full(total, FinishReason.STOP, np.int8),
-            rollout_id=[f"{key}-{i % size:03d}" for i, key in enumerate(ids)],
-            prompt_id=ids,
-            response=texts,
-            answer=[prompts.answer[row] for row in rows for _ in range(size)],
-            verifier=["trace"] * total,
-        ),
-        right.ravel(),
+    made = build_rollouts(
+        [[5, 6, 7]] * len(rows),
+        tokens,
+        rollout_logprobs=Ragged.from_lists([[-0.5] * len(t) for t in tokens], np.float32),
+        policy_version=Ragged.from_lists([[version] * len(t) for t in tokens], np.int32),
+        prompt_id=[prompts.prompt_id[row] for row in rows for _ in range(size)],
+        response=texts,
+        answer=[prompts.answer[row] for row in rows for _ in range(size)],
+        verifier=["trace"] * len(texts),
     )
+    return made, right.ravel()
 
 
 def rewards_of(rollouts: RolloutSet, right: np.ndarray) -> RewardSet:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from planish.run.stage import PathArtifact, stage_main
 from planish.stages.report.stage import add_control, run
 from planish.stages.report.webhook import post
 from planish.store.documents import read_json
+from tests.servers.scripted_http import Reply, ScriptedServer
 from tests.unit.stages.prepare.test_prepare_stage import run_stage
 
 FIRST, SECOND = Holder("cluster", run_id="first"), Holder("cluster", run_id="second")
@@ -151,30 +149,12 @@ def test_by_hand_a_run_that_has_ended_is_reported_on(short_root, artifacts):
 
 
 @contextmanager
-def server(status, headers=()):
-    seen = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            seen.append((self.path, self.headers["Content-Type"], json.loads(body)))
-            self.send_response(status)
-            for name, value in headers:
-                self.send_header(name, value)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    listener = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
+def server(status, **headers):
+    found = ScriptedServer(lambda request: Reply(status, headers=headers))
     try:
-        yield f"http://127.0.0.1:{listener.server_port}/hook", seen
+        yield f"{found.url}/hook", found.requests
     finally:
-        listener.shutdown()
-        thread.join()
-        listener.server_close()
+        found.close()
 
 
 def test_the_webhook_of_the_secret_gets_the_summary_and_its_address_shows_nowhere(
@@ -184,9 +164,9 @@ def test_the_webhook_of_the_secret_gets_the_summary_and_its_address_shows_nowher
     with server(200) as (url, seen):
         monkeypatch.setenv("PLANISH_WEBHOOK", f"{url}?token=s3cret")
         written = report(short_root, artifacts)
-    ((path, kind, message),) = seen
-    assert (path, kind) == ("/hook?token=s3cret", "application/json")
-    assert message["accuracy_after"] == 0.4831
+    (sent,) = seen
+    assert (sent.path, sent.headers["Content-Type"]) == ("/hook?token=s3cret", "application/json")
+    assert sent.json["accuracy_after"] == 0.4831
     assert "webhook sent" in caplog.text
     logs = Path(layout.logs(short_root).removeprefix("file://"))
     stored = [path.read_text() for path in (*logs.iterdir(), *logs.with_name("report").iterdir())]
@@ -207,7 +187,7 @@ def test_a_refusal_is_a_warning(status, caplog):
 
 
 def test_a_redirect_is_not_followed():
-    with server(200) as (goal, reached), server(307, [("Location", goal)]) as (url, seen):
+    with server(200) as (goal, reached), server(307, Location=goal) as (url, seen):
         assert not post(url, {})
     assert (len(seen), len(reached)) == (1, 0)
 

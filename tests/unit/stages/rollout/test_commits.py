@@ -8,8 +8,7 @@ from planish import store
 from planish.base.errors import EngineError
 from planish.engines.transformers.engine import TransformersEngine
 from planish.records import layout
-from planish.records.io import read_manifest, read_set
-from planish.records.rollouts import RolloutSet
+from planish.records.io import read_manifest
 from planish.stages.rollout.commits import Commits
 from planish.store.file import temporary_name
 
@@ -87,22 +86,6 @@ def test_a_kill_after_any_commit_changes_no_digest(new_run, count_tokens, change
         # Nothing that was committed is sampled again.
         assert sum(count_tokens) == whole
     assert number > 2
-
-
-def test_windows_that_go_on_are_equal_after_a_kill(new_run):
-    carries = []
-    for number in (None, 2):
-        run = new_run(**WINDOWS)
-        if number is not None:
-            patch = kill_after(number)
-            with pytest.raises(Killed):
-                run.call()
-            patch.undo()
-        run.call()
-        carries.append(read_manifest(layout.carry(run.root, 1, 0)).sha256)
-        rollouts = read_set(RolloutSet, layout.rollouts(run.root, 1, 0))
-        assert (rollouts.window_start == 0).all()
-    assert carries[0] == carries[1]
 
 
 def test_an_engine_that_fails_leaves_what_was_committed(new_run, monkeypatch, caplog):

@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.base.config import parse_section, resolve_config
-from planish.base.errors import ConfigError
 from planish.records.io import write_set
 from planish.records.stream import advance, assign, fresh_cursor
 from planish.stages.rollout.config import RolloutConfig
@@ -25,19 +23,6 @@ def surplus(*pairs):
 
 def versions(groups):
     return [g.oldest_version for g in groups]
-
-
-def test_the_default_draws_surplus_prompts_again_and_leaves_the_configuration_as_it_was():
-    assert RolloutConfig().max_staleness == 0
-    plain = resolve_config({})
-    assert "max_staleness" not in plain["rollout"]
-    assert resolve_config({"rollout": {"max_staleness": 0}}) == plain
-    table = resolve_config({"rollout": {"max_staleness": 2}})["rollout"]
-    assert table["max_staleness"] == 2
-    assert parse_section(RolloutConfig, table, section="rollout").max_staleness == 2
-    assert parse_section(RolloutConfig, plain["rollout"], section="rollout") == RolloutConfig()
-    with pytest.raises(ConfigError, match="greater than or equal to 0, got -1"):
-        parse_section(RolloutConfig, {"max_staleness": -1}, section="rollout")
 
 
 def test_groups_are_dealt_oldest_first_whatever_the_shards():

@@ -63,10 +63,6 @@ def test_groups_of_an_earlier_attempt_say_nothing_of_the_pace(caplog):
     assert sampling_line(caplog.text).endswith("1 tokens/s, 8 slots in use")
 
 
-def test_a_log_without_sampling_gives_no_line():
-    assert sampling_line("done stage=rollout\n") == ""
-
-
 def rank_stats(busy, seconds, rows=10):
     """Counters of an attention rank that always computes, and of experts that do so long."""
     traffic = {
@@ -154,10 +150,3 @@ def test_ranks_that_wait_and_experts_that_are_busy_show():
         "bubble_ratio/attention_0": 0.25,
         "bubble_ratio/expert_1": 0.75,
     }
-
-
-def test_an_engine_without_ranks_shows_none():
-    timing = Session(None, 3, {"occupancy": 0.5}).timing(0)
-    assert list(timing) == [
-        *("load_seconds", "sample_seconds", "tokens_per_second", "engine_occupancy"),
-    ]

@@ -176,15 +176,6 @@ def test_a_stopped_run_writes_an_empty_set_and_consumes_nothing(new_run):
     assert run.log()["already_done"] is True
 
 
-def test_a_run_that_is_no_longer_stopped_samples_again(new_run):
-    run = new_run()
-    write_json(layout.stop_file(run.root), {})
-    run.call()
-    store.delete(layout.stop_file(run.root))
-    store.delete(layout.stopped_file(run.root, 1))
-    assert run.call()[0].attributes["num_rows"] == 24
-
-
 def test_a_starved_shard_says_so(new_run, caplog):
     run = new_run(max_generation_rounds=1, temperature=0.01)
     ref, metrics = run.call()

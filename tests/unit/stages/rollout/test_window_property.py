@@ -164,24 +164,6 @@ def test_versions_and_ages_of_tokens_are_those_of_the_policies_that_sampled_them
     assert train.iterate(1)[0]["staleness_max"] == 1.0
 
 
-def test_utilisation_is_tokens_over_decode_iterations_and_rows(place):
-    run = begin(place, window_tokens=4)
-    metrics = run.iterate(1)[0]
-    rows = metrics["num_live_slots"] - metrics["num_failed_rows"]
-    assert metrics["decode_iterations"] == 4
-    assert metrics["slot_utilisation"] == metrics["num_generated_tokens"] / (4 * rows)
-    second = run.iterate(1)[0]
-    assert second["num_continued"] == sum(len(t) > 0 for t in before_of(place, run))
-    assert second["num_prefix_tokens"] == sum(len(t) for t in before_of(place, run))
-
-
-def before_of(place, run: Simulation) -> list[list[int]]:
-    """Return the tokens that went on after the first iteration of an equal run."""
-    again = begin(place, window_tokens=run.config.window_tokens)
-    again.iterate(1)
-    return list(again.carried.values())
-
-
 def test_the_pace_counts_the_tokens_that_steps_of_any_size_give(place, monkeypatch):
     runs, looks = [], []
 

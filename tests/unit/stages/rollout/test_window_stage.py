@@ -36,12 +36,14 @@ def test_windows_under_one_policy_give_the_tokens_of_whole_responses(new_run):
     whole.call()
     expected = read_set(RolloutSet, layout.rollouts(whole.root, 1, 0))
     run = new_run(**WINDOWS)
-    seen, state, lengths = {}, "", []
+    seen, state, lengths, tokenizer = {}, "", [], easy_policy().tokenizer
     for number in range(1, 5):
         run.call(state_pin=state, number=number)
         rollouts, rows = rows_of(run, number)
         for key, row in rows.items():
             start = int(rollouts.window_start[row])
+            text = tokenizer.decode(rollouts.response_tokens.row(row).tolist())
+            assert rollouts.response[row] == text
             parts = seen.setdefault(key, ([], []))
             assert rollouts.response_tokens.row(row).tolist()[:start] == parts[0]
             parts[0].extend(rollouts.response_tokens.row(row).tolist()[start:])
@@ -81,42 +83,6 @@ def test_a_window_for_the_longest_response_gives_the_set_without_windows(new_run
             assert metrics[name] == theirs["metrics"][name], name
         assert metrics["num_carried"] == 0
         assert read_set(RolloutSet, layout.carry(run.root, 1, shard)).num_rows == 0
-
-
-def test_the_text_of_a_response_is_that_of_all_its_tokens(new_run):
-    run = new_run(**WINDOWS)
-    run.call()
-    run.call(state_pin=after_iteration(run, 1, 1), number=2)
-    tokenizer = easy_policy().tokenizer
-    rollouts, _ = rows_of(run, 2)
-    assert (rollouts.window_start > 0).any()
-    for row in range(rollouts.num_rows):
-        assert rollouts.response[row] == tokenizer.decode(
-            rollouts.response_tokens.row(row).tolist()
-        )
-
-
-def test_other_numbers_of_shards_go_on_with_all_responses(new_run):
-    run = new_run(**WINDOWS)
-    for shard in range(2):
-        run.call(shard, 2)
-    carried = {}
-    for shard in range(2):
-        rollouts, rows = rows_of(run, 1, shard, layout.carry)
-        carried |= {k: rollouts.response_tokens.row(row).tolist() for k, row in rows.items()}
-    assert carried
-    state = after_iteration(run, 1, 2)
-    found = {}
-    for shard in range(3):
-        _, metrics = run.call(shard, 3, state_pin=state, number=2)
-        assert metrics["num_live_slots"] == 2 * 4
-        rollouts, rows = rows_of(run, 2, shard)
-        attributes = run.attributes(2, shard)
-        assert attributes["ordinals"] == sorted(attributes["ordinals"])
-        for key, row in rows.items():
-            assert key not in found
-            found[key] = rollouts.response_tokens.row(row).tolist()
-    assert all(found[key][: len(tokens)] == tokens for key, tokens in carried.items() if tokens)
 
 
 def test_a_stopped_iteration_leaves_the_carry_to_the_state_before(new_run):

@@ -203,8 +203,8 @@ def test_control_learns_for_the_seconds_it_is_given(file_root, tmp_path, capsys)
 
 def test_control_with_no_seconds_measures_the_start_itself(file_root, tmp_path):
     prompts, digest = write_data(file_root), make_run(file_root)
-    result, _, _ = start(file_root, tmp_path, digest, prompts)
-    found = control.measure_control(file_root, 0.0, policy_pin=result.policy_pin)
+    start(file_root, tmp_path, digest, prompts)
+    found = control.measure_control(file_root, 0.0)
     assert found["steps"] == 0.0
     again = control.measure_control(file_root, 0.0)
     assert (found["accuracy"], found["greedy"]) == (again["accuracy"], again["greedy"])

@@ -20,6 +20,7 @@ from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.run.stage import PathArtifact
 from planish.stages.train.stage import run
+from tests.unit.records.samples import build_rollouts
 
 TINY = {
     "learning_rate": 5e-4,
@@ -97,20 +98,12 @@ def random_rollouts(policy, seed, *, num_groups=4, group_size=4, vocab=None, exp
         sizes = [len(prompts[g]) + len(r) for g, r in zip(groups, responses, strict=True)]
         pairs = [rng.permuted(np.tile(np.arange(experts), (2 * n, 1)), axis=1) for n in sizes]
         routing = Ragged.from_lists([pair[:, :2].flatten() for pair in pairs], np.int8)
-    return RolloutSet(
-        group_index=groups.astype(np.int32),
-        sample_index=np.tile(np.arange(group_size), num_groups).astype(np.int32),
-        prompt_tokens=Ragged.from_lists(prompts, np.int32),
-        response_tokens=Ragged.from_lists(responses, np.int32),
+    return build_rollouts(
+        prompts,
+        responses,
         rollout_logprobs=Ragged.from_lists(logprobs, np.float32),
-        policy_version=Ragged.from_lists([np.zeros(len(r)) for r in responses], np.int32),
-        window_start=np.zeros(rows, np.int32),
-        finish=rng.choice([FinishReason.STOP, FinishReason.LENGTH], rows).astype(np.int8),
-        rollout_id=[f"{ids[g]}-{k % group_size:03d}" for k, g in enumerate(groups)],
+        finish=rng.choice([FinishReason.STOP, FinishReason.LENGTH], rows),
         prompt_id=[ids[g] for g in groups],
-        response=["x"] * rows,
-        answer=["1"] * rows,
-        verifier=["exact"] * rows,
         routing=routing,
         experts_per_token=np.full(rows, 2, np.int32) if experts else None,
     )

@@ -50,12 +50,6 @@ def test_each_row_is_prompt_then_response_with_masks_and_logprobs_in_place(rollo
     assert batch.group_index.tolist() == rollouts.group_index.tolist()
 
 
-def test_column_zero_is_never_in_a_mask(rollouts):
-    batch = train_batch(rollouts, rewards_for(rollouts, 2))
-    assert not batch.policy_mask[:, 0].any()
-    assert not batch.value_mask[:, 0].any()
-
-
 def test_rows_that_are_not_kept_take_no_part(rollouts):
     keep = np.zeros(rollouts.num_rows, bool)
     keep[[2, 5]] = True
@@ -133,15 +127,6 @@ def test_sequences_without_a_selected_token_are_in_no_micro_batch():
 def test_selected_length_runs_to_the_last_selected_token():
     mask = torch.tensor([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).bool()
     assert selected_lengths(mask).tolist() == [4, 0, 5]
-
-
-def test_gathered_rows_lose_the_columns_behind_the_last_one(rollouts):
-    batch = train_batch(rollouts, rewards_for(rollouts, 2))
-    lengths = selected_lengths(batch.attention_mask)
-    rows = np.argsort(lengths)[:3]
-    part = gather_rows(batch, rows, num_columns=int(lengths[rows].max()))
-    assert part.input_ids.shape[1] == lengths[rows].max()
-    assert part.attention_mask.sum() == lengths[rows].sum()
 
 
 def test_scattered_tokens_return_to_their_places_with_gradient():

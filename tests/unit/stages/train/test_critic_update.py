@@ -32,14 +32,6 @@ def update(trainer, batch, progress=None, *, critic=None, algorithm=None, **more
     )  # fmt: skip
 
 
-def test_critic_defaults_are_the_published_ones():
-    # VAPO section 5.1: critic learning rate 2e-6, warm-up of the values of 50 steps.
-    defaults = CriticConfig()
-    assert defaults.learning_rate == 2e-6
-    assert (defaults.pretrain_iterations, defaults.warmup_iterations) == (50, 20)
-    assert (defaults.pretrain_explained_variance, defaults.pretrain_value_loss) == (None, None)
-
-
 def test_one_critic_step_by_hand():
     trainer = TableTrainer(3)
     result = update(trainer, batch_of())
@@ -244,15 +236,6 @@ def test_a_mini_batch_without_a_finished_response_makes_no_critic_step():
     assert one.minibatches[0]["value_loss"] == 0.5
 
 
-def test_responses_shorter_than_the_ignored_tail_make_no_policy_step():
-    algorithm = Tppo(TppoConfig(window_tokens=8, ignored_tail_tokens=4))
-    trainer = TableTrainer(3)
-    result = update(trainer, batch_of(4, finished=[False] * 4), algorithm=algorithm)
-    assert trainer.order == []
-    assert result.minibatches == [{"loss": 0.0, "empty": 1.0, "num_rollouts": 4.0}]
-    assert result.progress.step == 1
-
-
 @pytest.mark.parametrize(
     ("finished", "tail", "empty", "undefined"),
     [
@@ -274,16 +257,6 @@ def test_empty_masks_and_whitening_of_fewer_than_two_tokens_are_counted(
     assert all(math.isfinite(value) for value in scalars.values())
     plain = Tppo(TppoConfig(window_tokens=8, ignored_tail_tokens=tail, whiten_advantages=False))
     assert "whiten_undefined" not in update(TableTrainer(4), batch, algorithm=plain).scalars
-
-
-def test_one_trained_token_alone_has_no_advantage_and_leaves_the_policy():
-    batch = make_batch(ragged_mask([1], 2), reward=[1.0], group=[0])
-    trainer = TableTrainer(2)
-    plain = VapoConfig(positive_coefficient=0.0)
-    result = update(trainer, batch, algorithm=Vapo(plain))
-    assert result.scalars["whiten_undefined"] == 1.0
-    assert trainer.table.tolist() == [-1.0, -1.0]
-    assert trainer.value_table.tolist() != [0.0, 0.0]
 
 
 def test_stored_values_stand_in_for_fresh_ones_and_missing_ones_are_counted():

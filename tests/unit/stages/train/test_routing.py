@@ -18,7 +18,7 @@ from planish.models.policy import load_policy, save_policy
 from planish.records import layout
 from planish.records.ragged import Ragged
 from planish.records.reports import UpdateReport, read_report
-from planish.records.rollouts import FinishReason, RolloutSet
+from planish.records.rollouts import FinishReason
 from planish.stages.train.batching import gather_rows, train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.trainer import TRAINERS, Trainer
@@ -26,6 +26,7 @@ from planish.stages.train.wait import as_waiting, with_waiting
 from tests.integration.ckpt_forks import run_ranks
 from tests.unit.algorithms.batches import make_batch, ragged_mask
 from tests.unit.engines.tiny import family_policy, prompt
+from tests.unit.records.samples import build_rollouts
 from tests.unit.stages.train import runs
 from tests.unit.stages.train.runs import TINY, rewards_for
 
@@ -75,20 +76,12 @@ def sample(pin, prefix=None):
     logprobs = [[0.0] * len(b) + o.logprobs for b, o in zip(before, outputs, strict=True)]
     last = np.full((1, LAYERS, CHOSEN), -1, np.int8)
     rows = len(requests)
-    return RolloutSet(
-        group_index=np.repeat(np.arange(GROUPS, dtype=np.int32), SIZE),
-        sample_index=np.tile(np.arange(SIZE, dtype=np.int32), GROUPS),
-        prompt_tokens=Ragged.from_lists([r.prompt_ids for r in requests[::SIZE]], np.int32),
-        response_tokens=Ragged.from_lists(responses, np.int32),
+    return build_rollouts(
+        [r.prompt_ids for r in requests[::SIZE]],
+        responses,
         rollout_logprobs=Ragged.from_lists(logprobs, np.float32),
-        policy_version=Ragged.from_lists([np.zeros(len(r)) for r in responses], np.int32),
         window_start=np.array([len(b) for b in before], np.int32),
-        finish=np.full(rows, FinishReason.LENGTH, np.int8),
-        rollout_id=[f"{i // SIZE:016x}-{i % SIZE:03d}" for i in range(rows)],
-        prompt_id=[f"{i // SIZE:016x}" for i in range(rows)],
-        response=["x"] * rows,
-        answer=["1"] * rows,
-        verifier=["exact"] * rows,
+        finish=[FinishReason.LENGTH] * rows,
         routing=Ragged.from_lists(
             [np.concatenate([o.routing, last]).flatten() for o in outputs], np.int8
         ),

@@ -113,13 +113,6 @@ def test_without_selection_the_batch_is_the_same_object_and_nothing_is_counted()
     assert selection.metrics(batch) == {}
 
 
-def test_fewer_groups_than_the_limit_are_all_selected():
-    batch = rows((0, "ww"), (1, ".."))
-    selection = select_groups(batch, mixed_first(5))
-    assert torch.equal(selection.apply(batch).policy_mask, batch.policy_mask)
-    assert selection.metrics(batch) == {"num_selected_groups": 2.0, "num_unselected_tokens": 0.0}
-
-
 def update(trainer, algorithm, batch, config, **more):
     return run_update(
         trainer, algorithm, batch, config=config, progress=Progress(), seed=(0, 1),
@@ -224,14 +217,19 @@ def test_a_limit_that_could_leave_out_nothing_is_refused(name, most):
 
 
 @pytest.mark.parametrize(
-    ("off", "on"),
+    ("presets", "off", "on"),
     [
-        (["train.selection=all"], ["train.selection=mixed_first", "train.max_groups=2"]),
-        (["critic.min_finished=1"], ["critic.min_finished=2"]),
+        (
+            preset_names(),
+            ["train.selection=all"],
+            ["train.selection=mixed_first", "train.max_groups=2"],
+        ),
+        (preset_names(), ["critic.min_finished=1"], ["critic.min_finished=2"]),
+        (["dapo-tiny"], ["rollout.max_staleness=0"], ["rollout.max_staleness=2"]),
     ],
 )
-def test_a_setting_changes_the_digest_only_where_it_is_on(off, on):
-    for name in preset_names():
+def test_a_setting_changes_the_digest_only_where_it_is_on(presets, off, on):
+    for name in presets:
         plain = resolve_config(load_preset(name))
         without = resolve_config(merge(load_preset(name), overrides=off))
         assert config_sha256(without) == config_sha256(plain)

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch.func import functional_call
 
-from planish import store
 from planish.algorithms.base import Denominators, LossOutput
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.algorithms.vapo import Vapo, VapoConfig
 from planish.base.errors import ConfigError, LayoutMismatch
-from planish.base.parallel import Grid, pick_device
+from planish.base.parallel import Grid
 from planish.checkpoint import train_state as checkpoint
 from planish.models.adapters import Adapters
 from planish.models.critic import critic_from_policy
 from planish.models.logprobs import TokenScorer, ValueScorer
 from planish.models.policy import load_policy
 from planish.records import layout
-from planish.records.refs import Ref
 from planish.stages.train.batching import (
     scatter_tokens,
     selected_lengths,
@@ -36,17 +30,11 @@ from planish.stages.train.batching import (
 )
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.fsdp2 import decoder_layers
-from planish.stages.train.progress import Progress
-from planish.stages.train.ranks.job import TrainJob, write_job
-from planish.stages.train.ranks.worker import main
 from planish.stages.train.trainer import STILL_ROWS, Trainer
-from planish.stages.train.update import run_update
-from planish.store.documents import read_json
 from tests.unit.models.test_critic import reward_model
 from tests.unit.stages.train.runs import (
     TINY,
     TINY_CRITIC,
-    add_iteration,
     random_rollouts,
     rewards_for,
     start_run,
@@ -275,12 +263,6 @@ def test_a_closed_trainer_holds_no_model_and_unknown_trainers_are_refused(tiny):
         trainer_of(tiny, trainer="fdsp2")
 
 
-def test_automatic_device_is_the_cpu_where_there_is_no_accelerator():
-    wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    assert pick_device("auto").type == wanted
-    assert pick_device("cpu").type == "cpu"
-
-
 def rows_scored(trainer):
     """Count the rows that a trainer scores with a graph and without one."""
     seen = {True: 0, False: 0}
@@ -369,12 +351,6 @@ def test_a_critic_step_changes_the_critic_alone_and_a_policy_step_the_policy_alo
     assert not torch.equal(flat(trainer.policy), policy)
 
 
-def test_the_value_loss_falls_step_by_step(tiny, valued):
-    trainer = critic_of(tiny)
-    losses = [value_step(trainer, valued)["loss"] for _ in range(6)]
-    assert all(b < a for a, b in itertools.pairwise(losses))
-
-
 def test_rows_without_a_target_are_not_computed(tiny, valued):
     finished = torch.arange(len(valued)) % 3 == 0
     some = valued.updated(value_mask=valued.value_mask & finished[:, None])
@@ -401,18 +377,6 @@ def test_prefix_tokens_never_meet_the_lm_head_and_rows_without_a_token_no_layer(
     assert seen["tokens"] == int(lengths.sum() - (lengths > 0).sum())
     assert (lengths > 0).sum() == len(valued) - 3
     assert seen["scored"] == int((window | positive).sum())
-
-
-def test_columns_behind_the_last_selected_token_are_not_computed(tiny, valued):
-    early = valued.policy_mask & (torch.arange(valued.policy_mask.shape[1]) < 10)
-    trainer = critic_of(tiny)
-    seen = rows_and_tokens(trainer.policy)
-    found = trainer.logprobs(valued.updated(policy_mask=early))[0]
-    lengths = selected_lengths(early)
-    assert lengths.max() == 10
-    assert seen["tokens"] == int(lengths.sum() - len(valued))
-    whole = trainer.logprobs(valued)[0]
-    assert (found - whole * early).abs().max() < 1e-6
 
 
 def test_a_state_with_its_critic_loads_back_and_goes_on_alike(tiny, valued, file_root):
@@ -458,49 +422,6 @@ def test_a_run_can_begin_with_the_critic_of_another_state(tiny, valued, file_roo
         critic_of(tiny, critic={"init": "state", "path": without})
 
 
-def update(trainer, algorithm, batch, progress, iteration=1, **critic):
-    return run_update(
-        trainer, algorithm, batch, config=trainer.policy.config, progress=progress,
-        seed=(7, iteration), critic=CriticConfig(**{**TINY_CRITIC, **critic}),
-    )  # fmt: skip
-
-
-def telling_batch(policy, seed):
-    """Rollouts whose first prompt token tells their reward: one kind of prompt is solved."""
-    rollouts = random_rollouts(policy, seed, num_groups=8)
-    batch = train_batch(rollouts, rewards_for(rollouts, seed))
-    solved = batch.group_index % 2 == 0
-    ids = batch.input_ids.clone()
-    ids[:, 0] = torch.where(solved, 4, 5)
-    return batch.updated(input_ids=ids, reward=torch.where(solved, 1.0, -1.0))
-
-
-@pytest.mark.slow
-def test_value_pretraining_raises_the_explained_variance_of_fresh_rollouts(tiny):
-    trainer = critic_of(tiny)
-    policy = flat(trainer.policy)
-    progress, explained, pretraining = Progress(), [], []
-    for iteration in range(1, 31):
-        result = update(
-            trainer, VAPO, telling_batch(tiny.policy, iteration), progress, iteration,
-            pretrain_iterations=40, pretrain_explained_variance=0.5, pretrain_patience=2,
-        )  # fmt: skip
-        progress = result.progress
-        explained.append(result.scalars["explained_variance"])
-        pretraining.append(result.scalars["pretraining"])
-        if progress.pretrain_done:
-            break
-        assert torch.equal(flat(trainer.policy), policy)
-    # Every batch is new to the critic when it is judged.
-    print("explained variance", np.round(explained, 3).tolist())
-    assert explained[0] < 0.1
-    assert min(explained[-2:]) >= 0.5
-    assert pretraining == [1.0] * (len(pretraining) - 1) + [0.0]
-    assert progress.pretrain_iterations == len(pretraining) - 1
-    assert progress.iterations == 1
-    assert not torch.equal(flat(trainer.policy), policy)
-
-
 def losses_in_the_subspace(tiny, batch, trainer, steps):
     """Train W0 + s B A by plain torch: dense weights are composed, B and A are what AdamW has."""
     model = load_policy(tiny.policy_pin, dtype=torch.float32).model
@@ -536,40 +457,3 @@ def test_losses_of_adapters_equal_those_of_a_dense_run_in_the_same_subspace(tiny
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     # AdamW has really moved: all steps at the first weights would have this loss again.
     assert abs(wanted[-1][0] - wanted[0][0]) > 1e-2
-
-
-@pytest.fixture
-def one_rank(monkeypatch):
-    """The environment that torchrun would set for a job of one process."""
-    values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
-    for name, value in {**values, "MASTER_PORT": 0}.items():
-        monkeypatch.setenv(name, str(value))
-
-
-def worker_job(root):
-    run = start_run(root)
-    rewards = add_iteration(run, 1)
-    return TrainJob(root, run.config, run.digest, 1, 2, run.policy_pin, "", rewards.pin())
-
-
-def test_a_worker_writes_its_result_and_leaves_the_process_group(file_root, one_rank):
-    pin = write_job(worker_job(file_root))
-    assert main([pin]) == 0
-    result = read_json(pin.replace("job.json", "result.json").partition("#")[0])
-    ref = Ref.from_json(result["state"])
-    assert checkpoint.read_state_info(ref.pin())["step"] == 4
-    assert result["metrics"]["num_rollouts"] == 32
-    assert not torch.distributed.is_initialized()
-    assert os.environ["LOCAL_RANK"] == "0"
-
-
-def test_a_worker_tells_its_error_beside_the_job(file_root, one_rank):
-    job = worker_job(file_root)
-    wrong = {**job.config, "train": {**TINY, "trainer": "fdsp2"}}
-    pin = write_job(replace(job, config=wrong))
-    assert main([pin]) == 2
-    folder = pin.partition("/job.json")[0]
-    fault = read_json(f"{folder}/error.json")
-    assert fault["error"] == "ConfigError"
-    assert "train.trainer" in fault["message"]
-    assert not store.exists(f"{folder}/result.json")

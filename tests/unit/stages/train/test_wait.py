@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.algorithms.tppo import Tppo, TppoConfig
 from planish.algorithms.vapo import Vapo, VapoConfig
-from planish.base.config import parse_section
-from planish.base.errors import ConfigError
 from planish.records.waiting import WaitingSet
 from planish.stages.train.config import CriticConfig
 from planish.stages.train.progress import Progress
@@ -201,14 +199,3 @@ def test_rows_survive_the_record_and_stand_before_others_of_any_width(width):
     assert not joined.attention_mask[2:, 4:].any()
     assert joined.is_finished.tolist() == [True, True, True, False]
     assert all(math.isfinite(x) for x in joined.values[:2].flatten().tolist())
-
-
-def test_no_rows_at_all_are_a_set_and_a_batch():
-    empty = responses([True]).take(torch.zeros(0, dtype=torch.int64))
-    assert as_waiting(empty) == WaitingSet.empty()
-    assert len(with_waiting(empty, WaitingSet.empty())) == 0
-
-
-def test_a_step_of_no_response_is_refused():
-    with pytest.raises(ConfigError, match=r"critic\.min_finished"):
-        parse_section(CriticConfig, {"min_finished": 0}, section="critic")

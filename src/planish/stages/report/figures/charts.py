@@ -1,14 +1,15 @@
 """Kinds of charts as SVG: lines over iterations, stacked bars, a timeline.
 
-They take plain numbers and know nothing of metric names. Colours are variables of the page, so that
-one drawing serves light and dark pages. A chart of many points is thinned out, so that the page of
-a run of a thousand iterations is not larger than that of a short one.
+They take plain numbers and know nothing of metric names. Colours are variables of the page, and
+places across are per cent of its width, so that one drawing serves light and dark pages, wide and
+narrow ones. A chart of many points is thinned out, so that the page of a run of a thousand
+iterations is not larger than that of a short one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
@@ -24,10 +25,6 @@ MAX_POINTS = 400
 MAX_BARS = 60
 MAX_SPANS = 600
 """A timeline with more bars joins neighbours."""
-LARGEST = 1e300
-"""What is farther from 0 is drawn at the edge: sums and differences of it would overflow."""
-MIDDLE, WIDE, NARROW = 540, 1124, 380
-"""Widths in CSS pixels: of one column, of the page, and of a telephone."""
 
 _ROUND_SECONDS = (
     *(10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200),
@@ -42,8 +39,6 @@ class Chart(NamedTuple):
 
     title: str
     svg: str
-    narrow: str
-    """The same for a narrow window, where the other would be too small to read."""
     hint: str
     legend: Sequence[tuple[str, str, str]] = ()
     """Label, name of the colour and kind (line, dash, box, mark)."""
@@ -84,9 +79,11 @@ class Span(NamedTuple):
 
 @dataclass
 class _Plot:
-    """A drawing under construction: values from `x` and `y` fill the box inside the margins."""
+    """A drawing under construction: `x` fills its width, and `y` its height inside the margins.
 
-    width: int
+    Labels of the vertical axis stand in the margins of the page, left of 0 and right of 100 %.
+    """
+
     x: Range
     y: Range
     height: int = 236
@@ -97,45 +94,41 @@ class _Plot:
     is_log: bool = False
     parts: list[str] = field(default_factory=list)
 
-    @property
-    def ends(self) -> Range:
-        return self.left, self.width - self.right
-
     def across(self, x: float) -> float:
         low, high = self.x
-        return self.left + (x - low) / (high - low) * (self.ends[1] - self.left)
+        return (x - low) / (high - low) * 100
 
     def down(self, y: float) -> float:
         scale = math.log if self.is_log else float
-        low, high, y = map(scale, (*self.y, min(max(y, self.y[0]), self.y[1])))
+        low, high, y = map(scale, (*self.y, y))
         return self.top + (high - y) / (high - low) * (self.height - self.top - self.bottom)
 
-    def add(self, tag: str, text: str = "", *, tip: str = "", **attributes: float | str) -> None:
-        if tip:
-            attributes["class"] = "tip"
-        named = "".join(
-            f' {name.replace("_", "-")}="{escape(_short(value))}"'
-            for name, value in attributes.items()
-        )
-        inside = (f"<title>{escape(tip)}</title>" if tip else "") + escape(text, quote=False)
-        self.parts.append(f"<{tag}{named}>{inside}</{tag}>" if inside else f"<{tag}{named}/>")
+    def add(self, name: str, *inside: str, tip: str = "", **attributes: float | str) -> None:
+        self.parts.append(_element(name, *inside, tip=tip, **attributes))
 
-    def write(self, text: str, x: float, y: float, anchor: str = "start", **more: str) -> None:
-        self.add("text", text, x=x, y=y, text_anchor=anchor, fill="var(--muted)", **more)
+    def write(
+        self, text: str, x: float | str, y: float, anchor: str = "start", **more: str
+    ) -> None:
+        more = {"text_anchor": anchor, "fill": "var(--muted)", **more}
+        self.add("text", escape(text, quote=False), x=x, y=y, **more)
 
     def rule(self, x: Range, y: Range, color: str, **more: str) -> None:
-        self.add("line", x1=x[0], x2=x[1], y1=y[0], y2=y[1], stroke=f"var(--{color})", **more)
+        x1, x2 = map(_percent, x)
+        self.add("line", x1=x1, x2=x2, y1=y[0], y2=y[1], stroke=f"var(--{color})", **more)
+
+    def box(self, x: Range, y: Range, color: str, **more: str) -> None:
+        (left, right), (bottom, top) = map(self.across, x), map(self.down, y)
+        self.add(
+            "rect", x=_percent(left), width=_percent(right - left), y=top, height=bottom - top,
+            fill=f"var(--{color})", **more,
+        )  # fmt: skip
 
     def bar(self, x: Range, y: Range, color: str, tip: str) -> None:
-        left, top = self.across(x[0]), self.down(y[1])
-        self.add(
-            "rect", x=left, width=self.across(x[1]) - left, y=top, height=self.down(y[0]) - top,
-            fill=f"var(--{color})", stroke="var(--surface)", stroke_width="0.75", tip=tip,
-        )  # fmt: skip
+        self.box(x, y, color, stroke="var(--surface)", stroke_width="0.75", tip=tip)
 
     def axes(self, panel: Panel, first: float, last: float) -> None:
         """Draw heights in the unit of the panel, and the iterations from `first` to `last`."""
-        self.write(panel.y_label, 2, self.top - 14)
+        self.write(panel.y_label, 2 - self.left, self.top - 14)
         low, high = self.y
         if self.is_log:
             powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
@@ -144,29 +137,45 @@ class _Plot:
             heights = _ticks(low, high, 5, is_time=panel.unit == "seconds")
         for height in heights:
             at = self.down(height)
-            self.rule(self.ends, (at, at), "grid")
-            self.write(FORMATS[panel.unit](height), self.left - 7, at + 4, "end")
+            self.rule((0, 100), (at, at), "grid")
+            self.write(FORMATS[panel.unit](height), -7, at + 4, "end")
         ticks = _ticks(first, max(last, first + 1), 10, factors=(1, 2, 5, 10), least=1.0)
-        self.x_axis("iteration", [(tick, f"{tick:.0f}") for tick in ticks if tick <= last])
+        self.x_axis("iteration", {tick: f"{tick:.0f}" for tick in ticks if tick <= last})
 
-    def x_axis(self, label: str, ticks: Iterable[tuple[float, str]]) -> None:
+    def x_axis(self, label: str, ticks: Mapping[float, str], *, in_narrow: int = 1) -> None:
+        """Write the axis; a narrow window shows every `in_narrow`th of the texts."""
         base = self.height - self.bottom
-        self.rule(self.ends, (base, base), "grid")
-        for tick, text in ticks:
-            self.write(text, self.across(tick), base + 18, "middle")
-        self.write(label, sum(self.ends) / 2, self.height - 8, "middle")
+        self.rule((0, 100), (base, base), "grid")
+        for place, (tick, text) in enumerate(ticks.items()):
+            more = {"class_": "dense"} if place % in_narrow else {}
+            self.write(text, _percent(self.across(tick)), base + 18, "middle", **more)
+        self.write(label, "50%", self.height - 8, "middle")
 
     def svg(self, name: str) -> str:
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
-            f'role="img" aria-label="{escape(name)}" style="max-width: {self.width}px; '
-            f'aspect-ratio: {self.width} / {self.height}; font-size: 12px">'
-            f"{''.join(self.parts)}</svg>"
-        )
+        style = f"height: {self.height}px; width: calc(100% - {self.left + self.right}px); "
+        style += f"margin-left: {self.left}px; font-size: 12px"
+        xmlns = "http://www.w3.org/2000/svg"
+        return _element("svg", *self.parts, xmlns=xmlns, role="img", aria_label=name, style=style)
+
+
+def _element(name: str, *inside: str, tip: str = "", **attributes: float | str) -> str:
+    """Return an element as markup; `inside` is markup as well, everything else plain text."""
+    if tip:
+        attributes["class_"] = "tip"
+        inside = (f"<title>{escape(tip)}</title>", *inside)
+    named = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(_short(value))}"'
+        for key, value in attributes.items()
+    )
+    return f"<{name}{named}>{''.join(inside)}</{name}>" if inside else f"<{name}{named}/>"
 
 
 def _short(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def _percent(value: float) -> str:
+    return f"{_short(value)}%"
 
 
 def _ticks(
@@ -219,7 +228,6 @@ def line_chart(
     heights = [max(panel.floor, y) for line in lines for y in line.points.values()]
     heights += [mark.y + sign * mark.error for mark in marks for sign in (-1, 1)]
     heights += [limit[1]] if limit else []
-    heights = [min(max(y, -LARGEST), LARGEST) for y in heights]
     # A curve that begins later keeps the axis of the other charts.
     xs = [x for line in lines for x in line.points] + [mark.x for mark in marks]
     xs += [x for band in bands for x in band]
@@ -229,34 +237,26 @@ def line_chart(
     bottom = min(0.0, low) if panel.from_zero else low - room
     y_range = (low / 2, high * 2) if is_log else (bottom, high + room)
     pad = max(0.35, (last - first) * 0.03)
-
-    def draw(width: int) -> str:
-        plot = _Plot(width, (first - pad, last + pad), y_range, is_log=is_log)
-        for begin, end in bands:
-            left = plot.across(max(plot.x[0], begin - 0.5))
-            plot.add(
-                "rect", x=left, width=plot.across(min(plot.x[1], end + 0.5)) - left, y=plot.top,
-                height=plot.height - plot.top - plot.bottom, fill="var(--line)", opacity="0.6",
-            )  # fmt: skip
-        plot.axes(panel, first, last)
-        if limit:
-            at = (plot.down(limit[1]),) * 2
-            plot.rule(plot.ends, at, "slate", stroke_width="1.25", stroke_dasharray="2.5 2.5")
-        for line in lines:
-            _draw_line(plot, line, panel)
-        for mark in marks:
-            _draw_mark(plot, mark, FORMATS[panel.unit])
-        if limit:
-            halo = {"stroke": "var(--surface)", "stroke_width": "4", "paint_order": "stroke"}
-            plot.write(limit[0], plot.ends[1], at[0] - 5, "end", **halo)
-        return plot.svg(panel.title)
-
+    plot = _Plot((first - pad, last + pad), y_range, is_log=is_log)
+    for begin, end in bands:
+        stretch = max(plot.x[0], begin - 0.5), min(plot.x[1], end + 0.5)
+        plot.box(stretch, plot.y, "line", opacity="0.6")
+    plot.axes(panel, first, last)
+    for line in lines:
+        _draw_line(plot, line, panel)
+    for mark in marks:
+        _draw_mark(plot, mark, panel)
+    if limit:
+        at = plot.down(limit[1])
+        plot.rule((0, 100), (at, at), "slate", stroke_width="1.25", stroke_dasharray="2.5 2.5")
+        halo = {"stroke": "var(--surface)", "stroke_width": "4", "paint_order": "stroke"}
+        plot.write(limit[0], "100%", at - 5, "end", **halo)
     is_named = len(lines) > 1 or len(panel.curves) != 1
     keys = [(line.label, line.color, "dash" if line.is_secondary else "line") for line in lines]
     keys = (keys if is_named else []) + [("value pretraining", "line", "box")] * bool(bands)
     keys += [("held out", marks[0].color, "mark")] if marks else []
     values = _values(panel, lines, MAX_MARKED_POINTS)
-    return Chart(panel.title, draw(MIDDLE), draw(NARROW), hint or panel.hint, keys, values)
+    return Chart(panel.title, plot.svg(panel.title), hint or panel.hint, keys, values)
 
 
 def _draw_line(plot: _Plot, line: Line, panel: Panel) -> None:
@@ -270,28 +270,35 @@ def _draw_line(plot: _Plot, line: Line, panel: Panel) -> None:
     style = {"stroke_width": "2.25", "stroke_linecap": "round"}
     if line.is_secondary:
         style = {"stroke_width": "1.6", "stroke_dasharray": "6.4 4"}
-    plot.add("polyline", points=path, fill="none", stroke=color, **style)
+    # The points of a path are numbers alone: a drawing of 100 units is stretched to the width.
+    curve = _element(
+        "polyline", points=path, fill="none", stroke=color, vector_effect="non-scaling-stroke",
+        **style,
+    )  # fmt: skip
+    plot.add(
+        "svg", curve, viewBox=f"0 0 100 {plot.height}", preserveAspectRatio="none",
+        overflow="visible",
+    )  # fmt: skip
     for x, y, right, down in points if len(points) <= MAX_MARKED_POINTS else ():
         plot.add(
-            "circle", cx=right, cy=down, r=2.75 if line.is_secondary else 3.5, fill=color,
+            "circle", cx=_percent(right), cy=down, r=2.75 if line.is_secondary else 3.5, fill=color,
             stroke="var(--surface)", stroke_width="1.25",
             tip=f"{line.label}, iteration {x}: {FORMATS[panel.unit](y)}",
         )  # fmt: skip
 
 
-def _draw_mark(plot: _Plot, mark: Mark, write: Callable[[float], str]) -> None:
-    right, down = plot.across(mark.x), plot.down(mark.y)
-    tip = f"{mark.label}: {write(mark.y)}"
+def _draw_mark(plot: _Plot, mark: Mark, panel: Panel) -> None:
+    write, down = FORMATS[panel.unit], plot.down(mark.y)
+    color, tip = f"var(--{mark.color})", f"{mark.label}: {write(mark.y)}"
+    parts = []
     if mark.error:
         tip += f" +- {write(mark.error)}"
-        low, high = (plot.down(mark.y + sign * mark.error) for sign in (-1, 1))
-        plot.rule((right, right), (low, high), mark.color, stroke_width="1.5")
-        for end in (low, high):
-            plot.rule((right - 4, right + 4), (end, end), mark.color, stroke_width="1.5")
-    plot.add(
-        "path", d=f"M{right:.2f},{down - 6:.2f}l6,6l-6,6l-6,-6z", fill=f"var(--{mark.color})",
-        stroke="var(--surface)", stroke_width="1.5", tip=tip,
-    )  # fmt: skip
+        low, high = (_short(plot.down(mark.y + sign * mark.error) - down) for sign in (-1, 1))
+        path = f"M0,{low}V{high}M-4,{low}h8M-4,{high}h8"
+        parts.append(_element("path", d=path, stroke=color, stroke_width="1.5"))
+    diamond = {"fill": color, "stroke": "var(--surface)", "stroke_width": "1.5", "tip": tip}
+    parts.append(_element("path", d="M0,-6l6,6l-6,6l-6,-6z", **diamond))
+    plot.add("svg", *parts, x=_percent(plot.across(mark.x)), y=down, overflow="visible")
 
 
 def bar_chart(panel: Panel, layers: Sequence[Line], *, is_wide: bool = False) -> Chart:
@@ -312,24 +319,19 @@ def bar_chart(panel: Panel, layers: Sequence[Line], *, is_wide: bool = False) ->
     # Few bars would be as broad as the page.
     room = bar / 2 + max(0.0, 5 - len(at)) * 0.5 * stride
     pad = max(0.35, (at[-1] - at[0]) * 0.03) + room
-    highest = max(min(max(map(sum, zip(*tops, strict=True))), LARGEST) * 1.06, 1e-9)
-
-    def draw(width: int) -> str:
-        plot = _Plot(width, (at[0] - pad, at[-1] + pad), (0.0, highest))
-        plot.axes(panel, at[0], at[-1])
-        base = [0.0] * len(at)
-        for layer, heights in zip(layers, tops, strict=True):
-            for place, (x, height) in enumerate(zip(at, heights, strict=True)):
-                tip = f"{layer.label}, iteration {x:g}: {FORMATS[panel.unit](height)}"
-                top = base[place] + height
-                plot.bar((x - bar / 2, x + bar / 2), (base[place], top), layer.color, tip)
-                base[place] = top
-        return plot.svg(panel.title)
-
-    broad = draw(WIDE if is_wide else MIDDLE)
+    highest = max(max(map(sum, zip(*tops, strict=True))) * 1.06, 1e-9)
+    plot = _Plot((at[0] - pad, at[-1] + pad), (0.0, highest))
+    plot.axes(panel, at[0], at[-1])
+    base = [0.0] * len(at)
+    for layer, heights in zip(layers, tops, strict=True):
+        for place, (x, height) in enumerate(zip(at, heights, strict=True)):
+            tip = f"{layer.label}, iteration {x:g}: {FORMATS[panel.unit](height)}"
+            top = base[place] + height
+            plot.bar((x - bar / 2, x + bar / 2), (base[place], top), layer.color, tip)
+            base[place] = top
     keys = [(layer.label, layer.color, "box") for layer in layers]
     values = _values(panel, layers, MAX_BARS)
-    return Chart(panel.title, broad, draw(NARROW), panel.hint, keys, values, is_wide)
+    return Chart(panel.title, plot.svg(panel.title), panel.hint, keys, values, is_wide)
 
 
 def timeline(
@@ -341,24 +343,19 @@ def timeline(
     at second 0.
     """
     end = max(span.start + span.length for span in spans) or 1.0
-    shown = _merge(spans, end) if len(spans) > MAX_SPANS else spans
-
-    def draw(width: int) -> str:
-        y_range, height = (-0.6, len(rows) - 0.4), 52 + 26 * len(rows)
-        plot = _Plot(width, (0.0, end), y_range, height=height, left=96, right=34, top=6)
-        ticks = _ticks(0.0, end, width // 120, is_time=True)
-        for tick in ticks:
-            plot.rule((plot.across(tick),) * 2, (plot.top, height - plot.bottom), "grid")
-        plot.x_axis(f"time since {since}", [(tick, seconds(tick)) for tick in ticks])
-        for place, label in enumerate(reversed(rows)):
-            plot.write(label, plot.left - 7, plot.down(place) + 4, "end")
-        for span in shown:
-            y = len(rows) - 1 - rows.index(span.row)
-            stop = span.start + max(span.length, end * 0.0012)
-            plot.bar((span.start, stop), (y - 0.32, y + 0.32), span.color, span.tip)
-        return plot.svg(panel.title)
-
-    return Chart(panel.title, draw(WIDE), draw(NARROW), panel.hint, is_wide=True)
+    y_range, height = (-0.6, len(rows) - 0.4), 52 + 26 * len(rows)
+    plot = _Plot((0.0, end), y_range, height=height, left=96, right=34, top=6)
+    ticks = {tick: seconds(tick) for tick in _ticks(0.0, end, 9, is_time=True)}
+    for tick in ticks:
+        plot.rule((plot.across(tick),) * 2, (plot.top, height - plot.bottom), "grid")
+    plot.x_axis(f"time since {since}", ticks, in_narrow=3)
+    for place, label in enumerate(reversed(rows)):
+        plot.write(label, -7, plot.down(place) + 4, "end")
+    for span in _merge(spans, end) if len(spans) > MAX_SPANS else spans:
+        y = len(rows) - 1 - rows.index(span.row)
+        stop = span.start + max(span.length, end * 0.0012)
+        plot.bar((span.start, stop), (y - 0.32, y + 0.32), span.color, span.tip)
+    return Chart(panel.title, plot.svg(panel.title), panel.hint, is_wide=True)
 
 
 def _merge(spans: Sequence[Span], end: float) -> list[Span]:

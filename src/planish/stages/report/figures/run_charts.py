@@ -184,7 +184,6 @@ def _window_charts(facts: ReportFacts) -> list[Chart | None]:
 
 
 def _stage_times(facts: ReportFacts, *, is_wide: bool) -> Chart | None:
-    """Draw the time per stage and iteration; None without iterations."""
     times: dict[int, dict[str, float]] = {}
     for task in facts.tasks:
         if task.iteration:
@@ -205,7 +204,6 @@ def _stage_order(names: set[str]) -> list[str]:
 
 
 def _task_timeline(facts: ReportFacts) -> Chart | None:
-    """Draw when each task ran; None without stage logs."""
     if not facts.tasks:
         return None
     rows: list[str] = []
