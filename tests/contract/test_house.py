@@ -25,18 +25,18 @@ LINK = re.compile(r"(?:\]\(|src=\")([^)\"#:]+)(?:#[^)\"]*)?[)\"]")
 
 CEILINGS = {
     "algorithms": 1_650,
-    "base": 1_530,
+    "base": 1_520,
     "checkpoint": 14_030,
     "engines": 11_080,
     "minder": 8_650,
-    "models": 2_860,
-    "records": 2_910,
+    "models": 2_840,
+    "records": 2_900,
     "run": 2_670,
     "show": 1_530,
-    "stages": 17_980,
+    "stages": 17_900,
     "store": 2_830,
     "submit": 2_170,
-    "verifiers": 2_940,
+    "verifiers": 2_910,
     "components": 1_200,
     "pipelines": 1_680,
 }
