@@ -57,11 +57,6 @@ def test_jobs_are_found_by_their_labels_page_by_page(fleet, monkeypatch):
     assert fleet.cluster().pods("elsewhere") == []
 
 
-def test_a_namespace_says_what_it_allows(fleet):
-    assert fleet.admin.opted_in(fleet.namespace) == "evict"
-    assert fleet.admin.opted_in("default") == "observe"
-
-
 def test_an_event_is_written_once_in_ten_minutes_for_each_object_and_reason(fleet):
     book, subject = EventBook(fleet.admin), fleet.node(2)
     for now in (0, 60, 599):

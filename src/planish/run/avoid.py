@@ -44,9 +44,7 @@ class AvoidedNode:
     run_id: str = ""
     """Run in which it was named; empty outside a cluster."""
     iteration: int = 0
-    """1, 2, ...; 0 outside iterations."""
     seconds: float = 0.0
-    """Unix time at which it was named."""
 
 
 def is_node_name(name: str) -> bool:

@@ -28,9 +28,7 @@ PATIENCE_SECONDS = 600.0
 STARTING_SECONDS = 30.0
 """An API server may forbid everything for this long after it was last silent."""
 MAX_PAUSE_SECONDS = 5.0
-"""Longest pause between two attempts."""
 PAGE_ITEMS = 500
-"""Objects that one request lists."""
 
 
 def in_pod() -> bool:

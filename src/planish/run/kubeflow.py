@@ -30,7 +30,6 @@ class KubeflowRun:
     experiment_id: str
     parameters: Mapping[str, Any]
     service_account: str
-    """Service account of its pods; empty for the default."""
     pipeline_root: str
     """Where artifacts of KFP go; empty for the default."""
     pipeline: Mapping[str, Any] = field(default_factory=dict)

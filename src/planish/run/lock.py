@@ -38,7 +38,6 @@ class Holder:
     """`cluster` where the task knows its run id."""
     run_id: str = ""
     host: str = ""
-    """Name of the machine, for people."""
     space: str = ""
     """Boot of the machine and its process-id namespace: where `pid` means something."""
     pid: int = 0
@@ -61,7 +60,6 @@ class Lock:
     holder: Holder | None
     """None when nobody holds it."""
     heartbeat_seconds: float
-    """Unix time of the last sign of life."""
 
 
 def _is_stage_process(pid: int) -> bool:

@@ -56,7 +56,6 @@ class Artifact(Protocol):
     """An input or output of a stage; the artifacts of KFP meet it."""
 
     path: str
-    """Local file that holds the artifact's content."""
     metadata: dict[str, Any]
     """Scalars shown beside the artifact."""
 
@@ -80,7 +79,6 @@ class Outcome:
     documents: dict[str, str] = field(default_factory=dict)
     """Output artifact name to the text (HTML, Markdown) that is written there."""
     values: dict[str, str | int] = field(default_factory=dict)
-    """Output parameters by name."""
     already_done: bool = False
     """The output stood there finished, nothing was computed."""
     failure: PlanishError | None = None
@@ -96,11 +94,9 @@ class Context:
     iteration: int
     """1, 2, ... inside iterations, 0 outside."""
     shard: int
-    """Index among the parallel tasks of the stage."""
     config: Mapping[str, Mapping[str, Any]]
     """Resolved tables, as in `run.json`."""
     config_sha256: str
-    """Digest of `config`."""
     run: Mapping[str, Any]
     """All of `run.json`; empty where the stage runs without one."""
 

@@ -29,7 +29,6 @@ ITERATION_LIMIT_VARIABLE = "PLANISH_ITERATION_LIMIT_SECONDS"
 """How long an iteration may last under the timeouts of its profile."""
 
 LOCAL_RANK_VARIABLE = "LOCAL_RANK"
-"""Index of a process on its machine; torchrun sets it."""
 
 ITERATION_LIMIT_SECONDS = 7200.0
 MAX_LIMIT_SECONDS = 366 * 86400

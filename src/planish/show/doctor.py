@@ -37,7 +37,6 @@ class MachineFact:
     """One line of the answer."""
 
     what: str
-    """Short name."""
     state: str
     """`ok`, `absent` (fine unless wanted) or `wrong` (must be mended)."""
     detail: str

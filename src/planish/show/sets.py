@@ -25,10 +25,8 @@ from planish.show.text import table
 RECORDS: dict[str, type[Record]] = {
     cls.SCHEMA: cls for cls in (PromptSet, TraceSet, RolloutSet, RewardSet, ValueSet, WaitingSet)
 }
-"""Schemas whose rows can be printed."""
 
 PARQUET_MAGIC = b"PAR1"
-"""How a Parquet file begins."""
 
 _SHOWN_TEXTS = 4
 """Different texts of a column that are named."""

@@ -42,7 +42,6 @@ class Source:
     """A record that has curves."""
 
     root: str
-    """URI of the run."""
     key: str
     """Below the root, and what tells it from an earlier one there."""
     uri: str

@@ -23,7 +23,6 @@ from planish.records import layout
 from planish.store import normal_uri
 
 _BATCH = 1000
-"""Values in one request to MLflow, its limit."""
 _MAX_PARAMETERS = 100
 _MAX_CHARACTERS = 500
 
@@ -39,7 +38,6 @@ class Point:
     value: float
     """May be NaN or infinite, as in the record."""
     seconds: float
-    """Unix time of the record."""
 
 
 class Tracker:

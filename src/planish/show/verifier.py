@@ -21,7 +21,6 @@ from planish.verifiers.contract import VerifierCase, check_contract, read_cases
 from planish.verifiers.own import installed_verifiers
 
 MAX_EXAMPLES = 3
-"""Rows shown of each kind."""
 
 
 def run(options: argparse.Namespace, progress: Callable[[str, int, int], None]) -> Iterator[str]:

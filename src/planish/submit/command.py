@@ -335,4 +335,3 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], Lines]] = {
     "avoid": avoid,
     "cleanup": cleanup,
 }
-"""Every command of this room."""

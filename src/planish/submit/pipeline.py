@@ -20,7 +20,6 @@ from planish.base.config import nearest
 from planish.base.errors import ConfigError
 
 NAMES = ("post-train", "reshard")
-"""Pipelines; one file for each of them and each profile."""
 
 IMAGES = ("core", "monitor", "rollout", "train")
 """Images of pods; the name of one ends its reference."""
@@ -32,7 +31,6 @@ VLLM_VARIABLE = "VLLM_CACHE_ROOT"
 """Variable with the folder of what vLLM compiles, in the pods with GPUs."""
 
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-"""Effects of taints."""
 
 CACHE = "/cache"
 """Where those pods see the claim for models and data sets; a folder in it is a path of a model."""
@@ -47,7 +45,6 @@ class CompiledPipeline:
     heading: str
     """Comment lines before the documents."""
     spec: dict[str, Any]
-    """The pipeline document."""
     platform: dict[str, Any]
     """The document of Kubernetes settings."""
 

@@ -16,7 +16,6 @@ from planish.store import normal_uri
 from planish.store.documents import read_json
 
 LOOK_SECONDS = 5.0
-"""Between two looks for new lines."""
 
 _LOG = re.compile(
     r"(?P<iteration>\d{5,})-(?P<stage>[a-z_]+)-(?P<shard>\d{2,})-(?P<attempt>\d+)\.txt"

@@ -72,10 +72,11 @@ def test_a_server_that_stays_away_is_given_up_after_its_time(clock):
 )
 def test_a_refusal_is_told_at_once(clock, status, kind, words):
     fault = ApiException(status)
-    fault.body = json.dumps({"message": "gone"})
-    with pytest.raises(kind, match=words):
+    fault.body, fault.headers = json.dumps({"message": "gone"}), {"Retry-After": "30"}
+    with pytest.raises(kind, match=words) as caught:
         GangCluster(None, "n", "p").call(answer_after(clock, 1.0, fault))
     assert clock.seconds == 0
+    assert getattr(caught.value, "retry_after", 30.0) == 30.0
 
 
 def test_a_server_that_has_just_started_may_forbid_for_a_while(clock):

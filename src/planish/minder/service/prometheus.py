@@ -133,7 +133,6 @@ class Series:
 
     labels: Mapping[str, str]
     ts: F64
-    """Unix seconds."""
     values: F64
     """As many; may hold NaN and infinities."""
 

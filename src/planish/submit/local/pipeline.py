@@ -19,9 +19,7 @@ class Result:
     """What a run has come to."""
 
     root: str
-    """URI of the run."""
     policy: str
-    """URI and digest of its newest policy."""
     accuracy_before: float | None
     """Held-out accuracy before reinforcement learning, 0 to 1; None where it was not measured."""
     accuracy_after: float | None
@@ -29,7 +27,6 @@ class Result:
     control: Mapping[str, float] | None
     """Accuracies of as much supervised training in its place; None where it was not done."""
     report: str
-    """URI of the page about the run."""
     summary: Mapping[str, Any]
     """All that `planish run` prints last."""
 

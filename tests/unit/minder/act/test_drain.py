@@ -1,94 +1,45 @@
-"""Requests that a server of ours refuses or fails: what a real one can not be made to do."""
+"""What is done where the API server refuses or fails, on a cluster that answers as it is told."""
 
 from __future__ import annotations
-
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from planish.base.errors import ClusterError
 from planish.minder.act.actor import Actor
 from planish.minder.act.alerts import Alert
-from planish.minder.act.config import ActConfig, KubernetesConfig
+from planish.minder.act.config import ActConfig
 from planish.minder.act.drain import Evictions, change_node, evict_round
-from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.objects import NodeInfo, PodInfo
 from planish.minder.detect.result import Result
 
 POD = PodInfo("p", "team", "u", "n1", "job", "Running")
+NODE = NodeInfo("n1", "u", "1")
 
 
-class FakeServer:
+class Refusing:
     """Answers each request with the next of the statuses; the last one for ever."""
 
-    def __init__(self, folder):
-        self.statuses = [200]
-        self.headers = {}
-        self.requests = []
-        fake = self
+    def __init__(self, *statuses, retry_after=0.0):
+        self.statuses, self.retry_after, self.num_requests = list(statuses), retry_after, 0
 
-        class Handler(BaseHTTPRequestHandler):
-            def answer(self):
-                length = int(self.headers.get("Content-Length", 0))
-                fake.requests.append((self.command, self.path, self.rfile.read(length)))
-                status = fake.statuses.pop(0) if len(fake.statuses) > 1 else fake.statuses[0]
-                body = json.dumps({"metadata": {"name": "n1"}}).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                for name, value in fake.headers.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+    def answer(self, *_):
+        self.num_requests += 1
+        status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        if status != 200:
+            raise ClusterError("refused", status=status, retry_after=self.retry_after)
 
-            do_GET = do_POST = do_PATCH = answer
+    evict = patch_node = pods = answer
 
-            def log_message(self, *arguments):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
-        self.thread.start()
-        address = {"server": f"http://127.0.0.1:{self.server.server_port}"}
-        config = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "fake",
-            "clusters": [{"name": "fake", "cluster": address}],
-            "users": [{"name": "u", "user": {"token": "t"}}],
-            "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "u"}}],
-        }
-        path = folder / "kubeconfig"
-        path.write_text(json.dumps(config))
-        self.cluster = Cluster.connect(KubernetesConfig(kubeconfig=str(path)))
-        self.cluster.kube.request_seconds = 60.0
-
-    def stop(self):
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+    def node(self, _):
+        return NODE
 
 
-@pytest.fixture
-def fake(tmp_path):
-    server = FakeServer(tmp_path)
-    yield server
-    server.stop()
-
-
-def round_at(fake, state, now):
-    return evict_round(fake.cluster, [POD], state, now)
-
-
-def test_a_budget_is_asked_again_after_5_10_20_40_and_60_seconds_until_15_minutes(fake):
-    fake.statuses = [429]
-    state, asked = Evictions(), []
+def test_a_budget_is_asked_again_after_5_10_20_40_and_60_seconds_until_15_minutes():
+    cluster, state, asked = Refusing(429), Evictions(), []
     for second in range(1000):
-        before = len(fake.requests)
-        done = round_at(fake, state, float(second))
-        if len(fake.requests) > before:
+        before = cluster.num_requests
+        done = evict_round(cluster, [POD], state, float(second))
+        if cluster.num_requests > before:
             asked.append(second)
         if done.given_up:
             break
@@ -97,55 +48,44 @@ def test_a_budget_is_asked_again_after_5_10_20_40_and_60_seconds_until_15_minute
     assert second == 915
     assert (state.given_up, state.attempts) == ({"u"}, {})
     # Given up for good.
-    assert round_at(fake, state, 5000.0).num_waiting == 0
-    assert len(fake.requests) == len(asked)
+    assert evict_round(cluster, [POD], state, 5000.0).num_waiting == 0
+    assert cluster.num_requests == len(asked)
 
 
-def test_the_server_may_ask_for_a_longer_pause_up_to_a_minute(fake):
-    fake.statuses, fake.headers = [429], {"Retry-After": "30"}
+@pytest.mark.parametrize(("wanted", "pause"), [(30.0, 30.0), (4000.0, 60.0)])
+def test_the_server_may_ask_for_a_longer_pause_up_to_a_minute(wanted, pause):
     state = Evictions()
-    round_at(fake, state, 0.0)
-    assert state.attempts["u"].due == 30.0
-    fake.headers = {"Retry-After": "4000"}
-    round_at(fake, state, 30.0)
-    assert state.attempts["u"].due == 90.0
+    evict_round(Refusing(429, retry_after=wanted), [POD], state, 0.0)
+    assert state.attempts["u"].due == pause
 
 
 @pytest.mark.parametrize("status", [404, 409])
-def test_a_pod_that_is_gone_or_another_one_is_done(fake, status):
-    fake.statuses = [status]
-    done = round_at(fake, Evictions(), 0.0)
+def test_a_pod_that_is_gone_or_another_one_is_done(status):
+    done = evict_round(Refusing(status), [POD], Evictions(), 0.0)
     assert (done.evicted, done.given_up, done.num_waiting) == ([], [], 0)
 
 
 @pytest.mark.parametrize(
     ("statuses", "tries"), [([409, 409, 200], 3), ([409, 409, 409, 200], 3), ([500], 1)]
 )
-def test_a_patch_is_tried_three_times_against_others(fake, statuses, tries):
-    node = NodeInfo("n1", "u", "1")
-    answers = []
-    for status in statuses:
-        answers += [status, 200] if status == 409 else [status]
-    fake.statuses = answers
-
-    def ask():
-        return change_node(fake.cluster, node, lambda _: {"spec": {}})
-
-    if statuses[-1] == 200 and len(statuses) <= 3:
-        assert ask()
+def test_a_patch_is_tried_three_times_against_others(statuses, tries):
+    cluster = Refusing(*statuses)
+    if statuses == [409, 409, 200]:
+        assert change_node(cluster, NODE, lambda _: {"spec": {}})
     else:
         with pytest.raises(ClusterError):
-            ask()
-    assert sum(method == "PATCH" for method, _, _ in fake.requests) == tries
+            change_node(cluster, NODE, lambda _: {"spec": {}})
+    assert cluster.num_requests == tries
 
 
-def test_a_server_that_fails_is_told_once_and_nothing_is_done(fake):
-    actor = Actor(fake.cluster, ActConfig(mode="evict", dry_run=False))
+def test_a_server_that_fails_is_told_once_and_nothing_is_done():
+    cluster = Refusing(503)
+    actor = Actor(cluster, ActConfig(mode="evict", dry_run=False))
     alert = Alert("a", "team/job", "n1", "dissimilar", "cpu_usage", 500.0, 900.0)
     result = Result("team/job", "fault", 0, 1000, 4, "default", 1.35, "euclidean")
-    fake.statuses = [503]
+    actor.events.note = lambda *_, **__: None
     outcomes = [actor.handle(alert, result, 1000 + second) for second in range(3)]
     assert [(one.result, one.has_changed) for one in outcomes] == [
         *(("failed", True), ("failed", False), ("failed", False)),
     ]
-    assert {method for method, _, _ in fake.requests} == {"GET"}
+    assert cluster.num_requests == 3
