@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Served:
     """A running `planish minder serve`."""
 
     config: Path
-    port: int = field(default_factory=free_port)
+    port: int
 
     def __post_init__(self) -> None:
         self.program = Program(self.config.parent / "serve.log")
@@ -88,9 +88,9 @@ class Served:
         self.program.kill()
 
 
-def serving(folder: Path, raw: dict[str, Any]) -> Served:
+def serving(folder: Path, raw: dict[str, Any], *, port: int = 0) -> Served:
     """Start the service and wait until it listens."""
-    served = Served(folder / "minder.toml")
+    served = Served(folder / "minder.toml", port or free_port())
     raw["server"] = {**raw["server"], "port": served.port}
     write_toml(served.config, raw)
     served.start()

@@ -5,11 +5,7 @@ Prometheus, Alertmanager and the Kubernetes API server are real; the monitor is 
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -20,9 +16,10 @@ from planish.store.documents import read_json
 from tests.golden.write_rules import MONITORING, RULES
 from tests.integration.minder_cluster import Fleet as KubernetesFleet
 from tests.integration.minder_cluster import install_workflows
+from tests.integration.minder_service import raw_settings, serving
 from tests.integration.waiting import wait_for
 from tests.servers.exporter_fleet import Fault, Fleet
-from tests.servers.program import Program, free_port
+from tests.servers.program import free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -32,45 +29,6 @@ PAST_SECONDS = 100
 """History that is put into Prometheus, so that the test need not wait for it."""
 CONTINUITY_SECONDS = 20
 METRICS = ("cpu_usage", "gpu_duty_cycle", "gpu_tensor_core_activity")
-
-CONFIG = """
-[prometheus]
-url = "{prometheus}"
-delay_seconds = 1
-
-[detect]
-metrics = {metrics}
-continuity_seconds = {continuity}
-warmup_seconds = 0
-role_baseline = false
-
-[preprocess]
-join_grace_seconds = 0
-
-[service]
-interval_seconds = 2
-window_seconds = 60
-
-[server]
-host = "127.0.0.1"
-port = {port}
-state_file = "{state}"
-discovery_seconds = 1
-
-[alertmanager]
-url = "{alertmanager}"
-
-[kubernetes]
-kubeconfig = "{kubeconfig}"
-namespaces = ["{namespace}"]
-own_namespace = "{namespace}"
-run_roots = ["{root}"]
-
-[act]
-mode = "evict"
-dry_run = {dry_run}
-max_node_share = 0.2
-"""
 
 
 class Timeline:
@@ -89,27 +47,6 @@ class Timeline:
         found = wait_for(check, seconds, lambda: "\n".join([*self.lines, f"never: {what}"]))
         self.note(what)
         return found
-
-
-class Monitor:
-    """The service as a process of its own."""
-
-    def __init__(self, folder: Path, **settings):
-        folder.mkdir(exist_ok=True)
-        config = folder / "minder.toml"
-        self.port = settings["port"]
-        settings |= {"continuity": CONTINUITY_SECONDS, "metrics": json.dumps(METRICS)}
-        config.write_text(CONFIG.format(state=folder / "state.json", **settings))
-        self.program = Program(folder / "monitor.log")
-        self.program.start(
-            [sys.executable, "-m", "planish", "minder", "serve", "--config", str(config)],
-            environment={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self.program.wait_for(f"http://127.0.0.1:{self.port}/healthz")
-
-    def stop(self):
-        if self.program.is_running:
-            assert self.program.terminate(15) == 0
 
 
 def past(exporters, end):
@@ -197,22 +134,37 @@ def servers(prometheus, alertmanager, cluster, tmp_path):
     running = []
 
     def monitor(name, *, dry_run):
-        found = Monitor(
-            tmp_path / name,
-            prometheus=prometheus.url,
-            alertmanager=alertmanager.url,
-            port=port,
-            kubeconfig=cluster.plane.kubeconfig,
-            namespace=cluster.namespace,
-            root=f"file://{tmp_path}/runs",
-            dry_run=json.dumps(dry_run),
+        folder = tmp_path / name
+        folder.mkdir()
+        raw = raw_settings(
+            folder,
+            prometheus.url,
+            [],
+            models={"folder": ""},
+            denoise={"denoiser": "vae"},
+            detect={
+                "metrics": list(METRICS),
+                "continuity_seconds": CONTINUITY_SECONDS,
+                "gap_tolerance": 3,
+            },
+            preprocess={"silent_after_seconds": 60},
+            service={"interval_seconds": 2},
+            alertmanager={"url": alertmanager.url},
+            kubernetes={
+                "kubeconfig": str(cluster.plane.kubeconfig),
+                "namespaces": [cluster.namespace],
+                "own_namespace": cluster.namespace,
+                "run_roots": [f"file://{tmp_path}/runs"],
+            },
+            act={"mode": "evict", "dry_run": dry_run, "max_node_share": 0.2},
+            jobs=[],
         )
-        running.append(found)
-        return found
+        running.append(serving(folder, raw, port=port))
+        return running[-1]
 
     yield exporters, monitor
     for one in running:
-        one.stop()
+        one.kill()
     exporters.close()
 
 
@@ -252,15 +204,15 @@ def test_a_faulty_machine_is_named_cordoned_emptied_and_resolved(
     time.sleep(4)
     assert cluster.versions() == before
     assert len(cluster.pods()) == MACHINES
-    monitor.stop()
+    assert monitor.terminate()[0] == 0
     timeline.note("monitor stopped; node and pods are as before")
 
     # in earnest, at first under a silence by a label that only Prometheus adds
     silence = alertmanager.silence([{"name": "cluster", "value": "test", "isRegex": False}])
-    log = start("earnest", dry_run=False).program.log
+    earnest = start("earnest", dry_run=False)
     timeline.note("monitor started, actions on, alerts of the cluster silenced")
     wanted = f"silence={silence}"
-    timeline.wait("the silence is honoured", lambda: wanted in log.read_text(), 40)
+    timeline.wait("the silence is honoured", lambda: wanted in earnest.log, 40)
     time.sleep(4)
     assert cluster.versions() == before
     alertmanager.expire(silence)
