@@ -90,10 +90,9 @@ def _run_iteration(
             ),
             shard,
         )
-    residents.rest()
     if ranks.is_first:
         evaluate_iteration(block.root, block.config_sha256, iteration, policy_pin, residents.serve)
-        residents.rest()
+    residents.rest()
     ranks.barrier()
     if ranks.is_first:
         task("reward", lambda context: reward(context, block.num_shards, policy_pin))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planish.base.config import parse_section
 from planish.base.errors import ConfigError, EngineError
 from planish.base.parallel import SINGLE, Ranks
 from planish.engines import open_engine
@@ -32,7 +33,9 @@ from planish.models.shapes import shape_of
 from planish.records.files import WEIGHTS, weights_checksum
 from planish.records.io import read_manifest
 from planish.records.refs import parse_pin
+from planish.stages.evaluate.config import EvaluateConfig
 from planish.stages.prepare.devices import engine_share
+from planish.stages.rollout.job import engine_options, rollout_config
 from planish.stages.train.ranks.worker import HeldTrainer
 from planish.stages.train.trainer import Trainer
 
@@ -106,7 +109,15 @@ class Residents:
         self._exported = (policy_pin, state_pin)
 
     def refresh(self, policy_pin: str) -> None:
-        """Give the engine the weights in training, if they are those of a policy."""
+        """Give the engine the weights in training, if they are those of a policy.
+
+        vLLM is opened here if there are several ranks: it makes groups of processes, in which all
+        have to take part, and takes the trainer's along when it is closed.
+        """
+        settings = parse_section(EngineConfig, self._config.get("engine", {}), section="engine")
+        if settings.name == "vllm" and self._ranks.size > 1 and self._engine is None:
+            with self.serve(settings, ModelRef(pin=policy_pin), **self._vllm_options()):
+                pass
         trainer = self.trainer.trainer
         # Other shards have other names or are to be merged: engines read their export.
         if (
@@ -136,6 +147,8 @@ class Residents:
     @contextmanager
     def serve(self, config: EngineConfig, model: ModelRef, **options: Any) -> Iterator[BaseEngine]:
         """Lend the engine with the weights of a policy, as `open_engine` opens one."""
+        if config.name == "vllm":
+            options = self._vllm_options()
         if torch.device(options["device"]).type == self._device.type:
             # Of several accelerators this process has one.
             options["device"] = str(self._device)
@@ -146,12 +159,10 @@ class Residents:
         if self._engine is None:
             _free_device()
             self._files = fetch_weights(model.pin)
-            if config.name == "vllm":
-                options["shares_device"] = True
-                if self._device.type == "cuda":
-                    config = self._beside_trainer(config)
+            if config.name == "vllm" and self._device.type == "cuda":
+                config = self._beside_trainer(config)
             self._engine, self._kind = open_engine(config, model, **options), kind
-        elif self._served != model.pin:
+        elif self._served != model.pin or self._engine.state is EngineState.ASLEEP:
             version = int(_attributes(model.pin)["policy_version"])
             self._engine.update_weights(fetch_weights(model.pin), version)
         self._served = model.pin
@@ -161,6 +172,16 @@ class Residents:
         except BaseException:
             self._close_engine()
             raise
+
+    def _vllm_options(self) -> dict[str, Any]:
+        """Return options with which one vLLM serves rollouts, and evaluations if there are any."""
+        options = engine_options(rollout_config(self._config))
+        config = parse_section(EvaluateConfig, self._config.get("evaluate", {}), section="evaluate")
+        if config.every:
+            options["max_rows"] = max(options["max_rows"], config.max_rows)
+            # Its prompts may be as long as the model lets them.
+            options["max_model_len"] = 0
+        return options | {"shares_device": True}
 
     def _beside_trainer(self, config: EngineConfig) -> EngineConfig:
         """Return the settings of vLLM where weights and moments of the trainer stay as well."""

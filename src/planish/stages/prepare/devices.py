@@ -337,7 +337,10 @@ def _demands_in_turn(
     ranks = config["train"]["num_processes"] or max(1, pod.gpus)
     share = engine_share(config, shape, ranks * num_nodes, gpu_bytes)
     beside = {**config, "engine": {**config["engine"], "memory_share": share}}
-    (sampling,) = _engine_demands(beside, shape, "rollout", pod, gpu_bytes)
+    # One vLLM serves both; an evaluation has no limit of its own for prompts.
+    is_both = config["evaluate"]["every"] and config["engine"].get("name") == "vllm"
+    section = "evaluate" if is_both else "rollout"
+    (sampling,) = _engine_demands(beside, shape, section, pod, gpu_bytes)
     if not pod.gpus:
         engines = _times(list(sampling.parts), ranks)
         return [replace(train, stage="iterate", parts=(*train.parts, *engines)), *others]
@@ -349,7 +352,9 @@ def _demands_in_turn(
         sampling = replace(sampling, parts=(*sampling.parts, at_rest))
         train = replace(train, parts=(*train.parts, asleep))
     train = replace(train, remedy=f"{train.remedy}, {apart}")
-    sampling = replace(sampling, device=train.device, remedy=f"{sampling.remedy}, {apart}")
+    sampling = replace(
+        sampling, stage="rollout", device=train.device, remedy=f"{sampling.remedy}, {apart}"
+    )
     return [train, *others, sampling]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from planish.base.config import parse_section
 from planish.engines import OpenEngine, open_engine
 from planish.records import layout
 from planish.records.prompts import PromptSet
@@ -80,7 +81,6 @@ class RolloutJob:
         """Open the engine for the length of a `with` block."""
         import torch
 
-        from planish.base.parallel import pick_device
         from planish.engines.config import EngineConfig
         from planish.engines.requests import ModelRef
         from planish.models.tokens import load_tokenizer
@@ -92,14 +92,9 @@ class RolloutJob:
         uri, digest = parse_pin(self.policy_pin)
         tokenizer = load_tokenizer(fetch_files(uri, sha256=digest))
         begin = time.monotonic()
-        options: dict[str, Any] = {
-            "max_rows": config.max_rows,
-            "max_model_len": config.max_prompt_tokens + config.max_response_tokens,
-            "device": str(pick_device(config.device)),
-        }
-        options |= {"routing": True} if config.keep_routing else {}
         settings = self.context.section(EngineConfig, "engine")
-        with self.opened(settings, ModelRef(pin=self.policy_pin), **options) as engine:
+        model, options = ModelRef(pin=self.policy_pin), engine_options(config)
+        with self.opened(settings, model, **options) as engine:
             loaded = time.monotonic()
             sampler = GroupSampler(
                 engine,
@@ -115,6 +110,26 @@ class RolloutJob:
             session.stats = sampler.flight.stats()
             session.load_seconds = loaded - begin
             session.sample_seconds = time.monotonic() - loaded
+
+
+def rollout_config(tables: Mapping[str, Mapping[str, Any]]) -> RolloutConfig:
+    """Return the settings of `[rollout]`, with what those of `[train]` ask of a rollout."""
+    config = parse_section(RolloutConfig, tables.get("rollout", {}), section="rollout")
+    if tables.get("train", {}).get("replay_routing"):
+        config = config.model_copy(update={"keep_routing": True})
+    return config
+
+
+def engine_options(config: RolloutConfig) -> dict[str, Any]:
+    """Return what `open_engine` needs to know of the settings."""
+    from planish.base.parallel import pick_device
+
+    return {
+        "max_rows": config.max_rows,
+        "max_model_len": config.max_prompt_tokens + config.max_response_tokens,
+        "device": str(pick_device(config.device)),
+        **({"routing": True} if config.keep_routing else {}),
+    }
 
 
 @dataclass

@@ -14,8 +14,7 @@ from planish.records.prompts import PromptSet
 from planish.records.refs import parse_pin
 from planish.records.rollouts import RolloutSet
 from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, mark_stopped
-from planish.stages.rollout.config import RolloutConfig
-from planish.stages.rollout.job import RolloutJob, Sampled, read_data
+from planish.stages.rollout.job import RolloutJob, Sampled, read_data, rollout_config
 from planish.stages.rollout.side_sets import is_there
 from planish.stages.rollout.whole import sample_whole
 from planish.stages.rollout.windows import sample_windows
@@ -75,9 +74,7 @@ def sample(
     Arguments are those of `run`; `opened` gives the engine, and is not asked where nothing is left
     to sample.
     """
-    config = context.section(RolloutConfig, "rollout")
-    if context.config.get("train", {}).get("replay_routing"):
-        config = config.model_copy(update={"keep_routing": True})
+    config = rollout_config(context.config)
     if not 0 <= context.shard < num_shards <= config.prompts_per_iteration:
         raise ConfigError(
             f"shards must number 0..{num_shards - 1}, at most one per group of the "
