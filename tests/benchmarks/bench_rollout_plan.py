@@ -19,8 +19,7 @@ from planish.engines.planner.documents import PlannedRun, PlannedSizes
 from planish.engines.planner.gpus import GPUS
 from planish.engines.planner.models import MODELS, MoeModel
 from planish.engines.planner.performance import Constants, Workload
-from planish.engines.planner.pipeline import Pipeline, Work
-from planish.engines.planner.pipeline_law import iteration_seconds
+from planish.engines.planner.pipeline import Pipeline, Work, iteration_seconds
 from planish.engines.planner.query import Query, Space
 from planish.engines.planner.search import search
 from planish.engines.planner.simulate import Disturbances, run

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from planish.engines.disagg import exchange, expert_model, expert_rank
-from planish.engines.disagg.attention_model import AttentionModel
 from planish.engines.requests import Request, Sampling
 from planish.engines.weights import DictWeights
 from planish.models.experts import on_disk
@@ -70,8 +69,7 @@ def whole(family: str, seed: int = 0) -> list:
 def equal(outputs, expected) -> bool:
     """Compare tokens and reasons exactly, log-probabilities to what float32 of them holds."""
     return all(
-        (a.token_ids, a.finish_reason, a.stop_token_id)
-        == (b.token_ids, b.finish_reason, b.stop_token_id)
+        (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
         and torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=2e-6)
         for a, b in zip(outputs, expected, strict=True)
     )
@@ -210,33 +208,10 @@ def test_the_experts_of_another_layer_are_noticed(monkeypatch):
 
 def test_experts_that_kept_old_weights_are_noticed(monkeypatch):
     def keeping(self, _):
-        self._version, self.layout, _ = self._shadow
+        self._version, self.layout, _ = self._next
         return {}
 
     with disagg(moe_policy("Qwen3Moe"), 1, 2, 2, max_rows=16) as engine:
         monkeypatch.setattr(expert_rank.ExpertRank, "commit", keeping)
         engine.update_weights(weights(moe_policy("Qwen3Moe", 1)), 1)
         assert not equal(engine.generate(requests()), whole("Qwen3Moe", 1))
-
-
-def test_a_missing_residual_is_noticed(monkeypatch):
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
-
-    expected, forward = whole("Qwen3Moe"), Qwen3MoeDecoderLayer.forward
-
-    def without(self, hidden_states, *args, **kwargs):
-        return forward(self, hidden_states, *args, **kwargs) - hidden_states
-
-    monkeypatch.setattr(Qwen3MoeDecoderLayer, "forward", without)
-    assert not equal(outputs_of(moe_policy("Qwen3Moe")), expected)
-
-
-def test_a_missing_shared_expert_is_noticed(monkeypatch):
-    expected, write = whole("DeepseekV3"), AttentionModel.write
-
-    def without(self, fresh):
-        gone = {n: t * 0 if "shared_experts.down" in n else t for n, t in fresh.items()}
-        write(self, gone)
-
-    monkeypatch.setattr(AttentionModel, "write", without)
-    assert not equal(outputs_of(moe_policy("DeepseekV3")), expected)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import yaml
 
 from planish.__main__ import main
 from tests.integration.waiting import wait_for
@@ -81,26 +80,6 @@ def test_worker_sets_are_stored_with_the_replicas_of_the_plan(worker_sets, plan)
     assert template["restartPolicy"] == "None"
     (container,) = template["workerTemplate"]["spec"]["containers"]
     assert container["args"][:2] == ["--host", "$(POD_IP)"]
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (("leaderWorkerTemplate", "size", "one"), "leaderWorkerTemplate.size"),
-        (("leaderWorkerTemplate", "restartPolicy", "Never"), "Unsupported value"),
-        (("leaderWorkerTemplate", "wokerTemplate", {}), "unknown field"),
-    ],
-)
-def test_the_server_refuses_a_damaged_worker_set(worker_sets, plan, change, said):
-    """Acceptance means something only where the definition is in force."""
-    documents = list(yaml.safe_load_all(render(plan, "leaderworkerset").read_text()))
-    part, key, value = change
-    documents[2]["spec"][part][key] = value
-    path = plan.with_name("damaged.yaml")
-    path.write_text(yaml.safe_dump_all(documents))
-    done = apply(worker_sets, path, "--dry-run=server", check=False)
-    assert done.returncode != 0
-    assert said in done.stderr
 
 
 def test_pods_get_the_names_by_which_a_coordinator_calls_them(worker_sets, plan):

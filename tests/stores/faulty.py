@@ -8,19 +8,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from planish.base.errors import StoreUnavailable
-from planish.store.base import (
-    Buffer,
-    Folder,
-    Multipart,
-    Stat,
-    Store,
-    Upload,
-)
+from planish.store.base import Multipart, Stat, Store
 
 T = TypeVar("T")
 Fault = Callable[[int, str, str], str]
@@ -31,6 +24,20 @@ Fault = Callable[[int, str, str], str]
 
 class Stopped(BaseException):
     """The process that uses this store is dead as far as the store can see."""
+
+
+KINDS = {
+    "put": "put",
+    "abort_upload": "abort",
+    "open_uploads": "list",
+    "get_into": "get",
+    "read": "get",
+    "get": "get",
+    "head": "head",
+    "folder": "list",
+    "tidy": "tidy",
+}
+"""Methods of a store, and what their requests are."""
 
 
 class FaultyStore:
@@ -52,85 +59,31 @@ class FaultyStore:
         self._lock = threading.Lock()
         self._is_stopped = False
 
-    @property
-    def in_memory(self) -> bool:
-        """That of the store inside."""
-        return self.inner.in_memory
-
-    @property
-    def retries(self) -> Counter[str]:
-        """Those of the store inside."""
-        return self.inner.retries
-
-    def uri(self, key: str) -> str:
-        """Return what the store inside returns."""
-        return self.inner.uri(key)
-
-    def put(
-        self, key: str, data: Buffer, *, if_none_match: bool = False, if_match: str = ""
-    ) -> str:
-        """Write an object as a whole."""
-        return self._suffer(
-            "put",
-            key,
-            lambda: self.inner.put(key, data, if_none_match=if_none_match, if_match=if_match),
+    def __getattr__(self, name: str) -> Any:
+        """Return what the store inside has; requests suffer first."""
+        found = getattr(self.inner, name)
+        if name not in KINDS:
+            return found
+        return lambda key, *words, **options: self.suffer(
+            KINDS[name], key, lambda: found(key, *words, **options)
         )
 
     def open_multipart(self, key: str, size: int) -> FaultyMultipart:
         """Begin an object in parts."""
-        inner = self._suffer("create", key, lambda: self.inner.open_multipart(key, size))
-        return FaultyMultipart(inner, self._suffer)
-
-    def abort_upload(self, key: str, upload_id: str) -> None:
-        """Drop an upload."""
-        self._suffer("abort", key, lambda: self.inner.abort_upload(key, upload_id))
-
-    def open_uploads(self, key: str) -> list[Upload]:
-        """Return the uploads of a key."""
-        return self._suffer("list", key, lambda: self.inner.open_uploads(key))
-
-    def get_into(self, key: str, offset: int, target: memoryview, *, etag: str = "") -> None:
-        """Fill `target` from an object."""
-        self._suffer("get", key, lambda: self.inner.get_into(key, offset, target, etag=etag))
-
-    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return what there is of a range of an object."""
-        return self._suffer("get", key, lambda: self.inner.read(key, start, length))
-
-    def get(self, key: str, limit: int) -> tuple[bytes, str]:
-        """Return a whole object."""
-        return self._suffer("get", key, lambda: self.inner.get(key, limit))
-
-    def head(self, key: str) -> Stat:
-        """Return the facts of an object."""
-        return self._suffer("head", key, lambda: self.inner.head(key))
+        inner = self.suffer("create", key, lambda: self.inner.open_multipart(key, size))
+        return FaultyMultipart(inner, self)
 
     def list(self, folder: str) -> Iterator[Stat]:
         """Yield every object below a folder; one request however many pages."""
-        yield from self._suffer("list", folder, lambda: [*self.inner.list(folder)])
-
-    def folder(self, folder: str) -> Folder:
-        """Return the direct content of a folder."""
-        return self._suffer("list", folder, lambda: self.inner.folder(folder))
+        yield from self.suffer("list", folder, lambda: [*self.inner.list(folder)])
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects, one request for each, so that a deletion can stop half-way."""
         for key in keys:
-            self._suffer("delete", key, lambda key=key: self.inner.delete([key]))  # type: ignore[misc]
+            self.suffer("delete", key, partial(self.inner.delete, [key]))
 
-    def tidy(self, folder: str) -> None:
-        """Remove what a file system keeps of a folder."""
-        self._suffer("tidy", folder, lambda: self.inner.tidy(folder))
-
-    def now(self) -> float:
-        """Return the time of the store inside."""
-        return self.inner.now()
-
-    def close(self) -> None:
-        """Close the store inside."""
-        self.inner.close()
-
-    def _suffer(self, kind: str, key: str, act: Callable[[], T]) -> T:
+    def suffer(self, kind: str, key: str, act: Callable[[], T]) -> T:
+        """Do what a request does, unless its fault says otherwise."""
         with self._lock:
             if self._is_stopped:
                 raise Stopped
@@ -157,33 +110,17 @@ class FaultyStore:
 class FaultyMultipart:
     """A write in parts whose requests suffer too."""
 
-    def __init__(
-        self, inner: Multipart, suffer: Callable[[str, str, Callable[[], object]], object]
-    ):
-        self.key = inner.key
-        self.upload_id = inner.upload_id
-        self.part_bytes = inner.part_bytes
-        self.may_be_begun_twice = inner.may_be_begun_twice
-        self._inner = inner
-        self._suffer = suffer
+    def __init__(self, inner: Multipart, store: FaultyStore):
+        self._inner, self._store = inner, store
 
-    def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
-        """Write one part."""
-        self._suffer("part", self.key, lambda: self._inner.write(number, data, crc32c))
-
-    def complete(self, *, if_none_match: bool = False, if_match: str = "") -> str:
-        """Make the object visible."""
-        return str(
-            self._suffer(
-                "complete",
-                self.key,
-                lambda: self._inner.complete(if_none_match=if_none_match, if_match=if_match),
-            )
+    def __getattr__(self, name: str) -> Any:
+        """Return what the write inside has; requests suffer first."""
+        found, kind = getattr(self._inner, name), {"write": "part"}.get(name, name)
+        if kind not in ("part", "complete", "abort"):
+            return found
+        return lambda *words, **options: self._store.suffer(
+            kind, self._inner.key, lambda: found(*words, **options)
         )
-
-    def abort(self) -> None:
-        """Drop all parts."""
-        self._suffer("abort", self.key, self._inner.abort)
 
 
 def stop_at(request: int, *, after: bool = False) -> Fault:

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from planish.base.errors import (
@@ -46,10 +46,10 @@ class MemoryStore:
 
     in_memory = True
 
-    def __init__(self, name: str = "memory", *, clock: Callable[[], float] = time.time):
+    def __init__(self, name: str = "memory"):
+        self.clock = time.time
         self.requests: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
-        self.clock = clock
         self._name = name
         self._lock = threading.RLock()
         self._objects: dict[str, tuple[bytes, Stat]] = {}
@@ -57,19 +57,16 @@ class MemoryStore:
         self._numbers = itertools.count(1)
 
     def uri(self, key: str) -> str:
-        """Return `mem://name/key`."""
         return f"mem://{self._name}/{key}"
 
     def put(
         self, key: str, data: Buffer, *, if_none_match: bool = False, if_match: str = ""
     ) -> str:
-        """Write an object as a whole."""
         content = bytes(data)
         self.requests["put"] += 1
         return self._place(check_key(key), content, if_none_match, if_match)
 
     def open_multipart(self, key: str, size: int) -> MemoryMultipart:
-        """Begin an object in parts."""
         self.requests["create"] += 1
         with self._lock:
             upload_id = f"upload-{next(self._numbers)}"
@@ -77,13 +74,11 @@ class MemoryStore:
         return MemoryMultipart(self, key, upload_id, size)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
-        """Drop an upload."""
         self.requests["abort"] += 1
         with self._lock:
             self._uploads.pop(upload_id, None)
 
     def open_uploads(self, key: str) -> list[Upload]:
-        """Return the uploads of a key."""
         self.requests["list"] += 1
         with self._lock:
             return [
@@ -93,7 +88,6 @@ class MemoryStore:
             ]
 
     def get_into(self, key: str, offset: int, target: memoryview, *, etag: str = "") -> None:
-        """Fill `target` from an object."""
         data, stat = self._find(key)
         view = target.cast("B")
         self.requests["get"] += 1
@@ -108,14 +102,12 @@ class MemoryStore:
         view[:] = memoryview(data)[offset : offset + view.nbytes]
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return what there is of a range of an object."""
         end = None if length is None else start + length
         data = self._find(key)[0][start:end]
         self.requests["get"] += 1
         return data
 
     def get(self, key: str, limit: int) -> tuple[bytes, str]:
-        """Return a whole object."""
         data, stat = self._find(key)
         if stat.size > limit:
             self.requests["get"] += 1
@@ -126,12 +118,10 @@ class MemoryStore:
         return data, stat.etag
 
     def head(self, key: str) -> Stat:
-        """Return the facts of an object."""
         self.requests["head"] += 1
         return self._find(key)[1]
 
     def list(self, folder: str) -> Iterator[Stat]:
-        """Yield every object below a folder."""
         start = key_prefix(folder)
         with self._lock:
             found = [stat for key, (_, stat) in self._objects.items() if key.startswith(start)]
@@ -139,7 +129,6 @@ class MemoryStore:
         yield from sorted(found)
 
     def folder(self, folder: str) -> Folder:
-        """Return the direct content of a folder."""
         start = key_prefix(folder)
         objects, folders = [], set()
         with self._lock:
@@ -154,7 +143,6 @@ class MemoryStore:
         return Folder(sorted(objects), sorted(folders))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects."""
         self.requests["delete"] += 1
         with self._lock:
             for key in keys:
@@ -164,7 +152,6 @@ class MemoryStore:
         """Memory has no folders."""
 
     def now(self) -> float:
-        """Return the time of `clock`."""
         return self.clock()
 
     def close(self) -> None:
@@ -220,16 +207,13 @@ class MemoryMultipart:
         self._storage = storage
 
     def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
-        """Write one part."""
         content = bytes(data)
         self._storage.requests["part"] += 1
         self._storage._write(self.upload_id, number, content)
 
     def complete(self, *, if_none_match: bool = False, if_match: str = "") -> str:
-        """Make the object visible."""
         self._storage.requests["complete"] += 1
         return self._storage._complete(self.upload_id, if_none_match, if_match)
 
     def abort(self) -> None:
-        """Drop all parts."""
         self._storage.abort_upload(self.key, self.upload_id)

@@ -28,12 +28,7 @@ APART = ("disagg", "vllm_disagg")
 
 
 def open_engine(config: EngineConfig, model: ModelRef, **options: Any) -> BaseEngine:
-    """Return a started engine that holds the policy `model`; `options` are of the engine's class.
-
-    Raises:
-        ConfigError: what the engine needs is not there, or a setting does not fit this machine.
-        EngineError: the engine could not start.
-    """
+    """Return a started engine of the policy `model`; `options` are of the engine's class."""
     module, _, cls = ENGINES[config.name].partition(":")
     engine: BaseEngine = getattr(importlib.import_module(module), cls)(config=config, **options)
     engine.start(model)

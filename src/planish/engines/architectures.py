@@ -2,82 +2,16 @@
 
 from __future__ import annotations
 
-VLLM = frozenset(
-    {
-        "AXK1ForCausalLM",
-        "AfmoeForCausalLM",
-        "ApertusForCausalLM",
-        "BloomForCausalLM",
-        "Cohere2ForCausalLM",
-        "Cohere2MoeForCausalLM",
-        "CohereForCausalLM",
-        "DbrxForCausalLM",
-        "DeepseekV2ForCausalLM",
-        "DeepseekV32ForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "DeepseekV4ForCausalLM",
-        "Ernie4_5ForCausalLM",
-        "Ernie4_5_MoeForCausalLM",
-        "Exaone4ForCausalLM",
-        "ExaoneMoeForCausalLM",
-        "FalconForCausalLM",
-        "FalconH1ForCausalLM",
-        "FalconMambaForCausalLM",
-        "GPTJForCausalLM",
-        "Gemma2ForCausalLM",
-        "Gemma3ForCausalLM",
-        "Gemma3nForCausalLM",
-        "Gemma4ForCausalLM",
-        "GemmaForCausalLM",
-        "Glm4ForCausalLM",
-        "Glm4MoeForCausalLM",
-        "Glm4MoeLiteForCausalLM",
-        "GlmMoeDsaForCausalLM",
-        "GptOssForCausalLM",
-        "GraniteForCausalLM",
-        "GraniteMoeForCausalLM",
-        "GraniteMoeHybridForCausalLM",
-        "GraniteMoeSWAForCausalLM",
-        "GraniteMoeSharedForCausalLM",
-        "GraniteSWAForCausalLM",
-        "HYV3ForCausalLM",
-        "HYV4ForCausalLM",
-        "HrmTextForCausalLM",
-        "HyperCLOVAXForCausalLM",
-        "InklingForCausalLM",
-        "JambaForCausalLM",
-        "KimiLinearForCausalLM",
-        "LagunaForCausalLM",
-        "Lfm2ForCausalLM",
-        "Lfm2MoeForCausalLM",
-        "Llama4ForCausalLM",
-        "LlamaForCausalLM",
-        "LongcatFlashForCausalLM",
-        "Mamba2ForCausalLM",
-        "MambaForCausalLM",
-        "MiMoV2FlashForCausalLM",
-        "MiniCPM3ForCausalLM",
-        "MiniMaxM2ForCausalLM",
-        "Ministral3ForCausalLM",
-        "MistralForCausalLM",
-        "MixtralForCausalLM",
-        "NemotronForCausalLM",
-        "NemotronHForCausalLM",
-        "OPTForCausalLM",
-        "OlmoHybridForCausalLM",
-        "OlmoeForCausalLM",
-        "Phi3ForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "Qwen3NextForCausalLM",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen4ExpForCausalLM",
-        "StableLmForCausalLM",
-        "Zamba2ForCausalLM",
-    }
-)
+_FAMILIES = """
+AXK1 Afmoe Apertus Bloom Cohere2 Cohere2Moe Cohere Dbrx DeepseekV2 DeepseekV32 DeepseekV3
+DeepseekV4 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Falcon FalconH1 FalconMamba GPTJ Gemma2
+Gemma3 Gemma3n Gemma4 Gemma Glm4 Glm4Moe Glm4MoeLite GlmMoeDsa GptOss Granite GraniteMoe
+GraniteMoeHybrid GraniteMoeSWA GraniteMoeShared GraniteSWA HYV3 HYV4 HrmText HyperCLOVAX
+Inkling Jamba KimiLinear Laguna Lfm2 Lfm2Moe Llama4 Llama LongcatFlash Mamba2 Mamba
+MiMoV2Flash MiniCPM3 MiniMaxM2 Ministral3 Mistral Mixtral Nemotron NemotronH OPT OlmoHybrid
+Olmoe Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe Qwen4Exp StableLm
+Zamba2
+"""
+VLLM = frozenset(f"{family}ForCausalLM" for family in _FAMILIES.split())
 """Causal language models of transformers 5.19 that vLLM 0.32 has a class for; a test in vLLM's
 environment compares."""

@@ -6,8 +6,6 @@ responses, retries and groups belong to the driver.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import threading
 import time
@@ -19,20 +17,17 @@ from typing import Any
 
 from planish.base import telemetry
 from planish.base.errors import ConfigError, EngineBusy, EngineError, NotSupported, PlanishError
-from planish.engines.requests import (
-    Capabilities,
-    EngineState,
-    ModelRef,
-    Output,
-    Request,
-    WeightUpdate,
-)
+from planish.engines.requests import EngineState, ModelRef, Output, Request, WeightUpdate
 from planish.engines.weights import WeightSource
 from planish.records.rollouts import FinishReason
 
 logger = logging.getLogger(__name__)
 
 _AT_WORK = (EngineState.READY, EngineState.RUNNING)
+
+COUNTERS = ("tokens", "steps", "row_steps", "most_rows", "prefill_tokens")
+"""What every engine counts: `tokens` are sampled, those of running requests included; `steps` are
+forward passes that decode, `row_steps` requests summed over them, `most_rows` the most of any."""
 
 
 class TurnLock:
@@ -73,25 +68,26 @@ class BaseEngine(ABC):
     our own, so that equal calls give equal schedules and bit-equal outputs.
     """
 
-    def __init__(self) -> None:
+    max_model_len: int
+    """Longest prompt and response in tokens, once it has started."""
+    routing: bool
+    """Whether outputs may hold the experts of each token."""
+
+    def __init__(self, max_rows: int, max_model_len: int, *, routing: bool) -> None:
+        self.max_model_len, self.routing = max_model_len, routing
+        self._max_rows = max_rows
+        self._counts = dict.fromkeys(COUNTERS, 0)
         self._lock = TurnLock()
         self._arrived = threading.Event()
         self._state = EngineState.NEW
         self._version = 0
-        self._order = itertools.count()
-        self._queue: list[tuple[int, int, Request]] = []
+        self._queue: deque[Request] = deque()
         self._alive: set[str] = set()
-        self._arrivals: dict[str, float] = {}
         self._finished: list[Output] = []
 
     # Hooks of an engine, under the lock.
-    @property
     @abstractmethod
-    def capabilities(self) -> Capabilities:
-        """What this engine can do with this model."""
-
-    @abstractmethod
-    def _load(self, model: ModelRef, source: WeightSource | None) -> int:
+    def _load(self, model: ModelRef) -> int:
         """Load and return the policy version."""
 
     @abstractmethod
@@ -145,29 +141,22 @@ class BaseEngine(ABC):
         """Where in its life the engine is."""
         return self._state
 
-    def start(self, model: ModelRef, source: WeightSource | None = None) -> None:
-        """Load the model.
-
-        Raises:
-            EngineBusy: the engine has been started before.
-            EngineError: the model can not be served; the engine is FAILED.
-        """
+    def start(self, model: ModelRef) -> None:
+        """Load the model; EngineBusy on a second call, EngineError where it can not be served."""
         with self._lock:
             if self._state is not EngineState.NEW:
                 raise EngineBusy(
                     f"`start` needs a new engine, got one that is {self._state}; open another one"
                 )
             with self._failing():
-                self._version = self._load(model, source)
+                self._version = self._load(model)
             self._state = EngineState.READY
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none.
 
-        Raises:
-            ConfigError: an empty prompt.
-            EngineError: an id that is alive already, or not started.
-            NotSupported: `want_routing` from an engine that has none.
+        An empty prompt raises ConfigError, an id that is alive EngineError, and `want_routing` from
+        an engine that has none NotSupported.
         """
         with self._lock:
             self._expect("submit", *_AT_WORK)
@@ -175,7 +164,6 @@ class BaseEngine(ABC):
             for request in requests:
                 self._refuse(request, seen)
                 seen.add(request.request_id)
-            now = time.monotonic()
             for request in requests:
                 self._alive.add(request.request_id)
                 fault = self._check(request)
@@ -184,8 +172,7 @@ class BaseEngine(ABC):
                     failed.error = fault
                     self._finished.append(failed)
                     continue
-                self._arrivals[request.request_id] = now
-                heapq.heappush(self._queue, (-request.priority, next(self._order), request))
+                self._queue.append(request)
             self._settle()
         self._arrived.set()
 
@@ -200,19 +187,17 @@ class BaseEngine(ABC):
                 f"a request id must be unique while it is alive, got {request.request_id!r} "
                 "again; collect its output or abort it first"
             )
-        if request.sampling.want_routing and not self.capabilities.routing:
+        if request.sampling.want_routing and not self.routing:
             raise NotSupported(
                 f"`want_routing` needs an engine that returns routing, got it in "
-                f"{request.request_id!r}; use an engine with the capability `routing`"
+                f"{request.request_id!r}; make the engine with `routing`"
             )
 
     def poll(self, timeout: float) -> list[Output]:
         """Work until an output is there or `timeout` seconds are over; return all outputs.
 
-        At least one step is made when there is work, even at timeout 0.
-
-        Raises:
-            EngineError: the engine failed; its requests are lost.
+        At least one step is made when there is work, even at timeout 0. EngineError says that the
+        engine failed and that its requests are lost.
         """
         return self._poll(timeout, None)
 
@@ -237,11 +222,7 @@ class BaseEngine(ABC):
                 self._arrived.wait(left)
 
     def generate(self, requests: Sequence[Request]) -> list[Output]:
-        """Submit, work until all are done, and return outputs in the order of the requests.
-
-        Raises:
-            EngineError: the engine failed.
-        """
+        """Submit, work until all are done, and return outputs in the order of the requests."""
         self.submit(requests)
         wanted = {request.request_id for request in requests}
         done: dict[str, Output] = {}
@@ -265,25 +246,21 @@ class BaseEngine(ABC):
         ids = self._alive if request_ids is None else self._alive & set(request_ids)
         outputs = [
             Output(request.request_id, [], [], [], FinishReason.ABORT)
-            for _, _, request in sorted(self._queue)
+            for request in self._queue
             if request.request_id in ids
         ]
-        self._queue = [item for item in self._queue if item[2].request_id not in ids]
-        heapq.heapify(self._queue)
+        self._queue = deque(request for request in self._queue if request.request_id not in ids)
         outputs.extend(self._withdraw(ids - {o.request_id for o in outputs}))
         for output in outputs:
             self._alive.discard(output.request_id)
-            self._arrivals.pop(output.request_id, None)
         self._settle()
         return outputs
 
     def update_weights(self, source: WeightSource, version: int) -> WeightUpdate:
         """Change the weights; a failed read leaves the old ones in place.
 
-        Raises:
-            EngineBusy: requests run or wait.
-            EngineError: names or shapes do not fit, or the version goes back.
-            RecordError: a file of pinned weights is missing or damaged.
+        Requests that run or wait raise EngineBusy, names and shapes that do not fit and a version
+        that goes back EngineError, and damaged files of pinned weights RecordError.
         """
         with self._lock:
             self._expect("update_weights", *_AT_WORK, EngineState.ASLEEP)
@@ -305,20 +282,14 @@ class BaseEngine(ABC):
     def renew(self) -> None:
         """Sample from now on as an engine that was just opened with these weights.
 
-        Raises:
-            EngineError: requests run or wait.
-            NotSupported: this kind of engine cannot.
+        Requests that run or wait raise EngineError, engines that cannot NotSupported.
         """
         with self._lock:
             self._expect("renew", EngineState.READY)
             self._renew()
 
     def sleep(self) -> None:
-        """Leave the device to others until `update_weights`; weights may be lost.
-
-        Raises:
-            EngineError: requests run or wait.
-        """
+        """Leave the device to others until `update_weights`; weights may be lost."""
         with self._lock:
             self._expect("sleep", EngineState.READY, EngineState.ASLEEP)
             if self._state is EngineState.READY:
@@ -330,11 +301,15 @@ class BaseEngine(ABC):
         return self._version
 
     def stats(self) -> dict[str, Any]:
-        """Return counters since the start.
-
-        `tokens`, of every engine, are those that it has sampled, for running requests too.
-        """
-        return {"queued": len(self._queue), "running": self._num_running(), "state": self._state}
+        """Return `COUNTERS` and more; `occupancy` is requests per step over `max_rows`."""
+        steps = max(self._counts["steps"], 1)
+        return {
+            "queued": len(self._queue),
+            "running": self._num_running(),
+            "state": self._state,
+            **self._counts,
+            "occupancy": self._counts["row_steps"] / steps / self._max_rows,
+        }
 
     def close(self) -> None:
         """Free everything; requests in flight are lost. May be called twice."""
@@ -342,7 +317,7 @@ class BaseEngine(ABC):
             if self._state is EngineState.CLOSED:
                 return
             self._state = EngineState.CLOSED
-            self._queue, self._finished = [], []
+            self._queue, self._finished = deque(), []
             self._alive = set()
             self._release()
         self._arrived.set()
@@ -358,7 +333,7 @@ class BaseEngine(ABC):
         with self._failing():
             free = min(self._free_rows(), len(self._queue)) if self._queue else 0
             if free:
-                batch = [heapq.heappop(self._queue)[2] for _ in range(free)]
+                batch = [self._queue.popleft() for _ in range(free)]
                 self._finished.extend(self._admit(batch))
             if self._num_running():
                 self._finished.extend(self._advance())
@@ -373,7 +348,6 @@ class BaseEngine(ABC):
             outputs = [o for o in outputs if o.request_id in wanted]
         for output in outputs:
             self._alive.discard(output.request_id)
-            self._arrivals.pop(output.request_id, None)
         return outputs
 
     def _settle(self) -> None:

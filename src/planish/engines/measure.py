@@ -42,17 +42,12 @@ def generate_rollouts(
     sampling: Sampling,
     run_seed: int,
 ) -> RolloutSet:
-    """Sample `num_samples` responses to each of P prompts.
+    """Sample `num_samples` responses to each of P prompts, as P groups.
 
     The noise of a response is a function of (run seed, prompt id, sample index) only, so that two
-    policies meet the same noise; the seed of `sampling` is replaced.
-
-    Returns:
-        P groups of `num_samples` rollouts each. Requests that the engine refused have no tokens
-        and finish as ABORT. Those that were lost with a part of the engine are asked again.
-
-    Raises:
-        EngineError: the engine failed, or requests were lost again and again.
+    policies meet the same noise; the seed of `sampling` is replaced. Requests that the engine
+    refused have no tokens and finish as ABORT. Those that were lost with a part of the engine are
+    asked again, and EngineError names those that are lost again and again.
     """
     prompt_tokens = [tokenizer.encode_prompt(messages) for messages in prompts.messages]
     requests = [
@@ -105,9 +100,7 @@ def judge(
 ) -> list[Verdict]:
     """Verify every rollout; a verifier that fails counts as wrong.
 
-    Raises:
-        ConfigError: a row names a verifier that is not here.
-        VerifierFailure: more verifiers failed than `max_error_rate` allows, or one hangs.
+    VerifierFailure says that more have failed than `max_error_rate` allows, or that one hangs.
     """
     verdicts = verify_many(rollouts.to_verify(), options)
     errors = [verdict for verdict in verdicts if verdict.error]

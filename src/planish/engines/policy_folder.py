@@ -18,10 +18,8 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 def check_policy(folder: Path, names: Collection[str]) -> tuple[dict[str, Any], Tokenizer]:
     """Return configuration and tokenizer of a policy in a folder, with tensors of these names.
 
-    Raises:
-        EngineError: its type is none to compute in, its weights are quantised, experts are missing
-            or too many, or its tokenizer is of another model; all faults at once.
-        ConfigError: a file is missing or can not be read.
+    EngineError names all faults at once: a type that is none to compute in, quantised weights,
+    experts that are missing or too many, a tokenizer of another model.
     """
     config, tokenizer = read_model_config(folder), load_tokenizer(folder)
     faults = []

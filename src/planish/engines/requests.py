@@ -5,7 +5,7 @@ Deliberately left out: prompts as messages, groups as objects, rewards.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -38,11 +38,6 @@ class Sampling:
     """Sample from the smallest set of tokens whose probability reaches this; 0 < top_p <= 1."""
     top_k: int = 0
     """Sample from so many likeliest tokens; 0 is off."""
-    min_new_tokens: int = 0
-    """No end or stop token, and none that completes a stop string, before this many response
-    tokens, those of the prefix included."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, besides the end tokens of the model."""
     ignore_eos: bool = False
     """Go on past the end tokens and the stop strings of the model."""
     seed: int = 0
@@ -58,23 +53,15 @@ class Sampling:
             faults.append(f"`temperature` must be finite and >= 0, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             faults.append(f"`top_p` must lie in (0, 1], got {self.top_p}")
-        if self.top_k < 0 or self.min_new_tokens < 0:
-            faults.append(
-                f"`top_k` and `min_new_tokens` must be >= 0, got {self.top_k} and "
-                f"{self.min_new_tokens}"
-            )
+        if self.top_k < 0:
+            faults.append(f"`top_k` must be >= 0, got {self.top_k}")
         if faults:
             raise ConfigError("; ".join(faults) + "; the driver sets the sampling of a request")
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to generate, or to continue.
-
-    Example:
-        >>> Request("a-000", "a", (1, 2, 3), Sampling(max_new_tokens=4)).response_prefix
-        ()
-    """
+    """One response to generate, or to continue."""
 
     request_id: str
     """Unique among the requests that are alive."""
@@ -85,18 +72,11 @@ class Request:
     sampling: Sampling
     response_prefix: tuple[int, ...] = ()
     """Response tokens of earlier windows; never tokenised again."""
-    priority: int = 0
-    """Higher starts first; equal priorities start in the order of submission."""
 
 
 @dataclass
 class Output:
-    """What one request gave; the three lists have equal length.
-
-    Example:
-        >>> Output("a-000", [5, 2], [-0.1, -0.7], [3, 3], FinishReason.STOP, 2).num_tokens
-        2
-    """
+    """What one request gave; the three lists have equal length."""
 
     request_id: str
     token_ids: list[int]
@@ -107,18 +87,13 @@ class Output:
     versions: list[int]
     """Policy version that sampled each token; never decreasing."""
     finish_reason: FinishReason
-    """Why it ended: STOP, LENGTH where the budget of this call is used up, or ABORT."""
-    stop_token_id: int | None = None
-    """The end or stop token that ended it, for STOP."""
-    stop_string: str | None = None
-    """The stop string that its last token completed, for STOP; the token may reach beyond it."""
+    """Why it ended: STOP at an end token or at the token that completes a stop string, LENGTH where
+    the budget of this call is used up, or ABORT."""
     routing: np.ndarray | None = None
     """[prompt + response tokens - 1, layers with experts, experts per token], int8 or int16: the
     logical ids of the experts that each token was sent to as an input of this call, prompt and
     prefix included. The last token has been no input yet. -1 where unknown; None where nobody asked
     for it or nothing was sampled."""
-    stats: dict[str, Any] = field(default_factory=dict)
-    """queue_seconds, prefill_seconds, decode_seconds, cached_tokens, preemptions."""
     error: str = ""
     """Why this request failed alone, for ABORT: too long a prompt, non-finite logits."""
     is_lost: bool = False
@@ -129,24 +104,6 @@ class Output:
     def num_tokens(self) -> int:
         """Count of new tokens."""
         return len(self.token_ids)
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What an engine can do beyond the common part."""
-
-    max_model_len: int
-    """Longest prompt + response in tokens."""
-    seed_split_exact: bool
-    """A response generated in windows equals the same response generated at once, up to rounding:
-    noise that falls on the border of two tokens may choose the other one in another batch."""
-    bit_stable: bool = False
-    """The same calls give the same bits on an idle engine as on a new one, so that a shard of
-    rollouts that was killed ends with the digests of one that was not."""
-    moe: bool = False
-    """Models with experts are served."""
-    routing: bool = False
-    """Outputs may hold the experts of each token."""
 
 
 @dataclass(frozen=True)

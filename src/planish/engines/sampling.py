@@ -42,14 +42,9 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def noise(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return one uniform number per (seed, position).
+    """Return one uniform float64 in (0, 1) for each pair of a seed and a position from 0.
 
-    Args:
-        seeds: int64, any shape that broadcasts with `positions`.
-        positions: int64, absolute position in the response, from 0.
-
-    Returns:
-        float64 in (0, 1), of the broadcast shape; 32 random bits, so that neither end is reached.
+    Both are int64 and broadcast. There are 32 random bits, so that neither end is reached.
 
     Source: the mixing function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014, figure 17).
     """

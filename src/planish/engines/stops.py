@@ -34,19 +34,16 @@ class StopTable:
 
     Example:
         >>> table = stop_table(["ab"], [b"a", b"b", b"xa", b"bc"])
-        >>> table.advance(0, [2, 3]), table.string_at(table.advance(0, [2, 3]))
-        (2, 'ab')
+        >>> bool(table.complete[table.advance(0, [2, 3])])
+        True
     """
 
-    strings: tuple[str, ...]
-    """At least one, none empty."""
     token_class: Table
     """[vocabulary] int32: tokens of one class lead from each state to one and the same."""
     next_state: Table
     """[states, classes] int32; state 0 is the beginning of a response."""
-    found: Table
-    """[states] int32: position in `strings` of the one that is complete, -1 where none is. Such a
-    state is never left."""
+    complete: npt.NDArray[np.bool_]
+    """[states]: whether a string is complete. Such a state is never left."""
 
     def advance(self, state: int, ids: Iterable[int]) -> int:
         """Return the state after more tokens; those beyond the vocabulary have no text."""
@@ -55,21 +52,12 @@ class StopTable:
                 state = int(self.next_state[state, self.token_class[token]])
         return state
 
-    def string_at(self, state: int) -> str | None:
-        """Return the string that is complete in a state; None where none is."""
-        index = int(self.found[state])
-        return None if index < 0 else self.strings[index]
-
 
 def tokenizer_stops(tokenizer: Tokenizer, vocab_size: int) -> StopTable | None:
     """Return what finds the stop strings of a tokenizer; None where it has none.
 
-    Args:
-        tokenizer: of the policy.
-        vocab_size: rows of the LM head, which may be more or fewer than the tokens.
-
-    Raises:
-        ConfigError: the tokenizer does not say what its tokens add to the text.
+    The LM head has `vocab_size` rows, which may be more or fewer than the tokens. ConfigError says
+    that the tokenizer does not tell what its tokens add to the text.
     """
     if not tokenizer.stop_strings:
         return None
@@ -78,15 +66,9 @@ def tokenizer_stops(tokenizer: Tokenizer, vocab_size: int) -> StopTable | None:
 
 
 def stop_table(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopTable:
-    """Build the table of some strings.
+    """Build the table of some strings from the bytes that each token adds to the text.
 
-    Args:
-        strings: at least one, none empty; equal ones count once.
-        token_bytes: [vocabulary] bytes that each token adds to the text; empty for tokens that are
-            left out of it.
-
-    Raises:
-        ConfigError: as `check_stop_strings`, or no sequence of tokens completes a string.
+    ConfigError names strings as `check_stop_strings` does, and those that no tokens complete.
     """
     unique = tuple(dict.fromkeys(strings))
     check_stop_strings(unique)
@@ -105,7 +87,7 @@ def stop_table(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopTabl
             f"stop strings must be texts that tokens of this policy spell, got {unspelled!r:.200}, "
             "which no sequence of them gives; leave them out of `model.stop_strings`"
         )
-    return StopTable(unique, token_class.reshape(-1).astype(np.int32), next_state, found)
+    return StopTable(token_class.reshape(-1).astype(np.int32), next_state, found >= 0)
 
 
 def _automaton(patterns: Sequence[bytes]) -> tuple[npt.NDArray[np.int16], Table]:
@@ -172,31 +154,18 @@ def _ends(reached: npt.NDArray[np.int16], found: Table) -> set[int]:
 
 
 class StopStates:
-    """State of every row in the stop table of the model; rows that ignore it have one of their own.
-
-    Nothing here waits for the device.
-    """
+    """State of every row in the stop table of the model; nothing here waits for the device."""
 
     def __init__(self, table: StopTable, capacity: int, device: torch.device) -> None:
-        self._table = table
-        num_states, self._num_classes = table.next_state.shape
-        self._ignoring = num_states
-        following = torch.from_numpy(table.next_state).long()
-        own = torch.full((1, self._num_classes), self._ignoring)
-        self._following = torch.cat([following, own]).flatten().to(device)
-        found = torch.from_numpy(table.found >= 0)
-        self._complete = torch.cat([found, torch.zeros(1, dtype=torch.bool)]).to(device)
+        self._table, self._num_classes = table, table.next_state.shape[1]
+        self._following = torch.from_numpy(table.next_state).long().flatten().to(device)
+        self._complete = torch.from_numpy(table.complete).to(device)
         self._class = torch.from_numpy(table.token_class).long().to(device)
         self._states = torch.zeros(capacity, dtype=torch.int64, device=device)
 
     def add(self, first: int, requests: Sequence[Request]) -> None:
         """Put requests into the rows from `first` on; response tokens of earlier windows count."""
-        states = [
-            self._ignoring
-            if request.sampling.ignore_eos
-            else self._table.advance(0, request.response_prefix)
-            for request in requests
-        ]
+        states = [self._table.advance(0, request.response_prefix) for request in requests]
         self._states[first : first + len(states)] = torch.tensor(states)
 
     def read(self, ids: Tensor) -> Tensor:
@@ -205,16 +174,6 @@ class StopStates:
         states.copy_(self._following[states * self._num_classes + self._class[ids]])
         return self._complete[states]
 
-    def would_complete(self, num_rows: int) -> Tensor:
-        """Return which tokens would complete a string now, [n, vocabulary] bool."""
-        lines = self._states[:num_rows, None] * self._num_classes + self._class
-        return self._complete[self._following[lines]]
-
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy rows."""
         self._states[target] = self._states[source]
-
-    def strings(self, rows: Tensor) -> list[str | None]:
-        """Return the string that each of some rows has completed."""
-        states = self._states[rows].tolist()
-        return [None if s == self._ignoring else self._table.string_at(s) for s in states]

@@ -54,12 +54,7 @@ def part_bytes(size: int) -> int:
 
 
 class Stat(NamedTuple):
-    """What a store knows of an object.
-
-    Example:
-        >>> Stat("runs/a/COMMIT", 412, '"9f0c"', 1.7e9).size
-        412
-    """
+    """What a store knows of an object."""
 
     key: str
     size: int
@@ -214,15 +209,9 @@ class Store(Protocol):
 
 
 def check_key(key: str, *, is_file: bool = False) -> str:
-    """Return `key` if it can be one everywhere.
+    """Return `key` if it can be one everywhere, or raise StoreMisconfigured.
 
-    Args:
-        key: of an object.
-        is_file: names that are no text (lone surrogates) can be files of this machine.
-
-    Raises:
-        StoreMisconfigured: empty, absolute, more than 1,024 bytes, with a control character or a
-            segment that is empty, `.` or `..`.
+    Names that are no text (lone surrogates) can be files of this machine.
     """
     faulty = any(part in {"", ".", ".."} for part in key.split("/"))
     faulty |= len(key.encode("utf-8", "surrogatepass")) > 1024

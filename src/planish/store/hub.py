@@ -20,14 +20,7 @@ _OWN = {".gitattributes"}
 
 
 def hub_fault(error: Exception, *, key: str, place: str, revision: str) -> ConfigError:
-    """Return what to do about an error of the hub's client, in one line.
-
-    Args:
-        error: what the client raised.
-        key: setting that names the repository.
-        place: the repository.
-        revision: what was asked for.
-    """
+    """Return what to do about an error of the hub's client, in one line."""
     from huggingface_hub import errors
 
     what = "a data set" if key.endswith("dataset") else "a model"
@@ -75,21 +68,11 @@ def asking_hub(key: str, place: str, revision: str = "") -> Iterator[None]:
 def upload_model(
     repository: str, files: Mapping[str, Path | bytes], *, marker: str, is_public: bool
 ) -> bool:
-    """Make a repository where there is none, and commit all files at once.
+    """Make a repository where there is none, commit all files at once, and tell if any was new.
 
-    Args:
-        repository: `owner/name`.
-        files: name in the repository to its content.
-        marker: the file that tells one model from another: a repository that holds it with these
-            bytes is brought up to date, any other that is not empty is refused.
-        is_public: a repository that is made here can be read by everybody.
-
-    Returns:
-        Whether anything had to be written.
-
-    Raises:
-        ConfigError: no token, a refused one, offline by setting, or other content there.
-        StoreUnavailable: the hub is not reached, or fails.
+    A repository that holds the file `marker` with these bytes is brought up to date; any other that
+    is not empty is refused. ConfigError names that, and a token that is missing or refused;
+    StoreUnavailable a hub that is not reached, or fails.
     """
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError

@@ -102,11 +102,7 @@ def parse_source(text: str, *, key: str) -> Source:
 
 
 def cache_folder() -> Path:
-    """Return the folder of this user for what is fetched, which no other user can write to.
-
-    Raises:
-        RecordError: it belongs to somebody else.
-    """
+    """Return the folder of this user for what is fetched; RecordError if it is somebody else's."""
     folder = Path(tempfile.gettempdir()) / f"planish-{os.getuid()}" / "fetched"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     owner = folder.parent.stat()
@@ -122,10 +118,6 @@ def check_readable(path: Path, *, key: str) -> None:
     """Refuse a file, or the files of a folder, that this process may not open.
 
     Pods run as a user of their own, and safetensors writes files for their owner alone.
-
-    Args:
-        path: what is there; nothing is checked of what is not.
-        key: setting that names it, for messages.
     """
     try:
         for file in path.iterdir() if path.is_dir() else [path]:
@@ -141,13 +133,8 @@ def check_readable(path: Path, *, key: str) -> None:
 def fetch_file(source: Source, *, key: str) -> Path:
     """Return a local path of a single file, fetching it unless it is here.
 
-    Args:
-        source: any kind; for the hub with `file`.
-        key: setting that names it, for messages.
-
-    Raises:
-        ConfigError: nothing there, of another digest, or refused.
-        StoreUnavailable: the store does not answer.
+    ConfigError names the setting `key` where there is nothing, or where it is refused or of another
+    digest.
     """
     if source.kind == "path":
         path = Path(source.place).expanduser()
@@ -295,14 +282,8 @@ def local_folder(path: Path, name: str) -> SourceFolder:
 def open_folder(source: Source, *, key: str, revision: str = "") -> SourceFolder:
     """List the folder of a model without fetching it; an https archive alone is fetched whole.
 
-    Args:
-        source: any kind.
-        key: setting that names it, for messages.
-        revision: on the hub, where the address names none.
-
-    Raises:
-        ConfigError: nothing there, or refused.
-        StoreUnavailable: the store does not answer.
+    `revision` is that of the hub where the address names none. ConfigError names the setting `key`
+    where there is nothing, or where it is refused.
     """
     if source.kind == "s3":
         return SourceFolder(
@@ -345,15 +326,8 @@ def fetch_folder(
 ) -> Path:
     """Return a local folder with the files of a model, fetching it unless it is here.
 
-    Args:
-        source: any kind; an `https://` address must be a tar archive.
-        key: setting that names it, for messages.
-        patterns: of the names of files that are wanted.
-        revision: on the hub, where the address names none.
-
-    Raises:
-        ConfigError: nothing there, no folder or archive, or refused.
-        StoreUnavailable: the store does not answer.
+    Files whose names fit no pattern stay behind, and an `https://` address must be a tar archive;
+    errors and `revision` are as in `open_folder`.
     """
     if source.kind == "path":
         folder = Path(source.place).expanduser()

@@ -18,21 +18,22 @@ from functools import partial
 from torch import Tensor
 
 from planish.base.errors import PlanishError
-from planish.engines.disagg.m2n.frames import Deliver, Frame, FrameHeader, Transport
+from planish.engines.disagg.m2n.frames import Deliver, Frame, FrameHeader
+from planish.engines.disagg.m2n.sockets import SocketTransport
 from planish.engines.disagg.processes import Launcher, launch
 from planish.engines.disagg.rank import open_transport, run
 from planish.engines.disagg.settings import RankSettings
 
 
 class EmulatedLink:
-    """A `Transport` whose frames take `bytes / bytes_per_s + latency_s` from rank to rank.
+    """A transport whose frames take `bytes / bytes_per_s + latency_s` from rank to rank.
 
     A link carries one frame after another: the next one starts when the last has arrived, as the
     law of the ping-pong pipeline has it. Each pair of ranks has a link in each direction.
     """
 
     def __init__(
-        self, transport: Transport, latency_s: float, bytes_per_s: float = float("inf")
+        self, transport: SocketTransport, latency_s: float, bytes_per_s: float = float("inf")
     ) -> None:
         """Wrap a transport; all ranks of an instance must do so alike."""
         self.address = transport.address

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import FileStore
 
-from planish.engines.disagg.m2n.frames import Frame, FrameHeader, FrameKind, FrameLimits, Transport
+from planish.engines.disagg.m2n.frames import Frame, FrameHeader, FrameKind, FrameLimits
 from planish.engines.disagg.m2n.sockets import SocketTransport
 from tests.benchmarks.disagg.collective import CollectiveBaseline
 from tests.benchmarks.facts import RESULTS, require_idle_machine, write_result
@@ -38,10 +38,14 @@ P99 = 0.5
 
 
 class PointToPoint:
-    """The exchange over a `Transport`."""
+    """The exchange over a transport."""
 
     def __init__(
-        self, transport: Transport, arrived: queue.SimpleQueue[Frame], rank: int, num_ranks: int
+        self,
+        transport: SocketTransport,
+        arrived: queue.SimpleQueue[Frame],
+        rank: int,
+        num_ranks: int,
     ) -> None:
         self.transport, self.arrived = transport, arrived
         self.rank, self.num_ranks = rank, num_ranks
@@ -115,7 +119,7 @@ def rank_main(rank: int, num_ranks: int, folder: str, plan: list[tuple], results
     torch.set_num_threads(1)
     store = FileStore(f"{folder}/store", 2 * num_ranks)
     limits = FrameLimits(1, max(SIZES) // ROW_BYTES, ROW_BYTES, 1)
-    sockets = SocketTransport(rank, limits, folder, dead_s=120)
+    sockets = SocketTransport(rank, limits, folder)
     store.set(f"address/{rank}", str(sockets.address[1]))
     is_attention = rank < num_ranks
     peers = range(num_ranks, 2 * num_ranks) if is_attention else range(num_ranks)

@@ -15,7 +15,7 @@ from typing import Any
 
 from planish.engines.config import EngineConfig
 from planish.engines.disagg.engine import DisaggEngine
-from planish.engines.planner.pipeline_law import iteration_seconds
+from planish.engines.planner.pipeline import iteration_seconds
 from planish.engines.requests import ModelRef
 from tests.benchmarks.disagg.law import (
     ITERATIONS,

@@ -10,7 +10,7 @@ from planish.engines.planner.baseline import ColocatedPlan, baselines
 from planish.engines.planner.gpus import GPUS, Gpu
 from planish.engines.planner.models import MODELS
 from planish.engines.planner.performance import Constants, Workload
-from planish.engines.planner.pipeline_law import speedup
+from planish.engines.planner.pipeline import iteration_seconds
 from planish.engines.planner.query import BaselineName, Objective, Query, Space
 from planish.engines.planner.report import flat
 from planish.engines.planner.search import Plan, Search, search
@@ -25,6 +25,15 @@ PUBLISHED = {
 """Tokens per second per GPU over TensorRT-LLM and over vLLM, up to, decode, on 80 GB Ampere."""
 TOLERANCE = 0.30
 FIGURES = ("gpu", "cost", "watt")
+
+
+def speedup(attention: float, experts: float, network: float, layers: int, fewer: int) -> float:
+    """Return tokens per second with one micro-batch more over `fewer`, each of the same size."""
+    rates = [
+        count / iteration_seconds(attention, experts, network, count, layers)
+        for count in (fewer + 1, fewer)
+    ]
+    return rates[0] / rates[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,9 +166,7 @@ def micro_batches(world: World) -> dict[str, Any]:
         }
         table[model] = {
             "network_over_slowest": times[2] / max(times[:2]),
-            "fixed_size": {
-                f"{m} to {m + 1}": speedup(*times, layers, fewer=m, more=m + 1) for m in (1, 2, 3)
-            },
+            "fixed_size": {f"{m} to {m + 1}": speedup(*times, layers, m) for m in (1, 2, 3)},
             "fixed_batch_per_gpu": rates,
         }
     return table

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -14,6 +13,7 @@ from planish.engines.requests import ModelRef, Request, Sampling
 from planish.engines.weights import DictWeights
 from planish.models.experts import on_disk
 from planish.records.rollouts import FinishReason
+from tests.contract.engines.conftest import has_our_noise
 from tests.unit.engines.tiny import differs_by_a_tie, ids_of, request
 
 
@@ -47,17 +47,11 @@ def test_abort_returns_a_prefix_of_what_would_have_been_produced(new_engine):
     rest = poll_all(engine, 4)
     assert all(rest[i].token_ids == whole[i].token_ids for i in ("r0", "r2", "r3", "r4"))
     assert engine.state == "ready"
-
-
-def test_abort_of_everything_leaves_a_ready_engine(new_engine):
-    engine = new_engine()
     engine.submit([request(i, 50) for i in range(6)])
     engine.poll(0.0)
     assert len(engine.abort(None)) == 6
-    assert engine.state == "ready"
-    assert engine.abort(None) == []
-    engine.submit([request(0, 2)])
-    assert poll_all(engine, 1)["r0"].num_tokens == 2
+    assert (engine.state, engine.abort(None)) == ("ready", [])
+    assert engine.generate([request(0, 2)])[0].token_ids == whole["r0"].token_ids[:2]
 
 
 def test_updated_weights_act_as_in_a_fresh_engine_and_go_back_again(new_engine, make_policy):
@@ -123,8 +117,17 @@ def test_weights_that_do_not_fit_change_nothing(new_engine, make_policy):
     assert ids_of(engine.generate([request(0, 20)])) == before
 
 
-def test_a_request_id_is_unique_while_alive_and_free_afterwards(new_engine):
+def test_requests_that_can_not_be_taken_leave_the_queue_as_it_was(new_engine):
     engine = new_engine()
+    empty = Request("r1", "g", (), Sampling(max_new_tokens=3))
+    with pytest.raises(ConfigError, match="at least one token, got none in 'r1'"):
+        engine.submit([request(0, 3), empty])
+    if not engine.routing:
+        asking = replace(request(0, 2), sampling=Sampling(max_new_tokens=2, want_routing=True))
+        with pytest.raises(NotSupported, match="`want_routing`"):
+            engine.submit([asking])
+    assert engine.poll(0.01) == engine.generate([]) == []
+    assert engine.state == "ready"
     engine.submit([request(0, 5)])
     with pytest.raises(EngineError, match="got 'r0' again"):
         engine.submit([request(0, 5)])
@@ -134,42 +137,20 @@ def test_a_request_id_is_unique_while_alive_and_free_afterwards(new_engine):
     assert engine.generate([request(0, 5), request(1, 5)])[1].num_tokens == 5
 
 
-def test_an_empty_prompt_is_refused_and_nothing_is_queued(new_engine):
-    engine = new_engine()
-    empty = Request("r1", "g", (), Sampling(max_new_tokens=3))
-    with pytest.raises(ConfigError, match="at least one token, got none in 'r1'"):
-        engine.submit([request(0, 3), empty])
-    assert engine.poll(0.01) == []
+def expect_only_ties(engine, policy, outputs, whole):
+    """Compare responses with those of another batch: by rounding one may part, and no more."""
+    ours = has_our_noise(engine)
+    ties = [
+        differs_by_a_tie(policy, request(int(name[1:]), 30), one, whole[name], noise_is_ours=ours)
+        for name, one in outputs.items()
+    ]
+    assert sum(ties) <= 1
 
 
-def test_no_requests_give_no_outputs(new_engine):
-    engine = new_engine()
-    assert engine.generate([]) == []
-    engine.submit([])
-    assert engine.state == "ready"
-
-
-def test_poll_without_work_returns(new_engine):
-    engine = new_engine()
-    assert engine.poll(0.1) == []
-
-
-def test_a_higher_priority_starts_first(new_engine):
-    engine = new_engine(max_rows=1)
-    low = [request(i, 3) for i in range(3)]
-    engine.submit([*low, replace(request(7, 3), priority=5)])
-    order = []
-    while len(order) < 4:
-        order += [o.request_id for o in engine.poll(1.0)]
-    assert order == ["r7", "r0", "r1", "r2"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_arrivals_and_aborts_change_other_responses_by_rounding_only(new_engine, make_policy, seed):
+def test_arrivals_and_aborts_change_other_responses_by_rounding_only(new_engine, make_policy):
     whole = {o.request_id: o for o in new_engine().generate([request(i, 30) for i in range(40)])}
     engine = new_engine()
-    generator = random.Random(seed)
+    generator = random.Random(0)
     waiting = generator.sample(range(40), 40)
     outputs = {}
     while len(outputs) < 40:
@@ -180,63 +161,36 @@ def test_arrivals_and_aborts_change_other_responses_by_rounding_only(new_engine,
         taken = [f"r{generator.randrange(40)}"] if generator.random() < 0.03 else []
         for output in [*engine.abort(taken), *engine.poll(0.0)]:
             outputs[output.request_id] = output
-    policy, ours = make_policy(), engine.capabilities.seed_split_exact
-    ties = [
-        differs_by_a_tie(
-            policy, request(int(name[1:]), 30), output, whole[name], noise_is_ours=ours
-        )
-        for name, output in outputs.items()
-    ]
-    assert sum(ties) <= 1
+    expect_only_ties(engine, make_policy(), outputs, whole)
     assert sum(output.num_tokens for output in outputs.values()) > 900
 
 
 def test_submit_poll_and_abort_from_different_threads(new_engine, make_policy):
     engine = new_engine()
     whole = {o.request_id: o for o in new_engine().generate([request(i, 30) for i in range(40)])}
-    done = {}
-    finished = threading.Event()
+    done, aborted, submitted = {}, {}, threading.Barrier(3, timeout=120)
 
     def poll():
-        while not finished.is_set():
+        while len(done) + len(aborted) < 40:
             done.update((o.request_id, o) for o in engine.poll(0.05))
 
     def submit(start):
         for index in range(start, 40, 2):
             engine.submit([request(index, 30)])
+        submitted.wait()
 
     threads = [threading.Thread(target=submit, args=(start,)) for start in (0, 1)]
     threads.append(threading.Thread(target=poll))
     for thread in threads:
         thread.start()
-    aborted = {}
     for index in (3, 11, 38):
-        time.sleep(0.01)
         aborted.update((o.request_id, o) for o in engine.abort([f"r{index}"]))
-    deadline = time.monotonic() + 120
-    while len(done.keys() | aborted.keys()) < 40 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    finished.set()
+    submitted.wait()
     for thread in threads:
         thread.join(120)
     assert not done.keys() & aborted.keys()
     assert len(done) + len(aborted) == 40
-    policy, ours = make_policy(), engine.capabilities.seed_split_exact
-    ties = [
-        differs_by_a_tie(
-            policy, request(int(name[1:]), 30), output, whole[name], noise_is_ours=ours
-        )
-        for name, output in {**done, **aborted}.items()
-    ]
-    assert sum(ties) <= 1
-
-
-def test_optional_abilities_are_there_or_say_so(new_engine):
-    engine = new_engine()
-    if not engine.capabilities.routing:
-        asking = replace(request(0, 2), sampling=Sampling(max_new_tokens=2, want_routing=True))
-        with pytest.raises(NotSupported, match="`want_routing`"):
-            engine.submit([asking])
+    expect_only_ties(engine, make_policy(), {**done, **aborted}, whole)
 
 
 def test_states_follow_the_life_of_an_engine(new_engine, make_policy):
@@ -249,14 +203,6 @@ def test_states_follow_the_life_of_an_engine(new_engine, make_policy):
     for call in (lambda: engine.submit([request(0, 1)]), lambda: engine.poll(0)):
         with pytest.raises(EngineError, match="got closed"):
             call()
-
-
-def test_stats_count_tokens(new_engine):
-    engine = new_engine()
-    outputs = engine.generate([request(i, 10) for i in range(3)])
-    assert engine.stats()["tokens"] == 30
-    for output in outputs:
-        assert {"queue_seconds", "prefill_seconds", "decode_seconds"} <= output.stats.keys()
 
 
 def test_stats_count_the_tokens_of_running_requests_too(new_engine):

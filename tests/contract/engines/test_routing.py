@@ -130,7 +130,6 @@ def test_every_input_has_the_experts_that_the_routers_of_a_plain_forward_choose(
     engine_name, name, policy = case
     requests = [wanting(request(i, 5 + 3 * i)) for i in range(7)]
     engine = start(engine_name, policy)
-    assert engine.capabilities.routing
     for one, output in zip(requests, engine.generate(requests), strict=True):
         inputs = (*one.prompt_ids, *output.token_ids)[:-1]
         layers, k = NUM_LAYERS[name], FAMILIES[name]["num_experts_per_tok"]
@@ -201,11 +200,13 @@ def test_a_beginning_that_vllm_has_in_its_cache_has_its_experts(start):
     policy = policy_of("vllm_disagg")
     engine = start("vllm_disagg", policy)
     one = replace(wanting(request(0, 6)), prompt_ids=prompt(3, 150))
-    outputs = [
-        engine.generate([replace(one, request_id=name, sampling=replace(one.sampling, seed=seed))])
-        for seed, name in enumerate("ab")
-    ]
-    assert outputs[1][0].stats["cached_tokens"] >= 100
-    for (output,) in outputs:
+    outputs, computed = [], []
+    for seed, name in enumerate("ab"):
+        again = replace(one, request_id=name, sampling=replace(one.sampling, seed=seed))
+        outputs += engine.generate([again])
+        (rank,) = (rank for rank in engine.stats()["ranks"] if rank["role"] == "attention")
+        computed.append(rank["counts"]["prefill_tokens"])
+    assert computed[1] - computed[0] <= computed[0] - 100
+    for output in outputs:
         inputs = (*one.prompt_ids, *output.token_ids)[:-1]
         assert_equal_but_for_ties(output.routing, policy, inputs)

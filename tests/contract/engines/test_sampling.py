@@ -10,8 +10,10 @@ import pytest
 from planish.engines.requests import Request, Sampling
 from planish.engines.weights import DictWeights
 from planish.records.rollouts import FinishReason
+from tests.contract.engines.conftest import has_our_noise
 from tests.contract.engines.test_control import weights
 from tests.unit.engines.tiny import (
+    exact_logits,
     exact_logprobs,
     ids_of,
     prompt,
@@ -19,6 +21,10 @@ from tests.unit.engines.tiny import (
     reference_logprobs,
     request,
 )
+
+DRAWS = 20_000
+CHI_SQUARE_LIMIT = 5.0
+"""In standard deviations above the mean of the statistic; seeds are fixed."""
 
 
 def test_greedy_tokens_and_log_probabilities_equal_the_reference(new_engine, make_policy):
@@ -52,85 +58,57 @@ def test_log_probabilities_are_those_of_the_sampled_distribution(new_engine, mak
             assert (exact_logprobs(policy, whole, output.token_ids) < expected - 1e-3).any()
 
 
-def test_the_three_lists_have_equal_length_and_the_right_version(new_engine):
-    outputs = new_engine().generate([request(i, 3 + i) for i in range(6)])
-    for index, output in enumerate(outputs):
-        assert len(output.token_ids) == len(output.logprobs) == len(output.versions) == 3 + index
-        assert output.versions == [0] * (3 + index)
-
-
 def test_length_ends_exactly_at_the_budget(new_engine):
     outputs = new_engine().generate([request(i, n) for i, n in enumerate((1, 2, 31, 33, 64))])
     assert [o.num_tokens for o in outputs] == [1, 2, 31, 33, 64]
     assert {o.finish_reason for o in outputs} == {FinishReason.LENGTH}
-    assert {o.stop_token_id for o in outputs} == {None}
+    for output in outputs:
+        assert len(output.token_ids) == len(output.logprobs) == len(output.versions)
+        assert set(output.versions) == {0}
 
 
-def test_the_stop_token_is_the_last_token(new_engine):
-    free = new_engine().generate([request(0, 30)])[0]
-    stop = free.token_ids[7]
-    first = free.token_ids.index(stop)
-    output = new_engine().generate([request(0, 30, stop_token_ids=(stop,))])[0]
-    assert output.token_ids == free.token_ids[: first + 1]
-    assert (output.finish_reason, output.stop_token_id) == (FinishReason.STOP, stop)
-
-
-def test_any_of_several_stop_tokens_ends_a_response(new_engine):
-    free = new_engine().generate([request(0, 30)])[0].token_ids
-    late, early = free[9], free[4]
-    output = new_engine().generate([request(0, 30, stop_token_ids=(late, early))])[0]
-    first = min(free.index(late), free.index(early))
-    assert output.token_ids == free[: first + 1]
-    assert (output.finish_reason, output.stop_token_id) == (FinishReason.STOP, free[first])
-
-
-def test_a_stop_token_on_the_last_place_of_the_budget_is_a_stop(new_engine):
-    free = new_engine().generate([request(0, 30)])[0].token_ids
-    first = free.index(free[7])
-    output = new_engine().generate([request(0, first + 1, stop_token_ids=(free[7],))])[0]
-    assert output.num_tokens == first + 1
-    assert (output.finish_reason, output.stop_token_id) == (FinishReason.STOP, free[7])
-
-
-def test_the_models_own_end_token_stops_unless_it_is_ignored(new_engine, make_policy):
+def test_any_end_token_ends_a_response_and_is_its_last_token(new_engine, make_policy):
+    free = new_engine().generate([request(i, 30) for i in range(4)])
     policy = make_policy()
-    end = policy.tokenizer.eos_token_ids[0]
-    policy.model.model.embed_tokens.weight.data[end] *= 6
+    ends = {*policy.tokenizer.eos_token_ids, free[0].token_ids[9], free[0].token_ids[4]}
+    policy.tokenizer.eos_token_ids = tuple(ends)
     engine = new_engine(policy)
-    requests = [request(i, 60, ignore_eos=False) for i in range(8)]
-    outputs = engine.generate(requests)
-    stopped = [o for o in outputs if o.finish_reason is FinishReason.STOP]
-    assert stopped
-    assert all(o.token_ids.index(end) == o.num_tokens - 1 for o in stopped)
-    ignoring = [replace(r, sampling=replace(r.sampling, ignore_eos=True)) for r in requests]
-    assert {o.num_tokens for o in engine.generate(ignoring)} == {60}
-
-
-def test_no_stop_token_before_the_minimum_counted_from_the_response_start(new_engine, make_policy):
-    policy = make_policy()
-    end = policy.tokenizer.eos_token_ids[0]
-    policy.model.model.embed_tokens.weight.data[end] *= 10
-    engine = new_engine(policy)
-    whole = [request(i, 40, ignore_eos=False, min_new_tokens=9) for i in range(6)]
-    outputs = engine.generate(whole)
-    assert min(o.num_tokens for o in outputs) >= 10
-    assert all(end not in o.token_ids[:9] for o in outputs)
-    # five tokens of the minimum lie in the prefix already
-    exact = engine.capabilities.seed_split_exact
-    split = [
-        replace(r, response_prefix=tuple(o.token_ids[:5]))
-        for r, o in zip(whole, outputs, strict=True)
+    cuts = [
+        next((n + 1 for n, token in enumerate(one.token_ids) if token in ends), 30) for one in free
     ]
-    for output, again in zip(outputs, engine.generate(split), strict=True):
-        assert end not in again.token_ids[:4]
-        if exact:
-            assert output.token_ids[5:] == again.token_ids[: output.num_tokens - 5]
+    # The first has an end token on the last place of its budget.
+    budgets = [cuts[0], 30, 30, 30]
+    asked = [request(i, budget, ignore_eos=False) for i, budget in enumerate(budgets)]
+    for output, one, cut in zip(engine.generate(asked), free, cuts, strict=True):
+        assert output.token_ids == one.token_ids[:cut]
+        has_ended = one.token_ids[cut - 1] in ends
+        assert output.finish_reason is (FinishReason.STOP if has_ended else FinishReason.LENGTH)
+    ignoring = engine.generate([request(i, 30) for i in range(4)])
+    assert ids_of(ignoring) == ids_of(free)
+
+
+def test_a_stop_string_over_two_tokens_ends_a_response_at_its_last_token(new_engine, make_policy):
+    free = new_engine().generate([request(0, 30)])[0]
+    policy = make_policy()
+    text = policy.tokenizer.decode(free.token_ids[6:8])
+    policy.tokenizer.stop_strings = (text,)
+    engine = new_engine(policy)
+    ends = policy.tokenizer.eos_token_ids
+    output = engine.generate([request(0, 30, ignore_eos=False)])[0]
+    cut = next(
+        n
+        for n in range(1, 31)
+        if text in policy.tokenizer.decode(free.token_ids[:n]) or free.token_ids[n - 1] in ends
+    )
+    assert output.token_ids == free.token_ids[:cut]
+    assert output.finish_reason is FinishReason.STOP
+    assert engine.generate([request(0, 30)])[0].token_ids == free.token_ids
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}])
 def test_partial_and_continued_equals_uninterrupted(new_engine, sampling):
     engine = new_engine()
-    if not engine.capabilities.seed_split_exact and sampling.get("temperature") != 0.0:
+    if not has_our_noise(engine) and sampling.get("temperature") != 0.0:
         pytest.skip("this engine promises it for greedy sampling only")
     whole = engine.generate([request(i, 40, **sampling) for i in range(5)])
     joined = [[] for _ in whole]
@@ -149,7 +127,7 @@ def test_partial_and_continued_equals_uninterrupted(new_engine, sampling):
 
 def test_an_idle_engine_gives_the_bits_of_a_new_one(new_engine):
     used = new_engine()
-    if not used.capabilities.bit_stable:
+    if not has_our_noise(used):
         pytest.skip("this engine keeps prefixes, and does not promise it")
     calls = [request(i, 30) for i in range(9)]
     used.generate([request(20 + i, 80) for i in range(3)])
@@ -169,9 +147,37 @@ def test_outputs_do_not_depend_on_the_rows_beside_them(new_engine):
     assert together == ids_of(backwards)[::-1]
 
 
-def test_equal_calls_give_bit_equal_outputs(new_engine):
-    first, second = (new_engine().generate([request(i, 20) for i in range(9)]) for _ in range(2))
-    assert [o.logprobs for o in first] == [o.logprobs for o in second]
+def test_seeds_and_windows_have_noise_of_their_own_and_equal_calls_equal_bits(new_engine):
+    engine = new_engine()
+    outputs = [engine.generate([request(0, 20, seed=seed)])[0] for seed in (7, 8, 7)]
+    assert outputs[0].token_ids == outputs[2].token_ids != outputs[1].token_ids
+    calls = [request(i, 12) for i in range(6)]
+    first = engine.generate(calls)
+    parts = [request(i, 12, prefix=tuple(o.token_ids)) for i, o in enumerate(first)]
+    second = engine.generate(parts)
+    assert all(a.token_ids != b.token_ids for a, b in zip(first, second, strict=True))
+    assert ids_of(engine.generate(parts)) == ids_of(second)
+    fresh = [new_engine().generate(calls) for _ in range(2)]
+    assert [o.logprobs for o in fresh[0]] == [o.logprobs for o in fresh[1]]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_first_tokens_have_the_frequencies_of_the_softmax(new_engine, make_policy, temperature):
+    engine = new_engine(max_rows=256)
+    ids = prompt(3, 9)
+    sampling = {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True}
+    outputs = engine.generate(
+        [Request(f"r{i}", "g", ids, Sampling(**sampling, seed=i)) for i in range(DRAWS)]
+    )
+    scaled = exact_logits(make_policy(), ids)[-1] / temperature
+    wanted = np.exp(scaled - np.logaddexp.reduce(scaled)) * DRAWS
+    seen = np.bincount([o.token_ids[0] for o in outputs], minlength=len(wanted))
+    common = wanted >= 5
+    wanted = np.append(wanted[common], wanted[~common].sum())
+    seen = np.append(seen[common], seen[~common].sum())
+    freedom = len(wanted) - 1
+    statistic = float(((seen - wanted) ** 2 / np.maximum(wanted, 1e-9)).sum())
+    assert abs(statistic - freedom) < CHI_SQUARE_LIMIT * np.sqrt(2 * freedom)
 
 
 def test_a_prompt_of_one_token_works(new_engine, make_policy):
@@ -191,11 +197,9 @@ def test_a_request_that_does_not_fit_fails_alone(new_engine):
     assert "must be shorter than 20 tokens, got 20" in outputs[1].error
     assert outputs[1].token_ids == outputs[1].logprobs == []
     assert engine.state == "ready"
-
-
-def test_the_model_limit_ends_a_response_with_length(new_engine):
+    # The limit of the model ends a response.
     one = Request("r", "g", prompt(1, 15), Sampling(max_new_tokens=50, ignore_eos=True))
-    output = new_engine(max_model_len=20).generate([one])[0]
+    (output,) = engine.generate([one])
     assert (output.num_tokens, output.finish_reason) == (5, FinishReason.LENGTH)
 
 

@@ -133,7 +133,7 @@ def test_rows_with_bad_logits_give_log_probabilities_that_are_not_finite():
         ({"temperature": -1.0}, "`temperature` must be finite and >= 0, got -1.0"),
         ({"temperature": math.nan}, "`temperature` must be finite and >= 0, got nan"),
         ({"top_p": 0.0}, r"`top_p` must lie in \(0, 1\], got 0.0"),
-        ({"top_k": -1}, "`top_k` and `min_new_tokens` must be >= 0, got -1 and 0"),
+        ({"top_k": -1}, "`top_k` must be >= 0, got -1"),
     ],
 )
 def test_sampling_refuses_values_out_of_range(bad, text):

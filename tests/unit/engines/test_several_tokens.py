@@ -17,7 +17,7 @@ from tests.unit.stages.rollout.scripted_engine import EOS, ScriptedEngine, scrip
 class Engine(ScriptedEngine):
     """No policy, and no request fails."""
 
-    def _load(self, model, source):
+    def _load(self, model):
         return 0
 
     def _check(self, request):
@@ -60,7 +60,7 @@ def part(token_ids, finish_reason=None):
 
 def row_of(engine, **sampling):
     request = Request("r", "g", (1, 2), Sampling(max_new_tokens=8, **sampling))
-    row = _Running(request, 0.0, 0.0, frozenset({7}))
+    row = _Running(request, frozenset({7}))
     engine._running["r"] = row
     return row
 
@@ -72,7 +72,7 @@ def test_vllm_trims_what_follows_a_stop_token_of_the_same_step():
     assert engine._take(row, part([3, 4, 5])) is None
     assert engine.stats()["tokens"] == 3
     output = engine._take(row, part([6, 7, 8, 9]))
-    assert (output.token_ids, output.stop_token_id) == ([3, 4, 5, 6, 7], 7)
+    assert output.token_ids == [3, 4, 5, 6, 7]
     assert output.logprobs == [-1.5, -2.0, -2.5, -3.0, -3.5]
     assert output.finish_reason is FinishReason.STOP
     assert engine.stats()["tokens"] == 5
@@ -83,7 +83,7 @@ def test_vllm_trims_what_follows_a_stop_string_and_ends_at_its_budget():
     engine = VllmEngine()
     engine._strings = stop_table(["ab"], [b"a", b"b", b"c"])
     output = engine._take(row_of(engine), part([2, 0, 1, 2]))
-    assert (output.token_ids, output.stop_string) == ([2, 0, 1], "ab")
+    assert (output.token_ids, output.finish_reason) == ([2, 0, 1], FinishReason.STOP)
     row = row_of(engine)
     row.request = replace(row.request, sampling=Sampling(max_new_tokens=3))
     output = engine._take(row, part([2, 2, 2], "length"))

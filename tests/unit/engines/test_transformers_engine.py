@@ -17,7 +17,6 @@ from planish.engines import open_engine
 from planish.engines.base import TurnLock
 from planish.engines.config import EngineConfig
 from planish.engines.requests import FinishReason, ModelRef
-from planish.engines.transformers.engine import TransformersEngine
 from planish.engines.transformers.served_model import open_model
 from planish.engines.vllm.engine import VllmEngine, check_cpu_sizes
 from planish.engines.weights import DictWeights, FolderWeights
@@ -29,7 +28,6 @@ from tests.thin import examples
 from tests.unit.engines.pinned import PinnedWeights
 from tests.unit.engines.tiny import (
     family_policy,
-    ids_of,
     prompt,
     qwen3_policy,
     reference_greedy,
@@ -86,12 +84,6 @@ def test_equal_prompts_of_one_batch_are_prefilled_once(policy):
     assert len({tuple(o.token_ids) for o in outputs}) == 1
 
 
-def test_prefill_in_small_batches_gives_the_same_tokens(policy):
-    requests = [request(i, 10) for i in range(8)]
-    small = start(policy, config=EngineConfig(batch_tokens=5)).generate(requests)
-    assert ids_of(small) == ids_of(start(policy).generate(requests))
-
-
 @pytest.mark.slow
 def test_rows_grow_beyond_the_first_allocation():
     policy = qwen3_policy(max_model_tokens=4096)
@@ -136,16 +128,6 @@ def test_any_schedule_with_aborts_gives_prefixes_of_the_same_responses(lengths, 
 SHARED = {rows: start(qwen3_policy(), max_rows=rows) for rows in range(1, 7)}
 
 
-def test_an_engine_opens_from_a_pinned_policy(saved, policy):
-    with open_engine(EngineConfig(), ModelRef(pin=saved), max_rows=2) as engine:
-        assert engine.version() == 3
-        output = engine.generate([request(0, 8, temperature=0.0)])[0]
-        assert output.versions == [3] * 8
-        assert output.token_ids == reference_greedy(policy, prompt(0), 8)
-    assert engine.state == "closed"
-    assert engine.stats()["state"] == "closed"
-
-
 @pytest.mark.long
 def test_a_known_family_is_served_without_the_modules_of_transformers(saved):
     code = (
@@ -169,15 +151,6 @@ def test_an_exported_family_gives_the_tokens_of_its_modules(tmp_path, family):
         assert engine.decoder_name == ("ModuleDecoder" if family == "Phi" else "FusedDecoder")
         for one, output in zip(requests, engine.generate(requests), strict=True):
             assert output.token_ids == reference_greedy(policy, one.prompt_ids, 12)
-
-
-def test_weights_of_another_policy_replace_those_of_the_folder(saved):
-    other = qwen3_policy(5)
-    engine = TransformersEngine()
-    weights = DictWeights({n: p.detach() for n, p in other.model.named_parameters()})
-    engine.start(ModelRef(pin=saved), weights)
-    output = engine.generate([request(0, 8, temperature=0.0)])[0]
-    assert output.token_ids == reference_greedy(other, prompt(0), 8)
 
 
 def test_weights_of_an_export_are_read_by_name_and_box(saved, policy):
@@ -268,16 +241,6 @@ def test_a_failing_step_fails_the_engine_with_its_cause():
     assert engine.state == "closed"
 
 
-def test_outputs_of_others_survive_a_generate(policy):
-    engine = start(policy, max_rows=8)
-    engine.submit([request(0, 2), request(1, 5)])
-    assert engine.generate([request(2, 4)])[0].num_tokens == 4
-    left = {}
-    while len(left) < 2:
-        left.update((o.request_id, o.num_tokens) for o in engine.poll(1.0))
-    assert left == {"r0": 2, "r1": 5}
-
-
 def test_the_lock_serves_threads_in_the_order_they_came():
     lock, order = TurnLock(), []
 
@@ -293,15 +256,6 @@ def test_the_lock_serves_threads_in_the_order_they_came():
     for thread in threads:
         thread.join()
     assert order == [0, 1, 2, 3, 4]
-
-
-def test_the_engine_table_imports_without_torch():
-    code = (
-        "import sys, planish.engines, planish.engines.requests, planish.stages.rollout.config, "
-        "planish.stages.rollout.stage; print('torch' in sys.modules, 'transformers' in sys.modules)"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["False", "False"]
 
 
 @pytest.mark.parametrize("fused", [True, False])

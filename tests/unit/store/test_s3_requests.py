@@ -69,14 +69,6 @@ def test_tries_go_on_for_the_retry_seconds_and_one_wait_at_most(seconds):
         assert seconds <= sum(waits) <= seconds + longest_wait(used.count)
 
 
-def test_no_wait_goes_beyond_the_deadline():
-    waits = []
-    used = tries(waits, deadline=0.0)
-    with pytest.raises(Transient):
-        used.run(failing(1))
-    assert (used.count, waits) == (1, [])
-
-
 @pytest.mark.parametrize(
     ("error", "passes", "is_sent"),
     [

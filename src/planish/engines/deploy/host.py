@@ -6,7 +6,7 @@ for the probes of Kubernetes. Whoever does not know the token is refused; two co
 served at once.
 
 The page /readyz is 200 while the rank holds the weights that its coordinator wants, else 503, and
-tells both pins; `?pin=PIN` asks for those of one policy. /healthz is 200 as long as the host works.
+tells both pins. /healthz is 200 as long as the host works.
 """
 
 from __future__ import annotations
@@ -90,17 +90,7 @@ class RankHost:
     """Runs one rank after another, each for the coordinator that calls."""
 
     def __init__(self, host: str, port: int, token: str, device: str) -> None:
-        """Listen from now on.
-
-        Args:
-            host: address of this machine, for coordinators, rows and probes.
-            port: the first of three.
-            token: which coordinators must know.
-            device: torch device of ranks.
-
-        Raises:
-            ConfigError: a port can not be listened on.
-        """
+        """Listen at three ports from `port` on, for coordinators that know the token."""
         self._host, self._port, self._token, self._device = host, port, token, device
         self._rank: HostedRank | None = None
         self._turn_s = time.monotonic()
@@ -169,22 +159,16 @@ class RankHost:
         silent = time.monotonic() - self._turn_s
         return StatusPage(200, b"ok\n") if silent < _SICK_S else StatusPage(503, b"hung\n")
 
-    def readiness(self, query: Mapping[str, str]) -> StatusPage:
+    def readiness(self, _: Mapping[str, str]) -> StatusPage:
         """Say whether the weights that are wanted are held."""
-        rank = self._rank
-        state = _NO_WEIGHTS if rank is None else rank.state
-        wanted = query.get("pin", state["wanted"])
-        is_ready = bool(state["held"]) and state["held"] == state["wanted"] == wanted
+        state = _NO_WEIGHTS if self._rank is None else self._rank.state
+        is_ready = bool(state["held"]) and state["held"] == state["wanted"]
         body = json.dumps({"ready": is_ready, **state}).encode() + b"\n"
         return StatusPage(200 if is_ready else 503, body, "application/json")
 
 
 def host(options: argparse.Namespace, _: object) -> Iterator[str]:
-    """Run ranks until SIGTERM or SIGINT.
-
-    Raises:
-        ConfigError: no token in the environment, or ports that are taken.
-    """
+    """Run ranks until SIGTERM or SIGINT; ConfigError without a token, or where ports are taken."""
     telemetry.configure_logging(logging.INFO)
     rank_host = RankHost(options.host, options.port, ranks_token(), options.device)
     with contextlib.closing(rank_host):

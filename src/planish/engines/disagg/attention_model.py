@@ -43,12 +43,7 @@ class AttentionModel:
     """Modules over the tensors of a policy folder that are not of routed experts."""
 
     def __init__(self, folder: Path, exchange: Exchange, device: torch.device) -> None:
-        """Build the modules and read their tensors.
-
-        Args:
-            folder: of the policy.
-            exchange: computes the routed experts.
-            device: of modules and rows.
+        """Build the modules and read their tensors; `exchange` computes the routed experts.
 
         Raises:
             EngineError: the model is dense, or tensors are missing.
@@ -64,12 +59,8 @@ class AttentionModel:
             )
         for layer, block in enumerate(blocks):
             block.experts = RemoteExperts(layer, exchange)
-        self.num_layers = len(blocks)
-        """Sparse layers."""
         self.num_bytes = 0
         """Bytes of tensors read from files so far."""
-        self.fingerprint = ""
-        """Of the weights that were read last."""
         # What no file holds is computed, such as the frequencies of rotary embeddings.
         for name, module in list(self.modules.named_modules()):
             if module._non_persistent_buffers_set and any(
@@ -88,13 +79,8 @@ class AttentionModel:
             )
 
     def read(self, weights: WeightSource) -> dict[str, Tensor]:
-        """Return tensors by their names in memory; nothing changes yet.
-
-        Raises:
-            EngineError: a tensor is missing or has another shape.
-        """
+        """Return tensors by their names in memory; nothing changes yet."""
         given = weights.names()
-        self.fingerprint = weights.fingerprint
         exact = {
             *(getattr(self.modules, "_keep_in_fp32_modules", None) or ()),
             *(getattr(self.modules, "_keep_in_fp32_modules_strict", None) or ()),

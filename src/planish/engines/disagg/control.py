@@ -30,35 +30,17 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """One end of a connection; any thread may send, one may receive.
-
-    Example:
-        >>> from multiprocessing import Pipe
-        >>> here, there = map(Channel, Pipe())
-        >>> here.send({"op": "ping"})
-        >>> there.receive()
-        {'op': 'ping'}
-        >>> here.close(); there.close()
-    """
+    """One end of a connection; any thread may send, one may receive."""
 
     def __init__(self, connection: Connection, receive_s: int = 0) -> None:
-        """Take over a connection.
-
-        Args:
-            connection: to the other end.
-            receive_s: for the rest of a message that has begun; 0 waits for ever.
-        """
+        """Take over a connection; a message that has begun is whole after `receive_s`."""
         self.connection, self._lock = connection, threading.Lock()
         with socket.socket(fileno=os.dup(connection.fileno())) as end:
             for option, seconds in ((socket.SO_SNDTIMEO, SEND_S), (socket.SO_RCVTIMEO, receive_s)):
                 end.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, 0))
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send one message.
-
-        Raises:
-            PeerLost: the other end is closed or does not read.
-        """
+        """Send one message; PeerLost where the other end is closed or does not read."""
         data = json.dumps(message, separators=(",", ":")).encode()
         with self._lock:
             try:
@@ -67,11 +49,7 @@ class Channel:
                 raise PeerLost(f"the other end of a control connection is gone: {error}") from None
 
     def receive(self) -> Message:
-        """Return the next message.
-
-        Raises:
-            PeerLost: the other end is closed, or stopped within a message.
-        """
+        """Return the next message; PeerLost where the other end is closed, or stopped within it."""
         try:
             message: Message = json.loads(self.connection.recv_bytes())
         except EOFError:
@@ -95,16 +73,13 @@ def encode_request(request: Request) -> Message:
     return {**vars(request), "sampling": vars(request.sampling)}
 
 
-def decode_request(plain: Mapping[str, Any]) -> Request:
-    """Return the request that `encode_request` was given."""
-    sampling = dict(plain["sampling"])
-    sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-    changes = {
-        "prompt_ids": tuple(plain["prompt_ids"]),
-        "response_prefix": tuple(plain["response_prefix"]),
-        "sampling": Sampling(**sampling),
-    }
-    return Request(**{**plain, **changes})
+def decode_requests(plain: Collection[Mapping[str, Any]]) -> list[Request]:
+    """Return the requests that `encode_request` was given."""
+    requests = []
+    for one in plain:
+        ids = {name: tuple(one[name]) for name in ("prompt_ids", "response_prefix")}
+        requests.append(Request(**{**one, **ids, "sampling": Sampling(**one["sampling"])}))
+    return requests
 
 
 def encode_outputs(outputs: Collection[Output]) -> list[Message]:

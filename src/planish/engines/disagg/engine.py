@@ -28,19 +28,12 @@ from planish.engines.base import BaseEngine
 from planish.engines.config import VLLM_SETTINGS, EngineConfig
 from planish.engines.deploy.connections import elsewhere
 from planish.engines.disagg.control import Message, decode_outputs, encode_request
-from planish.engines.disagg.layout import ExpertLayout
+from planish.engines.disagg.placement import ExpertLayout
 from planish.engines.disagg.processes import Launcher, Processes, beside, launch
 from planish.engines.disagg.settings import RankSettings
 from planish.engines.policy_folder import check_policy
-from planish.engines.requests import (
-    Capabilities,
-    EngineState,
-    ModelRef,
-    Output,
-    Request,
-    WeightUpdate,
-)
-from planish.engines.transformers.batch import COUNTERS, Limits
+from planish.engines.requests import EngineState, ModelRef, Output, Request, WeightUpdate
+from planish.engines.transformers.batch import Limits
 from planish.engines.weights import (
     FolderWeights,
     WeightSource,
@@ -83,7 +76,6 @@ def _check_devices(num_ranks: int) -> None:
 class _Place:
     """Where a request runs."""
 
-    request: Request
     rank: int
     micro_batch: int
     length: int
@@ -119,66 +111,46 @@ class DisaggEngine(BaseEngine):
             device: torch device of the ranks; each on this machine has an accelerator of its own.
             routing: keep the experts of each token, for requests that want them.
             config: numbers of ranks and micro-batches, addresses of ranks elsewhere.
-            timeout_s: longest wait for an iteration, a change of weights, or the start; None takes
-                that of `config`.
+            timeout_s: in place of the `rank_timeout_seconds` of `config`.
             stage_s: least seconds of a layer on attention and on expert ranks, for measurements.
             launcher: starts a rank on this machine; None takes `launch`.
 
         Raises:
-            ConfigError: numbers out of range, or more micro-batches than rows.
+            ConfigError: more micro-batches than rows.
         """
-        super().__init__()
+        super().__init__(max_rows, max_model_len, routing=routing)
         self._config = config or EngineConfig(name="disagg")
         self._is_vllm = self._config.name == "vllm_disagg"
         # vLLM batches all of its requests together.
         self._num_micro_batches = 1 if self._is_vllm else self._config.micro_batches
         self._num_slots = self._config.attention_ranks * self._num_micro_batches
-        if max_rows < self._num_slots or max_model_len < 0:
+        if max_rows < self._num_slots:
             raise ConfigError(
                 "`max_rows` must be at least one row for each of the "
                 f"{self._num_slots} micro-batches (`engine.attention_ranks` x "
-                f"`engine.micro_batches`) and `max_model_len` at least 0, got {max_rows} and "
-                f"{max_model_len}"
+                f"`engine.micro_batches`), got {max_rows}"
             )
-        self._max_rows, self._max_model_len, self._device = max_rows, max_model_len, device
+        self._device = device
         self._timeout_s = timeout_s or self._config.rank_timeout_seconds
         self._stage_s = stage_s
         self._launcher = launcher or partial(launch, device=device)
-        self._routing = routing
+        self.layout: ExpertLayout
+        """Where the experts are, once it has started."""
         self._processes: Processes | None = None
         self._scratch = ExitStack()
         self._running: dict[str, _Place] = {}
         self._is_stepping = False
         self._step_seconds = 0.0
         self._rank_stats: dict[int, Message] = {}
-        self._counts = dict.fromkeys(COUNTERS, 0)
 
     # Start and stop.
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What this engine can do with this model."""
-        return Capabilities(
-            max_model_len=self._max_model_len,
-            seed_split_exact=not self._is_vllm,
-            bit_stable=(
-                self._device == "cpu" and not self._config.redundant_experts and not self._is_vllm
-            ),
-            moe=True,
-            routing=self._routing,
-        )
-
-    @property
-    def layout(self) -> ExpertLayout:
-        """Where the experts are."""
-        return self._layout
 
     @property
     def pids(self) -> dict[int, int]:
         """Process of each rank that lives; attention ranks come first."""
         return self._processes.pids if self._processes is not None else {}
 
-    def _load(self, model: ModelRef, source: WeightSource | None) -> int:
+    def _load(self, model: ModelRef) -> int:
         begin = time.monotonic()
         try:
             peers, opener = self._config.peers, beside(self._launcher)
@@ -189,8 +161,6 @@ class DisaggEngine(BaseEngine):
                 _check_devices(self._config.num_ranks)
             settings = self._plan_ranks(*local_policy(model, self._scratch))
             settings = self._settings = replace(settings, pin=model.pin if peers else "")
-            if source is not None:
-                check_weights(source.names(), self._names)
             # Ranks that wait for each other give up, and tell why, before the coordinator does.
             processes = self._processes = Processes(2 * self._timeout_s, opener)
             attention = [replace(settings, rank=rank) for rank in settings.attention_ranks]
@@ -204,8 +174,6 @@ class DisaggEngine(BaseEngine):
                 connect = {"op": "connect", "addresses": addresses}
                 questions |= {rank.rank: connect for rank in mine}
             self._ask(questions)
-            if source is not None:
-                self._replace_weights(source, settings.version)
         except _Broken as error:
             self._release()
             raise EngineError(f"all ranks must start, got {error}") from None
@@ -236,14 +204,14 @@ class DisaggEngine(BaseEngine):
         if fault:
             raise EngineError(f"a policy must fit the engine {self._config.name!r}, got {fault}")
         limit = context_tokens(model_config)
-        self._max_model_len = min(self._max_model_len or limit, limit)
+        self.max_model_len = min(self.max_model_len or limit, limit)
         self._limits = Limits(
             max_rows=math.ceil(self._max_rows / self._num_slots),
-            max_model_len=self._max_model_len,
+            max_model_len=self.max_model_len,
             vocab_size=int(model_config["vocab_size"]),
             eos=frozenset(tokenizer.eos_token_ids),
         )
-        self._layout = ExpertLayout.of(
+        self.layout = ExpertLayout.of(
             [[1.0] * num_experts(model_config)] * num_layers,
             num_nodes=self._config.expert_ranks,
             num_redundant=self._config.redundant_experts,
@@ -255,7 +223,7 @@ class DisaggEngine(BaseEngine):
             num_expert=self._config.expert_ranks,
             micro_batches=self._num_micro_batches,
             rows=self._limits.max_rows,
-            max_model_len=self._max_model_len,
+            max_model_len=self.max_model_len,
             prefill_tokens=self._config.batch_tokens or PREFILL_TOKENS,
             folder=str(folder),
             version=version,
@@ -268,8 +236,8 @@ class DisaggEngine(BaseEngine):
             token=secrets.token_hex(16),
             scratch=self._scratch.enter_context(TemporaryDirectory(prefix="planish-")),
             timeout_s=self._timeout_s,
-            layout=self._layout.plain(),
-            routing=routing_dtype(model_config) if self._routing else "",
+            layout=self.layout.plain(),
+            routing=routing_dtype(model_config) if self.routing else "",
             vllm=self._config.model_dump(include=set(VLLM_SETTINGS)) if self._is_vllm else None,
             stage_s=self._stage_s,
         )
@@ -354,9 +322,9 @@ class DisaggEngine(BaseEngine):
             self._running.pop(output.request_id, None)
             output.finish_reason, output.error = FinishReason.ABORT, output.error or reason
         outputs += self._failed(list(self._running), reason)
-        for _, _, request in sorted(self._queue):
+        for request in self._queue:
             outputs.append(Output(request.request_id, [], [], [], FinishReason.ABORT, error=reason))
-        self._queue = []
+        self._queue.clear()
         return outputs
 
     # Requests.
@@ -372,15 +340,13 @@ class DisaggEngine(BaseEngine):
         return len(self._running)
 
     def _admit(self, requests: Sequence[Request]) -> list[Output]:
-        now = time.monotonic()
         batches: dict[int, dict[str, list[Any]]] = {}
         for request in requests:
             place = self._place(request)
             self._running[request.request_id] = place
             self._counts["prefill_tokens"] += place.length - 1
-            waited = now - self._arrivals.get(request.request_id, now)
             batch = batches.setdefault(place.rank, {}).setdefault(str(place.micro_batch), [])
-            batch.append([encode_request(request), waited])
+            batch.append(encode_request(request))
         plan = {"op": "admit", "iteration": self._counts["steps"]}
         try:
             self._ask({rank: {**plan, "batches": given} for rank, given in batches.items()})
@@ -403,7 +369,7 @@ class DisaggEngine(BaseEngine):
         free = [slot for slot in slots if rows[slot] < self._limits.max_rows]
         rank, micro_batch = min(free, key=lambda slot: (slots[slot], slot[1], slot[0]))
         length = len(request.prompt_ids) + len(request.response_prefix)
-        return _Place(request, rank, micro_batch, length, self._counts["steps"])
+        return _Place(rank, micro_batch, length, self._counts["steps"])
 
     def _publish(self, iteration: int, *, only: Iterable[int]) -> dict[int, list[int]]:
         """Tell the expert ranks who takes part; return the micro-batches of each attention rank."""
@@ -415,11 +381,7 @@ class DisaggEngine(BaseEngine):
             if rank in only:
                 participants.setdefault(str(micro_batch), []).append(rank)
                 active.setdefault(rank, []).append(micro_batch)
-        plan = {
-            "op": "plan",
-            "iteration": iteration,
-            "participants": participants,
-        }
+        plan = {"op": "plan", "iteration": iteration, "participants": participants}
         self._processes.tell(self._settings.expert_ranks, plan)
         return active
 
@@ -473,7 +435,7 @@ class DisaggEngine(BaseEngine):
                 _check_pin(address if is_pin(address) else "")
             assert self._processes is not None
             ranks = list(self._processes.pids)
-            layout = replace(self._layout, version=self._layout.version + 1)
+            layout = replace(self.layout, version=self.layout.version + 1)
             if self._config.redundant_experts:
                 # Replicas go to the experts that have computed most rows so far.
                 self._ask_for_stats()
@@ -483,12 +445,8 @@ class DisaggEngine(BaseEngine):
                     num_redundant=self._config.redundant_experts,
                     version=layout.version,
                 )
-            load = {
-                "op": "load",
-                "weights": address,
-                "version": version,
-                "layout": layout.plain(),
-            }
+            place = {"weights": address, "version": version, "layout": layout.plain()}
+            load: Message = {"op": "load", **place}
             wanted = source.fingerprint
             try:
                 acks = self._ask(dict.fromkeys(ranks, load))
@@ -509,28 +467,24 @@ class DisaggEngine(BaseEngine):
             except _Broken as error:
                 self._finished.extend(self._break(error))
                 raise EngineError(f"every rank must use the new weights, got {error}") from None
-            self._layout = layout
-        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in given.values())
-        return WeightUpdate(version, len(given), size, time.monotonic() - begin)
+            self.layout = layout
+        num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in given.values())
+        return WeightUpdate(version, len(given), num_bytes, time.monotonic() - begin)
 
     def stats(self) -> dict[str, Any]:
-        """Return counters since the start: those of the transformers engine, and of the ranks.
+        """Return counters since the start: those of every engine, and of the ranks.
 
-        `ranks` has for each rank its number, role, bytes read, rows computed, requests or frames in
-        its queue, and busy and waiting seconds of iterations; `expert_tokens`
-        [layers][experts] the rows that each expert computed, `imbalance` the rows of the busiest
-        expert of a layer over the mean (1 where nothing was computed), averaged over layers.
+        `ranks` has what each rank counts; `expert_tokens` [layers][experts] the rows that each
+        expert computed, `imbalance` the rows of the busiest expert of a layer over the mean (1
+        where nothing was computed), averaged over layers.
         """
         if self._state in (EngineState.READY, EngineState.RUNNING):
             with self._lock:
                 self._ask_for_stats()
-        steps = max(self._counts["steps"], 1)
         tokens = self._expert_tokens()
         rows = [max(layer) * len(layer) / sum(layer) if any(layer) else 1.0 for layer in tokens]
         return {
             **super().stats(),
-            **self._counts,
-            "occupancy": self._counts["row_steps"] / steps / self._max_rows,
             "cache_bytes": sum(rank.get("cache_bytes", 0) for rank in self._rank_stats.values()),
             "step_seconds": self._step_seconds,
             "ranks": [{"rank": r, **facts} for r, facts in sorted(self._rank_stats.items())],

@@ -12,7 +12,8 @@ import bisect
 import queue
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,11 +23,12 @@ from torch import Tensor
 from planish.base.errors import EngineError, PeerLost, PlanishError, ProtocolError
 from planish.base.telemetry import REPLY_SECONDS
 from planish.engines.disagg.control import Message
-from planish.engines.disagg.layout import ExpertLayout
-from planish.engines.disagg.m2n.frames import Frame, FrameHeader, FrameKind, Transport
+from planish.engines.disagg.m2n.frames import Frame, FrameHeader, FrameKind
+from planish.engines.disagg.m2n.sockets import SocketTransport
 from planish.engines.disagg.packing import combine, route_and_pack
-from planish.engines.disagg.placement import ReplicaChooser
+from planish.engines.disagg.placement import ExpertLayout, ReplicaChooser
 from planish.engines.disagg.settings import RankSettings
+from planish.engines.weights import WeightSource, fetch_weights
 
 Inbox = queue.SimpleQueue[Message | Frame | PlanishError]
 """What comes to a rank, in one line: messages of the coordinator, frames of peers, their loss."""
@@ -37,9 +39,8 @@ class _Waiting:
     """A layer of one micro-batch whose replies are under way."""
 
     layer: int
-    num_rows: dict[int, int]
-    """Rows sent, by expert rank."""
     frames: dict[int, Frame] = field(default_factory=dict)
+    """By expert rank."""
     sent_at: float = 0.0
     """Monotonic seconds at which the last of the rows were sent."""
 
@@ -63,15 +64,6 @@ class Traffic:
         self.num_frames[kind] += 1
         self.num_bytes[kind] += header.num_bytes
 
-    def plain(self) -> dict[str, Any]:
-        """Return all of it for a message."""
-        return {
-            "num_frames": dict(self.num_frames),
-            "num_bytes": dict(self.num_bytes),
-            "reply_seconds": self.reply_seconds,
-            "reply_counts": self.reply_counts,
-        }
-
 
 class TurnTaking(Protocol):
     """Whose turn it is to compute."""
@@ -86,7 +78,7 @@ class TurnTaking(Protocol):
 class ExpertExchange:
     """Sends the rows of a layer to every expert rank, and combines what comes back."""
 
-    transport: Transport
+    transport: SocketTransport
     """Set once it is connected."""
 
     def __init__(self, settings: RankSettings, inbox: Inbox, turns: TurnTaking) -> None:
@@ -112,16 +104,10 @@ class ExpertExchange:
         self._free_s = time.monotonic()
 
     def compute(self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the experts of each row.
+        """Return the weighted sum of the experts of each row, [n, H] like `hidden`.
 
-        Args:
-            layer: sparse layer from 0.
-            hidden: [n, H].
-            index: [n, k] int64, experts of each row.
-            weights: [n, k].
-
-        Returns:
-            [n, H] in the type and on the device of `hidden`.
+        `layer` counts sparse layers from 0; `index` [n, k] int64 has the experts of each row, and
+        `weights` [n, k] theirs.
         """
         size = self._settings.max_tokens
         if len(hidden) > size:
@@ -137,8 +123,7 @@ class ExpertExchange:
             num_nodes=len(ranks),
             num_local=self._chooser.num_local,
         )
-        sizes = packed.counts.sum(1).tolist()
-        self._waiting[micro_batch] = _Waiting(layer, dict(zip(ranks, sizes, strict=True)))
+        waiting = self._waiting[micro_batch] = _Waiting(layer)
         left = self._settings.stage_s[0] - (time.monotonic() - self._free_s)
         if left > 0 and (not self._is_prefill or self._settings.vllm is not None):
             time.sleep(left)
@@ -162,12 +147,12 @@ class ExpertExchange:
             )
             self.transport.send(header, local, rows)
             self.traffic.add(header)
-        self._free_s = self._waiting[micro_batch].sent_at = time.monotonic()
+        self._free_s = waiting.sent_at = time.monotonic()
         self.seconds["dispatch"] += self._free_s - begin
         self._turns.pause()
         begin = self._free_s = time.monotonic()
-        frames = self._waiting.pop(micro_batch).frames
-        replies = [frames[rank].rows.to(hidden.device) for rank in ranks]
+        del self._waiting[micro_batch]
+        replies = [waiting.frames[rank].rows.to(hidden.device) for rank in ranks]
         result = combine(replies, weights, packed)
         self.seconds["combine"] += time.monotonic() - begin
         return result
@@ -175,13 +160,8 @@ class ExpertExchange:
     def wait(self, must: bool) -> list[int]:
         """Take what has arrived; return the micro-batches whose replies are complete, in order.
 
-        Args:
-            must: wait until there is one.
-
-        Raises:
-            PeerLost: an expert rank is lost, or did not answer in time.
-            EngineError: the coordinator stops the iteration.
-            ProtocolError: a frame that nothing waits for.
+        It waits until there is one where it `must`. PeerLost names expert ranks that are lost or
+        late, EngineError a stop by the coordinator, ProtocolError a frame that nothing waits for.
         """
         complete: list[int] = []
         begin = time.monotonic()
@@ -191,7 +171,7 @@ class ExpertExchange:
                 item = self._inbox.get(timeout=max(left, 0.0) if must and not complete else 0.0)
             except queue.Empty:
                 if must and not complete:
-                    self._give_up()
+                    raise self._late() from None
                 self.seconds["wait"] += time.monotonic() - begin if must else 0.0
                 return complete
             if isinstance(item, PlanishError):
@@ -201,13 +181,14 @@ class ExpertExchange:
             if self.deliver(item):
                 complete.append(item.header.micro_batch)
 
-    def _give_up(self) -> None:
+    def _late(self) -> PeerLost:
         late = {
             rank: "did not answer in time"
             for waiting in self._waiting.values()
-            for rank in waiting.num_rows.keys() - waiting.frames.keys()
+            for rank in self._settings.expert_ranks
+            if rank not in waiting.frames
         }
-        raise PeerLost(
+        return PeerLost(
             f"expert ranks must answer within {self._settings.timeout_s:g} s, got nothing from "
             f"{sorted(late)}",
             per_rank=late,
@@ -217,23 +198,15 @@ class ExpertExchange:
         """Give a reply to the micro-batch that waits for it; tell whether that has all now."""
         header = frame.header
         waiting = self._waiting.get(header.micro_batch)
-        seen = (header.kind, header.weight_version, header.iteration, header.layer, len(frame.rows))
-        wanted = (
-            FrameKind.REPLY,
-            self.version,
-            self._iteration,
-            waiting.layer if waiting else -1,
-            waiting.num_rows.get(header.source, -1) if waiting else -1,
-        )
-        if waiting is None or seen != wanted or header.source in waiting.frames:
+        seen = (header.weight_version, header.iteration, header.layer)
+        if waiting is None or seen != (self.version, self._iteration, waiting.layer):
             raise ProtocolError(
-                "a reply must be of the layer that its micro-batch waits for, got (kind, weight "
-                f"version, iteration, layer, rows) {seen} in place of {wanted} from rank "
-                f"{header.source} for micro-batch {header.micro_batch}"
+                f"a reply must be one that its micro-batch waits for in iteration "
+                f"{self._iteration} of weights {self.version}, got {header}"
             )
         waiting.frames[header.source] = frame
         self.traffic.add(header)
-        if len(waiting.frames) < len(waiting.num_rows):
+        if len(waiting.frames) < len(self._settings.expert_ranks):
             return False
         spent = time.monotonic() - waiting.sent_at
         self.traffic.reply_seconds += spent
@@ -241,29 +214,65 @@ class ExpertExchange:
         return True
 
 
-class ExchangingRank:
-    """What every attention rank is to its process, whatever computes in it.
+class Rank:
+    """What every rank is to its process.
 
     Each message of the coordinator has the name of a method, which returns the answer, or None
     where nobody waits for one.
     """
 
     has_work = False
-    """All work is done in answers to the coordinator."""
-    _exchange: ExpertExchange
+    """Whether `serve` would compute something; attention ranks do all in answers."""
+    transport: SocketTransport
+    """Carries the rows; set once the rank has read its weights."""
+    _next: tuple[int, ExpertLayout, Any]
+    """Version, placement and weights that `commit` takes over."""
 
-    @property
-    def transport(self) -> Transport:
-        """Carries the rows."""
-        return self._exchange.transport
+    def load(self, message: Mapping[str, Any]) -> Message:
+        """Read other weights, or other experts, beside those in use."""
+        layout = ExpertLayout.parse(message["layout"])
+        weights = fetch_weights(message["weights"])
+        self._next = int(message["version"]), layout, self._read(weights, layout)
+        return {"fingerprint": weights.fingerprint}
 
-    @transport.setter
-    def transport(self, transport: Transport) -> None:
-        self._exchange.transport = transport
+    def _read(self, weights: WeightSource, layout: ExpertLayout) -> Any:
+        """Return what this rank needs of some weights."""
+        return weights
 
     def stop(self, _: Mapping[str, Any]) -> None:
         """Do nothing: no iteration is under way that could be stopped."""
 
-    def take(self, frame: Frame) -> None:
-        """Refuse a frame."""
-        raise ProtocolError(f"frames must arrive within an iteration, got {frame.header}")
+
+class ExchangingRank(Rank):
+    """What every attention rank is to its process, whatever computes in it."""
+
+    def __init__(self, settings: RankSettings, inbox: Inbox, turns: TurnTaking) -> None:
+        self._exchange = ExpertExchange(settings, inbox, turns)
+        self._busy_s = 0.0
+
+    @property
+    def transport(self) -> SocketTransport:
+        """Carries the rows."""
+        return self._exchange.transport
+
+    @transport.setter
+    def transport(self, transport: SocketTransport) -> None:
+        self._exchange.transport = transport
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Count the time inside as busy, but for that in which all wait for experts."""
+        begin, waited = time.monotonic(), self._exchange.seconds["wait"]
+        yield
+        self._busy_s += time.monotonic() - begin - (self._exchange.seconds["wait"] - waited)
+
+    def _stats(self, **facts: Any) -> Message:
+        """Return counters since the start."""
+        return {
+            "role": "attention",
+            "busy_s": self._busy_s,
+            "wait_s": self._exchange.seconds["wait"],
+            "seconds": self._exchange.seconds,
+            "m2n": vars(self._exchange.traffic),
+            **facts,
+        }

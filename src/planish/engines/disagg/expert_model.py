@@ -37,22 +37,15 @@ class ExpertModel:
         self._device = device
         self.num_bytes = 0
         """Bytes of tensors read from files so far."""
-        self.fingerprint = ""
-        """Of the weights that were read last."""
         self._layers: list[list[Expert]] = []
 
     def read(self, weights: WeightSource, held: Sequence[Sequence[int]]) -> list[list[Expert]]:
         """Return experts of some weights; those in use stay.
 
-        Args:
-            weights: of a policy.
-            held: experts of each sparse layer, in local order.
-
-        Raises:
-            EngineError: the model is dense, its experts are not SwiGLU, or tensors do not fit.
+        `held` has the experts of each sparse layer, in local order. EngineError names a dense
+        model, or experts that are not SwiGLU.
         """
         given = weights.names()
-        self.fingerprint = weights.fingerprint
         names = expert_names(list(given), self._config)
         activation = self._config.get("hidden_act")
         if len(names) != len(held) or activation != "silu":
@@ -66,8 +59,6 @@ class ExpertModel:
             for expert in experts:
                 parts = []
                 for name in layer[expert]:
-                    if name not in given:
-                        raise EngineError(f"a policy must hold {name}; export it again")
                     parts.append(weights.read(name))
                     self.num_bytes += parts[-1].nbytes
                 gate, up, down = parts
@@ -81,24 +72,13 @@ class ExpertModel:
         """Take over experts that `read` gave."""
         self._layers = layers
 
-    @property
-    def num_layers(self) -> int:
-        """Sparse layers."""
-        return len(self._layers)
-
     @torch.inference_mode()
     def compute(self, layer: int, counts: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
         """Return the unweighted outputs of the experts for the rows of several senders.
 
-        The rows of one expert are computed together, whoever sent them.
-
-        Args:
-            layer: sparse layer from 0.
-            counts: [senders, local experts] int32, rows for each expert.
-            rows: of each sender [its rows, H], sorted by local expert; on the CPU.
-
-        Returns:
-            Of each sender [its rows, H] on the CPU, in the order of its rows.
+        Each sender has its rows [n, H] on the CPU, sorted by local expert, and gets outputs
+        likewise. `counts` [senders, local experts] int32 says how many are for each expert of
+        sparse `layer`; the rows of one expert are computed together, whoever sent them.
         """
         outputs = [torch.empty_like(part) for part in rows]
         starts = counts.cumsum(1) - counts

@@ -17,31 +17,25 @@ import torch
 
 from planish.base.errors import PeerLost, ProtocolError
 from planish.engines.disagg.control import Message
+from planish.engines.disagg.exchange import Rank
 from planish.engines.disagg.expert_model import Expert, ExpertModel
-from planish.engines.disagg.layout import ExpertLayout
-from planish.engines.disagg.m2n.frames import Frame, FrameKind, Transport
+from planish.engines.disagg.m2n.frames import Frame
+from planish.engines.disagg.placement import ExpertLayout
 from planish.engines.disagg.settings import RankSettings
-from planish.engines.weights import fetch_weights
+from planish.engines.weights import WeightSource
 
 _Key = tuple[int, int]
 """Layer and micro-batch of the iteration in progress."""
 
 
-class ExpertRank:
+class ExpertRank(Rank):
     """Experts of one process, and the frames that wait for them."""
-
-    transport: Transport
-    """Set once it is connected."""
 
     def __init__(self, settings: RankSettings) -> None:
         """Read the experts that the layout gives to this rank."""
         self._settings = settings
         self._node = settings.rank - settings.num_attention
         self._model = ExpertModel(settings.path, torch.device(settings.device))
-        self._version = -1
-        self.layout = ExpertLayout.parse(settings.layout)
-        """Of all expert ranks."""
-        self._shadow: tuple[int, ExpertLayout, list[list[Expert]]] | None = None
         self.load({**settings.plain(), "weights": settings.folder})
         self.commit({})
         self._iteration = -1
@@ -50,28 +44,20 @@ class ExpertRank:
         self._frames: dict[_Key, dict[int, Frame]] = {}
         self._complete: deque[_Key] = deque()
         self._prompts: deque[Frame] = deque()
-        self._counts = torch.zeros(
-            (self._model.num_layers, self.layout.num_experts), dtype=torch.int64
-        )
+        layers = self.layout.layers
+        self._counts = torch.zeros((len(layers), layers[0].num_experts), dtype=torch.int64)
         self._busy_s = self._wait_s = 0.0
         self._idle_since = 0.0
 
     # Weights.
 
-    def load(self, message: Mapping[str, Any]) -> Message:
-        """Read other weights, or other experts, beside those in use."""
-        layout = ExpertLayout.parse(message["layout"])
-        weights = fetch_weights(message["weights"])
-        experts = self._model.read(weights, layout.held(self._node))
-        self._shadow = int(message["version"]), layout, experts
-        return {"fingerprint": self._model.fingerprint}
+    def _read(self, weights: WeightSource, layout: ExpertLayout) -> list[list[Expert]]:
+        return self._model.read(weights, layout.held(self._node))
 
     def commit(self, _: Mapping[str, Any]) -> Message:
         """Use what was read last."""
-        assert self._shadow is not None
-        self._version, self.layout, experts = self._shadow
+        self._version, self.layout, experts = self._next
         self._model.write(experts)
-        self._shadow = None
         return {}
 
     def stats(self, _: Mapping[str, Any]) -> Message:
@@ -89,7 +75,7 @@ class ExpertRank:
     # Frames.
 
     @property
-    def has_work(self) -> bool:
+    def has_work(self) -> bool:  # type: ignore[override]
         """Whether `serve` would compute something."""
         return bool(self._complete or self._prompts)
 
@@ -114,37 +100,21 @@ class ExpertRank:
         """Keep a frame until it can be served.
 
         Raises:
-            ProtocolError: nothing of its kind is expected from its source now.
+            ProtocolError: it was sent by other weights, or to other places.
         """
-        header = frame.header
-        if header.kind is not FrameKind.DISPATCH or not 0 <= header.layer < self._model.num_layers:
+        header, own = frame.header, (self._version, self.layout.version)
+        if (header.weight_version, header.placement_version) != own:
             raise ProtocolError(
-                f"an expert rank takes DISPATCH frames of {self._model.num_layers} layers, got "
-                f"{header.kind.name} of layer {header.layer} from rank {header.source}"
-            )
-        seen = (header.weight_version, header.placement_version)
-        if seen != (self._version, self.layout.version):
-            raise ProtocolError(
-                "a frame must have the versions of weights and placement of this rank, got "
-                f"{seen} in place of {(self._version, self.layout.version)} from rank "
-                f"{header.source}"
+                f"a frame must be of the weights and the placement {own} of this rank, got {header}"
             )
         if header.is_prefill:
             self._prompts.append(frame)
-            return
-        if header.iteration > self._iteration:
+        elif header.iteration > self._iteration:
             self._early.append(frame)
-            return
-        frames = self._frames.setdefault((header.layer, header.micro_batch), {})
-        if header.iteration < self._iteration or header.source in frames:
-            raise ProtocolError(
-                f"a frame must be the next of iteration {self._iteration}, got iteration "
-                f"{header.iteration}, layer {header.layer}, micro-batch {header.micro_batch} from "
-                f"rank {header.source}"
-            )
-        if header.source in self._participants.get(header.micro_batch, ()):
-            frames[header.source] = frame
-            self._check_complete((header.layer, header.micro_batch))
+        elif header.source in self._participants.get(header.micro_batch, ()):
+            key = (header.layer, header.micro_batch)
+            self._frames.setdefault(key, {})[header.source] = frame
+            self._check_complete(key)
 
     def _check_complete(self, key: _Key) -> None:
         wanted = self._participants.get(key[1], ())
@@ -181,7 +151,7 @@ class ExpertRank:
             try:
                 self.transport.send(frame.header.reply(), None, rows)
             except PeerLost as error:
-                lost[frame.source] = str(error)
+                lost[frame.header.source] = str(error)
         self._idle_since = time.monotonic()
         if is_decode:
             self._busy_s += self._idle_since - begin

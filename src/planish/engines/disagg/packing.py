@@ -41,17 +41,14 @@ class Packed:
 def route_and_pack(
     hidden: Tensor, expert_ids: Tensor, slots: Tensor, *, num_nodes: int, num_local: int
 ) -> Packed:
-    """Gather the rows that each node gets.
+    """Gather the rows that each node gets; those of one expert keep the order of their tokens.
 
     Args:
-        hidden: [b, H], any float dtype and device.
+        hidden: [b, H], any float dtype and device; the rows stay there.
         expert_ids: [b, K] int64, logical experts of each token, no expert twice in a row.
         slots: [b, K] int64, `node * num_local + local expert` of the replica that computes it.
         num_nodes: expert ranks.
         num_local: experts of each, replicas included.
-
-    Returns:
-        Rows on the device of `hidden`. Rows of one local expert keep the order of their tokens.
     """
     top_k = expert_ids.shape[1]
     order = torch.argsort(slots.flatten(), stable=True)
@@ -70,20 +67,15 @@ def route_and_pack(
 
 
 def combine(replies: Sequence[Tensor], weights: Tensor, packed: Packed) -> Tensor:
-    """Return the weighted sum of the experts of each token.
+    """Return the weighted sum of the experts of each token, [b, H] like the replies.
 
     The sum starts from zeros and goes by ascending expert; each row is multiplied before it is
     added, and each product and sum is rounded to the dtype of the rows. That is what the `eager`
     experts of transformers do with `index_add_`, expert after expert, so equal rows give equal bits
     however they were placed.
 
-    Args:
-        replies: outputs of each node, in the order of `packed.rows`, [rows of the node, H].
-        weights: [b, K] routing weights, any float dtype.
-        packed: how the rows were sent.
-
-    Returns:
-        [b, H] in dtype and on the device of the replies.
+    Replies are [rows of the node, H] in the order of `packed.rows`; weights [b, K] of any float
+    dtype.
     """
     rows = torch.cat(list(replies))
     ordered = weights.to(rows.device).gather(1, packed.choices.to(rows.device))

@@ -69,14 +69,9 @@ class Turns:
             raise _Stopped
 
     def run(self, jobs: Mapping[int, Callable[[], Any]], wait: Wait) -> dict[int, Any]:
-        """Run jobs to their ends and return what each returned.
+        """Run jobs to their ends, begun in ascending order, and return what each returned.
 
-        Args:
-            jobs: by micro-batch; they start in ascending order.
-            wait: as `Wait`.
-
-        Raises:
-            BaseException: what the first job, or `wait`, failed with; all others were stopped.
+        What the first job, or `wait`, fails with is raised once all others were stopped.
         """
         self._jobs = dict(jobs)
         self._results, self._faults, self._stopping = {}, {}, False

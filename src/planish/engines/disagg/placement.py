@@ -1,17 +1,17 @@
 """Place the experts of a layer on expert ranks; give the hot ones replicas and share their rows.
 
-A node costs the sum over its experts of share times max(tokens, floor): a cold expert still has its
-weights read. The largest cost decides when a layer is done, so that is made small. Which replica
-computes a row never changes what is computed. Nothing here moves weights.
+A node costs the sum over its experts of share times tokens. The largest cost decides when a layer
+is done, so that is made small. Which replica computes a row never changes what is computed. Nothing
+here moves weights.
 
-Source: MegaScale-Infer, arXiv 2504.02263, section 6 (expert load balance by redundancy). The exact
-form of the floor is our reading.
+Source: MegaScale-Infer, arXiv 2504.02263, section 6 (expert load balance by redundancy).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,13 +30,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Placement:
-    """Which experts of one layer are where.
-
-    Example, expert 0 on both nodes:
-        >>> placement = place([6.0, 1.0, 1.0], num_nodes=2, slots_per_node=2)
-        >>> placement.experts, placement.shares, placement.replicas(0)
-        (((0, 1), (0, 2)), ((0.5, 1.0), (0.5, 1.0)), ((0, 0), (1, 0)))
-    """
+    """Which experts of one layer are where; expert ranks are its nodes, from 0."""
 
     experts: tuple[tuple[int, ...], ...]
     """Of each node, its (logical) experts in local order, ascending; no expert twice on a node."""
@@ -61,36 +55,16 @@ class Placement:
             if expert in experts
         )
 
-    def costs(self, loads: Sequence[float], floor_cost: float = 0.0) -> list[float]:
-        """Return the cost of each node under some loads.
 
-        Args:
-            loads: tokens of each expert.
-            floor_cost: tokens that an expert costs at least.
-        """
-        return [
-            sum(s * max(loads[e], floor_cost) for e, s in zip(experts, shares, strict=True))
-            for experts, shares in zip(self.experts, self.shares, strict=True)
-        ]
-
-
-def place(
-    loads: Sequence[float], num_nodes: int, slots_per_node: int, floor_cost: float = 0.0
-) -> Placement:
-    """Return a placement whose largest cost of a node is small.
+def place(loads: Sequence[float], num_nodes: int, slots_per_node: int) -> Placement:
+    """Return a placement of experts with `loads` tokens each whose largest cost of a node is small.
 
     Greedy: slots to spare go one by one to the expert with the most cost for each replica; replicas
     go, the most expensive first, to the cheapest node that lacks their expert; then rows of
     experts with replicas move from the node that costs most. The same with fewer replicas, and
-    with none, is tried as well, so that redundancy never makes it worse.
-
-    Args:
-        loads: [E] tokens of each expert, not negative.
-        num_nodes: expert ranks.
-        slots_per_node: experts that each can hold; all of them must fit.
-        floor_cost: tokens that an expert costs at least: reading its weights takes that long.
+    with none, is tried as well, so that redundancy never makes it worse. All experts must fit.
     """
-    cost = np.maximum(np.asarray(loads, dtype=np.float64), floor_cost)
+    cost = np.asarray(loads, dtype=np.float64)
     num_experts, slots = len(cost), num_nodes * slots_per_node
     counts = np.ones(num_experts, dtype=np.int64)
     tried = [_spread(cost, counts, num_nodes, slots_per_node)]
@@ -135,13 +109,8 @@ def _spread(
 def fill_shares(cost: Floats, held: NDArray[np.bool_]) -> Floats:
     """Return shares for replicas that stay where they are: water-filling, expert by expert.
 
-    Args:
-        cost: [E] float64, of all rows of an expert.
-        held: [E, nodes] bool, who has a replica; every expert is held.
-
-    Returns:
-        [E, nodes] float64, each row of sum 1 and zero where not held, with a small largest cost of
-        a node.
+    Cost is [E] float64, of all rows of an expert; held [E, nodes] bool, who has a replica. The
+    shares are [E, nodes] float64, each row of sum 1, with a small largest cost of a node.
     """
     shares: Floats = held / held.sum(1, keepdims=True)
     load = shares.T @ cost
@@ -162,6 +131,48 @@ def fill_shares(cost: Floats, held: NDArray[np.bool_]) -> Floats:
     return shares
 
 
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Placements of all sparse layers; they change between iterations only."""
+
+    version: int
+    """Grows with each change, and is in every frame."""
+    layers: tuple[Placement, ...]
+
+    @classmethod
+    def of(
+        cls,
+        loads: Sequence[Sequence[float]],
+        *,
+        num_nodes: int,
+        num_redundant: int,
+        version: int = 0,
+    ) -> ExpertLayout:
+        """Return a layout for loads [layers][experts]; the nodes divide the experts of a layer.
+
+        Each node holds `num_redundant` replicas besides its part.
+        """
+        slots = len(loads[0]) // num_nodes + num_redundant
+        return cls(version, tuple(place(layer, num_nodes, slots) for layer in loads))
+
+    def held(self, node: int) -> list[tuple[int, ...]]:
+        """Return the experts of a node, by layer."""
+        return [placement.experts[node] for placement in self.layers]
+
+    def plain(self) -> dict[str, Any]:
+        """Return this as JSON holds it."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, plain: Mapping[str, Any]) -> ExpertLayout:
+        """Return what `plain` was given."""
+        layers = [
+            Placement(*(tuple(map(tuple, layer[name])) for name in ("experts", "shares")))
+            for layer in plain["layers"]
+        ]
+        return cls(int(plain["version"]), tuple(layers))
+
+
 class ReplicaChooser:
     """Chooses the replica for each row so that the rows of an expert follow its shares.
 
@@ -171,12 +182,7 @@ class ReplicaChooser:
     """
 
     def __init__(self, placements: Sequence[Placement], source_rank: int) -> None:
-        """Start all counters at zero.
-
-        Args:
-            placements: of each layer, of equal numbers of experts and nodes.
-            source_rank: rank that sends the rows.
-        """
+        """Start all counters at zero; layers have equal numbers of experts and nodes."""
         self.num_local = max(placement.num_local for placement in placements)
         """Local experts of each node, by which slots are numbered."""
         num_experts = placements[0].num_experts
@@ -196,12 +202,8 @@ class ReplicaChooser:
     def slots(self, layer: int, expert_ids: Tensor) -> Tensor:
         """Return the slot that computes each row, and step the counters.
 
-        Args:
-            layer: of the placements.
-            expert_ids: [b, K] int64, logical experts.
-
-        Returns:
-            [b, K] int64 on the CPU, `node * num_local + local expert`.
+        Experts are [b, K] int64; the slots, likewise and on the CPU, are `node * num_local + local
+        expert`.
         """
         experts = expert_ids.flatten().cpu()
         counts = torch.bincount(experts, minlength=self._counters.shape[1])

@@ -51,14 +51,10 @@ def launch(
     device: str = "cpu",
     command: tuple[str, ...] = ("-m", "planish.engines.disagg.rank"),
 ) -> Process:
-    """Start a rank as a process of this machine.
+    """Start a rank as a process of this machine, with one end of a connection as standard input.
 
-    Args:
-        end: its standard input.
-        number: of the rank; it sees that one of the accelerators of this process, as its first.
-            vLLM takes the first that it sees, and page-locked memory begins a context there.
-        device: torch device of the ranks; those on the CPU see what this process does.
-        command: words for Python.
+    On accelerators it sees that of its number alone, as its first: vLLM takes the first that it
+    sees, and page-locked memory begins a context there.
     """
     environment = {**os.environ, **_THREADS}
     if device != "cpu":
@@ -105,26 +101,20 @@ class _Rank:
 
 @dataclass
 class Answers:
-    """What ranks answered."""
+    """What ranks answered, by rank."""
 
     given: dict[int, Message] = field(default_factory=dict)
-    """By ranks that did what they were asked."""
     faults: dict[int, str] = field(default_factory=dict)
-    """By ranks that could not."""
+    """Why a rank could not do what it was asked."""
     lost: dict[int, str] = field(default_factory=dict)
-    """Ranks that are dead now, and why; told once."""
+    """Why a rank is dead now; told once."""
 
 
 class Processes:
     """The ranks of one instance that live."""
 
     def __init__(self, timeout_s: float, opener: Opener) -> None:
-        """Start none yet.
-
-        Args:
-            timeout_s: longest wait for an answer.
-            opener: starts a rank, or connects with one.
-        """
+        """Start none yet; `timeout_s` is the longest wait for an answer."""
         self._timeout_s, self._open = timeout_s, opener
         self._ranks: dict[int, _Rank] = {}
         self._number = 0
@@ -156,14 +146,11 @@ class Processes:
         return self._number
 
     def gather(self, numbers: Mapping[int, int]) -> Answers:
-        """Wait until each rank has answered its question, or is dead.
+        """Wait until each rank has answered the question of its number, or is dead.
 
         It returns before that as soon as a rank reports a fault or is lost, so that the caller can
         tell the others; who has not answered by then is in none of the tables. A silent rank is
         asked whether it lives, and ended when it does not answer.
-
-        Args:
-            numbers: of the question to each rank.
         """
         answers = Answers()
         deadline = time.monotonic() + self._timeout_s
@@ -189,12 +176,8 @@ class Processes:
     def watch(self, looked_s: float) -> float:
         """End ranks that have exited or stay silent, and ask quiet ones whether they live.
 
-        Args:
-            looked_s: monotonic seconds of the look before this one.
-
-        Returns:
-            Seconds for which this process itself was stopped; what it did not hear then says
-            nothing about the ranks.
+        It returns the seconds since the last look, at `looked_s`, for which this process itself was
+        stopped: what it did not hear then says nothing about the ranks.
         """
         now = time.monotonic()
         was_stopped = now - looked_s > DEAD_S / 2

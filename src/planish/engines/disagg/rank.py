@@ -26,7 +26,7 @@ from planish.base.errors import PlanishError
 from planish.base.startup import spare_collections
 from planish.engines.disagg.control import Channel, Message
 from planish.engines.disagg.exchange import Inbox
-from planish.engines.disagg.m2n.frames import Frame, Transport
+from planish.engines.disagg.m2n.frames import Frame
 from planish.engines.disagg.m2n.sockets import SocketTransport
 from planish.engines.disagg.settings import RankSettings
 from planish.records.io import fetch_files
@@ -36,13 +36,7 @@ from planish.records.refs import parse_pin
 def open_transport(
     settings: RankSettings, host: str = "127.0.0.1", port: int = 0
 ) -> SocketTransport:
-    """Return a transport of this rank that listens and is not connected.
-
-    Args:
-        settings: of this rank.
-        host: address of this machine.
-        port: to listen at; 0 takes a free one.
-    """
+    """Return a transport of this rank that listens at an address of this machine; port 0 is any."""
     return SocketTransport(
         settings.rank,
         settings.limits,
@@ -55,16 +49,7 @@ def open_transport(
 
 
 class HeldWeights:
-    """Fetches policies that are named by their pins, and tells the host of the rank of them.
-
-    Example:
-        >>> held = HeldWeights(sys.stdout)
-        >>> held.want({"folder": "/policy", "pin": "", "version": 3})["folder"]
-        {"wanted": "", "held": "", "version": null}
-        '/policy'
-        >>> held.hold()
-        {"wanted": "", "held": "", "version": 3}
-    """
+    """Fetches policies that are named by their pins, and tells the host of the rank of them."""
 
     def __init__(self, told: TextIO | None = None) -> None:
         """Hold none; `told` gets a line of JSON at each change, None where nobody asks."""
@@ -75,12 +60,8 @@ class HeldWeights:
     def want(self, message: Mapping[str, Any]) -> Message:
         """Return a message whose folder, if it names one, is on this machine.
 
-        Args:
-            message: settings with `folder` and `version`, and with `pin` where the folder is
-                elsewhere; or new `weights` by their address, which a rank fetches itself.
-
-        Raises:
-            PlanishError: the policy can not be read here, or is not the pinned one.
+        The message has settings, with a `pin` where their `folder` is elsewhere; or new `weights`
+        by their address, which a rank fetches itself.
         """
         pin = str(message.get("weights") or message.get("pin", ""))
         self._wanted, self._next = pin, int(message["version"])
@@ -105,25 +86,22 @@ class HeldWeights:
 def serve(
     channel: Channel,
     on_end: Callable[[], None],
-    new_transport: Callable[[RankSettings], Transport] = open_transport,
+    new_transport: Callable[[RankSettings], SocketTransport] = open_transport,
     held: HeldWeights | None = None,
     device: str = "",
     *,
     is_alone: bool = False,
 ) -> None:
-    """Be the rank that the first message describes until `close`.
+    """Be the rank that the first message describes until `close`; PeerLost without a coordinator.
 
     Args:
         channel: to the coordinator.
         on_end: called by another thread when the coordinator is gone.
         new_transport: as `open_transport`.
-        held: told of weights that are wanted and held; None where nobody asks.
+        held: hears of weights that are wanted and held; None where nobody asks.
         device: in place of the coordinator's; empty takes that.
         is_alone: this process does nothing else, so its temporary files, such as those that vLLM
             leaves when it is killed, go into the folder of the coordinator and with it.
-
-    Raises:
-        PeerLost: the coordinator is gone.
     """
     message = channel.receive()
     inbox: Inbox = queue.SimpleQueue()
@@ -230,7 +208,7 @@ def main() -> None:
 
 
 def run(
-    new_transport: Callable[[RankSettings], Transport],
+    new_transport: Callable[[RankSettings], SocketTransport],
     held: HeldWeights | None = None,
     device: str = "",
 ) -> None:

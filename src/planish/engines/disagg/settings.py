@@ -22,11 +22,9 @@ class RankSettings:
     """Attention ranks come first, then expert ranks."""
     role: Role
     num_attention: int
-    """Attention ranks."""
     num_expert: int
-    """Expert ranks."""
     micro_batches: int
-    """Of each attention rank."""
+    """Micro-batches of each attention rank."""
     rows: int
     """Requests of one micro-batch of one attention rank at once."""
     max_model_len: int
@@ -38,11 +36,9 @@ class RankSettings:
     version: int
     """Its policy version."""
     device: str
-    """Torch device."""
     dtype: str
-    """Of the rows, as torch names it."""
+    """Type of the rows, as torch names it."""
     hidden_size: int
-    """Width of a row."""
     top_k: int
     """Experts that compute each token."""
     local_experts: int

@@ -23,7 +23,7 @@ from planish.engines.planner.performance import (
     outside_stage,
     rows_per_node,
 )
-from planish.engines.planner.pipeline_law import iteration_seconds
+from planish.engines.planner.pipeline import iteration_seconds
 
 Profiles = Mapping[tuple[str, str, int], Measured]
 """(`attention` or `experts`, GPU, tp) -> measured stage, which replaces the computed one."""
@@ -61,17 +61,8 @@ class Deployment:
     ) -> None:
         """Compute the stages.
 
-        Args:
-            model: its experts are divided by `n_e`.
-            workload: lengths, and how it is spread.
-            constants: of what no profile measured.
-            profiles: measured stages.
-            attention_gpu: type of each.
-            expert_gpu: type of each.
-            tp_a: GPUs of an attention replica.
-            tp_e: GPUs of an expert node.
-            n_a: attention replicas.
-            n_e: expert nodes.
+        `n_a` attention replicas have `tp_a` GPUs each, and `n_e` expert nodes, which divide the
+        experts, `tp_e`. Measured `profiles` go before the `constants`.
         """
         self.model, self.attention_gpu, self.expert_gpu = model, attention_gpu, expert_gpu
         self.tp_a, self.tp_e, self.n_a, self.n_e = tp_a, tp_e, n_a, n_e

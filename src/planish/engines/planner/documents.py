@@ -154,9 +154,6 @@ def read_profile(
 
     What was not measured is added from the data sheet: sums over GPUs, norms and the router, and
     the cache of a request that has another `length` in tokens than the measured one.
-
-    Raises:
-        ConfigError: no such file, another model, or damaged content.
     """
     document = _read(_Profile, path, "planish rollout profile")
     gpu = document.gpu

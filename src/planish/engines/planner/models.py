@@ -104,16 +104,6 @@ class MoeModel:
         return self.layers + self.dense_layers
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of one cached token over all layers, stored once."""
-        return self.kv_bytes(1) * self.all_layers
-
-    @property
-    def attention_parameters(self) -> int:
-        """Parameters of attention in the layers with experts: P_a of the paper."""
-        return self.layers * _count(self.attention_matrices(1))
-
-    @property
     def expert_parameters(self) -> int:
         """Parameters of one routed expert over all layers: P_e of the paper."""
         return self.layers * 3 * self.hidden_size * self.expert_size
@@ -171,11 +161,7 @@ Mixtral; its heads as 64 of 128."""
 
 
 def find_model(text: str) -> MoeModel:
-    """Return a model by its name in the table, or by the path of a config.json or its folder.
-
-    Raises:
-        ConfigError: neither, or the file describes no model with experts.
-    """
+    """Return a model by its name, or by the path of a config.json or its folder."""
     if text.lower() in MODELS:
         return MODELS[text.lower()]
     path = Path(text)
@@ -189,13 +175,10 @@ def find_model(text: str) -> MoeModel:
 
 
 def model_of(config: Mapping[str, Any], name: str) -> MoeModel:
-    """Return the shapes of a config.json of any family with experts, under a name.
+    """Return the shapes of a config.json of any family with experts, or raise ConfigError.
 
     Keys are those of Qwen3-MoE, Mixtral and DeepSeek-V3; a family that has the same keys needs no
     entry anywhere.
-
-    Raises:
-        ConfigError: a dense model, a missing key, or sizes that are not positive integers.
     """
     config = language_config(config)
     experts = num_experts(config)

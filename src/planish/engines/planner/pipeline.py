@@ -1,10 +1,12 @@
-"""Event simulation of one iteration: ranks and their links, each serving in the order of readiness.
+"""Seconds of one decode iteration: by the law of the ping-pong pipeline, and event by event.
 
-A link is the outgoing one of a rank and carries its frames for all receivers. So the frames of a
-micro-batch are complete for all experts at one time, and its replies for all attention ranks.
+A micro-batch walks attention, link, expert, link and on to the attention of the next layer. Stages
+and links are serial and serve in the order of readiness. A link is the outgoing one of a rank and
+carries its frames for all receivers, so the frames of a micro-batch are complete for all experts at
+one time, and its replies for all attention ranks.
 
-Source: MegaScale-Infer, arXiv 2504.02263, ping-pong pipeline; with equal times it gives the law of
-`pipeline_law.iteration_seconds`.
+Source: MegaScale-Infer, arXiv 2504.02263, section on ping-pong pipeline parallelism, equations 4
+and 5; the law below holds beyond their conditions and equals them where these are fulfilled.
 """
 
 from __future__ import annotations
@@ -17,6 +19,27 @@ from typing import NamedTuple
 
 KINDS = ("attention", "dispatch", "experts", "combine")
 """Resources: attention ranks, their links, expert ranks, their links."""
+
+
+def iteration_seconds(
+    attention: float, experts: float, network: float, micro_batches: int, layers: int
+) -> float:
+    """Return the seconds from the first attention to the last reply of one iteration.
+
+    The three times are of one micro-batch and layer, that of the network of one direction; there is
+    at least one micro-batch, and one layer with experts.
+
+    Example:
+        >>> iteration_seconds(400, 300, 100, 3, 56), iteration_seconds(100, 120, 200, 3, 10)
+        (67700, 6600)
+    """
+    round_trip = attention + experts + 2 * network
+    slowest = max(attention, experts, network)
+    return (
+        max(micro_batches * slowest, round_trip) * (layers - 1)
+        + round_trip
+        + (micro_batches - 1) * slowest
+    )
 
 
 class Served(NamedTuple):
@@ -69,13 +92,10 @@ class Pipeline:
     def iteration(
         self, start: float, work: Sequence[Work], layers: int, factors: Sequence[float] = (1.0,)
     ) -> float:
-        """Run one iteration and return when its last micro-batch has ended.
+        """Run one iteration from `start` seconds on; return when its last micro-batch has ended.
 
-        Args:
-            start: seconds; no resource is busy at that time.
-            work: of each micro-batch that takes part.
-            layers: of the model.
-            factors: on the times of ranks and links, taken in turn; more than one is jitter.
+        `work` is of each micro-batch that takes part; `factors` on the times of ranks and links are
+        taken in turn, and more than one is jitter.
         """
         self.free = {kind: [start] * len(ranks) for kind, ranks in self.busy.items()}
         # Ready time, layer, micro-batch, and 0 for attention or 1 for experts.

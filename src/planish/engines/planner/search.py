@@ -114,9 +114,8 @@ class Search:
 def search(query: Query) -> Search:
     """Evaluate every deployment of a query; ties go to fewer GPUs, then to fewer micro-batches.
 
-    Raises:
-        ConfigError: `cost` with a GPU without a price, or expert nodes that do not divide the
-            experts.
+    A GPU without the figure of the objective, and expert nodes that do not divide the experts,
+    raise ConfigError.
     """
     gpus = {gpu.name: gpu for gpu in (*query.attention_gpus, *query.expert_gpus)}
     figure = FIGURES[query.objective]

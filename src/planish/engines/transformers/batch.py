@@ -8,14 +8,14 @@ and no other batch: what it gives depends on its own requests and the weights.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from planish.engines.base import COUNTERS
 from planish.engines.requests import Output, Request
 from planish.engines.sampling import choose
 from planish.engines.stops import StopStates, StopTable
@@ -26,9 +26,6 @@ from planish.records.rollouts import FinishReason
 
 PREFILL_TOKENS = 16384
 """Most tokens of one forward over prompts where the settings leave it open."""
-COUNTERS = ("tokens", "steps", "row_steps", "most_rows", "prefill_tokens")
-"""Counts of a batch: `tokens` are sampled, those of running rows included; `steps` are forward
-passes that decode, `row_steps` living rows summed over them, `most_rows` the most of any."""
 
 
 class Decoder(Protocol):
@@ -37,25 +34,17 @@ class Decoder(Protocol):
     cache: KeyValueCache
 
     def prefill(self, tokens: Tensor, rows: Tensor, owner: Tensor) -> None:
-        """Fill the cache of `rows` [k] int64 from position 0.
+        """Fill the cache of rows [k] int64 from position 0.
 
-        Args:
-            tokens: [m, length] int64, padded on the right.
-            rows: to fill.
-            owner: [k] int64, which of the m sequences each row takes.
+        Of sequences [m, length] int64, padded on the right, each row takes the one of `owner` [k]
+        int64.
         """
 
     def decode(self, tokens: Tensor, positions: Tensor, cells: Tensor, bias: Tensor) -> Tensor:
-        """Add one token to each of the first n rows.
+        """Add one token to each of the first n rows; return logits [n, vocabulary] of the next one.
 
-        Args:
-            tokens: [n] int64.
-            positions: [n] int64, absolute position of each token.
-            cells: [n] int64, `row * cache.width + position`.
-            bias: [n, longest] float, 0 on visible cells and -inf elsewhere.
-
-        Returns:
-            Logits [n, vocabulary] of the following token.
+        Tokens, absolute positions and cells (`row * cache.width + position`) are [n] int64; the
+        bias [n, longest] is 0 on visible cells and -inf elsewhere.
         """
 
     def refresh(self) -> None:
@@ -103,7 +92,8 @@ class DecodeBatch:
         self.cache = KeyValueCache(limits.max_rows, device)
         self.decoder = new_decoder(self.cache)
         self._routing = routing
-        self._counts: dict[str, int] = {}
+        self.counts: dict[str, int] = {}
+        """Each of `COUNTERS`, as it grows."""
         self.renew()
 
     def renew(self) -> None:
@@ -111,11 +101,13 @@ class DecodeBatch:
         limits, strings = self.limits, None
         if limits.strings is not None:
             strings = StopStates(limits.strings, limits.max_rows, self._device)
-        self._rows = RunningRows(limits.max_rows, limits.vocab_size, self._device, strings)
+        self._rows = RunningRows(
+            limits.max_rows, limits.vocab_size, limits.eos, self._device, strings
+        )
         self.cache.release()
         if self._routing is not None:
             self._routing.release()
-        self._counts.update(dict.fromkeys(COUNTERS, 0))
+        self.counts.update(dict.fromkeys(COUNTERS, 0))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -125,40 +117,18 @@ class DecodeBatch:
         """Ids of the running requests."""
         return [row.request.request_id for row in self._rows.rows]
 
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Each of `COUNTERS`, as it grows."""
-        return self._counts
-
     @torch.inference_mode()
-    def admit(self, requests: Sequence[Request], waited: Sequence[float]) -> None:
-        """Start requests without a `fault`, for which there are free rows, and prefill them.
-
-        `waited` are the seconds that each was queued.
-        """
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Start requests without a `fault`, for which there are free rows, and prefill them."""
         rows = []
-        now = time.monotonic()
-        for request, seconds in zip(requests, waited, strict=True):
+        for request in requests:
             start = len(request.prompt_ids) + len(request.response_prefix)
             end = min(start + request.sampling.max_new_tokens, self.limits.max_model_len)
-            stats = {"queue_seconds": seconds, "cached_tokens": 0, "preemptions": 0}
-            rows.append(
-                RunningRow(
-                    request, len(request.prompt_ids), start, end, stats=stats, admitted_seconds=now
-                )
-            )
+            rows.append(RunningRow(request, start, end))
         self._make_room(max(row.start for row in rows) + 1, max(row.end for row in rows))
-        stops = [
-            frozenset(r.sampling.stop_token_ids)
-            | (frozenset() if r.sampling.ignore_eos else self.limits.eos)
-            for r in requests
-        ]
-        indices = self._rows.add(rows, stops).tolist()
+        indices = self._rows.add(rows).tolist()
         self._rows.update_longest()
         self._prefill(indices, [row.start - 1 for row in rows])
-        spent = time.monotonic() - rows[0].admitted_seconds
-        for row in rows:
-            row.stats["prefill_seconds"] = spent
 
     def _make_room(self, needed: int, wanted: int) -> None:
         """Widen the rows: to all that is wanted where that is little, else by doubling."""
@@ -198,7 +168,7 @@ class DecodeBatch:
         self.decoder.prefill(padded.to(self._device), rows, owner)
         if self._routing is not None:
             self._routing.fill(rows, owner)
-        self._counts["prefill_tokens"] += sum(len(ids) for ids in batch)
+        self.counts["prefill_tokens"] += sum(len(ids) for ids in batch)
 
     @torch.inference_mode()
     def advance(self, version: int) -> list[Output]:
@@ -210,11 +180,11 @@ class DecodeBatch:
         logits = self.decoder.decode(tokens, rows.positions(), cells, bias)
         if self._routing is not None:
             self._routing.append(cells)
-        ids, logprobs = choose(rows.forbid_stops(logits), rows.uniform(), rows.choice)
-        self._counts["steps"] += 1
-        self._counts["tokens"] += len(rows)
-        self._counts["row_steps"] += len(rows)
-        self._counts["most_rows"] = max(self._counts["most_rows"], len(rows))
+        ids, logprobs = choose(logits, rows.uniform(), rows.choice)
+        self.counts["steps"] += 1
+        self.counts["tokens"] += len(rows)
+        self.counts["row_steps"] += len(rows)
+        self.counts["most_rows"] = max(self.counts["most_rows"], len(rows))
         ended = rows.accept(ids, logprobs, cells)
         return self._end(ended.tolist(), version, None) if len(ended) else []
 
@@ -223,7 +193,7 @@ class DecodeBatch:
         for index, output in zip(ended, outputs, strict=True):
             if output.error:
                 self.cache.clear(index)
-                self._counts["tokens"] -= 1
+                self.counts["tokens"] -= 1
             row = self._rows.rows[index]
             if self._routing is not None and row.request.sampling.want_routing and output.token_ids:
                 output.routing = self._routing.read(index, row.start + output.num_tokens - 1)

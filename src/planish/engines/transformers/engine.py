@@ -9,7 +9,7 @@ requests, and on CPU its paged attention is several times slower than plain `gen
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,8 @@ import torch
 from planish.base.errors import EngineError
 from planish.engines.base import BaseEngine
 from planish.engines.config import EngineConfig
-from planish.engines.requests import Capabilities, ModelRef, Output, Request, WeightUpdate
-from planish.engines.transformers.batch import (
-    COUNTERS,
-    PREFILL_TOKENS,
-    DecodeBatch,
-    Decoder,
-    Limits,
-)
+from planish.engines.requests import ModelRef, Output, Request, WeightUpdate
+from planish.engines.transformers.batch import PREFILL_TOKENS, DecodeBatch, Decoder, Limits
 from planish.engines.transformers.fused_decoder import FusedDecoder
 from planish.engines.transformers.kv_cache import KeyValueCache
 from planish.engines.transformers.routing import RoutingCells
@@ -48,51 +42,31 @@ class TransformersEngine(BaseEngine):
         routing: bool = False,
         config: EngineConfig | None = None,
     ) -> None:
-        """Make an engine.
+        """Make an engine; `fused` is the fast decoder, where it covers the family.
 
-        Args:
-            max_rows: requests that run at once.
-            max_model_len: prompt and response in tokens; 0 takes the model's own limit.
-            device: torch device.
-            fused: use the fast decoder for the families that it covers.
-            routing: keep the experts of each token, for requests that want them.
-            config: its `batch_tokens` bound a forward over prompts.
+        `max_rows` requests run at once; `max_model_len` 0 takes the model's own limit. The experts
+        of each token are kept with `routing`; `batch_tokens` of `config` bounds a forward over
+        prompts.
         """
-        super().__init__()
-        self._max_rows = max_rows
+        super().__init__(max_rows, max_model_len, routing=routing)
         self._prefill_tokens = (config or EngineConfig()).batch_tokens or PREFILL_TOKENS
-        self._max_model_len, self._fused, self._routing = max_model_len, fused, routing
-        self._device = torch.device(device)
+        self._fused, self._device = fused, torch.device(device)
         self._served: ServedModel | None = None
         self._batch: DecodeBatch | None = None
-        self._counts: Mapping[str, int] = dict.fromkeys(COUNTERS, 0)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What this engine can do with this model."""
-        return Capabilities(
-            max_model_len=self._max_model_len,
-            seed_split_exact=True,
-            bit_stable=self._device.type == "cpu",
-            moe=True,
-            routing=self._routing,
-        )
 
     @property
     def decoder_name(self) -> str:
         """Which decoder serves this model."""
         return type(self._running().decoder).__name__
 
-    def _load(self, model: ModelRef, source: WeightSource | None) -> int:
+    def _load(self, model: ModelRef) -> int:
         served = open_model(model, self._device, fused=self._fused)
-        dtype = routing_dtype(served.config) if self._routing else ""
-        if source is not None:
-            served.write(source)
+        dtype = routing_dtype(served.config) if self.routing else ""
         limit = context_tokens(served.config)
-        self._max_model_len = min(self._max_model_len or limit, limit)
+        self.max_model_len = min(self.max_model_len or limit, limit)
         limits = Limits(
             max_rows=self._max_rows,
-            max_model_len=self._max_model_len,
+            max_model_len=self.max_model_len,
             vocab_size=served.vocab_size,
             eos=frozenset(served.tokenizer.eos_token_ids),
             strings=served.stop_table(),
@@ -162,14 +136,9 @@ class TransformersEngine(BaseEngine):
         self._served = self._batch = None
 
     def stats(self) -> dict[str, Any]:
-        """Return `COUNTERS` and more; `occupancy` is living rows per step over `max_rows`."""
-        steps = max(self._counts["steps"], 1)
-        return {
-            **super().stats(),
-            **self._counts,
-            "cache_bytes": self._batch.cache.num_bytes() if self._batch is not None else 0,
-            "occupancy": self._counts["row_steps"] / steps / self._max_rows,
-        }
+        """Return counters since the start."""
+        cache = self._batch.cache.num_bytes() if self._batch is not None else 0
+        return {**super().stats(), "cache_bytes": cache}
 
     def _check(self, request: Request) -> str:
         return self._running().limits.fault(request)
@@ -185,9 +154,7 @@ class TransformersEngine(BaseEngine):
         return self._batch
 
     def _admit(self, requests: Sequence[Request]) -> list[Output]:
-        now = time.monotonic()
-        waited = [now - self._arrivals.get(request.request_id, now) for request in requests]
-        self._running().admit(requests, waited)
+        self._running().admit(requests)
         return []
 
     def _advance(self) -> list[Output]:

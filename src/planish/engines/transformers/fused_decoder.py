@@ -68,13 +68,7 @@ def rotation_table(rope: Mapping[str, Any], head_dim: int, length: int) -> Tenso
 
 
 def fits(architecture: str, config: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Return whether the lines below compute what transformers computes.
-
-    Args:
-        architecture: name of the model's class.
-        config: its config.json, or the same of its configuration; an absent key means no.
-        names: of its tensors.
-    """
+    """Return whether the lines below compute what transformers computes; an absent key means no."""
     kinds = set(config.get("layer_types") or ["full_attention"])
     rope = config.get("rope_parameters") or {}
     windowed = "layer_types" not in config and config.get("sliding_window")

@@ -67,17 +67,10 @@ class KeyValueCache:
     def append(
         self, index: int, keys: Tensor, values: Tensor, cells: Tensor, longest: int
     ) -> tuple[Tensor, Tensor]:
-        """Write one token of layer `index` per row and return what attention reads.
+        """Write one token of a layer into each of the first n rows and return what attention reads.
 
-        Args:
-            index: of the layer.
-            keys: [n, kv heads, 1, key size], for the first n rows.
-            values: [n, kv heads, 1, value size].
-            cells: [n] int64, `row * width + position` of each token.
-            longest: columns to read.
-
-        Returns:
-            Views [n, kv heads, longest, size] of keys and values.
+        Keys and values are [n, kv heads, 1, size], cells [n] int64 `row * width + position`. The
+        views that come back are [n, kv heads, longest, size].
         """
         layer = self._layer(index, keys, values)
         num, heads = keys.shape[:2]
@@ -92,14 +85,9 @@ class KeyValueCache:
         return layer.keys[:num, :, :longest], layer.values[:num, :, :longest]
 
     def fill(self, index: int, keys: Tensor, values: Tensor, rows: Tensor, owner: Tensor) -> None:
-        """Write the first columns of whole rows.
+        """Write the first columns of whole rows [k] of a layer.
 
-        Args:
-            index: of the layer.
-            keys: [m, kv heads, length, key size].
-            values: [m, kv heads, length, value size].
-            rows: [k] int64, rows to write.
-            owner: [k] int64, which of the m sequences each row takes.
+        Of keys and values [m, kv heads, length, size] each row takes those of `owner` [k] int64.
         """
         layer = self._layer(index, keys, values)
         length = keys.shape[2]

@@ -7,9 +7,8 @@ computes a dead row. Rows know no model.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,48 +28,10 @@ class RunningRow:
     """What the host remembers of one running request."""
 
     request: Request
-    prompt_length: int
     start: int
     """Absolute position of the first token of this call."""
     end: int
     """Absolute length at which the budget is used up."""
-    stats: dict[str, float] = field(default_factory=dict)
-    admitted_seconds: float = 0.0
-
-    def output(
-        self,
-        tokens: list[int],
-        logprobs: list[float],
-        *,
-        version: int,
-        reason: FinishReason | None,
-        stop_ids: frozenset[int],
-        stop_string: str | None,
-    ) -> Output:
-        """Return what the request gave in this call, the stop token included.
-
-        A reason of None finds STOP, LENGTH, or ABORT where the logits were not finite.
-        """
-        error, stop_id = "", None
-        if reason is None and not math.isfinite(logprobs[-1]):
-            place = self.start + len(tokens) - 1
-            error = f"logits must be finite, got NaN or inf at position {place}"
-            tokens, logprobs, reason = tokens[:-1], logprobs[:-1], FinishReason.ABORT
-        if reason is None:
-            stop_id = tokens[-1] if tokens[-1] in stop_ids else None
-            has_stopped = stop_id is not None or stop_string is not None
-            reason = FinishReason.STOP if has_stopped else FinishReason.LENGTH
-        return Output(
-            self.request.request_id,
-            tokens,
-            logprobs,
-            [version] * len(tokens),
-            reason,
-            stop_token_id=stop_id,
-            stop_string=stop_string if reason is FinishReason.STOP else None,
-            stats={**self.stats, "decode_seconds": time.monotonic() - self.admitted_seconds},
-            error=error,
-        )
 
 
 class RunningRows:
@@ -84,6 +45,7 @@ class RunningRows:
         self,
         capacity: int,
         vocab_size: int,
+        eos: Collection[int],
         device: torch.device,
         strings: StopStates | None = None,
     ) -> None:
@@ -98,10 +60,11 @@ class RunningRows:
         self._settings = torch.ones((capacity, 2), dtype=torch.float32, device=device)
         self._noise = torch.zeros((capacity, _NOISE_BLOCK), dtype=torch.float64, device=device)
         self._column = _NOISE_BLOCK
-        self._stops: dict[frozenset[int], int] = {}
-        self._stop_sets: list[frozenset[int]] = []
-        self._stop_table = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
-        self._has_minimum = False
+        self._heeds_ends = torch.ones(capacity, dtype=torch.bool, device=device)
+        self._is_end = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self._is_end[sorted(eos)] = True
+        self._stopped = self._is_end[:0]
+        """[n] of the last step: which rows ended by a token, or by the end of a string."""
         self._num_special = 0
         self._allocate(0)
 
@@ -130,7 +93,7 @@ class RunningRows:
         """Return [n] int64: absolute position of each current token."""
         return self._field("position")
 
-    def add(self, rows: Sequence[RunningRow], stops: Sequence[frozenset[int]]) -> Tensor:
+    def add(self, rows: Sequence[RunningRow]) -> Tensor:
         """Put new requests behind the living rows; return their indices [k] int64."""
         first, last = len(self.rows), len(self.rows) + len(rows)
         self.rows.extend(rows)
@@ -141,9 +104,20 @@ class RunningRows:
         self.tokens[first:last, :longest] = padded.to(self.device)
         seen = torch.arange(self.width) < lengths[:, None] - 1
         self.bias[first:last] = torch.where(seen, 0.0, -torch.inf).to(self.device)
-        numbers = [self._number_row(r, s) for r, s in zip(rows, stops, strict=True)]
-        self._numbers[first:last] = torch.tensor(numbers, device=self.device)
         samplings = [row.request.sampling for row in rows]
+        numbers = [
+            (
+                row.start - 1,
+                row.end,
+                len(row.request.prompt_ids),
+                sampling.seed,
+                sampling.top_k or self.vocab_size,
+            )
+            for row, sampling in zip(rows, samplings, strict=True)
+        ]
+        self._numbers[first:last] = torch.tensor(numbers, device=self.device)
+        heeds_ends = [not sampling.ignore_eos for sampling in samplings]
+        self._heeds_ends[first:last] = torch.tensor(heeds_ends, device=self.device)
         self._settings[first:last] = torch.tensor(
             [(s.temperature, s.top_p) for s in samplings], device=self.device
         )
@@ -155,37 +129,15 @@ class RunningRows:
         self._refresh_choice()
         return torch.arange(first, last, device=self.device)
 
-    def _number_row(self, row: RunningRow, stop: frozenset[int]) -> tuple[int, ...]:
-        sampling = row.request.sampling
-        return (
-            row.start - 1,
-            row.end,
-            row.prompt_length,
-            sampling.seed,
-            self._stop_set(stop),
-            row.prompt_length + sampling.min_new_tokens,
-            sampling.top_k or self.vocab_size,
-        )
-
-    def _stop_set(self, stop: frozenset[int]) -> int:
-        if stop not in self._stops:
-            line = torch.zeros((1, self.vocab_size), dtype=torch.bool, device=self.device)
-            line[0, sorted(stop)] = True
-            self._stops[stop] = len(self._stops)
-            self._stop_sets.append(stop)
-            self._stop_table = torch.cat([self._stop_table, line])
-        return self._stops[stop]
-
     def _refresh_choice(self) -> None:
         """Find which settings any row uses, so that a plain batch pays for none."""
         if not self._num_special:
-            self.choice, self._has_minimum = PLAIN, False
+            self.choice = PLAIN
             return
         samplings = [row.request.sampling for row in self.rows]
         temperatures = self._settings[: len(self.rows), 0]
         greedy = any(s.temperature == 0.0 for s in samplings)
         warm = greedy or any(s.temperature != 1.0 for s in samplings)
-        self._has_minimum = any(s.min_new_tokens > 0 for s in samplings)
         self.choice = Choice(
             temperature=torch.where(temperatures == 0.0, 1.0, temperatures) if warm else None,
             greedy=temperatures == 0.0 if greedy else None,
@@ -218,16 +170,6 @@ class RunningRows:
         self.bias.view(-1).index_fill_(0, cells, 0.0)
         return self.tokens.view(-1)[cells], cells, self.bias[:num, : self.longest]
 
-    def forbid_stops(self, logits: Tensor) -> Tensor:
-        """Put -inf on tokens that would end rows below their minimum length."""
-        if not self._has_minimum:
-            return logits
-        early = self.positions() + 1 < self._field("minimum")
-        ends = self._stop_table[self._field("stop")]
-        if self._strings is not None:
-            ends = ends | self._strings.would_complete(len(self.rows))
-        return logits.masked_fill(early[:, None] & ends, -torch.inf)
-
     def accept(self, ids: Tensor, logprobs: Tensor, cells: Tensor) -> np.ndarray:
         """Store the sampled tokens; return the indices of the rows that ended (host, sorted)."""
         cells = cells + 1
@@ -237,40 +179,38 @@ class RunningRows:
         positions += 1
         self._column += 1
         self.longest += 1
-        table = self._stop_table
-        stopped = table[0][ids] if len(table) == 1 else table[self._field("stop"), ids]
+        stops = self._is_end[ids]
         if self._strings is not None:
-            stopped = stopped | self._strings.read(ids)
-        ended = stopped | (positions + 1 >= self._field("end")) | ~(logprobs > -torch.inf)
+            stops = stops | self._strings.read(ids)
+        self._stopped = stops & self._heeds_ends[: len(self.rows)]
+        ended = self._stopped | (positions + 1 >= self._field("end")) | ~(logprobs > -torch.inf)
         return ended.nonzero().squeeze(-1).cpu().numpy()
 
     def outputs(
         self, indices: Sequence[int], version: int, reason: FinishReason | None
     ) -> list[Output]:
-        """Return the outputs of rows; a reason of None finds STOP, LENGTH or a failure of each."""
+        """Return what rows gave in this call, stop tokens included.
+
+        A reason of None finds STOP, LENGTH, or ABORT where the logits were not finite.
+        """
         # One copy from the device for all of them.
         where = torch.tensor(indices, device=self.device)
-        numbers = self._numbers[where].cpu()
-        lengths = (numbers[:, _FIELDS["position"]] + 1).tolist()
+        lengths = (self._numbers[where, _FIELDS["position"]] + 1).tolist()
         tokens, logprobs = (
             wide[where, : max(lengths)].tolist() for wide in (self.tokens, self.logprobs)
         )
-        stops = [self._stop_sets[stop] for stop in numbers[:, _FIELDS["stop"]].tolist()]
-        strings = self._strings.strings(where) if self._strings else [None] * len(indices)
+        stopped = self._stopped[where].tolist() if reason is None else ()
         outputs = []
         for place, index in enumerate(indices):
-            row = self.rows[index]
-            new = slice(row.start, lengths[place])
-            outputs.append(
-                row.output(
-                    tokens[place][new],
-                    logprobs[place][new],
-                    version=version,
-                    reason=reason,
-                    stop_ids=stops[place],
-                    stop_string=strings[place],
-                )
-            )
+            row, why, error = self.rows[index], reason, ""
+            ids, logs = (wide[place][row.start : lengths[place]] for wide in (tokens, logprobs))
+            if why is None and not math.isfinite(logs[-1]):
+                error = f"logits must be finite, got NaN or inf at position {lengths[place] - 1}"
+                ids, logs, why = ids[:-1], logs[:-1], FinishReason.ABORT
+            if why is None:
+                why = FinishReason.STOP if stopped[place] else FinishReason.LENGTH
+            versions, name = [version] * len(ids), row.request.request_id
+            outputs.append(Output(name, ids, logs, versions, why, error=error))
         return outputs
 
     def remove(self, ended: Sequence[int]) -> tuple[Tensor, Tensor] | None:
@@ -291,7 +231,7 @@ class RunningRows:
         if holes:
             origin = torch.tensor(movers, device=self.device)
             hole = torch.tensor(holes, device=self.device)
-            for storage in (self._numbers, self._settings, self._noise):
+            for storage in (self._numbers, self._settings, self._noise, self._heeds_ends):
                 storage[hole] = storage[origin]
             if self._strings is not None:
                 self._strings.move(origin, hole)
@@ -308,16 +248,10 @@ class RunningRows:
 
 
 _FIELDS: Mapping[str, int] = {
-    name: index
-    for index, name in enumerate(("position", "end", "prompt", "seed", "stop", "minimum", "top_k"))
+    name: index for index, name in enumerate(("position", "end", "prompt", "seed", "top_k"))
 }
 """Columns of the table of integers of each row."""
 
 
 def _is_special(sampling: Sampling) -> bool:
-    return (
-        sampling.temperature != 1.0
-        or sampling.top_p < 1.0
-        or sampling.top_k > 0
-        or sampling.min_new_tokens > 0
-    )
+    return sampling.temperature != 1.0 or sampling.top_p < 1.0 or sampling.top_k > 0

@@ -9,22 +9,20 @@ Source: MegaScale-Infer, arXiv 2504.02263, sections 3 and 4.1.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from planish.engines.base import COUNTERS
 from planish.engines.config import EngineConfig
-from planish.engines.disagg.control import Message, decode_request, encode_outputs
+from planish.engines.disagg.control import Message, decode_requests, encode_outputs
 from planish.engines.disagg.exchange import ExchangingRank, ExpertExchange, Inbox
-from planish.engines.disagg.layout import ExpertLayout
 from planish.engines.disagg.settings import RankSettings
 from planish.engines.requests import ModelRef
-from planish.engines.transformers.batch import COUNTERS
 from planish.engines.vllm import remote_experts
 from planish.engines.vllm.engine import VllmEngine
-from planish.engines.weights import FolderWeights, WeightSource, fetch_weights
+from planish.engines.weights import FolderWeights
 from planish.models.experts import is_expert
 
 
@@ -46,7 +44,8 @@ class VllmAttentionRank(ExchangingRank):
     def __init__(self, settings: RankSettings, inbox: Inbox) -> None:
         """Start vLLM on the tensors that are not of routed experts."""
         turns = _Alone()
-        self._exchange = turns.exchange = ExpertExchange(settings, inbox, turns)
+        super().__init__(settings, inbox, turns)
+        turns.exchange = self._exchange
         self._engine = VllmEngine(
             max_rows=settings.rows,
             max_model_len=settings.max_model_len,
@@ -62,8 +61,6 @@ class VllmAttentionRank(ExchangingRank):
         self._num_bytes = sum(
             math.prod(shape) * dtype.itemsize for n, (shape, dtype) in names if not is_expert(n)
         )
-        self._shadow: tuple[int, ExpertLayout, WeightSource] | None = None
-        self._busy_s = 0.0
 
     def compute(self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the experts of each row, as `ExpertExchange.compute`."""
@@ -74,7 +71,7 @@ class VllmAttentionRank(ExchangingRank):
     def admit(self, message: Mapping[str, Any]) -> Message:
         """Queue new requests."""
         batches = message["batches"].values()
-        self._engine.submit([decode_request(r) for given in batches for r, _ in given])
+        self._engine.submit([r for given in batches for r in decode_requests(given)])
         return {}
 
     def withdraw(self, message: Mapping[str, Any]) -> Message:
@@ -87,41 +84,26 @@ class VllmAttentionRank(ExchangingRank):
         Every step is marked as one of prompts, which no expert rank lets wait for other ranks.
         """
         self._exchange.begin(message["iteration"], is_prefill=True)
-        begin, waited = time.monotonic(), self._exchange.seconds["wait"]
         before = self._engine.stats()["tokens"]
-        outputs = self._engine.poll(0.0)
-        self._busy_s += time.monotonic() - begin - (self._exchange.seconds["wait"] - waited)
+        with self._computing():
+            outputs = self._engine.poll(0.0)
         num_tokens = self._engine.stats()["tokens"] - before
         return {"outputs": encode_outputs(outputs), "num_tokens": num_tokens}
 
-    def load(self, message: Mapping[str, Any]) -> Message:
-        """Open other weights; vLLM keeps no second copy, so they are read by `commit`."""
-        layout = ExpertLayout.parse(message["layout"])
-        weights = fetch_weights(message["weights"])
-        self._shadow = int(message["version"]), layout, weights
-        return {"fingerprint": weights.fingerprint}
-
     def commit(self, _: Mapping[str, Any]) -> Message:
-        """Use what was opened last."""
-        assert self._shadow is not None
-        version, layout, weights = self._shadow
+        """Use what was opened last: vLLM keeps no second copy, so it is read now."""
+        version, layout, weights = self._next
         self._engine.update_weights(weights, version)
         self._exchange.use(layout, version)
-        self._shadow = None
         return {}
 
     def stats(self, _: Mapping[str, Any]) -> Message:
         """Return counters since the start."""
         stats = self._engine.stats()
-        return {
-            "role": "attention",
-            "num_bytes": self._num_bytes,
-            "busy_s": self._busy_s,
-            "wait_s": self._exchange.seconds["wait"],
-            "rows": stats["row_steps"],
-            "queue": stats["running"],
-            "seconds": self._exchange.seconds,
-            "m2n": self._exchange.traffic.plain(),
-            "cache_bytes": 0,
-            "counts": {name: stats[name] for name in COUNTERS},
-        }
+        return self._stats(
+            num_bytes=self._num_bytes,
+            rows=stats["row_steps"],
+            queue=stats["running"],
+            cache_bytes=0,
+            counts={name: stats[name] for name in COUNTERS},
+        )

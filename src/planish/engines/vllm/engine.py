@@ -25,7 +25,6 @@ from planish.engines.base import BaseEngine
 from planish.engines.config import EngineConfig
 from planish.engines.policy_folder import check_policy
 from planish.engines.requests import (
-    Capabilities,
     EngineState,
     ModelRef,
     Output,
@@ -35,7 +34,7 @@ from planish.engines.requests import (
 )
 from planish.engines.sampling import request_seed
 from planish.engines.stops import StopTable, tokenizer_stops
-from planish.engines.transformers.batch import COUNTERS
+from planish.engines.transformers.batch import Limits
 from planish.engines.vllm.plugin import LOAD_FORMAT, WEIGHT_TRANSFER, register
 from planish.engines.vllm.routing import SlotRouting, inputs_routing, layers_with_experts
 from planish.engines.weights import (
@@ -71,8 +70,6 @@ _RANKS_SECONDS = 10.0
 @dataclass
 class _Running:
     request: Request
-    admitted_seconds: float
-    queue_seconds: float
     stop_ids: frozenset[int]
     stop_state: int = 0
     """In the table of stop strings; unused where the request ignores them."""
@@ -82,7 +79,6 @@ class _Running:
     logprobs: list[float] = field(default_factory=list)
     routed: list[np.ndarray] = field(default_factory=list)
     """What vLLM says of the experts, which is all at the end."""
-    prefill_seconds: float = 0.0
     cached_tokens: int = 0
 
 
@@ -113,9 +109,8 @@ class VllmEngine(BaseEngine):
                 reads no routed experts.
             shares_device: `sleep` leaves the accelerator to others.
         """
-        super().__init__()
-        self._max_rows, self._max_model_len, self._device = max_rows, max_model_len, device
-        self._routing, self._load_format = routing, load_format
+        super().__init__(max_rows, max_model_len, routing=routing)
+        self._device, self._routing, self._load_format = device, routing, load_format
         self._shares_device = shares_device
         self._sleeps = shares_device and device != "cpu"
         self._config = config or EngineConfig()
@@ -125,30 +120,19 @@ class VllmEngine(BaseEngine):
         self._strings: StopTable | None = None
         self._running: dict[str, _Running] = {}
         self._scratch = contextlib.ExitStack()
-        self._counts = dict.fromkeys(COUNTERS, 0)
 
     # Start and stop.
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """What this engine can do with this model."""
-        return Capabilities(
-            max_model_len=self._max_model_len,
-            seed_split_exact=False,
-            moe=True,
-            routing=self._routing or self._slots is not None,
-        )
-
-    def _load(self, model: ModelRef, source: WeightSource | None) -> int:
+    def _load(self, model: ModelRef) -> int:
         begin = time.monotonic()
         folder, version = local_policy(model, self._scratch)
         self._names = FolderWeights(folder).names()
         config, tokenizer = check_policy(folder, self._names)
         limit = context_tokens(config)
-        self._max_model_len = min(self._max_model_len or limit, limit)
-        self._vocab_size = int(config["vocab_size"])
-        self._eos = frozenset(tokenizer.eos_token_ids)
-        self._strings = tokenizer_stops(tokenizer, self._vocab_size)
+        self.max_model_len = min(self.max_model_len or limit, limit)
+        size, self._eos = int(config["vocab_size"]), frozenset(tokenizer.eos_token_ids)
+        self._limits = Limits(self._max_rows, self.max_model_len, size, self._eos)
+        self._strings = tokenizer_stops(tokenizer, size)
         self._experts = layers_with_experts(self._names)
         try:
             self._routing_dtype = routing_dtype(config) if self._routing else ""
@@ -172,13 +156,11 @@ class VllmEngine(BaseEngine):
             self._check_taken()
             # One token, so that a model that this build can not run fails now.
             one = Sampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-            self._add(Request("probe", "", (0,), one), 0.0)
+            self._add(Request("probe", "", (0,), one))
             while self._running:
                 self._advance()
             self._counts = dict.fromkeys(self._counts, 0)
             self._forget()
-            if source is not None:
-                self._replace_weights(source, version)
         except BaseException:
             self._release()
             raise
@@ -223,14 +205,14 @@ class VllmEngine(BaseEngine):
         cache_bytes = settings.cache_bytes or (_CPU_CACHE_BYTES if is_cpu else 0)
         batch_tokens = settings.batch_tokens
         if is_cpu:
-            batch_tokens = max(batch_tokens or _CPU_BATCH_TOKENS, self._max_model_len)
+            batch_tokens = max(batch_tokens or _CPU_BATCH_TOKENS, self.max_model_len)
         arguments = EngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
             load_format=self._load_format,
             generation_config="vllm",
             dtype=dtype_name(model_config),
-            max_model_len=self._max_model_len,
+            max_model_len=self.max_model_len,
             max_num_seqs=self._max_rows,
             max_num_batched_tokens=batch_tokens or None,
             # A prompt that is cut asks the generator of its request to step back, which generators
@@ -274,7 +256,7 @@ class VllmEngine(BaseEngine):
             )
         if "cache" in fault:
             return EngineError(
-                f"the cache must hold one sequence of {self._max_model_len} tokens, got "
+                f"the cache must hold one sequence of {self.max_model_len} tokens, got "
                 f"`engine.cache_bytes` = {cache_bytes} and `engine.memory_share` = "
                 f"{settings.memory_share}; raise them, or take a device with more memory ({fault})"
             )
@@ -320,39 +302,13 @@ class VllmEngine(BaseEngine):
         Returns:
             What must be told the choices of each layer, as `SlotRouting.hear`.
         """
-        self._slots = SlotRouting(self._llm, len(self._experts), dtype)
+        self._slots, self.routing = SlotRouting(self._llm, len(self._experts), dtype), True
         return self._slots.hear
-
-    def stats(self) -> dict[str, Any]:
-        """Return counters since the start; as those of the transformers engine."""
-        steps = max(self._counts["steps"], 1)
-        return {
-            **super().stats(),
-            **self._counts,
-            "occupancy": self._counts["row_steps"] / steps / self._max_rows,
-        }
 
     # Requests.
 
     def _check(self, request: Request) -> str:
-        ids = request.prompt_ids + request.response_prefix
-        sampling = request.sampling
-        if len(ids) >= self._max_model_len:
-            return (
-                f"prompt and prefix must be shorter than {self._max_model_len} tokens, got "
-                f"{len(ids)}"
-            )
-        named = ids + sampling.stop_token_ids
-        if min(named) < 0 or max(named) >= self._vocab_size:
-            return (
-                f"token ids must lie in 0..{self._vocab_size - 1}, got {min(named)}..{max(named)}"
-            )
-        if sampling.min_new_tokens and self._strings and not sampling.ignore_eos:
-            return (
-                "`min_new_tokens` must be 0 for a policy with stop strings, got "
-                f"{sampling.min_new_tokens}; the engine `transformers` can hold strings back"
-            )
-        return ""
+        return self._limits.fault(request)
 
     def _free_rows(self) -> int:
         return self._max_rows - len(self._running)
@@ -361,20 +317,16 @@ class VllmEngine(BaseEngine):
         return len(self._running)
 
     def _admit(self, requests: Sequence[Request]) -> list[Output]:
-        now = time.monotonic()
         for request in requests:
-            self._add(request, now - self._arrivals.get(request.request_id, now))
+            self._add(request)
         return []
 
-    def _add(self, request: Request, queue_seconds: float) -> None:
+    def _add(self, request: Request) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         sampling, prefix = request.sampling, request.response_prefix
-        ends = frozenset() if sampling.ignore_eos else self._eos
-        row = _Running(
-            request, time.monotonic(), queue_seconds, ends | frozenset(sampling.stop_token_ids)
-        )
+        row = _Running(request, frozenset() if sampling.ignore_eos else self._eos)
         if self._strings is not None and not sampling.ignore_eos:
             row.stop_state = self._strings.advance(0, prefix)
         # A number generator of vLLM begins anew in each window: the same seed would repeat itself.
@@ -387,9 +339,6 @@ class VllmEngine(BaseEngine):
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 max_tokens=sampling.max_new_tokens,
-                min_tokens=min(
-                    max(0, sampling.min_new_tokens - len(prefix)), sampling.max_new_tokens
-                ),
                 stop_token_ids=sorted(row.stop_ids),
                 ignore_eos=True,
                 seed=seed,
@@ -424,7 +373,6 @@ class VllmEngine(BaseEngine):
     def _take(self, row: _Running, part: Any) -> Output | None:
         """Add what a step gave; return the output of a row that ends."""
         if not row.tokens:
-            row.prefill_seconds = time.monotonic() - row.admitted_seconds
             row.cached_tokens = int(part.num_cached_tokens or 0)
         (new,) = part.outputs
         if new.routed_experts is not None:
@@ -434,30 +382,25 @@ class VllmEngine(BaseEngine):
             if not math.isfinite(logprob):
                 place = len(row.request.prompt_ids) + len(row.request.response_prefix)
                 place += len(row.tokens)
-                return self._end(
-                    row,
-                    FinishReason.ABORT,
-                    error=f"logits must be finite, got NaN or inf at position {place}",
-                )
+                error = f"logits must be finite, got NaN or inf at position {place}"
+                return self._end(row, FinishReason.ABORT, error)
             row.tokens.append(int(token))
             row.logprobs.append(float(logprob))
             self._counts["tokens"] += 1
             if token in row.stop_ids:
-                return self._end(row, FinishReason.STOP, stop_token_id=int(token))
+                return self._end(row, FinishReason.STOP)
             if self._strings is not None and not row.request.sampling.ignore_eos:
                 row.stop_state = self._strings.advance(row.stop_state, (int(token),))
-                string = self._strings.string_at(row.stop_state)
-                if string is not None:
-                    return self._end(row, FinishReason.STOP, stop_string=string)
+                if self._strings.complete[row.stop_state]:
+                    return self._end(row, FinishReason.STOP)
         if not part.finished:
             return None
         if new.finish_reason != "length":
-            return self._end(
-                row, FinishReason.ABORT, error=f"vLLM ended the request: {new.finish_reason}"
-            )
+            error = f"vLLM ended the request: {new.finish_reason}"
+            return self._end(row, FinishReason.ABORT, error)
         return self._end(row, FinishReason.LENGTH)
 
-    def _end(self, row: _Running, reason: FinishReason, **facts: Any) -> Output:
+    def _end(self, row: _Running, reason: FinishReason, error: str = "") -> Output:
         del self._running[row.request.request_id]
         num_inputs = len(row.request.prompt_ids) + len(row.request.response_prefix)
         routing = None
@@ -478,13 +421,7 @@ class VllmEngine(BaseEngine):
             [self._version] * len(row.tokens),
             reason,
             routing=routing,
-            stats={
-                "queue_seconds": row.queue_seconds,
-                "prefill_seconds": row.prefill_seconds,
-                "decode_seconds": time.monotonic() - row.admitted_seconds,
-                "cached_tokens": row.cached_tokens,
-            },
-            **facts,
+            error=error,
         )
 
     def _withdraw(self, request_ids: Collection[str]) -> list[Output]:

@@ -117,7 +117,7 @@ class GroupSampler:
     def check_room(self, group: Group) -> None:
         """Refuse a prompt that leaves no room for the longest response in the model."""
         fault = room_fault(
-            self._engine.capabilities.max_model_len,
+            self._engine.max_model_len,
             len(group.prompt_tokens),
             self._config.max_response_tokens,
             "rollout.max_response_tokens",

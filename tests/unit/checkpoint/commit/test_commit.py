@@ -114,7 +114,7 @@ def test_a_missing_or_short_object_is_found_before_the_commit(storage):
 def test_metadata_that_come_back_changed_are_never_committed(storage):
     class Changing(FaultyStore):
         def get(self, key, limit):
-            data, etag = super().get(key, limit)
+            data, etag = self.inner.get(key, limit)
             return (data.replace(b"meta", b"mata") if key.endswith("global.bin") else data), etag
 
     with pytest.raises(CheckpointCorrupt, match="changed on the way"):

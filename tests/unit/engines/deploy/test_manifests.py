@@ -136,20 +136,6 @@ def test_options_that_do_not_fit_are_refused(plan, capsys, options, said):
     assert said in capsys.readouterr().err
 
 
-def test_all_faults_are_told_at_once(plan, capsys):
-    assert render(plan, "--name", "A", "--cpu", "many")[0] == 2
-    error = capsys.readouterr().err
-    assert "`--name`" in error
-    assert "`--cpu`" in error
-
-
-def test_a_missing_image_is_refused(plan, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["rollout", "manifests", str(plan)])
-    assert ended.value.code == 2
-    assert "the following arguments are required: --image" in capsys.readouterr().err
-
-
 def test_a_plan_that_advises_against_it_is_refused(plan, capsys):
     document = json.loads(plan.read_text())
     document["verdict"] = "do not disaggregate"

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from planish.engines.planner.pipeline_law import iteration_seconds
+from planish.engines.planner.pipeline import iteration_seconds
 from tests.benchmarks.disagg.link import behind
 from tests.unit.engines.disagg.instances import ThreadRank, disagg, moe_policy
 from tests.unit.engines.tiny import request

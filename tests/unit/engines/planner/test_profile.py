@@ -124,39 +124,31 @@ def test_a_damaged_profile_is_refused(measured, tmp_path, change, message, capsy
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("action", "arguments", "message"),
     [
-        (["--model", "dbrx"], "must be of the model that is planned, dbrx"),
-        (["--objective", "watt"], "needs the watts of each GPU, got none for cpu"),
-        (["--attention-gpus", "b200"], "h200, cpu, got b200"),
+        ("plan", ["--model", "dbrx"], "must be of the model that is planned, dbrx"),
+        ("plan", ["--objective", "watt"], "needs the watts of each GPU, got none for cpu"),
+        ("plan", ["--attention-gpus", "b200"], "h200, cpu, got b200"),
         (
+            "plan",
             ["--attention-gpus", "a800", "--expert-gpus", "h20"],
             "a GPU that is tried, got one of cpu",
         ),
-    ],
-)
-def test_a_profile_that_does_not_fit_the_question_is_refused(measured, arguments, message, capsys):
-    sides = ["--attention-gpus", "cpu", "--expert-gpus", "cpu"]
-    base = ["rollout", "plan", "--model", str(measured), *sides]
-    assert main([*base, "--profile", str(measured / "profile.json"), *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rows", "4"], "`--rows` must name at least 2"),
-        (["--tp", "3"], "`--tp` must divide"),
-        (["--out", "/no/such/p.json"], "`--out` must be a file"),
+        ("profile", ["--rows", "4"], "`--rows` must name at least 2"),
+        ("profile", ["--tp", "3"], "`--tp` must divide"),
+        ("profile", ["--out", "/no/such/p.json"], "`--out` must be a file"),
         pytest.param(
-            ["--device", "cuda"],
-            "needs an accelerator",
+            *("profile", ["--device", "cuda"], "needs an accelerator"),
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator"),
         ),
     ],
 )
-def test_wrong_input_is_refused(measured, tmp_path, arguments, message, capsys):
-    base = ["rollout", "profile", "--model", str(measured), "--out", str(tmp_path / "p.json")]
-    rows = ["--rows", "1,2", "--length", "4", "--repeats", "1", "--device", "cpu"]
-    assert main([*base, *rows, *arguments]) == 2
+def test_what_does_not_fit_is_refused(measured, tmp_path, action, arguments, message, capsys):
+    options = {
+        "plan": ["--attention-gpus", "cpu", "--expert-gpus", "cpu", "--profile"],
+        "profile": ["--rows", "1,2", "--length", "4", "--repeats", "1", "--device", "cpu", "--out"],
+    }[action]
+    file = {"plan": measured / "profile.json", "profile": tmp_path / "p.json"}[action]
+    base = ["rollout", action, "--model", str(measured), *options, str(file)]
+    assert main([*base, *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -64,14 +64,6 @@ def test_a_dead_attention_rank_loses_its_requests_and_the_others_go_on(plan):
     assert not outcome.failed
 
 
-def test_the_last_attention_rank_leaves_nothing_running(plan):
-    planned = read_plan(plan)
-    ranks = range(planned.deployment.n_a)
-    deaths = tuple(Death("attention", rank, 0.5) for rank in ranks)
-    outcome = run(planned, planned.places + 5, Disturbances(deaths=deaths))
-    assert (outcome.finished, outcome.errors) == (0, planned.places + 5)
-
-
 def test_a_dead_expert_rank_ends_the_run_unless_its_experts_are_stored_twice(plan):
     planned = read_plan(plan)
     dead = Disturbances(deaths=(Death("experts", 3, 1.0),))

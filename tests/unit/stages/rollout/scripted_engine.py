@@ -11,13 +11,7 @@ from dataclasses import replace
 
 from planish.engines.base import BaseEngine
 from planish.engines.config import EngineConfig
-from planish.engines.requests import (
-    Capabilities,
-    ModelRef,
-    Output,
-    Request,
-    WeightUpdate,
-)
+from planish.engines.requests import ModelRef, Output, Request, WeightUpdate
 from planish.records.io import read_manifest
 from planish.records.refs import parse_pin
 from planish.records.rollouts import FinishReason
@@ -55,16 +49,11 @@ class ScriptedEngine(BaseEngine):
     def __init__(
         self, *, max_rows: int, device: str, config: EngineConfig, max_model_len: int = 0
     ) -> None:
-        super().__init__()
-        self.max_rows = max_rows
+        super().__init__(max_rows, 64, routing=False)
         self.rows: list[tuple[Request, Output]] = []
-        self.counts = {"steps": 0, "most_rows": 0, "row_steps": 0, "tokens": 0}
+        self.counts = self._counts
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(max_model_len=64, seed_split_exact=True)
-
-    def _load(self, model: ModelRef, source) -> int:
+    def _load(self, model: ModelRef) -> int:
         uri, digest = parse_pin(model.pin)
         return int(read_manifest(uri, sha256=digest).attributes["policy_version"])
 
@@ -72,7 +61,7 @@ class ScriptedEngine(BaseEngine):
         return "scripted" if fails(request.sampling.seed, self._version) else ""
 
     def _free_rows(self) -> int:
-        return self.max_rows - len(self.rows)
+        return self._max_rows - len(self.rows)
 
     def _admit(self, requests: Sequence[Request]) -> list[Output]:
         self.rows += [
@@ -122,6 +111,3 @@ class ScriptedEngine(BaseEngine):
 
     def _release(self) -> None:
         self.rows = []
-
-    def stats(self) -> dict:
-        return {**super().stats(), **self.counts}

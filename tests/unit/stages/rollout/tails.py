@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from planish.engines.config import EngineConfig
-from planish.engines.requests import Capabilities, ModelRef, Request
+from planish.engines.requests import ModelRef, Request
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy
 from planish.records.prompts import PromptSet, prompt_id
@@ -55,15 +55,15 @@ class TailEngine(ScriptedEngine):
 
     token = staticmethod(tail_token)
 
-    def _load(self, model: ModelRef, source) -> int:
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.max_model_len = 4096
+
+    def _load(self, model: ModelRef) -> int:
         return 0
 
     def _check(self, request: Request) -> str:
         return ""
-
-    @property
-    def capabilities(self):
-        return Capabilities(max_model_len=4096, seed_split_exact=True)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Frames between attention ranks (M) and expert ranks (N), and the protocol of what carries them.
+"""Frames between attention ranks (M) and expert ranks (N).
 
 A frame is a header, int32 counts of rows by local expert, and the rows themselves, sorted by local
 expert and then by the order of tokens at the source. One frame goes from each attention rank to
@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +38,6 @@ class FrameKind(IntEnum):
     """Rows of tokens on their way to experts."""
     REPLY = 2
     """Outputs of experts, unweighted, in the order in which their rows were dispatched."""
-    ALIVE = 3
-    """A sign of life between transports, which is delivered to nobody."""
 
 
 class FrameLimits(NamedTuple):
@@ -55,15 +53,7 @@ class FrameLimits(NamedTuple):
 
 
 class FrameHeader(NamedTuple):
-    """What a frame is, from whom, to whom, and how much follows.
-
-    Example:
-        >>> header = FrameHeader(
-        ...     FrameKind.DISPATCH, source=0, target=2, weight_version=7, iteration=40, layer=3,
-        ...     micro_batch=1, num_rows=5, row_bytes=256, dtype=torch.float32, num_local_experts=4)
-        >>> FrameHeader.decode(header.encode())._replace(sent_ns=0) == header
-        True
-    """
+    """What a frame is, from whom, to whom, and how much follows."""
 
     kind: FrameKind
     source: int
@@ -75,13 +65,13 @@ class FrameHeader(NamedTuple):
     iteration: int
     """Decode iteration, counted from 0 by the coordinator."""
     layer: int
-    """MoE layer from 0."""
+    """Sparse layer from 0."""
     micro_batch: int
     num_rows: int
     """Rows that follow, 0 included."""
     row_bytes: int
     dtype: torch.dtype
-    """Of the rows: float32, float64, bfloat16, float16, or uint8."""
+    """Type of the rows: float32, float64, bfloat16, float16, or uint8."""
     num_local_experts: int
     """int32 counts that follow; a REPLY has none."""
     placement_version: int = 0
@@ -128,46 +118,7 @@ class Frame:
     rows: Tensor
     """[num_rows, row_bytes / itemsize] of `header.dtype`, sorted by (local expert, source order)"""
 
-    @property
-    def source(self) -> int:
-        """Rank that sent it."""
-        return self.header.source
-
 
 Deliver = Callable[[Frame | PlanishError], None]
 """Gets what arrives, from a thread of the transport: whole frames in the order of each peer, and
 `PeerLost` once for each peer that is lost, after its last frame."""
-
-
-class Transport(Protocol):
-    """Carries frames of one rank to and from its peers; no call is collective."""
-
-    address: tuple[str, int]
-    """Host and port where peers find this rank."""
-
-    def connect(self, addresses: Mapping[int, tuple[str, int]], deliver: Deliver) -> None:
-        """Connect with all peers, each of which must do so too.
-
-        Args:
-            addresses: of each peer, by rank.
-            deliver: gets what arrives from now on.
-
-        Raises:
-            PeerLost: a peer did not answer in time.
-        """
-
-    def send(self, header: FrameHeader, counts: Tensor | None, rows: Tensor) -> None:
-        """Send a frame to `header.target` without waiting for it to be read.
-
-        Args:
-            header: of the frame; the transport sets its time.
-            counts: [num_local_experts] int32 on the CPU; None where the header says 0.
-            rows: [num_rows, width] of `header.dtype`, contiguous on the CPU. Nobody may change
-                them afterwards.
-
-        Raises:
-            PeerLost: the peer is dead.
-        """
-
-    def close(self) -> None:
-        """End all connections and threads, in bounded time; a second call does nothing."""

@@ -1,10 +1,10 @@
 """Frames over TCP: one connection for each pair of ranks and one thread that receives.
 
-Each attention rank dials its expert ranks once; afterwards nothing is set up and no buffer is
-allocated. A frame leaves from the memory of its tensors by one system call of the caller as long as
-the kernel takes it; the thread sends the rest. It writes what arrives into the buffer of its peer
-and micro-batch, so that a rank computes while rows come in. Loss of a peer shows as the end of its
-connection, or as silence.
+Each attention rank dials its expert ranks once; afterwards nothing is set up, no buffer is
+allocated and no call is collective. A frame leaves from the memory of its tensors by one system
+call of the caller as long as the kernel takes it; the thread sends the rest. It writes what arrives
+into the buffer of its peer and micro-batch, so that a rank computes while rows come in. Loss of a
+peer shows as the end of its connection; the coordinator ends a rank that hangs.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 5 (M2N): on sockets instead of RDMA.
 """
@@ -27,21 +27,17 @@ import torch
 from torch import Tensor
 
 from planish.base.errors import EngineError, PeerLost
-from planish.engines.config import DEAD_S
-from planish.engines.deploy.connections import HELLO_S, dial, proven
+from planish.engines.deploy.connections import HELLO_S, dial, keep_alive, proven
 from planish.engines.disagg.m2n.frames import (
     HEADER_BYTES,
     Deliver,
     Frame,
     FrameHeader,
-    FrameKind,
     FrameLimits,
 )
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 2.0
-"""Between signs of life on an idle connection."""
 CLOSE_S = 2.0
 """For what is already on its way to leave when a transport closes."""
 
@@ -56,7 +52,6 @@ class _Peer:
         """Frames that the kernel has not taken whole yet."""
         self.lost = ""
         """Why it counts as dead."""
-        self.heard_s = self.told_s = time.monotonic()
         num_bytes = limits.num_rows * limits.row_bytes
         self.buffers = [
             (
@@ -76,7 +71,6 @@ class _Peer:
             OSError: the connection is closed.
         """
         with self.lock:
-            self.told_s = time.monotonic()
             if not self.outbox:
                 self._push(views)
             if views:
@@ -108,9 +102,6 @@ class _Peer:
                 frame, self._frame, self._missing = self._frame, None, [memoryview(self._head)]
                 return frame
             header = FrameHeader.decode(self._head)
-            self._missing = [memoryview(self._head)]
-            if header.kind is FrameKind.ALIVE:
-                continue
             counts, rows = self.buffers[header.micro_batch]
             rows = rows[: header.num_rows * header.row_bytes].view(header.dtype)
             width = header.row_bytes // header.dtype.itemsize
@@ -147,7 +138,7 @@ def _advance(views: list[memoryview], num_bytes: int) -> None:
 
 
 class SocketTransport:
-    """A `Transport` over TCP."""
+    """Carries frames of one rank to and from its peers."""
 
     def __init__(
         self,
@@ -158,31 +149,27 @@ class SocketTransport:
         host: str = "127.0.0.1",
         port: int = 0,
         connect_s: float = 60.0,
-        dead_s: float = DEAD_S,
         pin_memory: bool = False,
     ) -> None:
-        """Listen; nobody is called before `connect`.
+        """Listen at `host`, where port 0 takes a free one; nobody is called before `connect`.
 
-        Args:
-            rank: of this process.
-            limits: of frames, equal on all ranks.
-            secret: of this start of the instance, equal on all ranks.
-            host: where to listen.
-            port: 0 takes a free one.
-            connect_s: for all peers to answer.
-            dead_s: silence after which a peer counts as lost.
-            pin_memory: make the receive buffers such that a GPU copies from them directly.
+        Limits and secret are equal on all ranks of this start, and all peers have `connect_s` to
+        answer. With `pin_memory` a GPU copies from the receive buffers directly.
         """
         self.rank, self._limits, self._secret = rank, limits, secret
-        self._connect_s, self.dead_s, self._pin_memory = connect_s, dead_s, pin_memory
+        self._connect_s, self._pin_memory = connect_s, pin_memory
         self._listener = socket.create_server((host, port))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        """Host and port where peers find this rank."""
         self.peers: dict[int, _Peer] = {}
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"m2n-{rank}", daemon=True)
 
     def connect(self, addresses: Mapping[int, tuple[str, int]], deliver: Deliver) -> None:
-        """Connect with all peers; see `Transport.connect`."""
+        """Connect with all peers; PeerLost where one does not do so too in time.
+
+        Addresses are by rank; `deliver` gets what arrives from now on.
+        """
         self._deliver = deliver
         ends: dict[int, socket.socket] = {}
         deadline = time.monotonic() + self._connect_s
@@ -201,7 +188,7 @@ class SocketTransport:
             end.setblocking(False)
         self._selector.register(self._alarm, selectors.EVENT_READ)
         for peer, end in ends.items():
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(end)
             end.setblocking(False)
             self.peers[peer] = _Peer(peer, end, self._limits, self._pin_memory)
             self._selector.register(end, selectors.EVENT_READ, self.peers[peer])
@@ -245,7 +232,12 @@ class SocketTransport:
                 logger.warning("refused_caller rank=%d caller=%s", self.rank, refused)
 
     def send(self, header: FrameHeader, counts: Tensor | None, rows: Tensor) -> None:
-        """Send a frame; see `Transport.send`."""
+        """Send a frame to `header.target` without waiting until it is read, or raise PeerLost.
+
+        Counts are [num_local_experts] int32, or None where the header says 0; rows [num_rows,
+        width] of `header.dtype`. Both are contiguous on the CPU, and nobody may change the rows
+        afterwards.
+        """
         peer = self.peers[header.target]
         views = _views(rows) if counts is None else _views(counts, rows)
         try:
@@ -256,7 +248,7 @@ class SocketTransport:
             self._wake()
 
     def close(self) -> None:
-        """End all connections and the thread; see `Transport.close`."""
+        """End all connections and the thread, in bounded time; a second call does nothing."""
         self._is_closing = True
         self._listener.close()
         if self._thread.ident is not None:
@@ -271,7 +263,6 @@ class SocketTransport:
 
     def _run(self) -> None:
         close_by = float("inf")
-        watched_s = time.monotonic()
         try:
             while True:
                 alive = [peer for peer in self.peers.values() if not peer.lost]
@@ -284,12 +275,11 @@ class SocketTransport:
                     close_by = min(close_by, time.monotonic() + CLOSE_S)
                     if time.monotonic() > close_by or not any(peer.outbox for peer in alive):
                         return
-                for key, mask in self._selector.select(HEARTBEAT_S / 4):
+                for key, mask in self._selector.select(CLOSE_S / 4 if self._is_closing else None):
                     if key.data is None:
                         self._alarm.recv(4096)
                     else:
                         self._handle(key.data, mask)
-                watched_s = self._watch(watched_s)
         except Exception as error:
             self._deliver(EngineError(f"receiving on rank {self.rank} ended: {error!r}"))
             raise
@@ -307,33 +297,11 @@ class SocketTransport:
             if mask & selectors.EVENT_WRITE:
                 peer.drain()
             if mask & selectors.EVENT_READ:
-                peer.heard_s = time.monotonic()
                 frame = peer.receive()
                 if frame is not None:
                     self._deliver(frame)
         except OSError:
             self._lose(peer, "closed its connection")
-
-    def _watch(self, watched_s: float) -> float:
-        """Give signs of life, count silent peers as lost, and return the time."""
-        now = time.monotonic()
-        for peer in self.peers.values():
-            if now - watched_s > self.dead_s / 2:
-                # This process itself was stopped, and could hear nobody.
-                peer.heard_s = now
-            if peer.lost:
-                continue
-            silent = now - peer.heard_s
-            if silent > self.dead_s:
-                self._lose(peer, f"was silent for {silent:.1f} s")
-            elif now - peer.told_s > HEARTBEAT_S and not peer.outbox:
-                alive = FrameHeader(
-                    FrameKind.ALIVE, self.rank, peer.rank, 0, 0, 0, 0, 0, 0, torch.uint8, 0
-                )
-                # `receive` tells that the connection is closed.
-                with contextlib.suppress(OSError):
-                    peer.send([memoryview(alive.encode())])
-        return now
 
     def _lose(self, peer: _Peer, reason: str) -> None:
         peer.lost = reason
