@@ -13,7 +13,7 @@ import torch
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
 from planish.checkpoint.save.agree import SaveOptions
-from tests.integration.ckpt_seeds import how, saved, started, state_of, values
+from tests.integration.ckpt_seeds import saved, started, values
 
 TYPES = {"F32": np.float32, "I64": np.int64}
 PLANS = [
@@ -60,16 +60,6 @@ def replan(rank, size, folder, root):
         engine.save({"main": Collected(items)}, options).result(120)
         hits.append(engine.planner.hits - before)
     return hits
-
-
-def cancel(rank, size, folder, uri, seed):
-    """Cancel a save on rank 1, then save again; returns how both ended."""
-    engine = started(folder, rank, False)
-    handle = engine.save(state_of(rank, size, seed), SaveOptions(uri, step=seed, timeout_s=90.0))
-    if rank == 1:
-        handle.cancel()
-    ends = [how(lambda: handle.result(120).attempt)]
-    return [*ends, how(lambda: saved(engine, f"{uri}-again", seed))]
 
 
 def many(rank, size, folder, uri, count, processes):

@@ -6,15 +6,11 @@ import pytest
 
 from planish.base.errors import (
     CheckpointCorrupt,
-    CheckpointError,
     CheckpointIncomplete,
     CheckpointNotFound,
-    StoreError,
 )
 from planish.checkpoint.commit import catalog
-from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.load.verify import verify
-from planish.store.s3 import S3Store, read_settings
 from tests import thin
 from tests.integration.ckpt_seeds import load_seed
 
@@ -132,28 +128,3 @@ def test_every_rank_of_a_job_is_told_of_damage(site, name):
     ends = site.pace(ranks, 2)
     assert [end[:2] for end in ends] == [["done", 1]] * 2, ends
     ranks.wait(30.0)
-
-
-@pytest.mark.slow
-def test_damage_on_the_disk_of_the_server_never_reaches_a_tensor(site):
-    site.save("step-1", 1)
-    opened = open_state(site.path("step-1"))
-    settings, bucket = read_settings(), site.bucket
-    seen = []
-    files = sorted((site.server.data / bucket / opened.path).rglob("*"))
-    files = [path for path in files if path.is_file() and "timings" not in str(path)]
-    for number, path in enumerate(files):
-        whole = path.read_bytes()
-        places = (len(whole) // 2, len(whole) - 9)
-        for at in places if thin.full else places[number % 2 :][:1]:
-            path.write_bytes(flip(whole, at))
-            hasty = S3Store(settings, bucket, read_seconds=2.0, timeout_s=1.5)
-            try:
-                seen.append(load_seed(site.path("step-1"), storage=hasty))
-            except (CheckpointError, StoreError) as error:
-                seen.append(type(error).__name__)
-            hasty.close()
-        path.write_bytes(whole)
-    # Where the load did end, every bit was right: `load_seed` has compared them.
-    assert set(seen) - {1}, seen
-    assert load_seed(site.path("step-1")) == 1

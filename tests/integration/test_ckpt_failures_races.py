@@ -10,9 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from planish.base.errors import CheckpointIncomplete, CheckpointNotFound
-from planish.checkpoint.commit import catalog
-from tests.integration.ckpt_seeds import load_seed
 from tests.integration.waiting import wait_for
 from tests.servers.http_proxy import Rule
 
@@ -122,41 +119,4 @@ def test_readers_beside_a_writer_that_overwrites_see_one_whole_save(site):
     assert len(set(seeds)) > 1
     site.gc()
     assert site.visible() == {"step-1": 8}
-    site.check_disk()
-
-
-@pytest.mark.slow
-def test_retention_and_collection_beside_a_job_leave_it_its_newest(site):
-    steps = [(f"step-{seed}", seed, {}) for seed in range(1, 13)]
-    writers, told = site.start("train", root=f"{site.uri}/run", steps=steps, direct=True)
-    ended, seeds = threading.Event(), []
-
-    def clean():
-        while not ended.is_set():
-            catalog.retain(site.storage, "run", keep_last=2)
-            site.gc(grace_s=3600.0)
-
-    def look():
-        while not ended.is_set():
-            newest = catalog.latest(site.storage, "run")
-            try:
-                seeds.append(load_seed(newest.uri) if newest else 0)
-            except (CheckpointIncomplete, CheckpointNotFound):
-                # Two newer ones were saved during the load.
-                assert catalog.latest(site.storage, "run").step > newest.step
-
-    with ThreadPoolExecutor(2) as pool:
-        others = [pool.submit(act) for act in (clean, look)]
-        try:
-            outcomes = site.finish(writers, told, timeout=90.0)
-        finally:
-            ended.set()
-        for other in others:
-            other.result(timeout=60)
-    assert [end[0] for one in outcomes for end in one.value] == ["done"] * 24
-    assert seeds == sorted(seeds)
-    assert max(seeds) > 2
-    catalog.retain(site.storage, "run", keep_last=2)
-    site.gc()
-    assert site.visible() == {"step-11": 11, "step-12": 12}
     site.check_disk()

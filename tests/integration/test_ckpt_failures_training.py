@@ -54,17 +54,6 @@ def test_after_every_save_that_fails_the_next_succeeds_and_nothing_is_left(site)
     assert site.visible() == expected
 
 
-def test_after_a_cancelled_save_the_next_succeeds(site):
-    site.proxy.rules = [Rule("delay", path=DATA, seconds=0.5)]
-    ranks, told = start(site, "cancel", uri=site.path("step-1"), seed=1)
-    ends = [one.value for one in site.finish(ranks, told)]
-    assert [end[0][0] for end in ends] == ["SaveFailed"] * 2, ends
-    assert all("cancelled" in end[0][1] for end in ends)
-    assert [end[1][0] for end in ends] == ["done"] * 2, ends
-    assert site.visible() == {"step-1-again": 1}
-    site.check_disk()
-
-
 @pytest.mark.parametrize("processes", [False, True])
 def test_what_changes_while_the_upload_is_held_back_is_not_saved(site, processes):
     # `saved` fills every tensor with -1 when the call has returned, a second before a byte leaves.

@@ -210,7 +210,7 @@ def test_twenty_loads_in_a_row_keep_no_file_thread_or_memory(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "hosts"),
-    [({"redundancy": "off", "max_host_bytes": 80 << 20}, [0, 1]), ({}, [0, 0])],
+    [({"redundancy": "off"}, [0, 1]), ({}, [0, 0])],
     ids=["asked to", "from a folder of their machine"],
 )
 def test_each_rank_reads_for_itself(tmp_path, options, hosts):

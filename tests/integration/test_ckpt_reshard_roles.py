@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from planish.base.errors import LayoutMismatch
 from planish.checkpoint import api
 from planish.checkpoint.adapters.base import RandomStreams
 from planish.checkpoint.adapters.loader_state import LoaderShard
@@ -105,53 +100,3 @@ def pair(state):
 def test_roles_of_two_frameworks_commit_and_load_together(tmp_path):
     run = "tests.integration.test_ckpt_reshard_roles:scenario_roles"
     assert run_ranks(run, 4, tmp_path, timeout=300) == [["actor", "critic"]] * 4
-
-
-def blocks(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(5, 7), nn.Sequential(nn.Linear(7, 3), nn.GELU()), nn.Linear(3, 2)
-    )
-
-
-def wrapped(mesh, seed):
-    """Activation checkpointing inside torch.compile inside FSDP2."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.distributed.fsdp import fully_shard
-
-    model = blocks(seed)
-    model[1] = torch.compile(checkpoint_wrapper(model[1]), backend="eager")
-    fully_shard(model[1], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def scenario_wrapped(rank, size, folder):
-    mesh = DeviceMesh("cpu", torch.arange(size), mesh_dim_names=("dp",))
-    model, source = wrapped(mesh, seed=1), blocks(seed=1)
-    api.save(f"file://{folder}/a", {"model": model}, "fsdp2", async_=False).result(120)
-    plain = blocks(seed=2)
-    api.load(f"file://{folder}/a", {"model": plain}, "ddp")
-    assert bits(dict(plain.named_parameters())) == bits(dict(source.named_parameters()))
-    api.save(f"file://{folder}/b", {"model": plain}, "ddp", async_=False).result(120)
-    again = wrapped(mesh, seed=3)
-    api.load(f"file://{folder}/b", {"model": again}, "fsdp2")
-    assert bits(dict(again.named_parameters())) == bits(dict(model.named_parameters()))
-    errors = []
-    if rank == 0:
-        plain = nn.Sequential(plain)  # Other names on one rank: no rank may go on.
-    try:
-        api.load(f"file://{folder}/b", {"model": plain}, "ddp", timeout_s=60)
-    except LayoutMismatch as error:
-        errors.append(type(error).__name__)
-    dist.barrier()
-    return errors
-
-
-@pytest.mark.slow
-def test_wrapped_modules_have_the_names_of_plain_ones(tmp_path):
-    run = "tests.integration.test_ckpt_reshard_roles:scenario_wrapped"
-    found = run_ranks(run, 3, tmp_path, timeout=300)
-    assert {json.dumps(errors) for errors in found} == {json.dumps(found[0])}
-    assert found[0][0] in ("MissingKeys", "UnexpectedKeys", "LayoutMismatch")
-    assert not dist.is_initialized()

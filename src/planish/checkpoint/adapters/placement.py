@@ -199,7 +199,7 @@ def _boxes(
     inside = all(low >= 0 for low in tp_offset) and all(
         high <= size for high, size in zip(ends, shape, strict=False)
     )
-    if len(sizes) > 1 or not inside or stop > math.prod(tp_shape):
+    if len(sizes) > 1 or not inside or not 0 <= start <= stop <= math.prod(tp_shape):
         raise ValueError(
             f"`{key}` must be a range of a shard inside {shape}, got [{start}, {stop}) of "
             f"{tp_shape} at {tp_offset}; pass the offsets of the shard that was flattened"

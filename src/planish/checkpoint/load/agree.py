@@ -34,9 +34,6 @@ from planish.checkpoint.ranks.messages import ranks_text, refuse_different
 if TYPE_CHECKING:
     from planish.checkpoint.ranks.control import Control
 
-MIN_HOST_BYTES = 80 << 20
-"""The request of one thread, a ring of two, and a message in each direction: 16 MiB each."""
-
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -55,8 +52,6 @@ class LoadOptions:
     redundancy: Literal["auto", "off"] = "auto"
     """`auto`: bytes that several ranks need are read once and exchanged, unless all ranks run on
     one machine and read from a folder; `off`: each rank reads all that it needs."""
-    max_host_bytes: int = 256 << 20
-    """Limit on buffers of one rank, beside the tensors themselves."""
     timeout_s: float = 1800.0
     store_timings: bool = False
     """Keep the timings of all ranks beside those of the save, if the store can be written;
@@ -72,9 +67,6 @@ class LoadOptions:
             "`dtype_policy` must be `exact` or `cast`": self.dtype_policy not in ("exact", "cast"),
             "`redundancy` must be `auto` or `off`": self.redundancy not in ("auto", "off"),
             "`timeout_s` must be positive": self.timeout_s <= 0,
-            f"`max_host_bytes` must be at least {MIN_HOST_BYTES}": (
-                self.max_host_bytes < MIN_HOST_BYTES
-            ),
         }
         told = [text for text, is_wrong in faults.items() if is_wrong]
         if told:
@@ -204,8 +196,6 @@ class JobPlan:
     """The ranks that this one exchanges bytes with, itself included."""
     tag: str
     """Random name of the exchange, equal on all ranks."""
-    max_host_bytes: int
-    """The least of all ranks."""
     facts: dict[str, Any]
     """What all ranks have found out together: `missing` tensors of the state, `unexpected` ones of
     the checkpoint, `sharing` of bytes among `all` ranks or `none`, and `replication`: how many
@@ -224,7 +214,6 @@ def plan_job(
     """
     columns = Columns.from_items(fit.items)
     compared = {**vars(options), "map_fqn": options.map_fqn is not None}
-    host_bytes = compared.pop("max_host_bytes")
     del compared["timeout_s"], compared["allow_pickle"]
     finding = {
         "faults": fit.faults,
@@ -232,7 +221,6 @@ def plan_job(
         "unfit": fit.unfit,
         "options": compared,
         "roles": list(roles),
-        "max_host_bytes": host_bytes,
     }
     findings = call.gather(json.dumps(finding).encode(), "fit")
     wishes = call.gather(columns.encode(), "columns")
@@ -279,7 +267,6 @@ def _plan_for_all(
     is_shared = options.redundancy == "auto" and not is_near and shared.replication > 1.0
     members = members_of(shared) if is_shared else [[rank] for rank in range(len(reads))]
     head = {
-        "max_host_bytes": min(finding["max_host_bytes"] for finding in findings),
         "tag": secrets.token_hex(8),
         "facts": {
             "missing": missing,

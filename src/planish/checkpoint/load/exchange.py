@@ -24,7 +24,7 @@ from planish.base.errors import PeerLost
 from planish.checkpoint.format.geometry import I64
 from planish.checkpoint.format.metafile import as_bytes
 from planish.checkpoint.load.fill import Bytes, PieceList, Targets
-from planish.checkpoint.load.read_pool import ReadPool, Rounds
+from planish.checkpoint.load.read_pool import RING, ReadPool, Rounds
 from planish.checkpoint.plan.reads import Pieces, RankReads
 from planish.checkpoint.watch.monitor import Recorder
 
@@ -67,13 +67,8 @@ class _Messages:
 class Exchange:
     """The exchange of one load, on one rank."""
 
-    def __init__(
-        self, control: Control, members: list[int], tag: str, reads: RankReads, buckets: int
-    ) -> None:
-        """Meet the other `members` and ask them for pieces: a collective of them.
-
-        `tag` is equal on all ranks; the memory of this rank holds `buckets` rounds.
-        """
+    def __init__(self, control: Control, members: list[int], tag: str, reads: RankReads) -> None:
+        """Meet the other `members`, under an equal `tag`, and ask them for pieces: a collective."""
         self._members, self._own = members, members.index(control.rank)
         store = PrefixStore(f"exchange/{tag}/{members[0]}", control.rendezvous())
         limit = datetime.timedelta(seconds=max(1.0, control.remaining_s))
@@ -83,7 +78,7 @@ class Exchange:
         asked = {peer: self._ask(peer, source, reads) for peer, source in self._steps()}
         shared = np.unique(np.concatenate([pieces.request for pieces in asked.values()]))
         sizes = (reads.requests.stop - reads.requests.start)[shared]
-        self.rounds = Rounds.plan(shared.tolist(), sizes.tolist(), BUCKET_BYTES, buckets)
+        self.rounds = Rounds.plan(shared.tolist(), sizes.tolist(), BUCKET_BYTES)
         self._num_rounds = self._highest(self.rounds.count)
         self._out: dict[int, _Messages] = {}
         self._in: dict[int, _Messages] = {}
@@ -108,7 +103,7 @@ class Exchange:
                     raise Stopped
                 for peer, source in self._steps():
                     self._swap_messages(turn, peer, source, pool, targets, recorder)
-                pool.open_rounds(turn + 1 + self.rounds.buckets)
+                pool.open_rounds(turn + 1 + RING)
         finally:
             # Members that still wait for this one fail at once.
             self._group = None

@@ -23,10 +23,10 @@ from planish.checkpoint.commit.commit import Commit
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.items import Collected
 from planish.checkpoint.load.agree import JobPlan, LoadOptions, fit_items, plan_job
-from planish.checkpoint.load.exchange import BUCKET_BYTES, Exchange, Stopped
+from planish.checkpoint.load.exchange import Exchange, Stopped
 from planish.checkpoint.load.extras import Extras, read_extras
 from planish.checkpoint.load.fill import Targets, tensor_targets
-from planish.checkpoint.load.read_pool import RING, ReadPool
+from planish.checkpoint.load.read_pool import ReadPool
 from planish.checkpoint.load.reader import (
     MAX_DECODED_BYTES,
     BlockReader,
@@ -161,17 +161,13 @@ def _load(
 
 def _move(pool: ReadPool, job: JobPlan, targets: Targets, call: Control, recorder: Recorder) -> int:
     """Read, copy and exchange; return the bytes that came from other ranks."""
-    # How many threads read, and how many buckets a ring has, within the limit of memory.
-    units = job.max_host_bytes // BUCKET_BYTES
     near = call.hosts.count(call.hosts[call.rank])
-    cores = -(-(os.cpu_count() or 1) // near)
-    threads = min(4, max(2, cores), max(1, units // 4))
+    threads = min(4, max(2, -(-(os.cpu_count() or 1) // near)))
     if len(job.members) == 1:
         pool.start(threads)
         pool.finish()
         return 0
-    buckets = max(2, min(RING, units - threads - 2))
-    exchange = Exchange(call, job.members, job.tag, job.reads, buckets)
+    exchange = Exchange(call, job.members, job.tag, job.reads)
     pool.start(threads, exchange.rounds)
     try:
         exchange.run(pool, targets, recorder, call)

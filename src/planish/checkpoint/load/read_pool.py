@@ -23,7 +23,7 @@ from planish.checkpoint.plan.reads import RankReads
 from planish.checkpoint.watch.monitor import Recorder, Timing
 
 RING = 4
-"""Buckets of a ring, at most: reading is ahead of the slowest rank by three. At least two."""
+"""Buckets of a ring: reading is ahead of the slowest rank by three."""
 WAIT_SECONDS = 0.5
 """How often a waiting thread looks whether the load still goes on."""
 
@@ -42,23 +42,20 @@ class Rounds:
     places: dict[int, Place] = field(default_factory=dict)
     count: int = 0
     ring_bytes: int = 0
-    buckets: int = RING
 
     @classmethod
-    def plan(
-        cls, requests: list[int], sizes: list[int], bucket_bytes: int, buckets: int = RING
-    ) -> Rounds:
+    def plan(cls, requests: list[int], sizes: list[int], bucket_bytes: int) -> Rounds:
         """Fill buckets with requests in their order; no request is larger than a bucket."""
         places: dict[int, Place] = {}
         turn, filled, ring_bytes = 0, 0, 0
         for request, size in zip(requests, sizes, strict=True):
             if filled + size > bucket_bytes:
                 turn, filled = turn + 1, 0
-            places[request] = Place(turn, turn % buckets * bucket_bytes + filled)
+            places[request] = Place(turn, turn % RING * bucket_bytes + filled)
             ring_bytes = max(ring_bytes, places[request].base + size)
             # Aligned, so that no element is copied from an odd address.
             filled += -(-size // 16) * 16
-        return cls(places, turn + 1 if places else 0, ring_bytes, buckets)
+        return cls(places, turn + 1 if places else 0, ring_bytes)
 
 
 class ReadPool:
@@ -81,7 +78,7 @@ class ReadPool:
         """Begin to read; requests of `rounds` are read in their turn, into the ring."""
         rounds = rounds or Rounds()
         self.ring = np.zeros(rounds.ring_bytes, np.uint8)
-        self._places, self._open_rounds = rounds.places, rounds.buckets
+        self._places, self._open_rounds = rounds.places, RING
         self._shared = deque(rounds.places)
         self._private = deque(q for q in range(len(self.reads.requests)) if q not in rounds.places)
         self._left = [0] * rounds.count

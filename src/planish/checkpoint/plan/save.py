@@ -22,7 +22,6 @@ import numpy as np
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.format.geometry import (
     I64,
-    MAX_ELEMENTS,
     before,
     fit,
     fresh,
@@ -210,15 +209,8 @@ class _Names:
 
 
 def _refuse_outside(gathered: Gathered) -> None:
-    """Refuse boxes outside of their tensors, and states too large for one number line."""
+    """Refuse boxes outside of their tensors."""
     tensors = gathered.tensors
-    sizes = np.multiply.reduce(tensors.shapes.astype(np.float64), axis=1)
-    if sizes.sum() >= MAX_ELEMENTS:
-        largest = int(np.argmax(sizes))
-        raise LayoutMismatch(
-            "a state must have less than 2**62 elements; the largest tensor is "
-            f"`{tensors.fqns[largest]}` of shape {tensors.spec(largest).shape}"
-        )
     owners = np.repeat(gathered.tensor, gathered.count)
     rows = ranges(gathered.first, gathered.count)
     offsets, lengths = gathered.offsets[rows], gathered.lengths[rows]

@@ -53,8 +53,6 @@ class Tree:
     """[ranks], the rank above, -1 for rank 0."""
     children: tuple[tuple[int, ...], ...]
     """[ranks], the ranks directly below, ascending."""
-    depth: int
-    """Number of levels of edges; 0 for one rank."""
 
     def below(self, rank: int) -> set[int]:
         """Return the ranks of the part of the tree that hangs from `rank`, itself included."""
@@ -68,18 +66,16 @@ def plan_tree(hosts: Sequence[int], fan_in: int = FAN_IN) -> Tree:
     for rank, host in enumerate(hosts):
         parents[rank] = roots.setdefault(host, rank)
     level = list(roots.values())
-    depth = int(len(level) < len(hosts))
     while len(level) > 1:
         for first in range(0, len(level), fan_in):
             for rank in level[first : first + fan_in]:
                 parents[rank] = level[first]
         level = level[::fan_in]
-        depth += 1
     parents[0] = -1
     below: list[list[int]] = [[] for _ in hosts]
     for rank, parent in enumerate(parents[1:], 1):
         below[parent].append(rank)
-    return Tree(tuple(hosts), tuple(parents), tuple(map(tuple, below)), depth)
+    return Tree(tuple(hosts), tuple(parents), tuple(map(tuple, below)))
 
 
 _controls: dict[int, tuple[Any, Control]] = {}

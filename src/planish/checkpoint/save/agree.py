@@ -59,8 +59,6 @@ class SaveOptions:
     """Training step, at least 0."""
     overwrite: bool = False
     """Replace a committed checkpoint at this place; else refuse."""
-    plan_cache: bool = True
-    """Use the plan of an earlier save of the same tensors."""
     inflight: Literal["wait", "skip", "raise"] = "wait"
     """What to do while earlier saves use all staging memory."""
     timeout_s: float = 1800.0
@@ -188,7 +186,7 @@ class Planner:
         if verdict["skip"]:
             raise Skipped(verdict["skip"])
         assert local is not None
-        plans = self._prepare(call, local.columns, verdict, is_kept=options.plan_cache)
+        plans = self._prepare(call, local.columns, verdict)
         writers = verdict["writers"]
         return Agreed(
             verdict["attempt"],
@@ -237,14 +235,14 @@ class Planner:
             "skip": reason,
             "attempt": new_attempt(),
             "key": key.hex(),
-            "hit": in_step and options.plan_cache and key in self._plans,
+            "hit": in_step and key in self._plans,
             "reset": not in_step,
             "writers": writers,
             "roles": sorted({role for fact in facts for role in fact["roles"]}),
         }
 
     def _prepare(
-        self, call: Control, columns: Columns, verdict: Mapping[str, Any], *, is_kept: bool
+        self, call: Control, columns: Columns, verdict: Mapping[str, Any]
     ) -> tuple[RankPlan, GlobalPlan | None]:
         """Return this rank's share of the plan, earlier or new, and on rank 0 all of it."""
         key = bytes.fromhex(verdict["key"])
@@ -261,14 +259,13 @@ class Planner:
             return [whole.wire(rank) for rank in range(call.size)]
 
         plans = RankPlan.decode(call.deal(plan, "plan"), columns), whole
-        if is_kept:
-            if verdict["reset"]:
-                self._plans.clear()
-                self._history = b""
-            self._history = hashlib.sha256(self._history + key).digest()[:8]
-            self._plans[key] = plans
-            if len(self._plans) > MOST_PLANS:
-                self._plans.popitem(last=False)
+        if verdict["reset"]:
+            self._plans.clear()
+            self._history = b""
+        self._history = hashlib.sha256(self._history + key).digest()[:8]
+        self._plans[key] = plans
+        if len(self._plans) > MOST_PLANS:
+            self._plans.popitem(last=False)
         return plans
 
 

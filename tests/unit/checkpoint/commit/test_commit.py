@@ -13,7 +13,6 @@ from planish.base.errors import (
     CheckpointExists,
     CheckpointIncomplete,
     CheckpointNotFound,
-    ConfigError,
     SaveFailed,
 )
 from planish.checkpoint.commit.commit import (
@@ -147,13 +146,6 @@ def test_two_processes_can_not_hold_one_journal(storage):
     Journal(storage, "run/s", attempt).begin()
     with pytest.raises(SaveFailed):
         Journal(storage, "run/s", attempt).begin()
-
-
-def test_a_journal_names_own_keys_only(storage):
-    journal = Journal(storage, "run/s", new_attempt(), name="00000")
-    for key in ("run/s/a-other/data/x", "run/other/COMMIT", "run/s/LATEST", "x"):
-        with pytest.raises(ConfigError, match="its own objects only"):
-            journal.begin([key])
 
 
 def test_a_kept_journal_renews_its_lease(storage):

@@ -10,7 +10,7 @@ from planish.base.errors import (
     StoreUnavailable,
 )
 from planish.checkpoint.commit import catalog
-from planish.checkpoint.commit.commit import Commit, read_commit
+from planish.checkpoint.commit.commit import Commit
 from tests import thin
 from tests.stores.faulty import FaultyStore, Stopped, once_at, stop_at
 from tests.stores.memory import MemoryStore
@@ -103,15 +103,6 @@ def test_a_request_that_fails_or_whose_answer_is_lost_never_lies(kind, fault):
         catalog.gc(storage, "run", grace_s=0)
         assert check_all(storage) == (new if isinstance(result, Commit) else old)
         assert_is_clean(storage)
-
-
-@KINDS
-def test_the_answer_to_the_commit_being_lost_is_a_success(kind):
-    storage = prepared()
-    faulty = FaultyStore(storage, lambda n, what, key: "lost" if what == "complete" else "")
-    faulty.fault = lambda n, what, key: "lost" if (what, key[-6:]) == ("complete", "COMMIT") else ""
-    assert write(faulty, kind).step == 2
-    assert check_all(storage) == old_and_new(kind)[1]
 
 
 @KINDS
@@ -228,17 +219,6 @@ def test_of_two_saves_to_one_path_exactly_one_wins_wherever_the_other_comes_in(k
         catalog.gc(storage, "run", grace_s=0)
         assert load(storage, path) == winner
         assert_is_clean(storage)
-
-
-def test_a_reader_of_a_replaced_checkpoint_can_finish_within_the_grace():
-    storage = prepared()
-    commit = read_commit(storage, path_of(1))
-    write(storage, OVERWRITE)
-    catalog.gc(storage, "run", grace_s=3600)
-    for name, data in files_of(1).items():
-        assert storage.get(f"{path_of(1)}/a-{commit.attempt}/{name}", 1 << 20)[0] == data
-    catalog.gc(storage, "run", grace_s=0)
-    assert_is_clean(storage)
 
 
 @pytest.mark.parametrize("act", ["delete", "retain"])

@@ -22,8 +22,6 @@ from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy, save_policy
 from planish.records import layout
 from planish.records.io import read_manifest
-from planish.store import open_store
-from tests.stores.faulty import FaultyStore
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.written import write_checkpoint
 
@@ -66,25 +64,6 @@ def state_of(model, uri=None, role="main", **changes):
     return write_checkpoint(uri or damage.fresh(), tensors, columns, num_ranks=3, extra=False)
 
 
-def test_exported_policy_opens_in_transformers_with_equal_logits(file_root):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    trained = tiny(5).model
-    ref = export_hf.export(
-        state_of(trained), layout.policy(file_root, 1), policy=source_pin(file_root), **FACTS
-    )
-    assert ref.schema == "policy/1"
-    wanted_facts = {"dtype": "float32", "layout": "hf", "policy_version": 1}
-    assert wanted_facts.items() <= ref.attributes.items()
-    policy = load_policy(ref.pin())
-    ids = torch.arange(4, 12)[None]
-    wanted = trained(ids).logits
-    assert torch.equal(policy.model(ids).logits, wanted)
-    opened = AutoModelForCausalLM.from_pretrained(policy.folder)
-    assert torch.equal(opened(ids).logits, wanted)
-    assert AutoTokenizer.from_pretrained(policy.folder).vocab_size == policy.tokenizer.vocab_size
-
-
 def test_export_equals_the_folder_that_transformers_itself_writes(file_root):
     trained = tiny(5)
     ref = export_hf.export(
@@ -94,16 +73,6 @@ def test_export_equals_the_folder_that_transformers_itself_writes(file_root):
         f"{file_root}/direct", trained, version=1, parents={}, attributes={"config_sha256": "ab"}
     )
     assert read_manifest(direct.uri).shards == read_manifest(ref.uri).shards
-
-
-def test_only_the_models_bytes_are_read(file_root):
-    place = state_of(tiny(5).model)
-    storage = FaultyStore(open_store(place.partition("#")[0])[0], lambda *_: "")
-    export_hf.export(
-        place, f"{file_root}/x", policy=source_pin(file_root), storage=storage, **FACTS
-    )
-    read = {key.split("/")[-2] for kind, key in storage.log if kind == "get" and "/data/" in key}
-    assert read == {"main.model"}
 
 
 def test_weights_are_rounded_to_the_type_of_the_source(file_root):

@@ -35,12 +35,6 @@ def test_a_scalar_has_one_element_and_one_box():
     assert intersect(Box((), ()), Box((), ())) == Box((), ())
 
 
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7)])
-def test_a_range_outside_of_the_box_is_refused(start, stop):
-    with pytest.raises(ValueError, match=r"must lie in \[0, 6\]"):
-        flat_boxes((3, 2), start, stop)
-
-
 @pytest.mark.slow
 @given(SHAPES, st.floats(0, 1), st.floats(0, 1))
 @settings(max_examples=examples(600), deadline=None)

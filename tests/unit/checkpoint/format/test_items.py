@@ -47,13 +47,6 @@ def test_one_name_with_two_forms_is_refused(change):
         Columns.from_items([LocalItem(W, ()), LocalItem(other, ())])
 
 
-def test_a_box_of_other_dimensions_and_an_unknown_type_are_refused():
-    with pytest.raises(LayoutMismatch, match=r"`model\.w` must have the 2 dimensions"):
-        Columns.from_items([LocalItem(W, (Box((0,), (6,)),))])
-    with pytest.raises(LayoutMismatch, match=r"a type must be one of .* got \['float32'\]"):
-        Columns.from_items([LocalItem(dataclasses.replace(W, dtype="float32"), ())])
-
-
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 specs = st.builds(
     TensorSpec,

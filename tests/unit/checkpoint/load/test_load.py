@@ -243,7 +243,7 @@ def test_a_pin_of_another_state_is_refused(place):
 @pytest.mark.parametrize(
     "options",
     [{"parts": ("modell",)}, {"parts": ()}, {"verify": "md5"}, {"redundancy": "on"},
-     {"dtype_policy": "any"}, {"timeout_s": 0.0}, {"max_host_bytes": 1}],
+     {"dtype_policy": "any"}, {"timeout_s": 0.0}],
 )  # fmt: skip
 def test_options_that_mean_nothing_are_refused(place, options):
     with pytest.raises(ValueError, match="must be"):

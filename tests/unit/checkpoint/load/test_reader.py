@@ -90,17 +90,17 @@ def test_bytes_that_change_on_the_way_are_read_once_more(matrix):
     assert unchecked.counters.rereads == 0
 
 
-@given(st.lists(st.integers(1, 100), max_size=60), st.integers(2, RING))
-def test_a_schedule_never_reuses_a_bucket_before_its_round_is_over(sizes, buckets):
-    rounds = Rounds.plan(list(range(len(sizes))), sizes, 100, buckets)
+@given(st.lists(st.integers(1, 100), max_size=60))
+def test_a_schedule_never_reuses_a_bucket_before_its_round_is_over(sizes):
+    rounds = Rounds.plan(list(range(len(sizes))), sizes, 100)
     turns = [rounds.places[k].round for k in range(len(sizes))]
     assert turns == sorted(turns)
     assert rounds.count == len(set(turns))
-    assert rounds.ring_bytes <= 100 * min(buckets, rounds.count)
+    assert rounds.ring_bytes <= 100 * min(RING, rounds.count)
     ends = {}
     for request, size in enumerate(sizes):
         turn, base = rounds.places[request]
-        assert base // 100 == turn % buckets
+        assert base // 100 == turn % RING
         assert base + size <= rounds.ring_bytes
         assert base >= ends.get(turn, 0)
         ends[turn] = base + size
