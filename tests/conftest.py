@@ -20,7 +20,6 @@ import pytest
 from planish.models.library import load_transformers
 from planish.store.base import STORES
 from tests import thin
-from tests.servers.exporter_fleet import Fleet
 from tests.servers.program import free_port
 from tests.servers.run_alertmanager import AlertmanagerServer, require_alertmanager
 from tests.servers.run_control_plane import ControlPlane, require_kubernetes
@@ -203,14 +202,6 @@ def alertmanager(tmp_path):
     server = AlertmanagerServer(tmp_path / "alertmanager")
     yield server
     server.stop()
-
-
-@pytest.fixture
-def fleet():
-    """Eight machines that Prometheus can scrape."""
-    found = Fleet(tuple(f"node-{i:03d}" for i in range(8)))
-    yield found
-    found.close()
 
 
 @pytest.fixture

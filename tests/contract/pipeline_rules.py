@@ -1,18 +1,15 @@
-"""Semantic checks of a compiled pipeline: fourteen rules that walk the YAML and nothing else.
+"""Semantic checks of a compiled pipeline: twelve rules that walk the YAML and nothing else.
 
 The checks hold for any file that was compiled from these pipelines, also with replaced images.
 They do not prove that a cluster accepts the file.
 """
 
-import ast
 import contextlib
-import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -37,7 +34,6 @@ AFFINITY = "node_affinity"
 
 EXIT_TRIGGER = "ALL_UPSTREAM_TASKS_COMPLETED"
 
-_SCALARS = ("str", "int", "float", "bool")
 _DIGEST = re.compile(r".+@sha256:[0-9a-f]{64}$")
 _SECRET_NAME = re.compile(r"(^|_)(SECRET|PASSWORD|PASSWD|TOKEN|CREDENTIALS?|KEY)(_|$)", re.I)
 _SECRET_VALUE = re.compile(
@@ -327,78 +323,6 @@ def retries_outlast_timeouts(compiled: Checked) -> Iterator[BrokenRule]:
             )
 
 
-def arguments_fit_the_stages(compiled: Checked) -> Iterator[BrokenRule]:
-    """Rule 9: each embedded component calls its stage with the arguments that `run` takes."""
-    sources: dict[str, str] = {}
-    for label, container in sorted(compiled.executors.items()):
-        sources.setdefault(str(container.get("command", [""])[-1]), label)
-    for source, label in sources.items():
-        for message in _call_faults(source):
-            yield BrokenRule(9, label, message)
-    for name, _, task_name, task in compiled.tasks():
-        definition = compiled.components.get(task["componentRef"]["name"], {})
-        for kind in ("parameters", "artifacts"):
-            declared = definition.get("inputDefinitions", {}).get(kind, {})
-            given = set(task.get("inputs", {}).get(kind, {}))
-            needed = {key for key, entry in declared.items() if not entry.get("isOptional")}
-            if "parameterIterator" in task:
-                needed.discard(task["parameterIterator"]["itemInput"])
-            for key in sorted(needed - given):
-                yield BrokenRule(9, f"{name}.{task_name}", f"input `{key}` is not given")
-
-
-def _call_faults(source: str) -> list[str]:
-    function = next(n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef))
-    imports = [n for n in function.body if isinstance(n, ast.ImportFrom)]
-    calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
-    calls = [n for n in calls if isinstance(n.func, ast.Name) and n.func.id == "run"]
-    if len(imports) != 1 or len(calls) != 1 or calls[0].args:
-        return ["the body must be one import of `run` and one call of it by keywords"]
-    module = str(imports[0].module)
-    accepted = _signature(module)
-    if accepted is None:
-        return [f"`{module}` must have a function `run`, but has none"]
-    faults = []
-    passed = {keyword.arg: keyword.value for keyword in calls[0].keywords if keyword.arg}
-    for key in sorted(set(passed) - set(accepted)):
-        faults.append(f"`{module}.run` takes no argument `{key}`")
-    for key in sorted(k for k, (_, required) in accepted.items() if required and k not in passed):
-        faults.append(f"`{module}.run` needs the argument `{key}`, which is not passed")
-    types = {a.arg: ast.unparse(a.annotation) for a in function.args.args if a.annotation}
-    for key, value in passed.items():
-        if key not in accepted or not isinstance(value, ast.Name):
-            continue
-        ours, theirs = types.get(value.id, ""), accepted[key][0]
-        if (ours in _SCALARS or theirs in _SCALARS) and ours != theirs:
-            faults.append(f"`{key}` of `{module}.run` is `{theirs}`, the component has `{ours}`")
-    return faults
-
-
-def _signature(module: str) -> dict[str, tuple[str, bool]] | None:
-    """Return argument name to (annotation, required) of `run`, read without importing it."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        return None
-    if spec is None or spec.origin is None:
-        return None
-    tree = ast.parse(Path(spec.origin).read_text("utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "run":
-            positional = [*node.args.posonlyargs, *node.args.args]
-            defaults = [None] * (len(positional) - len(node.args.defaults)) + node.args.defaults
-            every = zip(
-                [*positional, *node.args.kwonlyargs],
-                [*defaults, *node.args.kw_defaults],
-                strict=True,
-            )
-            return {
-                a.arg: (ast.unparse(a.annotation) if a.annotation else "", default is None)
-                for a, default in every
-            }
-    return None
-
-
 def loops_run_over_integers(compiled: Checked) -> Iterator[BrokenRule]:
     """Rule 10: loops run over a list of integers, with a limit on parallel tasks."""
     for name, _, task_name, task in compiled.tasks():
@@ -425,14 +349,6 @@ def size_is_within_limits(compiled: Checked) -> Iterator[BrokenRule]:
     with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
         for message in size_faults(compiled):
             yield BrokenRule(11, "root", message)
-
-
-def platform_names_executors(compiled: Checked) -> Iterator[BrokenRule]:
-    """Rule 12: both documents name the same executors."""
-    for label in sorted(set(compiled.pods) - set(compiled.executors)):
-        yield BrokenRule(12, label, "is in the platform document only")
-    for label in sorted(set(compiled.executors) - set(compiled.pods)):
-        yield BrokenRule(12, label, "has no settings in the platform document")
 
 
 def parameters_are_public(compiled: Checked) -> Iterator[BrokenRule]:
@@ -491,10 +407,8 @@ RULES: dict[int, Callable[[Checked], Iterator[BrokenRule]]] = {
     6: images_are_known,
     7: pods_have_the_standard_settings,
     8: retries_outlast_timeouts,
-    9: arguments_fit_the_stages,
     10: loops_run_over_integers,
     11: size_is_within_limits,
-    12: platform_names_executors,
     13: parameters_are_public,
     14: pods_keep_away_together,
 }

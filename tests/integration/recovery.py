@@ -63,7 +63,7 @@ from tests.integration.scheduling import running_scheduler
 from tests.integration.slowness import Slowness
 from tests.integration.test_minder_end_to_end import past
 from tests.integration.waiting import wait_for
-from tests.servers.exporter_fleet import Fault, Fleet
+from tests.servers.exporter_fleet import Fleet
 from tests.servers.program import REPOSITORY
 from tests.servers.run_control_plane import ControlPlane
 from tests.servers.run_minio import Minio
@@ -460,7 +460,7 @@ def disturb(site: Site, training: Training, trial: Trial, state_pin: str, monito
     timeline.note("ranks train")
     time.sleep(trial.moment)
     slow = next(each for each, machine in pods.items() if machine == trial.machine)
-    site.exporters.inject(Fault(trial.machine, "shift", "gpu_duty_cycle", -45.0))
+    site.exporters.shifts[trial.machine, "gpu_duty_cycle"] = -45.0
     timeline.note(f"{trial.machine} is slow, its duty cycle has fallen by half")
     with Slowness(site.nodes[trial.machine].processes[slow].pid):
         wait_for(
@@ -477,7 +477,7 @@ def disturb(site: Site, training: Training, trial: Trial, state_pin: str, monito
         code = site.wait_for_end(pod)
     wait_for(lambda: not site.gang_pods(), 120)
     # What the monitor sees of the next gang begins before the gang does.
-    site.exporters.heal()
+    site.exporters.shifts.clear()
     site.healed = time.monotonic()
     lost = re.findall(r"left steps_lost=\d+", "\n".join(site.said(pods, "left steps_lost")))
     timeline.note(f"stage ended with {code}, {(lost or ['no rank has told what is lost'])[0]}")

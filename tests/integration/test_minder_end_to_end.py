@@ -18,7 +18,7 @@ from tests.integration.minder_cluster import Fleet as KubernetesFleet
 from tests.integration.minder_cluster import install_workflows
 from tests.integration.minder_service import raw_settings, serving
 from tests.integration.waiting import wait_for
-from tests.servers.exporter_fleet import Fault, Fleet
+from tests.servers.exporter_fleet import Fleet
 from tests.servers.program import free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -175,7 +175,7 @@ def test_a_faulty_machine_is_named_cordoned_emptied_and_resolved(
     machine, pod = cluster.name(FAULTY), f"train-{FAULTY}"
     before = cluster.versions()
     timeline = Timeline()
-    exporters.inject(Fault(machine, "shift", "gpu_duty_cycle", -45.0))
+    exporters.shifts[machine, "gpu_duty_cycle"] = -45.0
     timeline.note(f"{machine}: duty cycle falls by half")
 
     # dry run: everything is said, nothing is done

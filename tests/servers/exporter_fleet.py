@@ -1,18 +1,13 @@
 """A fleet of machines in one process, which Prometheus scrapes one by one.
 
-python -m tests.servers.exporter_fleet --machines 8
-
-Each machine has a page of its own in the form of node_exporter and dcgm-exporter. Faults are
-injected while it runs: `POST /fault` with JSON as `Fault` has it, `DELETE /fault` for none at all.
+Each machine has a page of its own in the form of node_exporter and dcgm-exporter.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 import zlib
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -23,30 +18,13 @@ GPUS = 2
 SCRAPING = Path(__file__).resolve().parents[2] / "monitoring" / "prometheus.yaml"
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What is wrong with one machine."""
-
-    machine: str
-    kind: str
-    """shift: the values of `metric` lie `amount` away. silent: the page is gone. frozen: the page
-    never changes again. reset: counters begin at 0 once more. zero: `metric` is 0."""
-    metric: str = ""
-    amount: float = 0.0
-
-
-@dataclass
 class Fleet:
     """Machines whose metrics follow one wave, as those of one training job do."""
 
-    machines: tuple[str, ...]
-    faults: dict[str, Fault] = field(default_factory=dict)
-    """Machine to its fault."""
-
-    def __post_init__(self):
-        self.born = time.time()
-        self._resets: dict[str, float] = {}
-        self._frozen: dict[str, str] = {}
+    def __init__(self, machines: tuple[str, ...]):
+        self.machines = machines
+        self.shifts: dict[tuple[str, str], float] = {}
+        """Machine and metric to how far its values lie away."""
         self._busy: dict[str, tuple[float, float]] = {}
         """Machine to (time of the last page, seconds of idle time until then)."""
         self.server = ScriptedServer(self._answer)
@@ -55,7 +33,7 @@ class Fleet:
     def address(self) -> str:
         return self.server.url.removeprefix("http://")
 
-    def scrape_config(self, *, interval: str = "1s") -> str:
+    def scrape_config(self) -> str:
         """Return a whole configuration of Prometheus that scrapes all machines.
 
         What Kubernetes tells of their pods is given; the labels come from that by the rules of
@@ -79,34 +57,16 @@ class Fleet:
             "static_configs": [{"targets": [self.address], "labels": pod} for pod in pods],
             "relabel_configs": dcgm["relabel_configs"],
         }
-        times = {"scrape_interval": interval, "scrape_timeout": interval}
+        times = {"scrape_interval": "1s", "scrape_timeout": "1s"}
         return yaml.safe_dump({"global": times, "scrape_configs": [job]})
-
-    def inject(self, fault: Fault) -> None:
-        """Break a machine from now on."""
-        now = time.time()
-        if fault.kind == "reset":
-            self._resets[fault.machine] = now
-            return
-        if fault.kind == "frozen":
-            self._frozen[fault.machine] = self.page(fault.machine, now)
-        self.faults[fault.machine] = fault
-
-    def heal(self) -> None:
-        """Repair all machines."""
-        self.faults.clear()
-        self._frozen.clear()
 
     def page(self, machine: str, now: float) -> str:
         """Return what an exporter of the machine says."""
-        fault = self.faults.get(machine, Fault(machine, ""))
         wave = math.sin(now / 4)
 
         def value(metric: str, base: float, swing: float) -> float:
             noise = (zlib.crc32(f"{machine} {metric} {now:.1f}".encode()) % 1000 / 500 - 1) * 0.5
-            shift = fault.amount if fault.kind == "shift" and fault.metric == metric else 0.0
-            if fault.kind == "zero" and fault.metric == metric:
-                return 0.0
+            shift = self.shifts.get((machine, metric), 0.0)
             return base + swing * wave + noise * swing / 10 + shift
 
         # A counter must grow by what the load was in each second since the last page.
@@ -114,11 +74,6 @@ class Fleet:
         load = min(1.0, max(0.0, value("cpu_usage", 25.0, 5.0) / 100))
         idle += (now - last) * (1 - load)
         self._busy[machine] = (now, idle)
-        if machine in self._resets:
-            idle -= 1000.0
-            self._busy[machine] = (now, max(0.0, idle))
-            del self._resets[machine]
-            idle = max(0.0, idle)
         lines = [
             "# TYPE node_cpu_seconds_total counter",
             f'node_cpu_seconds_total{{cpu="0",mode="idle"}} {idle:.6f}',
@@ -137,33 +92,9 @@ class Fleet:
         return "\n".join(lines) + "\n"
 
     def _answer(self, request: Request) -> Reply:
-        if request.path == "/fault":
-            if request.method == "DELETE":
-                self.heal()
-            else:
-                self.inject(Fault(**request.json))
-            return Reply()
-        machine = request.path.removeprefix("/machines/")
-        kind = self.faults[machine].kind if machine in self.faults else ""
-        if machine not in self.machines or kind == "silent":
-            return Reply(503)
-        text = self._frozen.get(machine) or self.page(machine, time.time())
         self.server.requests.clear()
-        return Reply(body=text.encode())
+        page = self.page(request.path.removeprefix("/machines/"), time.time())
+        return Reply(body=page.encode())
 
     def close(self) -> None:
         self.server.close()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--machines", type=int, default=8)
-    options = parser.parse_args()
-    fleet = Fleet(tuple(f"node-{i:03d}" for i in range(options.machines)))
-    print(fleet.scrape_config(), flush=True)
-    while True:
-        time.sleep(3600)
-
-
-if __name__ == "__main__":
-    main()
