@@ -221,7 +221,13 @@ def data_of(recipe, folder):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *("gsm8k", "code", "moe", "long_responses"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("math", "dapo_math", "lora")),
+    ],
+)
 def test_the_recipe_ends_well_and_its_policy_does_not_get_worse(recipe, tmp_path, file_root):
     preset, config = settings(recipe)
     data = data_of(recipe, tmp_path)
