@@ -23,7 +23,11 @@ from planish.stages.train.ranks.worker import HeldTrainer, train_iteration
 from tests.unit.stages.train.runs import add_iteration, start_run
 
 OPTIONS = {"max_rows": 8, "max_model_len": 64, "device": "cpu"}
-MODELS = {"dense": {}, "moe": {"num_experts": 4, "expert_intermediate_size": 32}}
+MODELS = {
+    "dense": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "moe": {"num_experts": 4, "expert_intermediate_size": 32},
+}
 REQUESTS = [
     Request(str(n), str(n), (4 + n, 5, 6), Sampling(max_new_tokens=20, seed=n)) for n in range(12)
 ]
