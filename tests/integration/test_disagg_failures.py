@@ -136,7 +136,7 @@ def test_ranks_end_with_their_coordinator(tmp_path):
         [sys.executable, "-c", code], env=marks(tmp_path), capture_output=True, text=True
     )
     assert ended.stdout.split() == ["2", "1"], ended.stderr[-2000:]
-    wait_until_none(tmp_path, 10.0)
+    wait_until_none(tmp_path, 60.0)
     assert marked(tmp_path) == []
 
 
@@ -184,7 +184,7 @@ def test_a_reply_of_another_layer_fails_the_instance(monkeypatch):
 
 def test_experts_that_do_not_answer_fail_the_instance_in_time(monkeypatch):
     monkeypatch.setattr(expert_rank.ExpertRank, "serve", lambda self: time.sleep(0.05))
-    outputs = failed(timeout_s=1.0).values()
+    outputs = failed(timeout_s=5.0).values()
     assert all("did not answer in time" in output.error for output in outputs)
 
 

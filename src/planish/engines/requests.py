@@ -126,7 +126,6 @@ class WeightUpdate:
     """What a change of weights did."""
 
     version: int
-    """Policy version from now on."""
     num_tensors: int
     num_bytes: int
     seconds: float

@@ -58,7 +58,6 @@ class Stat(NamedTuple):
 
     key: str
     size: int
-    """Bytes."""
     etag: str
     """Changes whenever the object is written; for `if_match` and `etag`. Otherwise opaque."""
     modified: float

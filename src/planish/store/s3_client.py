@@ -78,12 +78,10 @@ class S3Settings:
     """How to reach the server."""
 
     endpoint: str
-    """Host and port."""
     access_key: str = field(repr=False)
     """Empty takes what the environment has for AWS: keys, a web identity, the role of a pod."""
     secret_key: str = field(repr=False)
     secure: bool
-    """Whether to speak TLS."""
     region: str
     session_token: str = field(default="", repr=False)
     """Of temporary keys that a security token service has given."""

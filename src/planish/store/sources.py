@@ -48,7 +48,6 @@ class Source:
     """
 
     kind: Literal["hub", "s3", "https", "path"]
-    """Who is asked for it."""
     place: str
     """Hub id, URI, URL without its fragment, or path."""
     file: str = ""

@@ -93,30 +93,3 @@ def new_engine(request, make_policy, monkeypatch):
     yield make
     for engine in made:
         engine.close()
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Print which promise each engine holds, on which family."""
-    kept, columns = {}, set()
-    for outcome in ("passed", "failed", "skipped"):
-        for report in terminalreporter.stats.get(outcome, ()):
-            if "tests/contract/engines" not in report.nodeid or "[" not in report.nodeid:
-                continue
-            if outcome == "passed" and report.when != "call":
-                continue
-            name, _, case = report.nodeid.rpartition("::")[2].partition("[")
-            column = " ".join(word for word in case[:-1].split("-") if word in (*HERE, *FAMILIES))
-            if not column:
-                continue
-            columns.add(column)
-            kept.setdefault(name, {}).setdefault(column, set()).add(outcome)
-    if not kept:
-        return
-    terminalreporter.section("engines")
-    heads = sorted(columns)
-    terminalreporter.line("  ".join(heads))
-    for name, cells in kept.items():
-        marks = (", ".join(sorted(cells.get(head, {"-"}))).ljust(len(head)) for head in heads)
-        terminalreporter.line(
-            "  ".join(marks) + "  " + name.removeprefix("test_").replace("_", " ")
-        )

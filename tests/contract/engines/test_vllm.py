@@ -196,7 +196,8 @@ def test_experts_that_vllm_reports_come_with_every_way_to_end(monkeypatch):
             return outputs
 
         monkeypatch.setattr(engine._llm.engine_core, "get_output", with_routing)
-        engine._routing, engine._routing_dtype = True, "int8"
+        engine._routing = engine.routing = True
+        engine._routing_dtype = "int8"
         engine._eos = frozenset({free[1].token_ids[4]})
         asked = [
             requests[0],

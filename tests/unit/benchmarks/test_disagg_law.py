@@ -1,4 +1,4 @@
-"""The emulated link, and what the table of the paced pipeline says of its targets."""
+"""The emulated link, behind which ranks are paced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from planish.base.errors import PeerLost
 from planish.engines.disagg.m2n.frames import HEADER_BYTES, Frame, FrameHeader, FrameKind
-from tests.benchmarks.disagg.law import summary
 from tests.benchmarks.disagg.link import EmulatedLink
 
 
@@ -41,23 +40,3 @@ def test_frames_are_held_until_the_link_has_brought_them_and_a_loss_comes_after_
     assert [arrived.get(timeout=60), arrived.get(timeout=60)] == [frame, lost]
     assert time.monotonic_ns() >= frame.header.sent_ns + 200_000_000
     wire.close()
-
-
-def table(errors: list[float], gain: float) -> dict:
-    rows = {
-        str(m): {"error": error, "law_over_one": 2.805 if m == 3 else 1.0, "over_one": gain}
-        for m, error in enumerate(errors, 1)
-    }
-    return {"1": {"links": {"0.8": {"micro_batches": rows}}}}
-
-
-def test_the_median_and_the_largest_error_and_the_gain_are_held_against_their_targets():
-    found = summary(table([0.1, -0.05, 0.3, 0.02], 2.4))
-    assert found["points"] == 4
-    values = {name: (row["value"], row["met"]) for name, row in found["targets"].items()}
-    assert list(values.values()) == [
-        ((0.05 + 0.1) / 2, True),
-        (0.3, False),
-        (2.4, False),
-    ]
-    assert all(row["met"] for row in summary(table([0.1] * 4, 2.5))["targets"].values())

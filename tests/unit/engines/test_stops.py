@@ -55,13 +55,6 @@ def test_a_string_may_be_cut_within_a_character():
     assert table.complete[table.advance(0, [0, 99, 1])]
 
 
-def test_tokens_that_do_the_same_share_a_class():
-    table = stop_table(["ab"], [b"a", b"xa", b"b", b"xyz", b"q"])
-    assert table.token_class[0] == table.token_class[1]
-    assert table.token_class[3] == table.token_class[4]
-    assert table.next_state.shape == (3, 3)
-
-
 @pytest.mark.parametrize(
     "strings", [["a", ""], ["a" * (MAX_STOP_BYTES + 1)], ["a" * 200, "b" * 57]]
 )

@@ -34,7 +34,6 @@ class Role(NamedTuple):
     """The pods of one role, one for each rank."""
 
     role: str
-    """`attention` or `expert`."""
     name: str
     """Name of its service and its set of pods."""
     replicas: int

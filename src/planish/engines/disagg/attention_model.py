@@ -60,7 +60,6 @@ class AttentionModel:
         for layer, block in enumerate(blocks):
             block.experts = RemoteExperts(layer, exchange)
         self.num_bytes = 0
-        """Bytes of tensors read from files so far."""
         # What no file holds is computed, such as the frequencies of rotary embeddings.
         for name, module in list(self.modules.named_modules()):
             if module._non_persistent_buffers_set and any(

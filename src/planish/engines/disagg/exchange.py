@@ -40,7 +40,6 @@ class _Waiting:
 
     layer: int
     frames: dict[int, Frame] = field(default_factory=dict)
-    """By expert rank."""
     sent_at: float = 0.0
     """Monotonic seconds at which the last of the rows were sent."""
 
@@ -69,7 +68,6 @@ class TurnTaking(Protocol):
     """Whose turn it is to compute."""
 
     current: int
-    """The micro-batch that computes."""
 
     def pause(self) -> None:
         """Return once the replies for the micro-batch are complete."""
@@ -79,7 +77,6 @@ class ExpertExchange:
     """Sends the rows of a layer to every expert rank, and combines what comes back."""
 
     transport: SocketTransport
-    """Set once it is connected."""
 
     def __init__(self, settings: RankSettings, inbox: Inbox, turns: TurnTaking) -> None:
         self._settings, self._inbox, self._turns = settings, inbox, turns

@@ -36,7 +36,6 @@ class ExpertModel:
         self._config = read_model_config(folder)
         self._device = device
         self.num_bytes = 0
-        """Bytes of tensors read from files so far."""
         self._layers: list[list[Expert]] = []
 
     def read(self, weights: WeightSource, held: Sequence[Sequence[int]]) -> list[list[Expert]]:

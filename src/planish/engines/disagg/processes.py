@@ -96,7 +96,6 @@ class _Rank:
     has_spoken: bool = False
     """A rank that still imports its packages answers to nothing."""
     answers: dict[int, Message] = field(default_factory=dict)
-    """By the number of the question."""
 
 
 @dataclass

@@ -24,23 +24,18 @@ class RankSettings:
     num_attention: int
     num_expert: int
     micro_batches: int
-    """Micro-batches of each attention rank."""
     rows: int
     """Requests of one micro-batch of one attention rank at once."""
     max_model_len: int
-    """Prompt and response in tokens."""
     prefill_tokens: int
     """Most tokens, padding included, of one forward over prompts."""
     folder: str
-    """Local folder of the policy."""
     version: int
-    """Its policy version."""
     device: str
     dtype: str
     """Type of the rows, as torch names it."""
     hidden_size: int
     top_k: int
-    """Experts that compute each token."""
     local_experts: int
     """Most experts of a layer on one expert rank, replicas included."""
     token: str
@@ -48,9 +43,7 @@ class RankSettings:
     scratch: str
     """Folder of this start of the instance for temporary files."""
     timeout_s: float
-    """Longest wait for peers."""
     layout: dict[str, Any]
-    """`ExpertLayout` as JSON."""
     routing: str = ""
     """Integer type in which attention ranks keep the experts of each token; "" keeps none."""
     pin: str = ""

@@ -44,11 +44,9 @@ class ColocatedPlan:
     gpu: str
     form: Form
     gpus: int
-    """GPUs in all."""
     tp: int
     """GPUs that share attention."""
     batch: int
-    """Requests decoded together."""
     total: float
     """Seconds of an iteration: the time between tokens."""
     per_gpu: float

@@ -23,7 +23,6 @@ Lines = Iterator[Table | str]
 """What a command prints, piece by piece."""
 
 LARGEST = 1e12
-"""Largest number that an option may have."""
 RANK_PORT = 9610
 
 COMMANDS: dict[str, tuple[str, str]] = {

@@ -34,9 +34,7 @@ class MoeModel:
     """Layers with experts."""
     hidden_size: PositiveInt
     expert_size: PositiveInt
-    """Intermediate size of one expert."""
     num_experts: PositiveInt
-    """Routed experts of a layer."""
     experts_per_token: PositiveInt
     num_heads: PositiveInt
     num_kv_heads: PositiveInt

@@ -29,9 +29,7 @@ class Space:
     """Which deployments are tried."""
 
     tp_attention: tuple[int, ...] = (1, 2, 4, 8)
-    """GPUs of one attention replica."""
     tp_experts: tuple[int, ...] = (1, 2, 4, 8)
-    """GPUs of one expert node."""
     replicas: tuple[int, ...] | Literal["balance", "around"] = "around"
     """Attention replicas. `balance`: the two whole numbers around balance, as in the paper;
     `around`: these, those from half to twice as many, and on for as long as more are better."""

@@ -38,13 +38,10 @@ class Plan:
 
     deployment: Deployment
     m: int
-    """Micro-batches."""
     b_a: int
     """Rows of a micro-batch on one attention replica; the largest, where they differ."""
     batch: int
-    """Requests decoded together."""
     times: Times
-    """Seconds of one micro-batch."""
     total: float
     """Seconds of an iteration: the time between tokens."""
     limit: str

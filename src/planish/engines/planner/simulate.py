@@ -33,7 +33,6 @@ class Death:
     """A rank that ends `seconds` after the start of the run."""
 
     role: str
-    """`attention` or `experts`."""
     rank: int
     seconds: float
 
@@ -75,7 +74,6 @@ class SimulatedRun:
     spans: list[Served] = field(default_factory=list)
     """What was done in the first iteration."""
     iterations: list[float] = field(default_factory=list)
-    """Seconds of each."""
     tokens: int = 0
     """Tokens of all responses, those that a dead rank lost not counted."""
     lost_tokens: int = 0

@@ -57,7 +57,6 @@ class Limits:
 
     max_rows: int
     max_model_len: int
-    """Prompt and response in tokens."""
     vocab_size: int
     eos: frozenset[int]
     strings: StopTable | None = None

@@ -29,9 +29,7 @@ class ServedModel:
     """A model in memory."""
 
     architecture: str
-    """Name of its class."""
     config: Mapping[str, Any]
-    """Content of its config.json."""
     tensors: dict[str, Tensor]
     """Weights by their names in memory; tied ones once."""
     tokenizer: Tokenizer

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import queue
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from planish.base.errors import EngineError, PeerLost
+from planish.base.errors import PeerLost
 from planish.engines.disagg.m2n import sockets
 from planish.engines.disagg.m2n.frames import HEADER_BYTES, FrameHeader, FrameKind, FrameLimits
 from planish.engines.disagg.m2n.sockets import SocketTransport
@@ -93,36 +90,6 @@ def counts_of(num_rows):
     return torch.tensor([num_rows // 2, 0, num_rows - num_rows // 2], dtype=torch.int32)
 
 
-def unsigned(bits):
-    return st.integers(0, 2**bits - 1)
-
-
-@given(
-    st.builds(
-        FrameHeader,
-        kind=st.sampled_from(FrameKind),
-        source=unsigned(16),
-        target=unsigned(16),
-        weight_version=unsigned(32),
-        iteration=unsigned(64),
-        layer=unsigned(32),
-        micro_batch=unsigned(16),
-        num_rows=unsigned(32),
-        row_bytes=unsigned(32),
-        dtype=st.sampled_from(DTYPES),
-        num_local_experts=unsigned(16),
-        placement_version=unsigned(32),
-        is_prefill=st.booleans(),
-    )
-)
-def test_a_header_comes_back_as_it_was_with_the_time(one):
-    data = one.encode()
-    assert len(data) == HEADER_BYTES
-    again = FrameHeader.decode(data)
-    assert again == one._replace(sent_ns=again.sent_ns)
-    assert 0 < again.sent_ns <= time.monotonic_ns()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_frame_arrives_as_it_was_sent_and_so_does_its_answer(pair, dtype):
     a, b = pair
@@ -160,14 +127,6 @@ def test_a_torn_stream_is_a_lost_peer(by_hand, length):
     assert list(error.value.per_rank) == [0]
     with pytest.raises(PeerLost, match="rank 0 is lost"):
         listener.send(header(0, source=1, target=0), None, torch.zeros(0, 4))
-
-
-def test_a_frame_that_exceeds_the_buffers_is_told(by_hand, monkeypatch):
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    listener, end = by_hand
-    end.sendall(header(4096).encode())
-    with pytest.raises(EngineError, match="receiving on rank 1 ended: RuntimeError"):
-        listener.get()
 
 
 def test_who_closes_is_lost_to_its_peers_and_the_others_go_on():

@@ -161,14 +161,3 @@ def test_the_choice_does_not_depend_on_how_rows_are_batched():
     assert torch.equal(at_once, in_parts)
     assert not torch.equal(at_once, whole.slots(1, ids))
     assert torch.equal(whole.slots(0, ids), parts.slots(0, ids))
-
-
-def test_every_slot_that_is_chosen_holds_the_expert():
-    placements = [place(zipf(8, 1.0, seed), 4, 3) for seed in range(3)]
-    chooser = ReplicaChooser(placements, 0)
-    for layer, placement in enumerate(placements):
-        ids = torch.randint(0, 8, (50, 2))
-        slots = chooser.slots(layer, ids)
-        for expert, slot in zip(ids.flatten().tolist(), slots.flatten().tolist(), strict=True):
-            node, local = divmod(slot, chooser.num_local)
-            assert placement.experts[node][local] == expert

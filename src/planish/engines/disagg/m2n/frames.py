@@ -57,15 +57,12 @@ class FrameHeader(NamedTuple):
 
     kind: FrameKind
     source: int
-    """Rank that sends."""
     target: int
-    """Rank that receives."""
     weight_version: int
     """Version of the weights at the source; the two roles never mix versions."""
     iteration: int
     """Decode iteration, counted from 0 by the coordinator."""
     layer: int
-    """Sparse layer from 0."""
     micro_batch: int
     num_rows: int
     """Rows that follow, 0 included."""

@@ -51,7 +51,6 @@ class _Peer:
         self.outbox: deque[list[memoryview]] = deque()
         """Frames that the kernel has not taken whole yet."""
         self.lost = ""
-        """Why it counts as dead."""
         num_bytes = limits.num_rows * limits.row_bytes
         self.buffers = [
             (
