@@ -27,7 +27,7 @@ CEILINGS = {
     "algorithms": 1_650,
     "base": 1_520,
     "checkpoint": 13_950,
-    "engines": 10_190,
+    "engines": 10_160,
     "minder": 8_650,
     "models": 2_840,
     "records": 2_900,
