@@ -163,7 +163,7 @@ def train(rank, size, folder, root, steps, *, processes=False, paced=False, read
     return ends
 
 
-def read(rank, size, folder, places, *, paced=False, read_seconds=0.0, timeout_s=90.0):
+def read(rank, size, folder, places, *, paced=False, read_seconds=0.0):
     """Load one place after the other; returns how each load ended."""
     control, ends = Control.join(), []
     get_ready(folder, rank)
@@ -241,13 +241,6 @@ def die_together(folder, rank, size):
         time.sleep(60.0)
     for path in reversed(there):
         os.kill(json.loads(path.read_text()), signal.SIGKILL)
-
-
-def load_once(rank, size, folder, place, *, timeout_s=90.0):
-    """Load once the test says so; returns how it ended."""
-    control = Control.join()
-    get_ready(folder, rank)
-    return how(lambda: load_seed(place, control, timeout_s=timeout_s))
 
 
 def how(act):

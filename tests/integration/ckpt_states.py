@@ -1,4 +1,4 @@
-"""States of known content for saves, and what a store holds, read without the loading engine."""
+"""States of known content for saves, and what a store holds, read by one process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 import numpy as np
 import torch
 
-from planish.checkpoint.commit.commit import read_commit, read_meta
-from planish.checkpoint.format import metafile
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
-from planish.checkpoint.format.metafile import check_blocks
 from planish.checkpoint.format.small_objects import decode_extra
+from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.load.slices import SliceReader
+from planish.checkpoint.load.verify import verify
 from planish.store import open_store
 
 NUMPY = {"F32": np.float32, "I64": np.int64, "U8": np.uint8}
@@ -67,34 +67,15 @@ def expected_tensors(*, seed=0, rows=8, cols=6, tensors=3):
 
 def read_back(uri):
     """Return (commit, metadata, tensors, small objects) of what is committed, all checked."""
-    storage, path = open_store(uri)
-    commit = read_commit(storage, path)
-    assert commit is not None, f"nothing is committed at {uri}"
-    meta = metafile.decode(read_meta(storage, path, commit), max_bytes=1 << 30)
-    files = {}
-    for row, key in enumerate(meta.files.keys):
-        data, _ = storage.get(f"{path}/a-{commit.attempt}/{key}", 1 << 32)
-        assert len(data) == meta.files.sizes[row]
-        check_blocks(data, meta.files.crcs[row], file=key, algorithm=meta.files.algorithms[row])
-        files[key] = data
-    tensors = {}
-    for (role, kind, fqn), number in meta.tensor_ids.items():
-        spec = meta.tensors.spec(number)
-        target = np.zeros(spec.shape, NUMPY[spec.dtype])
-        covered = np.zeros(spec.shape, bool)
-        for row in meta.shards_of(number):
-            dims = len(spec.shape)
-            low, length = meta.shards.offsets[row, :dims], meta.shards.lengths[row, :dims]
-            place = tuple(slice(a, a + n) for a, n in zip(low, length, strict=True))
-            data = files[meta.files.keys[meta.shards.file[row]]]
-            start, nbytes = int(meta.shards.start[row]), int(meta.shards.nbytes[row])
-            box = np.frombuffer(data[start : start + nbytes], target.dtype).reshape(length)
-            assert not covered[place].any()
-            target[place], covered[place] = box, True
-        assert covered.all()
-        tensors[role, kind, fqn] = target
-    small = {key: decode_extra(data) for key, data in files.items() if key.endswith(".bin")}
-    return commit, meta, tensors, small
+    opened = open_state(uri)
+    reader, tensors = SliceReader(opened), {}
+    for key, row in opened.metadata.tensor_ids.items():
+        spec = opened.metadata.tensors.spec(row)
+        tensors[key] = reader.read(spec).view(NUMPY[spec.dtype])
+    names = [key for key in opened.metadata.files.keys if key.endswith(".bin")]
+    small = {key: decode_extra(reader.reader.read_file(key)) for key in names}
+    assert verify(uri).is_intact
+    return opened.commit, opened.metadata, tensors, small
 
 
 def assert_holds(uri, **arguments):

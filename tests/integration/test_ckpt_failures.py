@@ -91,13 +91,13 @@ def test_a_rank_killed_in_a_load_ends_the_load_of_the_others(site, victim, fault
     site.save("step-1", 1)
     number = ["coordinator", "worker"].index(victim)
     for at in (1, 4) if victim == "coordinator" else (3, 5):
-        ranks, _ = site.start("load_once", place=site.path("step-1"))
+        ranks, _ = site.start("read", places=[site.path("step-1")])
         site.proxy.log.clear()
         site.proxy.rules = [Rule(fault, kind="get", at=at, pid=ranks.pids[number])]
         outcomes = site.finish(ranks)
         assert site.proxy.suffered() == [fault]
         assert outcomes[number].code == -9
-        kind, text, _, seconds = outcomes[1 - number].value
+        ((kind, text, _, seconds),) = outcomes[1 - number].value
         assert kind in ("PeerLost", "PlanMismatch"), text
         assert seconds < 20
     site.proxy.rules = []

@@ -140,14 +140,14 @@ def test_a_server_killed_in_a_save_leaves_it_done_or_undone(site, at):
 @pytest.mark.parametrize("at", [2, 5])
 def test_a_server_killed_in_a_load_delays_it(site, at):
     site.save("step-1", 1)
-    ranks, _ = site.start("load_once", place=site.path("step-1"))
+    ranks, _ = site.start("read", places=[site.path("step-1")])
     site.proxy.rules = [Rule("delay", at=at, seconds=0.3)]
     ranks.go()
     wait_for(site.proxy.suffered, 20.0, "the request")
     site.server.kill()
     site.server.start()
     ends = [one.value for one in site.finish(ranks)]
-    assert [end[:2] for end in ends] == [["done", 1]] * 2, ends
+    assert [end[0][:2] for end in ends] == [["done", 1]] * 2, ends
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from planish.store import open_store
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.test_ckpt_load import boxes_for, joined, raw_of, target, weights
 from tests.integration.waiting import wait_for
-from tests.servers.http_proxy import HttpProxy, Rule
 from tests.stores.faulty import FaultyStore
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.written import write_checkpoint
@@ -143,30 +142,3 @@ def test_a_rank_that_hangs_is_given_up_at_the_time_limit(forks, tmp_path, place)
     found = [outcome.value[0] for outcome in ranks.wait()[:2]]
     assert all(one["error"] in ("PlanMismatch", "PeerLost") for one in found), found
     assert max(one["seconds"] for one in found) < 45
-
-
-@pytest.mark.server
-def test_a_bit_that_flips_on_the_way_is_read_again(s3_root, minio, monkeypatch):
-    from planish.checkpoint.load.slices import SliceReader
-
-    tensors = weights()
-    place = write_checkpoint(f"{s3_root}/run/step-1", tensors, extra=False)
-    rules = [Rule("corrupt", kind="get", path="/data/", at=2)]
-    with HttpProxy(minio.endpoint, rules) as proxy:
-        monkeypatch.setenv("MINIO_ENDPOINT", proxy.endpoint)
-        reader = SliceReader(open_state(place))
-        for spec, array in tensors.items():
-            assert (reader.read(spec).view("u1") == array.view("u1")).all()
-        assert proxy.suffered
-    assert reader.reader.counters.rereads == 1
-
-
-@pytest.mark.server
-def test_replicas_load_from_a_real_server_and_every_byte_leaves_it_once(s3_root, tmp_path):
-    tensors = weights()
-    place = write_checkpoint(f"{s3_root}/run/step-1", tensors, extra=False, num_ranks=2)
-    found = run_ranks(
-        "tests.integration.test_ckpt_load:scenario_load", 3, tmp_path / "ranks", timeout=300.0,
-        place=place, layouts=["replicated", "columns"],
-    )  # fmt: skip
-    assert found[0]["store"] <= 1.05 * found[0]["unique"]

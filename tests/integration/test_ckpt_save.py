@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,8 +17,6 @@ from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_states import (
     assert_holds,
     attempts,
-    read_back,
-    replicated,
     sharded,
     state_of,
 )
@@ -182,44 +179,6 @@ def test_a_save_too_many_waits_is_skipped_or_raises(file_root, tmp_path, infligh
             assert "ranks [0, 1] still write" in raised[1]
             assert bool(skipped) == (inflight == "skip")
             assert third == ([], False)
-
-
-def mixed(rank, size, folder, root):
-    """Loader shards, values that only some ranks have, two roles, an empty rank."""
-    from planish.checkpoint.adapters.loader_state import LoaderShard, LoaderState
-
-    shard = LoaderShard(rank, 0, buffer=[f"sample {rank}"], cursor={"web": rank})
-    loader = LoaderState({"seed": 4}, [shard], dp_rank=rank, dp_size=size)
-    items = sharded(rank, size, rows=2)
-    actor = Collected(items, shared={"extra": {"a": 1}}, loader=loader)
-    critic = Collected(replicated(role="critic") if rank else [], own={"x": rank} if rank else {})
-    engine = default_engine()
-    engine.save({"main": actor, "critic": critic}, SaveOptions(f"{root}/0")).result(60)
-    twin = LoaderState({}, [LoaderShard(0, 0, buffer=[rank])], dp_rank=0, dp_size=1)
-    try:
-        engine.save({"main": Collected(items, loader=twin)}, SaveOptions(f"{root}/1")).result(60)
-        error = None
-    except LayoutMismatch as raised:
-        error = told(raised)
-    default_engine().close()
-    return error
-
-
-def test_small_objects_of_roles_and_loaders_are_listed_and_readable(file_root, tmp_path):
-    found = run_ranks(f"{HERE}:mixed", 3, tmp_path / "ranks", root=file_root)
-    assert all("data/main.loader/00000-0.bin` by ranks [0, 1, 2]" in error[1] for error in found)
-    commit, meta, tensors, small = read_back(f"{file_root}/0")
-    assert commit.roles == ("critic", "main")
-    assert meta.objects["critic"]["own"].keys() == {"1", "2"}
-    loader = meta.objects["main"]["loader"]
-    shards = [small[shard["key"]] for shard in loader["shards"]]
-    assert [shard["cursor"] for shard in loader["shards"]] == [{"web": n} for n in range(3)]
-    assert [shard["buffer"] for shard in shards] == [[f"sample {rank}"] for rank in range(3)]
-    assert small[loader["common"]]["common"] == {"seed": 4}
-    assert len(tensors) == 5
-    np.testing.assert_array_equal(
-        tensors["critic", "model", "shared.0"], replicated()[0].data.numpy()
-    )
 
 
 def quiet(rank, size, folder, root):

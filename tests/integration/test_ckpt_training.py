@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from planish.checkpoint.adapters.base import RandomStreams
 from tests.integration import ckpt_engine as engine
 from tests.integration.ckpt_forks import run_ranks
-from tests.integration.zero1 import Zero1Adam
 
 BATCH, WIDTH, STEPS = 12, 9, 6
 
@@ -164,43 +163,3 @@ def scenario_whole(rank, size, folder):
     state = state_of(fsdp2(model_of(seed=0), mesh), 0, rank, size)
     parts = state["model"], state["optimizer"], state["scheduler"]
     return train(*parts, range(STEPS), rank, size)
-
-
-def scenario_zero(rank, size, folder):
-    """ZeRO-1 on three ranks, FSDP2 on two, ZeRO-1 on four: moments change their form twice."""
-    groups = engine.groups()
-    mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("dp",))
-    options = {"lr": 0.05, "weight_decay": 0.1}
-    losses = []
-    if rank < 3:
-        model = model_of(seed=0)
-        zero = Zero1Adam(model.named_parameters(), group=groups[3], **options)
-        losses += train(model, zero, None, range(2), rank, 3, groups[3])
-        state = {"model": model, "optimizer": zero.state()}
-        engine.save(f"file://{folder}/a", state, "flat", group=groups[3])
-    dist.barrier()
-    if rank < 2:
-        model = fsdp2(model_of(seed=1), mesh)
-        state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=9.0)}
-        engine.load(f"file://{folder}/a", state, "fsdp2", group=groups[2])
-        losses += train(model, state["optimizer"], None, range(2, 4), rank, 2, groups[2])
-        engine.save(f"file://{folder}/b", state, "fsdp2", group=groups[2])
-    dist.barrier()
-    model = model_of(seed=2)
-    zero = Zero1Adam(model.named_parameters(), lr=9.0)
-    state = {"model": model, "optimizer": zero.state()}
-    engine.load(f"file://{folder}/b", state, "flat")
-    zero.take(state["optimizer"])
-    losses += train(model, zero, None, range(4, 6), rank, 4)
-    return losses
-
-
-@pytest.mark.slow
-def test_moments_may_change_between_flat_ranges_and_dtensors(tmp_path):
-    found = run_ranks(
-        "tests.integration.test_ckpt_training:scenario_zero", 4, tmp_path, timeout=300
-    )
-    model = model_of(seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
-    expected = train(model, optimizer, None, range(STEPS))
-    assert found[0] == pytest.approx(expected, rel=1e-6)

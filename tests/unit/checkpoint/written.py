@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 
 from planish.checkpoint.commit.commit import publish
@@ -15,8 +13,6 @@ from planish.checkpoint.format.metafile import block_crcs
 from planish.checkpoint.format.small_objects import encode_extra
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.plan.save import plan_save
-from planish.checkpoint.save.upload import FileUpload, upload_files
-from planish.checkpoint.watch.monitor import Recorder
 from planish.store import open_store
 
 SHARED = "data/main.extra/shared.bin"
@@ -70,33 +66,16 @@ def write_checkpoint(uri, tensors, boxes_of=None, *, num_ranks=1, step=7, header
     storage, path = open_store(uri)
     attempt = new_attempt()
     folder = attempt_folder(path, attempt)
-    uploads = [FileUpload(join(folder, k), len(data), k.split("/")[1]) for k, data in blobs]
-    with journaled(storage, path, attempt, [u.key for u in uploads]) as journal:
-        upload_files(
-            storage,
-            uploads,
-            lambda file, start, stop: memoryview(blobs[file][1])[start:stop],
-            journal=journal,
-            recorder=Recorder(0, "save"),
-            stop=threading.Event(),
-            num_threads=1,
-        )
+    with journaled(storage, path, attempt) as journal:
         for row, (key, data) in enumerate(blobs):
+            storage.put(join(folder, key), data)
             if row < len(plan.keys):
                 meta.files.crcs[row] = block_crcs(data)
             else:
                 meta.files.add(key, len(data), algorithm="crc32c", crcs=block_crcs(data))
         files = {key: len(data) for key, data in blobs}
-        commit = publish(
-            storage,
-            path,
-            attempt,
-            metafile.encode(meta),
-            files,
-            step=step,
-            roles=tuple(roles),
-            journal=journal,
-        )
+        facts = {"step": step, "roles": tuple(roles), "journal": journal}
+        commit = publish(storage, path, attempt, metafile.encode(meta), files, **facts)
     return f"{uri}#sha256={commit.meta_sha256}"
 
 

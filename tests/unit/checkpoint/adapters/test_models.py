@@ -270,20 +270,22 @@ def test_flat_shards_become_boxes_without_a_copy():
         *(((1, 3), (1, 1)), ((2, 2), (2, 2))),
     ]
     assert item.data.data_ptr() == data.data_ptr()
-    with pytest.raises(ValueError, match="must be a range of a shard"):
-        collect(
-            "main",
-            {"model": [FlatShard("w", (6, 4), (0, 3), (6, 2), 0, 5, data)]},
-            "flat",
-            for_load=False,
-        )
-    with pytest.raises(ValueError, match="must come as 6 contiguous elements"):
-        collect(
-            "main",
-            {"model": [FlatShard("w", (6, 4), (0, 0), (6, 4), 0, 6, data)]},
-            "flat",
-            for_load=False,
-        )
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "told"),
+    [
+        ([FlatShard("w", (6, 4), (0, 3), (6, 2), 0, 5, torch.ones(5))], ValueError, "of a shard"),
+        ([FlatShard("w", (6, 4), (0, 0), (6, 4), -1, 4, torch.ones(5))], ValueError, "of a shard"),
+        ([FlatShard("w", (6, 4), (0, 0), (6, 4), 0, 6, torch.ones(5))], ValueError, "6 contiguous"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, ValueError, r"got `a\.b` twice"),
+        ({"w": torch.ones(2, 1).expand(2, 3)}, TypeError, "`w` must have a place in memory"),
+        ({"a": {"deep": lambda: 1}}, TypeError, r"a\.deep"),
+    ],
+)
+def test_what_has_no_place_in_a_checkpoint_is_refused_by_name(value, error, told):
+    with pytest.raises(error, match=told):
+        collect("main", {"model": value}, "plain", for_load=False)
 
 
 def test_roles_are_told_apart_from_parts():

@@ -7,8 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from planish.base.errors import (
     CheckpointCorrupt,
@@ -20,7 +18,7 @@ from planish.base.errors import (
     ShapeMismatch,
     UnexpectedKeys,
 )
-from planish.checkpoint.format.geometry import Box, flat_boxes, whole
+from planish.checkpoint.format.geometry import whole
 from planish.checkpoint.format.items import LocalItem, TensorSpec
 from planish.checkpoint.load.agree import LoadOptions
 from planish.checkpoint.load.load import load_state, open_on_all
@@ -29,7 +27,6 @@ from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.watch import monitor
 from planish.store import open_store
 from tests.stores.faulty import FaultyStore
-from tests.thin import examples
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 
@@ -152,31 +149,6 @@ def test_types_are_converted_only_when_asked():
         load(place, [half])
     load(place, [half], dtype_policy="cast")
     assert half.data.tolist() == torch.tensor(values).to(torch.bfloat16).tolist()
-
-
-@pytest.mark.slow
-@settings(max_examples=examples(60))
-@given(data=st.data())
-def test_flat_slices_of_any_saving_layout_are_filled(data):
-    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
-    volume = int(np.prod(shape))
-    spec = TensorSpec("main", "optim", "w.exp_avg", "F32", shape)
-    raw = np.arange(volume, dtype=np.uint32).reshape(shape)
-    rows = data.draw(st.integers(1, 4))
-
-    def boxes(spec, rank):
-        start, stop = (min(k * -(-shape[0] // rows), shape[0]) for k in (rank, rank + 1))
-        return (Box((start,) + (0,) * (len(shape) - 1), (stop - start, *shape[1:])),)
-
-    place = write_checkpoint(damage.fresh(), {spec: raw}, boxes, num_ranks=rows, extra=False)
-    start = data.draw(st.integers(0, volume - 1))
-    stop = data.draw(st.integers(start + 1, volume))
-    wanted = tuple(flat_boxes(shape, start, stop))
-    lengths = wanted[0].lengths if len(wanted) == 1 else (stop - start,)
-    item = LocalItem(spec, wanted, torch.zeros(lengths))
-    load(place, [item])
-    assert damage.raw_of(item).reshape(-1).tolist() == list(range(start, stop))
-    damage.remove(place, "COMMIT")
 
 
 def test_a_bit_that_flipped_in_the_store_is_told_by_file_and_block(place):

@@ -107,7 +107,7 @@ def test_a_schedule_never_reuses_a_bucket_before_its_round_is_over(sizes):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["load", "verify", "diff"])
+@pytest.mark.parametrize("what", ["load", "verify", "diff", "export"])
 def test_memory_stays_within_the_state_and_320_mib(tmp_path, what):
     shape = (16, 1 << 20)
     count = 6
@@ -131,6 +131,10 @@ def test_memory_stays_within_the_state_and_320_mib(tmp_path, what):
         ),
         "verify": (
             "from planish.checkpoint.load.verify import verify\nrun = lambda: verify(place)\n"
+        ),
+        "export": (
+            "from planish.checkpoint.convert.export_hf import export\n"
+            f"run = lambda: export(place, 'file://{tmp_path}/out', dtype='BF16')\n"
         ),
         "diff": (
             "from planish.checkpoint.convert.diff import diff\nrun = lambda: diff(place, place)\n"

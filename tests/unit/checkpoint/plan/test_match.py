@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.format.geometry import Box, intersect, whole
+from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec
-from planish.checkpoint.plan import match as matching
-from planish.checkpoint.plan.match import ShardIndex, match
+from planish.checkpoint.plan.match import match
 from planish.checkpoint.plan.save import plan_save
-from tests.thin import examples
-from tests.unit.checkpoint.planned import random_tensors, random_world
 
 
 def spec(fqn, shape, dtype="F32"):
@@ -36,53 +30,6 @@ def by_rows(one, ranks):
     return [
         [(one, (Box((rank * rows, *(0 for _ in rest)), (rows, *rest)),))] for rank in range(ranks)
     ]
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(seed=st.integers(0, 2**32), chunk=st.sampled_from([1, 7, 1 << 20]))
-def test_pieces_are_all_intersections_and_fill_the_boxes(seed, chunk):
-    rng = random.Random(seed)
-    specs = random_tensors(rng, rng.randint(0, 5))
-    source = random_world(rng, rng.randint(1, 5), specs)
-    metadata = plan_save(source.columns, split_bytes=100).metadata({})
-    target = random_world(rng, rng.randint(1, 5), specs, source)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matching, "_CHUNK", chunk)
-        index = ShardIndex(metadata)
-        for items in target.items:
-            reads = match(metadata, items, index=index)
-            assert rows_of(reads) == expected(metadata, items)
-
-
-def rows_of(reads):
-    columns = zip(reads.item, reads.box, reads.shard, reads.offsets, reads.lengths, strict=True)
-    return [
-        (int(item), int(box), int(shard), tuple(offsets.tolist()), tuple(lengths.tolist()))
-        for item, box, shard, offsets, lengths in columns
-    ]
-
-
-def expected(metadata, items):
-    """Intersect every wanted box with every shard of its tensor."""
-    found = []
-    width = max(1, metadata.tensors.max_dims)
-    for item, held in enumerate(items):
-        row = metadata.tensor_ids[held.tensor.role, held.tensor.kind, held.tensor.fqn]
-        dims = len(held.tensor.shape)
-        full = [box for box in held.boxes if box.volume]
-        for number, box in enumerate(full):
-            for shard in metadata.shards_of(row).tolist():
-                stored = Box(
-                    tuple(metadata.shards.offsets[shard, :dims].tolist()),
-                    tuple(metadata.shards.lengths[shard, :dims].tolist()),
-                )
-                both = intersect(box, stored)
-                if both:
-                    pad = (width - dims) * (0,), (width - dims) * (1,)
-                    found.append(
-                        (item, number, shard, both.offsets + pad[0], both.lengths + pad[1])
-                    )
-    return found
 
 
 def test_boxes_outside_are_refused():

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec
+from planish.checkpoint.plan import match as matching
 from planish.checkpoint.plan import reads as planned_reads
 from planish.checkpoint.plan import share
-from planish.checkpoint.plan.match import match
+from planish.checkpoint.plan.match import ShardIndex, match
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.plan.share import share_reads
 from tests.thin import examples
@@ -52,13 +53,15 @@ def test_every_rank_gets_exactly_its_bytes_and_no_byte_is_read_twice(seed, small
     for items in target.items:
         if items and rng.random() < 0.3:
             items.append(rng.choice(items))
-    reads = [match(metadata, items) for items in target.items]
     hosts = [rng.randrange(3) for _ in range(ranks)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(share, "REQUEST_SECONDS", rng.choice([0.0, 1e-9, 1.0]))
         patch.setattr(share, "BYTES_PER_SECOND", rng.choice([1.0, 1e9]))
+        patch.setattr(matching, "_CHUNK", rng.choice([1, 7, 1 << 20]))
         if small:
             small_blocks(patch)
+        index = ShardIndex(metadata)
+        reads = [match(metadata, items, index=index) for items in target.items]
         shared = share_reads(metadata, reads, hosts=hosts)
         got = read(metadata, files, shared, reads, target.items)
     for items, held in zip(target.items, got, strict=True):

@@ -169,23 +169,6 @@ def test_a_small_save_starts_no_process_and_takes_one_buffer(engine, file_root):
     assert engine.pool.num_buffers == 1
 
 
-@pytest.mark.slow
-def test_the_uploading_process_serves_large_states_and_is_replaced_when_killed(engine, file_root):
-    waits = {"is_async": False}
-    engine.save(state_of(0, 1, **BIG), SaveOptions(f"{file_root}/0", **waits))
-    assert engine.pool.num_buffers == 1
-    first = engine.uploader.pid
-    assert first
-    os.kill(first, 9)
-    engine.uploader._process.wait(LIMIT)
-    for number, options in enumerate(({}, waits), 1):
-        engine.save(state_of(0, 1, **BIG), SaveOptions(f"{file_root}/{number}", **options))
-    engine.wait(LIMIT)
-    for number in range(3):
-        assert_holds(f"{file_root}/{number}", **BIG)
-    assert engine.uploader.pid not in (0, first)
-
-
 class Interrupt(BaseException):
     """What a signal handler raises."""
 
