@@ -12,7 +12,7 @@ from planish.stages.export.stage import run as run_export
 from planish.stages.reshard.verify import compare_policy
 from tests.integration.test_train_critic import critic_config, scalars_of
 from tests.integration.test_train_processes import largest_difference, trained_by_one_and_two
-from tests.integration.test_train_reference import reconfigured, reference_of
+from tests.integration.test_train_reference import reference_of
 from tests.integration.test_train_stage import (
     all_tensors,
     failing,
@@ -106,31 +106,6 @@ def test_a_reference_is_the_policy_without_adapters(file_root, tmp_path):
     assert reference_of(first) == reference_of(second)
     assert f"{file_root}/{reference_of(second)}" == tiny.policy_pin
     assert scalars_of(tiny, 2)["reference_kl"] > scalars_of(tiny, 1)["reference_kl"] > 0
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "held", "wanted"),
-    [
-        ({"lora_rank": 4}, {"lora_rank": 8}, "rank 4", "got rank 8"),
-        ({"lora_rank": 4}, {}, "rank 4", "got all weights"),
-        ({}, {"lora_rank": 4}, "all weights", "got rank 4"),
-    ],
-)
-def test_a_state_with_other_adapters_is_refused(before, after, held, wanted, file_root, tmp_path):
-    tiny = start_run(file_root, {**tiny_config(), "model": before})
-    (pin,) = train_all(tiny, tmp_path, (1,))
-    other = reconfigured(tiny, {**tiny_config(), "model": after})
-    code, error = failing(other, 2, pin, add_iteration(other, 2), tmp_path / "2")
-    assert code == 2
-    assert f"must be those of the train state that is loaded, {held}" in error
-    assert wanted in error
-
-
-def test_a_layer_that_the_model_has_not_is_a_wrong_configuration(file_root, tmp_path):
-    tiny = start_run(file_root, lora_config(lora_target_modules=["q_proj", "c_attn"]))
-    code, error = failing(tiny, 1, "", add_iteration(tiny, 1), tmp_path / "1")
-    assert code == 2
-    assert "got ['c_attn']" in error
 
 
 def test_a_critic_of_another_run_is_taken_whole_and_only_with_its_own_adapters(tmp_path):

@@ -17,7 +17,7 @@ from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
 from tests.integration.test_train_critic import critic_config, train_windows
 from tests.integration.test_train_processes import largest_difference, trained_by_one_and_two
-from tests.integration.test_train_stage import failing, train_all
+from tests.integration.test_train_stage import train_all
 from tests.unit.stages.train.runs import (
     add_iteration,
     start_run,
@@ -96,20 +96,6 @@ def test_a_fork_keeps_the_reference_of_the_other_root_and_passes_it_on(tmp_path)
     assert report_of(fork, 2).minibatches == report_of(old, 2).minibatches
 
 
-def test_a_penalty_after_iterations_without_one_needs_a_pinned_reference(file_root, tmp_path):
-    tiny = start_run(file_root, penalised(0.0))
-    (state,) = train_all(tiny, tmp_path, (1,))
-    rewards = add_iteration(tiny, 2)
-    late = reconfigured(tiny, penalised())
-    code, error = failing(late, 2, state, rewards, tmp_path / "2")
-    assert code == 2
-    assert "must name the reference policy" in error
-    assert "`train.reference_policy`" in error
-    told = reconfigured(tiny, penalised(reference_policy=tiny.policy_pin))
-    pin = train_once(told, 2, state, rewards, tmp_path / "3")
-    assert f"{file_root}/{reference_of(pin)}" == tiny.policy_pin
-
-
 def test_an_iteration_without_a_penalty_passes_the_reference_on(file_root, tmp_path):
     tiny = start_run(file_root, penalised())
     (first,) = train_all(tiny, tmp_path, (1,))
@@ -119,17 +105,6 @@ def test_an_iteration_without_a_penalty_passes_the_reference_on(file_root, tmp_p
     assert "reference" not in read_manifest(parse_pin(second)[0]).parents
     assert "reference_kl" not in report_of(tiny, 2).scalars
     assert "reference_kl" in report_of(tiny, 3).scalars
-
-
-def test_a_reference_that_is_gone_ends_the_task_with_a_fault_of_configuration(file_root, tmp_path):
-    tiny = start_run(file_root, penalised())
-    (state,) = train_all(tiny, tmp_path, (1,))
-    ref = export(tiny, state)
-    store.delete(f"{layout.policy(file_root, 0)}/manifest.json")
-    moved = replace(tiny, policy_pin=ref.pin())
-    code, error = failing(moved, 2, state, add_iteration(tiny, 2), tmp_path / "2")
-    assert code == 2
-    assert "restore it, or pin the policy" in error
 
 
 def test_value_pretraining_only_names_the_reference_and_windows_are_held_near_it(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +25,6 @@ from tests.unit.stages.train.runs import (
     artifact,
     random_rollouts,
     start_run,
-    tiny_config,
     train_once,
 )
 
@@ -224,32 +222,3 @@ def test_a_state_of_the_same_iteration_is_a_wrong_argument(file_root, tmp_path):
     code, error = failing(tiny, 1, first, add_iteration(tiny, 1), tmp_path / "2")
     assert code == 2
     assert "earlier policy version" in error
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rollout": {}}, "rollout.temperature"),
-        ({"train": {"trainer": "deepspeed"}}, "train.trainer"),
-        ({"algorithm": {"name": "dpo"}}, "algorithm.name"),
-    ],
-)
-def test_wrong_configuration_ends_with_its_own_code(file_root, tmp_path, change, message):
-    tiny = start_run(file_root, {**tiny_config(), **change})
-    code, error = failing(tiny, 1, "", add_iteration(tiny, 1), tmp_path)
-    assert code == 2
-    assert message in error
-
-
-def test_a_state_of_another_model_is_refused(file_root, tmp_path):
-    tiny = start_run(file_root)
-    (first,) = train_all(tiny, tmp_path, (1,))
-    from planish.models.config import ModelConfig
-    from planish.models.policy import build_policy, save_policy
-
-    wide = build_policy(ModelConfig(num_layers=1, hidden_size=48, head_dim=16), seed=0)
-    ref = save_policy(f"{file_root}/wide", wide, version=0, parents={}, attributes={})
-    other = replace(tiny, policy_pin=ref.pin())
-    code, error = failing(other, 2, first, add_iteration(tiny, 2), tmp_path / "2")
-    assert code == 1
-    assert "must have the shape [54, 48], got [54, 32]" in error

@@ -80,14 +80,6 @@ def test_generated_column_arithmetic_has_the_trace_lengths_of_gsm8k():
     assert max(len(p.question) for p in short) == len("99+99=")
 
 
-def test_chain_operands_are_heavy_tailed_and_capped():
-    config = CurateConfig(task="modular-chain", chain_max_operands=23)
-    counts = [p.trace.count("+") + 1 for p in islice(task_stream(config, 0), 3000)]
-    assert (min(counts), max(counts)) == (2, 23)
-    assert 4.5 <= np.median(counts) <= 5.5
-    assert max(len(p.trace) + 1 for p in islice(task_stream(config, 0), 3000)) <= 96
-
-
 def test_half_of_the_traces_get_one_wrong_digit_and_nothing_else_changes():
     problems = list(islice(task_stream(CurateConfig(), 0), 2000))
     mistaken = [with_mistake(problem, 0.5, 3) for problem in problems]

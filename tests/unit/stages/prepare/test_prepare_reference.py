@@ -80,9 +80,3 @@ def test_adapters_are_those_of_the_state_that_a_run_goes_on_from(file_root):
             changed = wish(overrides=f"{rank}{number}", allow_config_change=True, **more)
             with pytest.raises(ConfigError, match=f"rank 4, alpha.*got {words}.*undo the change"):
                 prepare(root, changed)
-
-
-def test_a_pinned_reference_must_be_there_before_the_first_iteration(file_root):
-    pin = f"file:///nowhere/policies/00000#sha256={'0' * 64}"
-    with pytest.raises(ConfigError, match=r"must be at 'file:///nowhere/.*restore it, or pin"):
-        prepare(file_root, wish(overrides=f"{PENALTY} train.reference_policy={pin}"))

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -321,17 +319,3 @@ def test_a_run_in_a_bucket_writes_the_same_run_file(s3_root, file_root):
     prepare(file_root, wish())
     documents = [store.read(layout.run_file(root)) for root in (f"{s3_root}/run", file_root)]
     assert documents[0] == documents[1]
-
-
-@pytest.mark.slow
-def test_the_command_line_takes_every_parameter(file_root, tmp_path):
-    options = {**wish()._asdict(), "root": file_root, "summary": f"{tmp_path}/s.md"}
-    options["values"] = f"{tmp_path}/v.json"
-    words = [
-        f"--{k.replace('_', '-')}={str(v).lower() if v in (True, False) else v}"
-        for k, v in options.items()
-    ]
-    subprocess.run([sys.executable, "-m", "planish.run", "prepare", *words], check=True)
-    values = json.loads((tmp_path / "v.json").read_text())
-    known = ["chain_index", "config_sha256", "node_affinity", "offset", "unfinished"]
-    assert sorted(values) == known

@@ -7,7 +7,6 @@ import logging
 import pytest
 
 from planish.base import telemetry
-from planish.stages.rollout.job import Session
 from planish.stages.rollout.progress import SamplingProgress
 from planish.submit.local.progress import sampling_line
 
@@ -51,16 +50,6 @@ def test_the_log_and_the_levels_tell_the_pace_so_far(caplog):
     progress.look(kept=70, dropped=4, num_rows=1, stats=told(1400))
     assert levels()["remaining_seconds"] == 0
     assert len(caplog.records) == 1
-
-
-def test_groups_of_an_earlier_attempt_say_nothing_of_the_pace(caplog):
-    caplog.set_level(logging.INFO)
-    clock = Clock()
-    progress = SamplingProgress(64, clock=clock)
-    progress.look(kept=60, dropped=0, num_rows=8, stats=told(0))
-    clock.now += 10.0
-    progress.look(kept=60, dropped=0, num_rows=8, stats=told(10))
-    assert sampling_line(caplog.text).endswith("1 tokens/s, 8 slots in use")
 
 
 def rank_stats(busy, seconds, rows=10):
@@ -114,39 +103,3 @@ def test_ranks_show_what_they_have_done_since_the_last_look():
     assert found['rank_reply_seconds_bucket{le="0.003",rank="0"}'] == 31
     assert found['rank_reply_seconds_count{rank="0"}'] == 31
     assert found['rank_reply_seconds_sum{rank="0"}'] == pytest.approx(0.002 * 31)
-
-
-def test_an_engine_without_ranks_is_asked_once_a_second_and_shows_nothing_of_them():
-    for metric in telemetry.METRICS:
-        if "_rank_" in metric.name:
-            telemetry.forget(metric.name)
-    clock, asked = Clock(), []
-    progress = SamplingProgress(64, clock=clock)
-
-    def stats():
-        asked.append(clock.now)
-        return {"steps": 3, "tokens": 50}
-
-    for _ in range(6):
-        clock.now += 0.5
-        progress.look(kept=1, dropped=0, num_rows=8, stats=stats)
-    assert asked == [101.0, 102.0, 103.0]
-    assert not [name for name in levels() if name.startswith("rank_")]
-
-
-def test_ranks_that_wait_and_experts_that_are_busy_show():
-    ranks = [
-        {"rank": 0, "role": "attention", "busy_s": 3.0},
-        {"rank": 1, "role": "expert", "busy_s": 1.0},
-    ]
-    stats = {"occupancy": 0.5, "imbalance": 1.25, "step_seconds": 4.0, "ranks": ranks}
-    session = Session(None, 3, stats, load_seconds=2.0, sample_seconds=5.0)
-    assert session.timing(100) == {
-        "load_seconds": 2.0,
-        "sample_seconds": 5.0,
-        "tokens_per_second": 20.0,
-        "engine_occupancy": 0.5,
-        "expert_imbalance": 1.25,
-        "bubble_ratio/attention_0": 0.25,
-        "bubble_ratio/expert_1": 0.75,
-    }

@@ -10,8 +10,7 @@ import torch
 
 from planish import store
 from planish.engines.sampling import request_seed
-from planish.models.policy import load_policy, save_policy
-from planish.models.tokens import Tokenizer
+from planish.models.policy import load_policy
 from planish.records import layout
 from planish.records.io import read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet, prompt_id
@@ -22,7 +21,7 @@ from planish.stages.reward.config import RewardConfig
 from planish.stages.reward.score import score
 from planish.stages.rollout import stage
 from planish.store.documents import write_json
-from tests.unit.stages.rollout.stage_run import after_iteration, easy_policy
+from tests.unit.stages.rollout.stage_run import after_iteration
 
 
 def test_a_shard_holds_full_mixed_groups_with_their_log_probabilities(new_run):
@@ -210,44 +209,6 @@ def test_impossible_settings_end_with_code_two(new_run, changes, call, text, cap
         run.call(**call)
     assert caught.value.code == 2
     assert re.search(text, caplog.text)
-
-
-def test_a_policy_that_fails_on_a_prompt_loses_that_group_only(new_run, caplog):
-    run = new_run(dynamic_sampling=False, prompts_per_iteration=10)
-    policy = easy_policy()
-    with torch.no_grad():
-        # the character "7" poisons prompts that hold it; the untied head stays finite
-        nan = policy.tokenizer.encode_prompt([{"role": "user", "content": "7"}])[-1]
-        policy.model.config.tie_word_embeddings = False
-        head = policy.model.lm_head.weight.detach().clone()
-        policy.model.model.embed_tokens.weight[nan] = torch.nan
-        policy.model.lm_head.weight = torch.nn.Parameter(head)
-    uri = layout.policy(run.root, 1)
-    run.policy_pin = save_policy(uri, policy, version=1, parents={}, attributes={}).pin()
-    ref, metrics = run.call()
-    rollouts = read_set(RolloutSet, ref.uri)
-    assert rollouts.num_groups == 10
-    assert metrics["group_dropped_incomplete"] >= 1
-    assert "must be finite" in caplog.text
-    assert np.isfinite(rollouts.rollout_logprobs.values).all()
-
-
-def test_a_stop_string_ends_a_response_as_an_end_token_does(new_run):
-    run = new_run()
-    policy = easy_policy()
-    policy.tokenizer = Tokenizer(policy.tokenizer.backend, stop_strings=["2"])
-    uri = layout.policy(run.root, 1)
-    run.policy_pin = save_policy(uri, policy, version=1, parents={}, attributes={}).pin()
-    ref, _ = run.call()
-    rollouts = read_set(RolloutSet, ref.uri)
-    ended = [row for row, text in enumerate(rollouts.response) if "2" in text]
-    assert ended
-    for row in ended:
-        tokens = rollouts.response_tokens.row(row).tolist()
-        assert tokens[-1] == policy.tokenizer.encode_response("2")[0]
-        assert rollouts.response[row].endswith("2")
-        assert rollouts.finish[row] == FinishReason.STOP
-    assert len(ended) < rollouts.num_rows
 
 
 def test_surplus_groups_fill_the_next_batch_first(new_run):

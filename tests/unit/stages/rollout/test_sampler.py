@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.base import telemetry
 from planish.base.config import parse_section
 from planish.base.errors import ConfigError
 from planish.records.rollouts import FinishReason
@@ -188,17 +187,6 @@ def test_one_response_per_prompt_is_allowed_without_the_filter_alone():
         parse_section(RolloutConfig, {"group_size": 1}, section="rollout")
     raw = {"group_size": 1, "dynamic_sampling": False, "generation_prompts_factor": 1}
     assert parse_section(RolloutConfig, raw, section="rollout").group_size == 1
-
-
-def test_fates_of_groups_are_counted_for_who_watches(monkeypatch):
-    monkeypatch.setattr(telemetry, "_series", {})
-    draw("mrwm", 4)
-    lines = telemetry.metrics_text().splitlines()
-    assert sorted(line for line in lines if "rollout_groups_total{" in line) == [
-        'planish_rollout_groups_total{fate="all_correct"} 2.0',
-        'planish_rollout_groups_total{fate="all_wrong"} 2.0',
-        'planish_rollout_groups_total{fate="mixed"} 4.0',
-    ]
 
 
 def test_groups_whose_wrong_responses_have_other_scores_are_kept():

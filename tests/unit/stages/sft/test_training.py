@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from planish.base.errors import ConfigError
-from planish.engines.config import EngineConfig
 from planish.models.policy import build_policy
 from planish.stages.sft.config import SftConfig
-from planish.stages.sft.probe import Probe
 from planish.stages.sft.traces import encode_traces
 from planish.stages.sft.training import train_steps, train_until
 from tests.unit.tiny_run import sums, tiny_model
@@ -118,22 +116,6 @@ def test_training_ends_at_the_cap_with_a_last_measurement():
     found = train_until(policy, traces, config, seed=0, measure=lambda: seen.append(1) or 0.0)
     assert found["steps"] == 5.0
     assert len(seen) == 2
-
-
-@pytest.mark.slow
-def test_probe_sees_the_present_weights_and_leaves_them_trainable():
-    policy, traces = prepared()
-    prompts, _ = sums(PAIRS)
-    with Probe(policy, CONFIG, EngineConfig(), run_seed=0, dtype=torch.float32) as probe:
-        before = probe.accuracy(prompts, num_samples=2)
-        steps = train_steps(policy, traces, CONFIG, seed=0, learning_rate=1e-2, warmup_steps=2)
-        for _ in range(300):
-            next(steps)
-        after = probe.accuracy(prompts, num_samples=1, temperature=0.0)
-        again = probe.accuracy(prompts, num_samples=1, temperature=0.0)
-    assert before < 0.2
-    assert after > 0.8
-    assert after == again
 
 
 def test_band_with_its_ends_exchanged_is_refused():

@@ -12,7 +12,7 @@ from planish.algorithms.tppo import Tppo, TppoConfig
 from planish.algorithms.vapo import Vapo, VapoConfig
 from planish.stages.train.config import CriticConfig
 from planish.stages.train.metrics import value_metrics
-from planish.stages.train.progress import Progress, critic_learning_rate, judge
+from planish.stages.train.progress import Progress, judge
 from planish.stages.train.update import run_update
 from tests.unit.algorithms.batches import make_batch, ragged_mask
 from tests.unit.stages.train.tables import TableTrainer, batch_of, table_config
@@ -194,17 +194,6 @@ def test_every_given_rule_must_hold():
     assert judge(without, Progress(), good).pretrain_done == 0
     assert judge(without, Progress(pretrain_iterations=5), {}).pretrain_done == 1
     assert judge(without, Progress(pretrain_done=1), {}).pretrain_done == 1
-
-
-def test_the_rate_of_the_critic_rises_linearly_then_stays():
-    config = critic_config(warmup_iterations=4, pretrain_iterations=2, pretrain_learning_rate=0.2)
-    early = [critic_learning_rate(config, Progress(critic_iterations=k)) for k in (0, 1)]
-    late = [
-        critic_learning_rate(config, Progress(critic_iterations=k, pretrain_done=1))
-        for k in (2, 3, 4)
-    ]
-    assert early == pytest.approx([0.05, 0.1])
-    assert late == pytest.approx([0.075, 0.1, 0.1])
 
 
 def test_a_critic_gradient_that_is_not_finite_skips_the_critic_alone_and_raises_an_alarm(caplog):

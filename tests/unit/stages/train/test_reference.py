@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -21,11 +20,10 @@ from planish.models.policy import build_policy, load_policy, save_policy
 from planish.stages.train.batching import train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.progress import Progress
-from planish.stages.train.ranks.job import TrainJob
 from planish.stages.train.sharded_model import ShardedModel
 from planish.stages.train.trainer import Trainer
 from planish.stages.train.update import run_update
-from tests.unit.stages.train.runs import TINY, random_rollouts, rewards_for, tiny_config
+from tests.unit.stages.train.runs import TINY, random_rollouts, rewards_for
 from tests.unit.stages.train.tables import TableTrainer, batch_of, table_config
 
 CPU = torch.device("cpu")
@@ -178,28 +176,6 @@ def test_a_reference_of_another_tokenizer_is_refused(tiny, batch):
     pin = saved(tiny, "other", other)
     with pytest.raises(ConfigError, match=r"the tokens of the policy in training \(54\), got 6"):
         trainer_of(tiny).reference_logprobs(batch, pin)
-
-
-def job_of(tiny, **changes):
-    zeros = "0" * 64
-    pins = {"policy_pin": tiny.policy_pin, "state_pin": "", "rewards_pin": f"r#sha256={zeros}"}
-    facts = {"config_sha256": zeros, "iteration": 1, "num_shards": 2}
-    return TrainJob(**{"root": tiny.root, "config": tiny.config, **facts, **pins, **changes})
-
-
-def test_a_job_names_the_reference_as_an_input_where_it_has_one(tiny):
-    job = job_of(tiny)
-    assert job.reference_pin == ""
-    assert job.parents().keys() == {"policy", "rewards"}
-    config = tiny_config("grpo")
-    config["algorithm"]["kl_coefficient"] = 0.04
-    job = replace(job, config=config)
-    assert job.reference_pin == tiny.policy_pin
-    assert job.parents()["reference"] == tiny.policy_pin[-64:]
-    wide = build_policy(ModelConfig(num_layers=1, hidden_size=48, head_dim=16), seed=0)
-    pin = saved(tiny, "pinned", wide)
-    pinned = replace(job, config={**config, "train": {**TINY, "reference_policy": pin}})
-    assert pinned.reference_pin == pin
 
 
 def test_a_pinned_reference_must_be_a_pin_and_needs_a_penalty():

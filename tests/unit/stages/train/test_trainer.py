@@ -379,19 +379,6 @@ def test_prefix_tokens_never_meet_the_lm_head_and_rows_without_a_token_no_layer(
     assert seen["scored"] == int((window | positive).sum())
 
 
-def test_a_state_with_its_critic_loads_back_and_goes_on_alike(tiny, valued, file_root):
-    trainer = critic_of(tiny)
-    value_step(trainer, valued)
-    pin = save(trainer, layout.state(file_root, 1))
-    assert checkpoint.parts(pin) == {"model", "optimizer", "critic", "critic_optimizer", "random"}
-    again = critic_of(tiny, critic={"init": "random"})
-    assert not torch.equal(flat(again.critic), flat(trainer.critic))
-    again.load(pin)
-    assert torch.equal(flat(again.critic), flat(trainer.critic))
-    assert value_step(again, valued) == value_step(trainer, valued)
-    assert torch.equal(flat(again.critic), flat(trainer.critic))
-
-
 def test_a_state_without_a_critic_is_refused_unless_the_configuration_names_one(
     tiny, valued, file_root, tmp_path
 ):
@@ -408,18 +395,6 @@ def test_a_state_without_a_critic_is_refused_unless_the_configuration_names_one(
     before = flat(named.critic)
     named.load(pin)
     assert torch.equal(flat(named.critic), before)
-
-
-def test_a_run_can_begin_with_the_critic_of_another_state(tiny, valued, file_root):
-    other = critic_of(tiny)
-    value_step(other, valued)
-    pin = save(other, layout.state(file_root, 1))
-    trainer = critic_of(tiny, critic={"init": "state", "path": pin})
-    assert torch.equal(flat(trainer.critic), flat(other.critic))
-    assert all(not moment.any() for moment in trainer.state().parts["critic_optimizer"].values())
-    without = save(trainer_of(tiny), layout.state(file_root, 2))
-    with pytest.raises(LayoutMismatch, match=r"lacks `critic: model\.body\.embed_tokens\.weight`"):
-        critic_of(tiny, critic={"init": "state", "path": without})
 
 
 def losses_in_the_subspace(tiny, batch, trainer, steps):

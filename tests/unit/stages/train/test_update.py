@@ -10,7 +10,6 @@ import torch
 
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.algorithms.mismatch import mismatch_limit
-from planish.base import telemetry
 from planish.base.errors import ConfigError
 from planish.stages.train.metrics import batch_metrics
 from planish.stages.train.progress import Progress
@@ -191,14 +190,3 @@ def test_bypass_scores_one_minibatch_and_trains_on_the_engines_logprobs():
     # The engine agrees with the trainer here, so everything else is equal.
     assert torch.equal(full.table, short.table)
     assert seen.scalars["mismatch_logprob_max"] == wanted.scalars["mismatch_logprob_max"] == 0.0
-
-
-def test_steps_and_gradients_that_are_not_finite_are_counted_for_who_watches(monkeypatch):
-    monkeypatch.setattr(telemetry, "_series", {})
-    update(TableTrainer(3, norms=[1.0, math.nan, math.inf, 0.25]), batch_of(8))
-    lines = telemetry.metrics_text().splitlines()
-    assert 'planish_train_steps_total{part="policy"} 4.0' in lines
-    assert 'planish_train_nonfinite_steps_total{part="policy"} 2.0' in lines
-    assert "planish_train_grad_norm 0.25" in lines
-    (tokens,) = (line for line in lines if line.startswith("planish_train_tokens_total "))
-    assert float(tokens.split()[1]) == float(batch_of(8).policy_mask.sum())

@@ -10,9 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.algorithms.tppo import Tppo, TppoConfig
-from planish.algorithms.vapo import Vapo, VapoConfig
 from planish.records.waiting import WaitingSet
 from planish.stages.train.config import CriticConfig
 from planish.stages.train.progress import Progress
@@ -118,14 +116,6 @@ def test_by_default_nothing_is_pooled():
     assert (plan.value_parts, plan.num_value_steps) == (parts, 2)
 
 
-def test_what_waits_is_trained_on_when_the_setting_is_lowered_again():
-    left = update(TableTrainer(4), responses([True, False]), min_finished=9).waiting
-    trainer = Watched(4)
-    result = update(trainer, responses([False] * 3), waiting=left)
-    assert trainer.sizes == [1]
-    assert result.waiting.num_rows == 0
-
-
 def test_in_value_pretraining_an_iteration_that_waits_trains_nothing_and_does_not_count():
     more = {"min_finished": 3, "pretrain_iterations": 1, "pretrain_passes": 2}
     trainer = Watched(4)
@@ -144,16 +134,6 @@ def test_an_iteration_without_rollouts_leaves_them_waiting():
     result = update(TableTrainer(4), empty, min_finished=9, waiting=left)
     assert result.waiting == left
     assert result.scalars["num_waiting_responses"] == 1.0
-
-
-def test_algorithms_with_whole_responses_pool_too_and_those_without_a_critic_do_not():
-    trainer = Watched(3)
-    vapo = Vapo(VapoConfig())
-    result = update(trainer, batch_of(), algorithm=vapo, min_finished=3, size=2)
-    assert trainer.sizes == [4]
-    assert result.waiting.num_rows == 0
-    plain = update(TableTrainer(3), batch_of(), algorithm=Dapo(DapoConfig()), min_finished=9)
-    assert plain.waiting is None
 
 
 @settings(max_examples=60, deadline=None)
