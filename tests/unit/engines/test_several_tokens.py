@@ -1,52 +1,14 @@
-"""A step may give a request any number of tokens; what follows its end is in no output."""
+"""A step of vLLM may give a request any number of tokens; what follows its end is in no output."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
-
 from planish.engines.requests import Request, Sampling
 from planish.engines.stops import stop_table
 from planish.engines.vllm.engine import VllmEngine, _Running
 from planish.records.rollouts import FinishReason
-from tests.unit.stages.rollout.scripted_engine import EOS, ScriptedEngine, scripted_length
-
-
-class Engine(ScriptedEngine):
-    """No policy, and no request fails."""
-
-    def _load(self, model):
-        return 0
-
-    def _check(self, request):
-        return ""
-
-
-def generated(step_sizes, requests):
-    engine = Engine(max_rows=4, device="cpu", config=None)
-    engine.step_sizes = step_sizes
-    engine.start(None)
-    return engine.generate(requests), engine.stats()
-
-
-@pytest.mark.parametrize("step_sizes", [(3,), (0, 3), (5, 1, 0, 2)])
-def test_outputs_are_those_of_one_token_a_step(step_sizes):
-    seeds = [seed for seed in range(60) if scripted_length(seed) > 4][:12]
-    requests = [
-        Request(f"r{seed}", "g", (1,), Sampling(max_new_tokens=4 + seed % 9, seed=seed))
-        for seed in seeds
-    ]
-    wanted, _ = generated((1,), requests)
-    outputs, stats = generated(step_sizes, requests)
-    assert outputs == wanted
-    reasons = {output.finish_reason for output in outputs}
-    assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
-    # Ends that fall inside of a step.
-    assert any(output.num_tokens % 3 for output in outputs)
-    assert stats["tokens"] == sum(output.num_tokens for output in outputs)
-    assert all(EOS not in output.token_ids[:-1] for output in outputs)
 
 
 def part(token_ids, finish_reason=None):

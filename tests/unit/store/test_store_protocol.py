@@ -143,19 +143,6 @@ def test_one_of_sixteen_writers_creates_an_object_and_one_replaces_it(place):
         assert storage.get(key, 9)[0] == b"swap %d" % swapped[0]
 
 
-def test_one_of_sixteen_multipart_writers_creates_an_object(place):
-    storage, root = place
-    writers = [storage.open_multipart(f"{root}/x", 2) for _ in range(16)]
-    for number, writer in enumerate(writers):
-        writer.write(1, b"%02d" % number)
-    won = race(lambda number: writers[number].complete(if_none_match=True))
-    assert storage.get(f"{root}/x", 2)[0] == b"%02d" % won[0]
-    assert len(won) == 1
-    for writer in writers:
-        writer.abort()
-    assert storage.open_uploads(f"{root}/x") == []
-
-
 def test_parts_written_in_any_order_by_threads_make_one_object(place):
     storage, root = place
     data = random_bytes(40 * MIB + 5)

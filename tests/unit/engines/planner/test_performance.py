@@ -121,13 +121,6 @@ def test_tensor_parallel_seconds_by_hand():
     assert seconds(rows) == pytest.approx(56 * layer + logits)
 
 
-@pytest.mark.parametrize("slo", [0.05, 0.15])
-def test_the_time_between_tokens_is_kept_by_every_form(slo):
-    found = sides("mixtral-8x22b", slo=slo)
-    assert {one.form for one in found} == {"tp", "ep", "pp"}
-    assert all(one.total <= slo for one in found)
-
-
 def test_imbalance_slows_expert_parallelism_and_not_tensor_parallelism():
     skewed = Workload(imbalance=1.5)
     assert form("dbrx", "ep", workload=skewed).per_gpu < 0.9 * form("dbrx", "ep").per_gpu
