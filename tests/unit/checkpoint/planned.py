@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import dataclass
 
 import numpy as np
 
-from planish.checkpoint.format.geometry import Box, flat_boxes, shift, whole
+from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec
 from planish.checkpoint.plan.reads import Pieces, RankPart, assemble
+from tests.unit.checkpoint.tilings import random_tiling
 
 DTYPES = ("F64", "F32", "BF16", "U8", "C128")
 
@@ -48,58 +48,10 @@ def random_tensors(rng: random.Random, count: int, *, side: int = 7) -> list[Ten
     return specs
 
 
-def random_shards(rng: random.Random, shape: tuple[int, ...], ranks: int) -> list[tuple[Box, ...]]:
-    """Return the boxes of each rank under one random way to shard a tensor."""
-    way = rng.choice(["replicate", "rows", "grid", "flat", "slice_flat", "one", "groups"])
-    if way == "replicate" or not shape:
-        return [(whole(shape),)] * ranks
-    if way == "one":
-        owner = rng.randrange(ranks)
-        return [(whole(shape),) if rank == owner else () for rank in range(ranks)]
-    if way == "groups":
-        groups = rng.randint(1, ranks)
-        parts = random_shards(rng, shape, groups)
-        return [parts[rank % groups] for rank in range(ranks)]
-    if way == "flat":
-        cuts = cut(rng, int(np.prod(shape)), ranks)
-        return [tuple(flat_boxes(shape, *pair)) for pair in cuts]
-    dim = rng.randrange(len(shape))
-    if way == "rows" or ranks % 2:
-        return [(part,) for part in along(whole(shape), dim, cut(rng, shape[dim], ranks))]
-    halves = along(whole(shape), dim, cut(rng, shape[dim], 2))
-    result: list[tuple[Box, ...]] = []
-    for half in halves:
-        if way == "grid":
-            other = rng.randrange(len(shape))
-            pieces = along(half, other, cut(rng, half.lengths[other], ranks // 2))
-            result += [(piece,) for piece in pieces]
-        else:
-            pairs = cut(rng, half.volume, ranks // 2)
-            result += [
-                tuple(shift(box, half.offsets) for box in flat_boxes(half.lengths, *pair))
-                for pair in pairs
-            ]
-    return result
-
-
-def cut(rng: random.Random, length: int, parts: int) -> list[tuple[int, int]]:
-    ends = [0, *sorted(rng.randint(0, length) for _ in range(parts - 1)), length]
-    return list(itertools.pairwise(ends))
-
-
-def along(box: Box, dim: int, pairs: list[tuple[int, int]]) -> list[Box]:
-    def part(low: int, high: int) -> Box:
-        offsets, lengths = list(box.offsets), list(box.lengths)
-        offsets[dim], lengths[dim] = offsets[dim] + low, high - low
-        return Box(tuple(offsets), tuple(lengths))
-
-    return [part(*pair) for pair in pairs]
-
-
 def random_world(
     rng: random.Random, ranks: int, specs: list[TensorSpec], truth: World | None = None
 ) -> World:
-    """Shard tensors at random over ranks; values are those of `truth` where given."""
+    """Deal pieces of tensors out to ranks at random; values are those of `truth` where given."""
     items: list[list[LocalItem]] = [[] for _ in range(ranks)]
     values = dict(truth.truth) if truth else {}
     for spec in specs:
@@ -107,8 +59,11 @@ def random_world(
         if key not in values:
             size = (*spec.shape, ITEM_BYTES[spec.dtype])
             values[key] = np.frombuffer(rng.randbytes(int(np.prod(size))), np.uint8).reshape(size)
-        for rank, boxes in enumerate(random_shards(rng, spec.shape, ranks)):
-            if boxes or not rank:
+        pieces = random_tiling(rng, spec.shape) if values[key].size else [()]
+        is_whole = rng.random() < 0.3
+        for boxes in [(whole(spec.shape),)] if is_whole and values[key].size else pieces:
+            # Those that hold the same are replicas.
+            for rank in rng.sample(range(ranks), rng.choice([1, ranks, rng.randint(1, ranks)])):
                 items[rank].append(LocalItem(spec, boxes))
     for held in items:
         rng.shuffle(held)

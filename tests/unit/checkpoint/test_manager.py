@@ -12,6 +12,7 @@ from planish.base.errors import CheckpointCorrupt, SaveFailed
 from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
 from planish.checkpoint.commit import catalog
 from planish.store import open_store
+from tests.unit.checkpoint.damage import flip
 
 
 def state_at(step):
@@ -21,14 +22,6 @@ def state_at(step):
 def steps_in(root):
     storage, path = open_store(root)
     return [entry.step for entry in catalog.list_checkpoints(storage, path)]
-
-
-def damage(root, step, part):
-    """Flip the last byte of an object whose key contains `part`."""
-    storage, path = open_store(f"{root}/step-{step:08d}")
-    key = next(stat.key for stat in storage.list(path) if part in stat.key)
-    data, _ = storage.get(key, 1 << 20)
-    storage.put(key, data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def train(manager, steps):
@@ -62,12 +55,12 @@ def test_a_run_goes_on_from_its_newest_checkpoint(engine, root):
     manager.close()
 
 
-@pytest.mark.parametrize("part", ["main.model", "global.bin", "shared.bin", "COMMIT"])
+@pytest.mark.parametrize("part", ["safetensors", "global.bin", "shared.bin", "COMMIT"])
 def test_a_damaged_checkpoint_is_reported_and_an_older_one_is_taken(engine, root, part):
     manager = CheckpointManager(root, Schedule(1, keep_last=5), engine=engine)
     train(manager, range(1, 4))
     manager.wait()
-    damage(root, 3, part)
+    flip(manager.place(3), part)
     target = state_at(0)
     resumed = manager.resume(target)
     assert resumed.info.step == 2
@@ -76,8 +69,8 @@ def test_a_damaged_checkpoint_is_reported_and_an_older_one_is_taken(engine, root
         ((place, reason),) = resumed.skipped
         assert "step-00000003" in place
         assert "Corrupt" in reason
-    damage(root, 2, "main.model")
-    damage(root, 1, "main.model")
+    flip(manager.place(2), "safetensors")
+    flip(manager.place(1), "safetensors")
     with pytest.raises(CheckpointCorrupt, match="none of"):
         manager.resume(state_at(0))
     manager.close()

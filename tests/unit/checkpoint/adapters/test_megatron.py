@@ -28,22 +28,6 @@ def whole(mapping, key, data, **options):
     return mapping.ShardedTensor.from_rank_offsets(key, data, **options)
 
 
-@pytest.mark.slow
-def test_a_stacked_layer_is_a_box_of_its_stack(mapping):
-    data = torch.arange(6.0).view(2, 3)
-    entry = whole_at(mapping, data, layer=2)
-    (item,) = collect("main", {"model": {"w": entry}}, "megatron", for_load=False).items
-    assert (item.tensor.fqn, item.tensor.shape) == ("layers.w", (4, 2, 6))
-    assert [tuple(box) for box in item.boxes] == [((2, 0, 3), (1, 2, 3))]
-    assert item.data.data_ptr() == data.data_ptr()
-
-
-def whole_at(mapping, data, layer):
-    return mapping.ShardedTensor.from_rank_offsets(
-        "layers.w", data, (0, layer, 4), (2, 1, 2), prepend_axis_num=1
-    )
-
-
 def interleaved(mapping, data):
     """A factory whose parts are copies: even and odd rows."""
 
