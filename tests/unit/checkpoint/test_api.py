@@ -65,3 +65,16 @@ def test_a_store_that_is_down_is_a_failed_save_and_for_a_load_a_store_error(tmp_
     # Whoever catches one of the two must have been told.
     assert "`StoreError`" in api.__doc__
     assert "`StoreError`" in CheckpointError.__doc__
+
+
+def test_any_object_may_be_a_small_value_where_both_sides_ask_for_it(tmp_path):
+    place, state = f"{tmp_path}/a", {"model": {"w": torch.ones(2)}, "extra": {"seen": {1, 2}}}
+    with pytest.raises(TypeError, match=r"`extra\.seen` must be plain data .*allow_pickle=True"):
+        api.save(place, state, async_=False)
+    api.save(place, state, async_=False, allow_pickle=True)
+    target = {"model": {"w": torch.zeros(2)}, "extra": {}}
+    with pytest.raises(CheckpointError, match="allow_pickle=True"):
+        api.load(place, target)
+    assert target["model"]["w"].tolist() == [0.0, 0.0]
+    api.load(place, target, allow_pickle=True)
+    assert target["extra"] == {"seen": {1, 2}}
