@@ -168,7 +168,7 @@ def test_arrivals_and_aborts_change_other_responses_by_rounding_only(new_engine,
 def test_submit_poll_and_abort_from_different_threads(new_engine, make_policy):
     engine = new_engine()
     whole = {o.request_id: o for o in new_engine().generate([request(i, 30) for i in range(40)])}
-    done, aborted, submitted = {}, {}, threading.Barrier(3, timeout=120)
+    done, aborted, submitted = {}, {}, threading.Barrier(3, timeout=600)
 
     def poll():
         while len(done) + len(aborted) < 40:
@@ -187,7 +187,7 @@ def test_submit_poll_and_abort_from_different_threads(new_engine, make_policy):
         aborted.update((o.request_id, o) for o in engine.abort([f"r{index}"]))
     submitted.wait()
     for thread in threads:
-        thread.join(120)
+        thread.join(600)
     assert not done.keys() & aborted.keys()
     assert len(done) + len(aborted) == 40
     expect_only_ties(engine, make_policy(), {**done, **aborted}, whole)
