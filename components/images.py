@@ -209,9 +209,9 @@ def _gpu_stages(train_timeout_seconds: int, gpus_per_engine: int = 1) -> dict[st
     )
     return {
         "prepare": Resources("500m", "2Gi", timeout_seconds=10 * MINUTE),
-        "curate": engine,
-        # A cold start trains in one process, beside the engine that measures.
-        "sft": replace(engine, timeout_seconds=train_timeout_seconds),
+        # With a given model neither runs one, unless the pipeline is compiled for it.
+        "curate": replace(engine, gpus=0, shared_memory=""),
+        "sft": replace(engine, gpus=0, shared_memory=""),
         "rollout": engine,
         "reward": light,
         "train": eight_gpus,

@@ -147,6 +147,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--compact", action="store_true", help="reward, train and checkpoint as one task"
     )
     resident_option(parser)
+    parser.add_argument(
+        "--cold-start",
+        action="store_true",
+        help="GPUs for curate and sft, for `curate.pass_rate_policy` and `sft.force`",
+    )
     parser.add_argument("--store-secret", default="", help="secret with endpoint and keys")
     parser.add_argument("--hub-secret", default="", help="secret with the hub's token")
     parser.add_argument("--cache-claim", default="", help="volume claim for models and data")
@@ -165,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parallelism=arguments.parallelism,
                 compact=arguments.compact,
                 iterations_per_task=arguments.resident,
+                cold_start=arguments.cold_start,
             )
             for name in arguments.profile or PROFILES
         ]

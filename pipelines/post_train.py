@@ -96,10 +96,12 @@ def profile_named(
     compact: bool = False,
     iterations_per_task: int | None = None,
     gpu_memory_gb: int = 0,
+    cold_start: bool = False,
 ) -> Profile:
     """Return a profile of the table, with its counts replaced where given.
 
-    Fewer shards lower the parallelism with them unless it is given too.
+    Fewer shards lower the parallelism with them unless it is given too. With `cold_start` curate
+    and sft have the accelerators of an engine, to measure pass rates and to learn from traces.
 
     Raises:
         ConfigError: no such profile, or a count outside its limits.
@@ -110,8 +112,15 @@ def profile_named(
     shards = profile.num_shards if num_shards is None else num_shards
     if parallelism is None:
         parallelism = profile.parallelism if num_shards is None else shards
+    stages = dict(profile.stages)
+    if cold_start:
+        stages["curate"] = stages["evaluate"]
+        # It trains in one process, beside the engine that measures.
+        seconds = stages["train"].timeout_seconds
+        stages["sft"] = dataclasses.replace(stages["evaluate"], timeout_seconds=seconds)
     profile = dataclasses.replace(
         profile,
+        stages=stages,
         num_iterations=profile.num_iterations if num_iterations is None else num_iterations,
         num_shards=shards,
         parallelism=parallelism,

@@ -150,6 +150,14 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
                 f"{seen!r}; change it, or take another profile"
             )
     faults += _rank_faults(config, requests)
+    for stage, setting in (("sft", "force"), ("curate", "pass_rate_policy")):
+        pod, asked = requests.stages.get(stage), config[stage].get(setting)
+        if asked and pod and not pod.gpus and requests.have_gpus:
+            faults.append(
+                f"`{stage}.{setting}` must be off in a pipeline whose `{stage}` has {pod}, got "
+                f"{asked!r}; compile it with GPUs for it (`python -m pipelines.compile "
+                "--cold-start`, then `planish submit --pipeline FILE`)"
+            )
     ranks, setting = config["engine"].get("tensor_parallel", 1), "`engine.tensor_parallel`"
     if "iterate" in requests.stages and (config["engine"].get("name") in APART or ranks > 1):
         faults.append(

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import transformers
 
+from pipelines.post_train import largest_requests, profile_named
 from planish.__main__ import main
 from planish.base.config import preset_names
 from planish.base.errors import ConfigError
 from planish.models.shapes import shape_of
+from planish.stages.prepare.cluster import PodRequests
 from planish.stages.prepare.devices import (
     demands,
     device_faults,
@@ -82,7 +84,8 @@ def test_a_cold_start_is_planned_where_there_is_one():
 
     def stages(preset, overrides=""):
         config = configured(preset, overrides)
-        found = demands(config, find_shape(config), profile_requests(GPUS))
+        text = largest_requests(profile_named(GPUS, cold_start=True))
+        found = demands(config, find_shape(config), PodRequests.parse(text))
         return {demand.stage: demand for demand in found}
 
     assert "sft" in stages("dapo-tiny")
@@ -106,8 +109,13 @@ def test_a_cold_start_is_planned_where_there_is_one():
         ("rollout.device=cpu", "`rollout.device` must be 'auto' or 'cuda' in a pod of 8 GPUs, got"),
         ("train.device=cpu", "`train.device` must be 'auto' or 'cuda' in a pod of 8 GPUs, got"),
         ("evaluate.device=cpu", "`evaluate.device` must be"),
-        ("sft.device=cpu", "`sft.device` must be"),
-        ("curate.pass_rate_device=cpu", "`curate.pass_rate_device` must be"),
+        ("sft.device=cuda", "`sft.device` must be"),
+        ("curate.pass_rate_device=cuda", "`curate.pass_rate_device` must be"),
+        (
+            "sft.force=true",
+            "`sft.force` must be off in a pipeline whose `sft` has a pod of no GPUs",
+        ),
+        ("curate.pass_rate_policy=s3://b/p", "got 's3://b/p'; compile it with GPUs for it"),
         ("train.num_processes=1", "must be 0 or 8 in a pod of 8 GPUs, got 1; 0 is one for each"),
         ("engine.tensor_parallel=2", "at most the GPUs of a pod of `evaluate` (1), got 2"),
         ("engine.tensor_parallel=2", "= 'vllm' and `engine.tensor_parallel` = 2 need iterations"),
