@@ -90,7 +90,9 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name) / "root"
         # What comes before the iterations; the task begins anew with the first of them.
-        run(root, options.preset, 1, WAYS[options.way], "--resident", "1")
+        # A small model may end with all of its answers right, and must go on.
+        settings = (*WAYS[options.way], "rollout.max_iterations_without_signal=0")
+        run(root, options.preset, 1, settings, "--resident", "1")
         for iteration in (*root.glob("iterations/*"), root / "policies/00001", root / "states"):
             subprocess.run(["rm", "-rf", str(iteration)], check=True)
         samples = soak(root.as_uri(), options.iterations)
