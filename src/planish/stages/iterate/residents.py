@@ -169,6 +169,9 @@ class Residents:
         self._engine.renew()
         try:
             yield self._engine
+            # Groups that entered ahead of a round which came to be the last are wanted by nobody.
+            self._engine.abort()
+            self._engine.poll(0.0)
         except BaseException:
             self._close_engine()
             raise

@@ -128,6 +128,21 @@ def test_an_engine_is_opened_once_for_equal_options_and_anew_after_a_failure(tmp
     residents.close()
 
 
+def test_requests_that_nobody_waits_for_end_with_the_block_that_asked(tmp_path):
+    tiny = start_run(f"file://{tmp_path}/run")
+    residents, model = Residents(SINGLE, torch.device("cpu"), {}), ModelRef(pin=tiny.policy_pin)
+    seen = []
+    for _ in range(2):
+        with residents.serve(EngineConfig(), model, **OPTIONS) as engine:
+            seen.append([output.token_ids for output in engine.generate(REQUESTS)])
+            # Some run, some wait, and some have ended without being fetched.
+            engine.submit(REQUESTS)
+            engine.poll(0.0)
+    assert seen[0] == seen[1]
+    residents.rest()
+    residents.close()
+
+
 def test_a_trainer_is_held_for_the_state_that_it_stands_at(tmp_path):
     tiny = start_run(f"file://{tmp_path}/run")
     held = HeldTrainer()
