@@ -41,6 +41,23 @@ class Terminated(SystemExit):
 
 
 @contextlib.contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raise the `Terminated` that the block raised where a library made an error of its own of it.
+
+    A serializer of pydantic does so with every exception of a function that it calls.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, Terminated):
+                raise cause from None
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+@contextlib.contextmanager
 def on_signal(act: Callable[[int], None]) -> Iterator[None]:
     """Call `act` with the number of the first signal of `STOP_SIGNALS`; later ones are ignored.
 

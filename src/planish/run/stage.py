@@ -39,7 +39,7 @@ from planish.base.errors import (
 from planish.base.telemetry import LogFormatter, redact
 from planish.records import layout
 from planish.records.refs import Ref
-from planish.run.signals import Terminated, stops_with
+from planish.run.signals import Terminated, stops_with, unwrapped
 from planish.run.stage_log import StageLog
 from planish.run.stage_metrics import StageMetrics
 from planish.store import normal_uri
@@ -277,7 +277,8 @@ def execute(
                 context = replace(context, config=run["config"], run=run)
                 _refuse_known_failure(context, run_id)
                 log.write("running")
-            outcome = work(context)
+            with unwrapped():
+                outcome = work(context)
             metrics.publish(outcome.metrics)
             outcome.metrics = finite_metrics(outcome.metrics)
             _write_outputs(outcome, outputs)

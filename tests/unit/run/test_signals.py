@@ -28,9 +28,11 @@ def work(context):
     while True:
         try:
             time.sleep(600)
-        except BaseException:
+        except BaseException as error:
             if sys.argv[4] == "obedient":
                 raise
+            if sys.argv[4] == "wrapped":
+                raise ValueError("of a library") from error
 
 execute("toy", work, root=sys.argv[1], config_sha256=None, outputs={})
 """
@@ -46,9 +48,14 @@ def stop_stage(tmp_path: Path, number: int, how: str, limit_seconds: float) -> i
     return process.wait(timeout=LIMIT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stage_that_must_stop_says_so_and_may_be_tried_again(tmp_path: Path, number: int) -> None:
-    assert stop_stage(tmp_path, number, "obedient", 10 * LIMIT) == 75
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [(signal.SIGTERM, "obedient"), (signal.SIGINT, "obedient"), (signal.SIGTERM, "wrapped")],
+)
+def test_a_stage_that_must_stop_says_so_and_may_be_tried_again(
+    tmp_path: Path, number: int, how: str
+) -> None:
+    assert stop_stage(tmp_path, number, how, 10 * LIMIT) == 75
     (log,) = (tmp_path / "logs").glob("*.json")
     entry = json.loads(log.read_text())
     assert (entry["state"], entry["exit_code"]) == ("failed", 75)
