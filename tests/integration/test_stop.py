@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from planish.store.processes import process_start
 from tests.integration import runs
+from tests.integration.waiting import wait_for
 from tests.processes import below, marked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -21,10 +23,15 @@ STAGES = {"sft": 0.0, "rollout": 0.1, "train": 2.0, "checkpoint": 0.0, "evaluate
 
 def process_of(folder: Path, stage: str) -> int:
     """Return the process of a stage, which is not the shell that has started it."""
-    for pid in marked(folder):
-        if Path(f"/proc/{pid}/comm").read_text().strip() == stage:
-            return pid
-    raise AssertionError(f"no process of stage {stage}")
+
+    def found() -> int | None:
+        for pid in marked(folder):
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == stage:
+                    return pid
+        return None
+
+    return wait_for(found, 60.0, f"a process of stage {stage}")
 
 
 def test_a_run_goes_on_after_each_of_its_stages_was_stopped(
