@@ -31,7 +31,7 @@ CEILINGS = {
     "minder": 8_650,
     "models": 2_840,
     "records": 2_900,
-    "run": 2_670,
+    "run": 2_690,
     "show": 1_520,
     "stages": 17_950,
     "store": 2_760,
