@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -85,7 +86,8 @@ class MortalRank(ThreadRank):
 
     def die(self):
         self.is_dead = True
-        with socket.socket(fileno=os.dup(self._channel.connection.fileno())) as end:
+        number = os.dup(self._channel.connection.fileno())
+        with socket.socket(fileno=number) as end, contextlib.suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
 
     def poll(self):
