@@ -34,7 +34,7 @@ CEILINGS = {
     "run": 2_690,
     "show": 1_520,
     "stages": 17_950,
-    "store": 2_760,
+    "store": 2_770,
     "submit": 2_170,
     "verifiers": 2_910,
     "components": 1_200,

@@ -25,6 +25,7 @@ from pathlib import Path
 from planish import store
 from planish.base.config import config_sha256
 from planish.checkpoint import api
+from planish.records import layout
 from planish.records.manifest import MANIFEST, read_manifest
 from planish.run.stage import read_run
 from tests.integration.resident_equal import WAYS, records, run
@@ -48,6 +49,16 @@ def copy_start(source: Path, root: str) -> None:
             store.write(f"{root}/{name}", path.read_bytes())
 
 
+def command(root: str, iterations: int) -> list[str]:
+    """Return the command of one task with all iterations."""
+    policy = layout.policy(root, 0)
+    digest = config_sha256(read_run(root)["config"])
+    line = [sys.executable, "-m", "planish.run", "iterate", "--root", root]
+    line += ["--config-sha256", digest, "--number", "1", "--count", str(iterations)]
+    line += ["--offset", "0", "--num-shards", str(SHARDS), "--state-pin", ""]
+    return [*line, "--policy-pin", read_manifest(policy).ref(policy).pin()]
+
+
 @dataclass
 class Site:
     """A server, the proxy that counts requests to it, and the run that nobody disturbs."""
@@ -61,12 +72,7 @@ class Site:
 
     def begin(self, folder: Path, root: str) -> subprocess.Popen[bytes]:
         """Start the task of all iterations on a root, and count requests from 0."""
-        policy = f"{root}/policies/00000"
-        digest = config_sha256(read_run(root)["config"])
-        line = [sys.executable, "-m", "planish.run", "iterate", "--root", root]
-        line += ["--config-sha256", digest, "--number", "1", "--count", str(self.iterations)]
-        line += ["--offset", "0", "--num-shards", str(SHARDS), "--state-pin", ""]
-        line += ["--policy-pin", read_manifest(policy).ref(policy).pin()]
+        line = command(root, self.iterations)
         environment = marks(folder) | self.server.environment
         environment |= {"MINIO_ENDPOINT": self.proxy.endpoint}
         del environment["MINIO_RETRY_SECONDS"]

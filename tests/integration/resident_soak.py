@@ -17,11 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planish.base.config import config_sha256
 from planish.records import layout
-from planish.records.manifest import read_manifest
-from planish.run.stage import read_run
 from tests.integration.resident_equal import WAYS, run
+from tests.integration.resident_kill import command, copy_start
 from tests.processes import below
 
 GROWTH = 1.05
@@ -54,14 +52,9 @@ def sample(pid: int, seconds: float) -> Sample:
 
 
 def soak(root: str, iterations: int) -> list[Sample]:
-    """Go on from the first iteration of a run with the others in one task."""
-    policy, config = layout.policy(root, 0), read_run(root)["config"]
-    line = [sys.executable, "-m", "planish.run", "iterate", "--root", root]
-    line += ["--config-sha256", config_sha256(config), "--number", "1"]
-    line += ["--count", str(iterations), "--offset", "0", "--num-shards", "2", "--state-pin", ""]
-    line += ["--policy-pin", read_manifest(policy).ref(policy).pin()]
+    """Run all iterations of a root in one task."""
     samples: list[Sample] = []
-    with subprocess.Popen(line, stderr=subprocess.DEVNULL) as task:
+    with subprocess.Popen(command(root, iterations), stderr=subprocess.DEVNULL) as task:
         since = time.monotonic()
         for iteration in range(1, iterations + 1):
             ends = Path(layout.policy(root, iteration).removeprefix("file://")) / "manifest.json"
@@ -88,14 +81,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--way", choices=WAYS, default="one rank")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
-        root = Path(name) / "root"
-        # What comes before the iterations; the task begins anew with the first of them.
+        before, root = Path(name) / "before", (Path(name) / "root").as_uri()
         # A small model may end with all of its answers right, and must go on.
         settings = (*WAYS[options.way], "rollout.max_iterations_without_signal=0")
-        run(root, options.preset, 1, settings, "--resident", "1")
-        for iteration in (*root.glob("iterations/*"), root / "policies/00001", root / "states"):
-            subprocess.run(["rm", "-rf", str(iteration)], check=True)
-        samples = soak(root.as_uri(), options.iterations)
+        run(before, options.preset, 1, settings, "--resident", "1")
+        copy_start(before, root)
+        samples = soak(root, options.iterations)
     tenth = max(1, options.iterations // 10)
     print(f"{'iterations':<12}{'seconds':>9}{'MB':>9}{'descriptors':>13}{'threads':>9}")
     for first in range(0, options.iterations, tenth):

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
-from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 import google_crc32c
@@ -30,7 +29,6 @@ import numpy as np
 from minio.datatypes import CompleteMultipartUploadResult, Object
 from minio.deleteobjects import DeleteObject
 from minio.helpers import check_bucket_name
-from minio.xml import findtext
 
 from planish.base.errors import (
     ObjectChanged,
@@ -157,11 +155,18 @@ class S3Store:
         self, key: str, data: Buffer, *, if_none_match: bool = False, if_match: str = ""
     ) -> str:
         """Write an object as a whole."""
-        view, tries = memoryview(data).cast("B"), self._client.new_tries()
+        view = memoryview(data).cast("B")
         headers = {**_condition(if_none_match, if_match), **_checksum(view)}
-        request: dict[str, Any] = {"headers": headers, "body": view, "handled": {412}}
         try:
-            answer = self._client.call("PUT", check_key(key), headers_of, **request, tries=tries)
+            with self._client.tries() as tries:
+                answer = self._client.call(
+                    "PUT",
+                    check_key(key),
+                    headers_of,
+                    headers=headers,
+                    body=view,
+                    handled={412},
+                )
         except Refused:
             # The try whose answer was lost may have written what stands there now.
             etag = self._tag_of_same(key, view) if tries.is_ambiguous else ""
@@ -173,12 +178,10 @@ class S3Store:
     def open_multipart(self, key: str, size: int) -> S3Multipart:
         """Begin an object in parts."""
         headers: dict[str, Any] = {"x-amz-checksum-algorithm": "CRC32C"} if _HAS_CRC32C else {}
-        tries, query = self._client.new_tries(), {"uploads": ""}
-        # The SDK's own request does not tell how often it was sent.
-        answer = self._client.call(
-            "POST", check_key(key), whole, query=query, headers=headers, tries=tries
-        )
-        upload_id = findtext(ElementTree.fromstring(answer.data), "UploadId", True) or ""
+        with self._client.tries() as tries:
+            upload_id = self._client._create_multipart_upload(
+                self._client.bucket, check_key(key), headers
+            )
         return S3Multipart(self, self._client, key, upload_id, size, begun_twice=tries.is_ambiguous)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
@@ -325,18 +328,17 @@ class S3Multipart:
             )
         # The SDK's own request names no checksums and no condition.
         body = f"<CompleteMultipartUpload>{''.join(rows)}</CompleteMultipartUpload>".encode()
-        tries = self._client.new_tries()
         try:
-            answer = self._client.call(
-                "POST",
-                self.key,
-                whole,
-                query={"uploadId": self.upload_id},
-                headers=_condition(if_none_match, if_match),
-                body=body,
-                handled={200, 404, 412},
-                tries=tries,
-            )
+            with self._client.tries() as tries:
+                answer = self._client.call(
+                    "POST",
+                    self.key,
+                    whole,
+                    query={"uploadId": self.upload_id},
+                    headers=_condition(if_none_match, if_match),
+                    body=body,
+                    handled={200, 404, 412},
+                )
         except Refused as refused:
             etag = ""
             if refused.code == "NoSuchUpload" or (refused.status == 412 and tries.is_ambiguous):

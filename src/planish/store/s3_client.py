@@ -7,11 +7,13 @@ checksum guards already, and hold each answer whole. No message holds a key, a s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -71,6 +73,10 @@ _AWS = (
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE"),
 )
 """Any of these says that keys come as for other programs of AWS."""
+
+
+_asked: ContextVar[Tries | None] = ContextVar("tries", default=None)
+"""Of `Client.tries`; the SDK does not hand it on."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,6 @@ class Client(Minio):
         headers: Mapping[str, str] | Callable[[], Mapping[str, str]] | None = None,
         body: memoryview | bytes | None = None,
         handled: Collection[int] = (),
-        tries: Tries | None = None,
     ) -> T:
         """Send a request until it succeeds, and return what `take` makes of the answer.
 
@@ -164,13 +169,12 @@ class Client(Minio):
             headers: besides those of the signature; a function is called for each try.
             body: contiguous bytes.
             handled: HTTP statuses that the caller handles, which raise Refused.
-            tries: of `new_tries`, to learn how they went.
 
         Raises:
             StoreError: as `error` says of any other answer, and StoreUnavailable once all tries
                 have failed.
         """
-        tries = tries or self.new_tries()
+        tries = _asked.get() or self._new_tries()
         view = None if body is None else memoryview(body)
 
         def once() -> T:
@@ -211,8 +215,16 @@ class Client(Minio):
         query = query_params or {}
         return self.call(method, object_name or "", whole, query=query, headers=headers, body=body)
 
-    def new_tries(self) -> Tries:
-        """Return the tries of one request, which begin now."""
+    @contextlib.contextmanager
+    def tries(self) -> Iterator[Tries]:
+        """Yield the tries of the one request that the block sends, to learn how it went."""
+        token = _asked.set(tries := self._new_tries())
+        try:
+            yield tries
+        finally:
+            _asked.reset(token)
+
+    def _new_tries(self) -> Tries:
         deadline = time.monotonic() + self._timeout_s
         return Tries(self.retries, deadline, self._settings.retry_seconds)
 

@@ -9,7 +9,6 @@ Source: colocated ranks are HybridFlow's, arXiv 2409.19256, section 5.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from planish.engines.config import EngineConfig
 from planish.engines.requests import EngineState, ModelRef
 from planish.engines.weights import Index, Names, WeightSource, fetch_weights
 from planish.models.experts import on_disk
-from planish.models.policy import checksum
+from planish.models.policy import checksum, read_model_config
 from planish.models.shapes import shape_of
 from planish.records.files import WEIGHTS, weights_checksum
 from planish.records.io import read_manifest
@@ -48,7 +47,7 @@ class TrainerWeights(WeightSource):
     def __init__(self, trainer: Trainer, files: WeightSource, ranks: Ranks = SINGLE) -> None:
         """Gather nothing yet; `files` of an earlier policy give types and configuration."""
         self._tensors: Mapping[str, Any] = trainer.policy.weights()
-        self._config = json.loads((Path(files.address) / "config.json").read_text("utf-8"))
+        self._config = read_model_config(Path(files.address))
         self._ranks, like = ranks, files.names()
         self._owner: dict[str, str] = {}
         self._names: Names = {}
@@ -189,9 +188,8 @@ class Residents:
     def _beside_trainer(self, config: EngineConfig) -> EngineConfig:
         """Return the settings of vLLM where weights and moments of the trainer stay as well."""
         assert self._files is not None
-        raw = json.loads((Path(self._files.address) / "config.json").read_text("utf-8"))
         try:
-            shape = shape_of(raw)
+            shape = shape_of(read_model_config(Path(self._files.address)))
         except ConfigError as error:
             logger.warning("engine.memory_share taken as it is reason=%s", error)
             return config

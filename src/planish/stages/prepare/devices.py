@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -354,7 +354,7 @@ def _demands_in_turn(
         return [replace(train, stage="iterate", parts=(*train.parts, *engines)), *others]
     apart = "or run iterations apart (`python -m pipelines.compile --resident 0`)"
     if not config["engine"].get("name", "").startswith("vllm"):
-        held = sum(part.num_bytes for part in train.parts[:2])
+        held = _at_rest(train.parts)
         at_rest = MemoryPart("the trainer at rest", held, "its weights and moments")
         asleep = replace(sampling.parts[0], name="weights of the engine")
         sampling = replace(sampling, parts=(*sampling.parts, at_rest))
@@ -372,9 +372,13 @@ def engine_share(config: Config, shape: ModelShape, num_ranks: int, gpu_bytes: i
     It is `engine.memory_share`, or less where weights and moments of the trainer need the memory.
     """
     parts = memory.train_parts(config, shape, _sharing(config, num_ranks))
-    held = sum(part.num_bytes for part in parts[:2])
-    left = math.floor(100 * (USABLE - held / gpu_bytes)) / 100
+    left = math.floor(100 * (USABLE - _at_rest(parts) / gpu_bytes)) / 100
     return min(memory.memory_share(config), max(left, 0.01))
+
+
+def _at_rest(parts: Sequence[MemoryPart]) -> int:
+    """Return the bytes of weights and moments, the first two of `memory.train_parts`."""
+    return sum(part.num_bytes for part in parts[:2])
 
 
 def _sharing(config: Config, num_ranks: int) -> Sharing:
