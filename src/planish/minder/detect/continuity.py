@@ -284,9 +284,14 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
 def is_alone(run: Run, metric: _Named, aliased: Iterable[_Named]) -> bool:
     """Return whether no other machine is nearly as far away, nor a candidate for nearly as long.
 
-    `aliased` are the metrics in which others may have their turns.
+    `aliased` are the metrics in which others may have their turns. Of a run that is over, the frame
+    must hold as much before it as a run needs: others' turns may have left the frame by now, and a
+    machine that had none beside it was found while its run went on.
     """
     trace, rows = metric.trace, slice(run.first, run.last + 1)
+    is_over = run.last < len(trace.scores) - 1 - metric.rule.gap_tolerance
+    if is_over and run.first < metric.rule.needed[run.machine]:
+        return False
     present = trace.present[rows]
     away = (trace.above[rows] * present).sum(axis=0) / np.maximum(1, present.sum(axis=0))
     others = np.arange(len(away)) != run.machine

@@ -70,6 +70,17 @@ def test_a_scrape_as_slow_as_an_iteration_names_nobody_but_the_odd_machine(machi
     assert finding.machine == "node-002"
 
 
+@pytest.mark.parametrize(
+    ("onset", "length", "status"), [(0, 500, "ok"), (0, 900, "fault"), (350, 450, "fault")]
+)
+def test_of_a_held_gpu_metric_a_run_that_is_over_needs_what_lay_before_it(onset, length, status):
+    frame = waves(8, 900, swing=5)
+    frame.values["gpu_duty_cycle"][onset : onset + length, 3] -= 40
+    result = detect(scraped(frame, 20), MODELS, config())
+    assert result.status == status
+    assert [finding.machine for finding in result.findings] == ["node-003"] * (status == "fault")
+
+
 def test_two_odd_machines_are_both_named_and_nobody_else():
     result = detect(made(32, odd=[3, 17]), MODELS, config())
     assert [f.machine for f in result.findings] == ["node-003", "node-017"]
