@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from planish.store.processes import process_line
@@ -41,19 +41,17 @@ class Terminated(SystemExit):
 
 
 @contextlib.contextmanager
-def unwrapped() -> Iterator[None]:
-    """Raise the `Terminated` that the block raised where a library made an error of its own of it.
+def unwrapped(told: Sequence[Terminated]) -> Iterator[None]:
+    """Raise what a signal has told in place of an error with which the block ends after it.
 
-    A serializer of pydantic does so with every exception of a function that it calls.
+    Libraries make errors of their own of what a handler raises within them: pydantic of whatever a
+    serializer raises, and `torch.tensor` even without a cause.
     """
     try:
         yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, Terminated):
-                raise cause from None
-            cause = cause.__cause__ or cause.__context__
+    except Exception:
+        if told:
+            raise told[0] from None
         raise
 
 
@@ -86,14 +84,17 @@ def on_signal(act: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stops_with(code: int) -> Iterator[None]:
+def stops_with(code: int) -> Iterator[Sequence[Terminated]]:
     """Raise `Terminated` in the main thread at a signal; end anyway after `STOP_SECONDS`.
+
+    Yields what signals have told so far, for `unwrapped`.
 
     Every write of a stage is whole or absent, so any place of the work is a safe one. What holds
     the process longer (a rank that waits for its peers, a store that does not answer) is cut off.
     """
     # Of all queues only this one may be used by a handler that has interrupted its own use.
     asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    told: list[Terminated] = []
 
     def end_anyway() -> None:
         if asked.get():
@@ -103,12 +104,13 @@ def stops_with(code: int) -> Iterator[None]:
 
     def stop(number: int) -> None:
         asked.put(True)
-        raise Terminated(number, code)
+        told.append(Terminated(number, code))
+        raise told[0]
 
     threading.Thread(target=end_anyway, name="stop-limit", daemon=True).start()
     try:
         with on_signal(stop):
-            yield
+            yield told
     finally:
         # After a signal it comes too late: the limit holds until the process has ended.
         asked.put(False)

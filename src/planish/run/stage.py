@@ -269,7 +269,7 @@ def execute(
     run_id = os.environ.get("RUN_ID", "") or os.environ.get(LOCAL_RUN, "")
     context = Context(root, stage, iteration, shard, {}, config_sha256 or "", {})
     log = StageLog(root, stage, iteration, shard)
-    with stops_with(EXIT_TRANSIENT), StageMetrics(stage, iteration) as metrics, log:
+    with stops_with(EXIT_TRANSIENT) as told, StageMetrics(stage, iteration) as metrics, log:
         try:
             metrics.open()
             if config_sha256 is not None:
@@ -277,7 +277,7 @@ def execute(
                 context = replace(context, config=run["config"], run=run)
                 _refuse_known_failure(context, run_id)
                 log.write("running")
-            with unwrapped():
+            with unwrapped(told):
                 outcome = work(context)
             metrics.publish(outcome.metrics)
             outcome.metrics = finite_metrics(outcome.metrics)

@@ -28,11 +28,11 @@ def work(context):
     while True:
         try:
             time.sleep(600)
-        except BaseException as error:
+        except BaseException:
             if sys.argv[4] == "obedient":
                 raise
-            if sys.argv[4] == "wrapped":
-                raise ValueError("of a library") from error
+        if sys.argv[4] == "wrapped":
+            raise ValueError("of a library")
 
 execute("toy", work, root=sys.argv[1], config_sha256=None, outputs={})
 """
