@@ -13,8 +13,6 @@ def iterate(
     config_sha256: str,
     number: int,
     count: int,
-    offset: int,
-    num_shards: int,
     policy_pin: str,
     state_pin: str,
 ) -> NamedTuple("Iterated", [("policy_pin", str), ("state_pin", str)]):  # type: ignore[valid-type]
@@ -25,8 +23,6 @@ def iterate(
         config_sha256: Digest of the configuration in run.json.
         number: First of the iterations, 1, 2, ... in this run.
         count: Iterations of this task.
-        offset: Iterations of the chain before this run.
-        num_shards: Rollout shards of an iteration.
         policy_pin: URI and digest of the policy before these iterations.
         state_pin: URI and digest of the train state before them; empty before the first update.
     """
@@ -37,8 +33,6 @@ def iterate(
         config_sha256=config_sha256,
         number=number,
         count=count,
-        offset=offset,
-        num_shards=num_shards,
         policy_pin=policy_pin,
         state_pin=state_pin,
     )

@@ -107,6 +107,7 @@ def build_iteration(
 def add_block(
     in_pod: partial[dsl.PipelineTask],
     of_run: Mapping[str, Any],
+    offset: Any,
     pins: Any,
     first: int,
     count: int,
@@ -116,7 +117,8 @@ def add_block(
 
     Args:
         in_pod: sets everything of a task's pod.
-        of_run: root, digest of the configuration and offset.
+        of_run: root and digest of the configuration.
+        offset: iterations of the chain before this run.
         pins: task with the outputs of `Pins` before them.
         first: 1, 2, ... within the run.
         count: iterations of the task.
@@ -127,12 +129,12 @@ def add_block(
         **of_run,
         number=first,
         count=count,
-        num_shards=profile.num_shards,
         policy_pin=pins.outputs["policy_pin"],
         state_pin=pins.outputs["state_pin"],
     )
     if monitor is not None:
-        checked = _check(monitor, {**of_run, "number": first}, profile.stages["iterate"])
+        of_block = {**of_run, "offset": offset, "number": first}
+        checked = _check(monitor, of_block, profile.stages["iterate"])
         in_pod(checked, "monitor_check")
     return in_pod(task, "iterate").set_display_name(iterations_text(first, first + count - 1))
 

@@ -328,10 +328,10 @@ def _training(
     started = in_pod(sft(**of_run, prompts=curated.outputs["prompts"]), "sft")
     pins = started
     if size := profile.iterations_per_task:
-        of_block = {**of_run, "offset": prepared.outputs["offset"]}
+        offset = prepared.outputs["offset"]
         for first in range(1, profile.num_iterations + 1, size):
             count = min(size, profile.num_iterations + 1 - first)
-            pins = add_block(in_pod, of_block, pins, first, count, monitor)
+            pins = add_block(in_pod, of_run, offset, pins, first, count, monitor)
     for number, iteration in enumerate(iterations, start=1):
         pins = iteration(
             **of_run,

@@ -34,7 +34,6 @@ from tests.servers.http_proxy import HttpProxy
 from tests.servers.minio_files import open_uploads
 from tests.servers.run_minio import Minio
 
-SHARDS = 2
 KEPT = ("run.json", "prompts/", "policies/00000/")
 """What a root has before the first iteration."""
 VICTIMS = ("task", "process", "store")
@@ -55,8 +54,7 @@ def command(root: str, iterations: int) -> list[str]:
     digest = config_sha256(read_run(root)["config"])
     line = [sys.executable, "-m", "planish.run", "iterate", "--root", root]
     line += ["--config-sha256", digest, "--number", "1", "--count", str(iterations)]
-    line += ["--offset", "0", "--num-shards", str(SHARDS), "--state-pin", ""]
-    return [*line, "--policy-pin", read_manifest(policy).ref(policy).pin()]
+    return [*line, "--state-pin", "", "--policy-pin", read_manifest(policy).ref(policy).pin()]
 
 
 @dataclass

@@ -23,8 +23,6 @@ def run(
     config_sha256: str,
     number: int,
     count: int,
-    offset: int,
-    num_shards: int,
     policy_pin: str,
     state_pin: str,
 ) -> Pins:
@@ -35,20 +33,19 @@ def run(
         config_sha256: digest of the run's configuration.
         number: first iteration within this run, from 1.
         count: iterations of the task.
-        offset: iterations before this run.
-        num_shards: rollout shards of an iteration.
         policy_pin: pinned URI of the policy that samples first.
         state_pin: pinned URI of the train state before; "" before the first iteration of all.
 
     Raises:
         SystemExit: as `run.stage.execute`; the log of the stage that failed explains it.
     """
-    root = root.rstrip("/")
+    root, iteration = root.rstrip("/"), number
     try:
-        config = load_run(root, config_sha256)["config"]
+        run = load_run(root, config_sha256)
+        iteration += run["offset"]
         block = Block(
-            root, config, config_sha256, offset + number, num_shards, policy_pin, state_pin, "",
-            count=count,
+            root, run["config"], config_sha256, iteration, run["num_shards"], policy_pin, state_pin,
+            "", count=count,
         )  # fmt: skip
         told = in_ranks(block, RANK)
         if told is not None:
@@ -60,5 +57,5 @@ def run(
         finally:
             leave()
     except PlanishError as error:
-        logger.error("failed stage=iterate iteration=%d error=%s", offset + number, error)
+        logger.error("failed stage=iterate iteration=%d error=%s", iteration, error)
         raise SystemExit(exit_code(error)) from None

@@ -56,6 +56,10 @@ class RunFile:
     """Where the present run of the chain begins."""
     preset: str = ""
     """Preset that the settings started from; empty for none."""
+    offset: int = 0
+    """Iterations of the chain before the present run."""
+    num_shards: int = 0
+    """Rollout shards of an iteration of the present run."""
 
     @property
     def sha256(self) -> str:

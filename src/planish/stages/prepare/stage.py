@@ -222,8 +222,9 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     run_file, changed, is_new = open_run_file(
         root, config, resume_from=chain.resume_from, allow_config_change=chain.allow_config_change
     )
-    run_file = replace(run_file, preset=wish.preset or run_file.preset)
     link = find_link(root, chain.index, wish.num_iterations)
+    preset = wish.preset or run_file.preset
+    run_file = replace(run_file, preset=preset, offset=link.offset, num_shards=wish.num_shards)
     if link.offset:
         run_file = replace(run_file, initial=start_after(root, link.offset))
     check_reference(config, run_file.initial)
