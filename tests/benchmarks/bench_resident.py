@@ -27,10 +27,12 @@ from planish.engines.config import EngineConfig
 from planish.engines.requests import ModelRef
 from planish.engines.weights import fetch_weights
 from planish.run.stage import Context
+from planish.run.update import Pins
 from planish.stages.export.stage import export
 from planish.stages.iterate.residents import Residents
+from planish.stages.rollout.job import Start
 from planish.stages.train.ranks.job import TrainJob
-from planish.stages.train.ranks.worker import train_iteration
+from planish.stages.train.ranks.worker import begin_iteration
 from tests.benchmarks.facts import require_idle_machine, write_result
 from tests.unit.stages.train.runs import add_iteration, start_run
 
@@ -47,10 +49,9 @@ def run_seconds(folder: Path, engine: str, iterations: int, resident: int) -> di
     if done.returncode or "failed stage=" in done.stdout:
         raise SystemExit(done.stdout[-3000:] + done.stderr)
     entries = [json.loads(path.read_text()) for path in (folder / "logs").glob("*.json")]
+    # What follows an update goes on beside the next rollouts.
     ends = {
-        e["iteration"]: e["start_seconds"] + e["seconds"]
-        for e in entries
-        if e["stage"] == "checkpoint"
+        e["iteration"]: e["start_seconds"] + e["seconds"] for e in entries if e["stage"] == "train"
     }
     whole = (ends[iterations] - ends[1]) / (iterations - 1)
     spans = sorted(
@@ -102,7 +103,7 @@ def compare_refreshes(rounds: int) -> dict[str, float]:
             tiny.root, tiny.config, tiny.digest, 1, tiny.num_shards, tiny.policy_pin, "",
             rewards.pin(),
         )  # fmt: skip
-        state_pin = train_iteration(job, held=residents.trainer).state.pin()
+        state_pin = begin_iteration(job, held=residents.trainer).commit().pin()
         assert residents.trainer.trainer is not None
         weights = list(residents.trainer.trainer.policy.weights().values())
         copies = [weight.clone() for weight in weights]
@@ -118,8 +119,10 @@ def compare_refreshes(rounds: int) -> dict[str, float]:
                 engine.update_weights(source, context.iteration)
 
             times["files"].append(seconds_of(by_files))
-            residents.exported(pins[0], state_pin)
-            times["memory"].append(seconds_of(lambda pin=pins[0]: residents.refresh(pin)))
+            start = Start(Pins(pins[0], state_pin))
+            start.held_version = number
+            times["memory"].append(seconds_of(lambda start=start: residents.refresh(start)))
+            residents.settle(start)
             times["copy"].append(
                 seconds_of(lambda: [c.copy_(w) for c, w in zip(copies, weights, strict=True)])
             )

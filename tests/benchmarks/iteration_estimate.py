@@ -33,6 +33,8 @@ class Machine:
     """To start vLLM, graphs compiled before."""
     refresh_rate: float = 50e9
     """Bytes a second that a rank gathers and loads."""
+    copy_rate: float = 10e9
+    """Bytes a second that a rank copies into memory of the host, for a save."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +83,19 @@ def seconds(run: Run, machine: Machine, *, resident: bool) -> dict[str, float]:
         "sampling": sampling,
         "old log-probabilities": scoring,
         "steps": training,
-        "train state into the store": state / (write * run.nodes),
     }
+    stored = state / (write * run.nodes)
     if resident:
+        beside = stored + export / run.nodes
         return parts | {
-            "export by one rank": export,
+            "copy of the train state": state / (machine.copy_rate * gpus),
+            "state and policy into the store, after sampling": max(0.0, beside - sampling),
             "weights to engines": weights / machine.refresh_rate,
         }
     pods = 4 * (machine.pod_seconds + machine.program_seconds)
     fetched = math.ceil(8 / run.engine_gpus) * weights / read
     return parts | {
+        "train state into the store": stored,
         "export": export,
         "pods of four stages": pods,
         "weights from the store and start of vLLM": fetched + machine.vllm_seconds,

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.server
 
 def test_commits_are_read_back_in_order_and_nothing_stays(s3_root):
     uri = f"{s3_root}/iterations/00001/commits/00"
-    given = {"parents": {"policy": "0" * 64}, "facts": {"seed": 3}}
+    given = {"parents": lambda: {"policy": "0" * 64}, "facts": {"seed": 3}}
     first = Commits(uri, **given)
     assert first.read().groups == {}
     first.write([group(4, slot(0, 2)), group(5, slot(0, 1))], steps=7, most_rows=2)

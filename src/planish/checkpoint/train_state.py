@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planish import store
@@ -63,6 +63,9 @@ class HeldState(NamedTuple):
 GARBAGE_SECONDS = 3600.0
 """Objects of an attempt that was never committed, or was replaced, are kept for so long."""
 
+MOST_PACE_SECONDS = 600.0
+"""Longest that an upload is spread over: a save has a limit."""
+
 _DIGEST = "checkpoint_sha256"
 _STEP = re.compile(r"/step-\d{8}/")
 
@@ -91,25 +94,59 @@ def save(
         TypeError: a value is neither a tensor nor a small value of JSON.
         SaveFailed: a rank failed; nothing is visible.
     """
+    commit = begin_save(
+        uri, state, parents=parents, attributes=attributes, framework=framework, ranks=ranks
+    )
+    ref = commit()
+    ranks.barrier()
+    return ref
+
+
+def begin_save(
+    uri: str,
+    state: State,
+    *,
+    parents: Mapping[str, str],
+    attributes: Mapping[str, Any],
+    framework: str,
+    ranks: Ranks,
+    pace_seconds: float | None = None,
+) -> Callable[[], Ref]:
+    """Begin to write a train state, as `save` does.
+
+    Args:
+        pace_seconds: return once the state is staged, and spread its upload over so long; None
+            returns when it is uploaded.
+
+    Returns:
+        A function that waits until the state is committed, and returns its Ref. Every rank calls it
+        once, from any thread; the state is a record when the first rank's has returned.
+    """
     from planish.checkpoint import api
 
     uri = uri.rstrip("/")
     roles = by_role(state)
     roles.setdefault(POLICY, {})["extra"] = dict(state.get("extra", {}))
     step = int(attributes.get("step", 0))
-    handle = api.save(uri, roles, framework, async_=False, step=step, overwrite=True)
-    digest = handle.result().sha256
-    manifest, data = seal(STATE_SCHEMA, 0, (), parents, {**attributes, _DIGEST: digest})
-    if ranks.is_first:
-        # Until now an older record was that of a whole state; killed here, it names another one.
-        store.write(manifest_uri(uri), data)
-        try:
-            api.gc(uri, grace_s=GARBAGE_SECONDS)
-        except (StoreError, CheckpointError) as error:
-            # The state is saved; what killed and replaced saves have left is cleared another time.
-            logger.warning("leftovers of saves stay uri=%s error=%s", uri, error)
-    ranks.barrier()
-    return manifest.ref(uri)
+    pace = min(pace_seconds or 0.0, MOST_PACE_SECONDS)
+    handle = api.save(
+        uri, roles, framework, pace_seconds is not None, step=step, overwrite=True, pace_s=pace
+    )
+
+    def commit() -> Ref:
+        digest = handle.result().sha256
+        manifest, data = seal(STATE_SCHEMA, 0, (), parents, {**attributes, _DIGEST: digest})
+        if ranks.is_first:
+            # Until now an older record was that of a whole state; killed here, it names another.
+            store.write(manifest_uri(uri), data)
+            try:
+                api.gc(uri, grace_s=GARBAGE_SECONDS)
+            except (StoreError, CheckpointError) as error:
+                # The state is saved; what killed and replaced saves left is cleared another time.
+                logger.warning("leftovers of saves stay uri=%s error=%s", uri, error)
+        return manifest.ref(uri)
+
+    return commit
 
 
 def load(

@@ -56,7 +56,7 @@ def weights_checksum(parts: Mapping[str, int]) -> str:
 def write_files(
     uri: str,
     schema: str,
-    files: Mapping[str, Path | bytes],
+    files: Mapping[str, Path | bytes | Shard],
     *,
     parents: Mapping[str, str],
     attributes: Mapping[str, Any],
@@ -66,7 +66,7 @@ def write_files(
     Args:
         uri: folder of the set.
         schema: name and major version, e.g. `policy/1`.
-        files: path below the folder -> local file or bytes.
+        files: path below the folder -> local file, bytes, or what `store_file` has returned.
         parents: name of each input to the sha256 of its manifest.
         attributes: JSON values without URIs, times or host names.
 
@@ -80,6 +80,9 @@ def write_files(
         )
     shards = []
     for name, content in sorted(files.items()):
+        if isinstance(content, Shard):
+            shards.append(content)
+            continue
         if isinstance(content, bytes):
             size, digest = len(content), hashlib.sha256(content).hexdigest()
         else:
@@ -88,6 +91,19 @@ def write_files(
     manifest, data = seal(schema, 0, shards, parents, attributes)
     publish(uri, data, files)
     return manifest.ref(uri)
+
+
+def store_file(uri: str, name: str, path: Path) -> Shard:
+    """Put one file of a set in place, whose manifest names it later."""
+    size, digest = hash_file(path)
+    store.write_file(f"{uri}/{name}", path)
+    return Shard(name, 0, size, digest)
+
+
+def withdraw(uri: str) -> None:
+    """Take the manifest of a set away, if there is one: its files are about to change."""
+    if store.exists(manifest_uri(uri)):
+        store.delete(manifest_uri(uri))
 
 
 def hash_file(path: Path) -> tuple[int, str]:
@@ -106,7 +122,7 @@ def hash_object(uri: str) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def publish(uri: str, manifest: bytes, files: Mapping[str, Path | bytes]) -> None:
+def publish(uri: str, manifest: bytes, files: Mapping[str, Path | bytes | Shard]) -> None:
     """Put files and then their manifest in place, leaving nothing else in the folder.
 
     The manifest of another set in the same place goes first, so that no reader ever sees it
@@ -120,7 +136,7 @@ def publish(uri: str, manifest: bytes, files: Mapping[str, Path | bytes]) -> Non
     for name, content in files.items():
         if isinstance(content, bytes):
             store.write(f"{base}/{name}", content)
-        else:
+        elif isinstance(content, Path):
             store.write_file(f"{base}/{name}", content)
     kept = {place, *(f"{base}/{name}" for name in files)}
     for stale in present:

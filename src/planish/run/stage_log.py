@@ -53,9 +53,13 @@ class _Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
+        # A task beside that of the main thread has the lines of its own thread.
+        is_main = threading.current_thread() is threading.main_thread()
+        self._thread = None if is_main else threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(self.format(record))
+        if self._thread in (None, record.thread):
+            self.lines.append(self.format(record))
 
 
 class StageLog:

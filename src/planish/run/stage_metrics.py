@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -57,6 +58,10 @@ SCALARS: Mapping[str, Mapping[str, str]] = {
 """Stage to its scalars that are shown, each with the name of its gauge."""
 
 
+_is_served = False
+"""A task of this process serves its metrics, those of the tasks inside it among them."""
+
+
 class StageMetrics:
     """The metrics of one task, served from `open` until the block ends."""
 
@@ -75,17 +80,29 @@ class StageMetrics:
         return self
 
     def open(self) -> None:
-        """Serve from now on, if the environment names a port."""
+        """Serve from now on, if the environment names a port.
+
+        Of tasks side by side that of the main thread is shown.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
         now = time.time()
-        telemetry.set_level("planish_stage_info", 1, stage=self._stage, rank=str(self._rank or 0))
+        # Inside of the task of a rank the launcher tells which.
+        rank = str(self._rank or os.environ.get("RANK", 0))
+        telemetry.set_level("planish_stage_info", 1, stage=self._stage, rank=rank)
         telemetry.set_level("planish_stage_iteration", self._iteration)
         limit = _number(ITERATION_LIMIT_VARIABLE, ITERATION_LIMIT_SECONDS, most=MAX_LIMIT_SECONDS)
         telemetry.set_level("planish_stage_iteration_limit_seconds", limit)
         telemetry.set_level("planish_stage_start_timestamp_seconds", now)
         telemetry.count("planish_stage_nonfinite_total", 0)
         telemetry.mark_progress()
+        self.serve()
+
+    def serve(self) -> None:
+        """Serve from now on whatever this process tells, unless a task around this one does."""
+        global _is_served
         port = int(_number(PORT_VARIABLE, 0))
-        if not port:
+        if not port or _is_served:
             return
         first = port
         if self._rank is not None:
@@ -93,7 +110,7 @@ class StageMetrics:
         for port in range(first, first + NUM_PORTS):
             try:
                 self._server = telemetry.MetricsServer(port)
-                self._opened_s = time.monotonic()
+                self._opened_s, _is_served = time.monotonic(), True
             except OSError:
                 continue
             logger.info("serving metrics port=%d", port)
@@ -129,6 +146,7 @@ class StageMetrics:
         traceback: TracebackType | None,
     ) -> None:
         """Let the last numbers be scraped, then stop serving."""
+        global _is_served
         if self._server is None:
             return
         limit = _number(LAST_SCRAPE_VARIABLE, LAST_SCRAPE_SECONDS)
@@ -139,6 +157,7 @@ class StageMetrics:
         if self._has_news and left > 0 and not self._server.wait_for_scrape(left):
             logger.warning("last metrics were not scraped waited_seconds=%g", limit)
         self._server.close()
+        _is_served = False
 
 
 def _number(variable: str, default: float, *, most: int = 65535) -> float:

@@ -16,7 +16,9 @@ from planish.engines.config import EngineConfig
 from planish.engines.requests import ModelRef
 from planish.engines.weights import FolderWeights
 from planish.models.policy import load_policy, save_policy
+from planish.run.update import Pins
 from planish.stages.iterate.residents import Residents, TrainerWeights
+from planish.stages.rollout.job import Start
 from planish.stages.train.config import TrainConfig
 from planish.stages.train.trainer import Trainer
 from tests.unit.engines.tiny import request
@@ -58,16 +60,18 @@ def main(folder: str) -> None:
     pins.append(json.loads((Path(folder) / "second.json").read_text()))
     residents = Residents(ranks, device, SETTINGS)
     told: list = []
-    residents.refresh(first)
+    residents.refresh(Start(Pins(first, "")))
     residents.rest()
     for number in (1, 0, 1, 0, 1):
         with torch.no_grad():
             for name, part in parts.items():
                 part.to_local().copy_(kept[name] * SCALE if number else kept[name])
-        residents.trainer.keep(trainer, f"state {number}", {})
-        residents.exported(pins[number], f"state {number}")
-        residents.refresh(pins[number])
-        with residents.serve(CONFIG, ModelRef(pin=pins[number]), device="cpu") as engine:
+        residents.trainer.keep(trainer, {})
+        start = Start(Pins(pins[number], ""))
+        start.held_version = number
+        residents.refresh(start)
+        residents.settle(start)
+        with residents.serve(CONFIG, ModelRef(), start, device="cpu") as engine:
             told.append({"policy": number, "sampled": sampled(engine)})
         residents.rest()
     source = TrainerWeights(trainer, FolderWeights(Path(folder) / "second"), ranks)

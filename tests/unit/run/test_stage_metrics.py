@@ -108,6 +108,25 @@ def test_a_finished_task_waits_until_its_last_numbers_are_scraped(monkeypatch):
     assert seen["planish_reward_mean"] == 0.5
 
 
+def test_tasks_inside_a_task_are_served_by_it_and_wait_for_nobody(monkeypatch):
+    monkeypatch.setenv("PLANISH_METRICS_PORT", str(free_port()))
+    monkeypatch.setenv("RANK", "2")
+    with StageMetrics("iterate", 5, rank=2) as around:
+        around.serve()
+        monkeypatch.setenv("PLANISH_METRICS_LAST_SCRAPE_SECONDS", "1000")
+        for number in (5, 6):
+            with StageMetrics("train", number) as shown:
+                shown.open()
+                shown.publish({"entropy": float(number)})
+        monkeypatch.setenv("PLANISH_METRICS_LAST_SCRAPE_SECONDS", "0")
+        found = scrape(around._server.port)
+    assert found['planish_stage_info{rank="2",stage="train"}'] == 1
+    assert (found["planish_stage_iteration"], found["planish_train_entropy"]) == (6, 6)
+    with StageMetrics("train", 7) as shown:
+        shown.open()
+        assert scrape(shown._server.port)["planish_stage_iteration"] == 7
+
+
 @pytest.mark.parametrize(
     ("lasted", "is_scraped", "waited"),
     [(600.0, True, [20.0]), (600.0, False, []), (5.0, True, [20.0]), (5.0, False, [15.0])],

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,15 @@ from planish.checkpoint.format.safetensors_file import (
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import SliceReader, batches
 from planish.checkpoint.pinned import read_pinned
-from planish.records.files import WEIGHTS, weights_checksum, write_files
+from planish.checkpoint.ranks.control import Control
+from planish.records.files import (
+    WEIGHTS,
+    store_file,
+    weights_checksum,
+    withdraw,
+    write_files,
+)
+from planish.records.manifest import Shard
 from planish.records.refs import Ref, parse_pin
 from planish.store import Store, uri_of
 
@@ -56,6 +65,10 @@ _WEIGHT_FILES = (".safetensors", ".safetensors.index.json")
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of weights done and in all."""
+FilePlan = Mapping[str, list[str]]
+"""Weight file to the names of its tensors."""
+Written = tuple[dict[str, Path], dict[str, int]]
+"""Weight file to its local place, and tensor to its CRC-32C."""
 
 
 def export(
@@ -71,6 +84,7 @@ def export(
     max_file_bytes: int = MAX_FILE_BYTES,
     storage: Store | None = None,
     progress: Progress = lambda done, total: None,
+    call: Control | None = None,
 ) -> Ref:
     """Write the model of a checkpoint as a policy (`policy/1`) that engines load.
 
@@ -87,6 +101,7 @@ def export(
         parents: name of each input to its sha256; None for the checkpoint and the policy.
         attributes: of the manifest; None for role and step.
         progress: the last call comes before the files are stored.
+        call: an operation of several ranks, each of which writes some of the files.
 
     Raises:
         ConfigError: no such role.
@@ -125,14 +140,45 @@ def export(
     if parents is None:
         parents = {"state": opened.commit.meta_sha256}
         parents |= {"policy": parse_pin(policy)[1]} if policy else {}
+    uri, plan = uri_of(out).rstrip("/"), plan_files(forms, max_file_bytes)
+
+    def publish(weights: Mapping[str, Path | Shard], checksums: Mapping[str, int]) -> Ref:
+        told = {**facts, WEIGHTS: weights_checksum(checksums)}
+        written = {**small, **_index(plan, forms), **weights}
+        return write_files(uri, POLICY_SCHEMA, written, parents=parents, attributes=told)
+
     with tempfile.TemporaryDirectory(prefix="planish-export-") as scratch:
-        weights, facts[WEIGHTS] = _write(
-            opened, sources, forms, Path(scratch), max_file_bytes, progress
-        )
-        uri = uri_of(out).rstrip("/")
-        return write_files(
-            uri, POLICY_SCHEMA, {**small, **weights}, parents=parents, attributes=facts
-        )
+        write = partial(_write, opened, sources, forms, folder=Path(scratch), progress=progress)
+        return _in_ranks(call, uri, plan, write, publish) if call else publish(*write(plan))
+
+
+def _in_ranks(
+    call: Control,
+    uri: str,
+    plan: FilePlan,
+    write: Callable[[FilePlan], Written],
+    publish: Callable[[dict[str, Shard], dict[str, int]], Ref],
+) -> Ref:
+    """Write and store the share of this rank; the first one publishes what all have stored."""
+
+    def clear() -> bytes:
+        # No reader may see files of two exports under one manifest.
+        withdraw(uri)
+        return b""
+
+    call.decide(clear, "clear")
+    written, own = write({name: plan[name] for name in list(plan)[call.rank :: call.size]})
+    stored = [vars(store_file(uri, name, path)) for name, path in written.items()]
+    parts = call.gather(json.dumps([stored, own]).encode(), "files") or ()
+
+    def publish_all() -> bytes:
+        shards, checksums = dict[str, Shard](), dict[str, int]()
+        for files, sums in map(json.loads, parts):
+            shards |= {file["name"]: Shard(**file) for file in files}
+            checksums |= sums
+        return publish(shards, checksums).to_json().encode()
+
+    return Ref.from_json(call.decide(publish_all, "manifest").decode())
 
 
 def policy_role(roles: Sequence[str], wanted: str = "") -> str:
@@ -204,19 +250,13 @@ def _write(
     opened: Opened,
     sources: Sources,
     forms: Mapping[str, Form],
+    files: FilePlan,
     folder: Path,
-    max_file_bytes: int,
     progress: Progress,
-) -> tuple[dict[str, Path | bytes], str]:
-    """Write the weight files to a local folder.
-
-    Returns:
-        Name to file, the index included, and the checksum of the weights.
-    """
-    done, total = 0, sum(form.nbytes for form in forms.values())
+) -> Written:
+    """Write weight files to a local folder."""
+    done, total = 0, sum(forms[name].nbytes for names in files.values() for name in names)
     progress(done, total)
-    files = plan_files(forms, max_file_bytes)
-    written: dict[str, Path | bytes] = {name: folder / name for name in files}
     checksums: dict[str, int] = {}
     told = threading.Lock()
 
@@ -246,13 +286,18 @@ def _write(
     with ThreadPoolExecutor(WORKERS) as pool:
         for _ in pool.map(write, files):
             pass
-    if len(files) > 1:
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: file for file, names in files.items() for name in names},
-        }
-        written[INDEX_FILE] = json.dumps(index, sort_keys=True, indent=2).encode()
-    return written, weights_checksum(checksums)
+    return {name: folder / name for name in files}, checksums
+
+
+def _index(files: FilePlan, forms: Mapping[str, Form]) -> dict[str, bytes]:
+    """Return the file that says which file has which weight; none where there is one file."""
+    if len(files) == 1:
+        return {}
+    index = {
+        "metadata": {"total_size": sum(form.nbytes for form in forms.values())},
+        "weight_map": {name: file for file, names in files.items() for name in names},
+    }
+    return {INDEX_FILE: json.dumps(index, sort_keys=True, indent=2).encode()}
 
 
 def plan_files(forms: Mapping[str, Form], max_file_bytes: int) -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from planish.checkpoint.convert.export_hf import POLICY_SCHEMA
 from planish.checkpoint.convert.export_hf import export as export_hf
+from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.train_state import POLICY, checkpoint_pin
 from planish.records import layout
 from planish.records.io import finished, read_manifest
@@ -53,8 +54,13 @@ def passed_through(policy_pin: str) -> Outcome:
     return _outcome(read_manifest(uri, sha256=digest).ref(uri), already_done=True)
 
 
-def export(context: Context, policy_pin: str, state_pin: str) -> Outcome:
-    """Export the policy of a train state unless an earlier attempt has."""
+def export(
+    context: Context, policy_pin: str, state_pin: str, call: Control | None = None
+) -> Outcome:
+    """Export the policy of a train state unless an earlier attempt has.
+
+    `call` is an operation of several ranks, each of which exports a part.
+    """
     uri = layout.policy(context.root, context.iteration)
     parents = {"policy": parse_pin(policy_pin)[1], "state": parse_pin(state_pin)[1]}
     done = finished(uri, POLICY_SCHEMA, parents=parents, config_sha256=context.config_sha256)
@@ -72,6 +78,7 @@ def export(context: Context, policy_pin: str, state_pin: str) -> Outcome:
             "policy_version": context.iteration,
             "seed": context.seed,
         },
+        call=call,
     )
     return _outcome(made, already_done=False)
 

@@ -3,44 +3,46 @@
 Every iteration goes through the functions of the stages rollout, reward, train and checkpoint, and
 each writes the records, the metrics and the log that it writes as a task of its own. Rank r samples
 every shard whose number leaves r, and the first rank does what one process does: it judges, exports
-and evaluates. Whoever comes after a task that was cut off finds the finished parts done.
+and evaluates. While the next rollouts are sampled, the state of an update is committed and its
+policy exported. Whoever comes after a task that was cut off finds the finished parts done.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from threading import Event
 
-from planish.base.errors import (
-    EXIT_CONFIG,
-    EXIT_TRANSIENT,
-    ConfigError,
-    PeerLost,
-    PlanishError,
-)
 from planish.base.parallel import SINGLE, Ranks, join, local_rank, pick_device
 from planish.base.startup import spare_collections
 from planish.records import layout
 from planish.records.manifest import read_manifest
 from planish.run.signals import Terminated
 from planish.run.stage import Context, Outcome, execute, is_stopped
+from planish.run.stage_metrics import StageMetrics
 from planish.run.update import Pins
 from planish.stages.evaluate.iteration import evaluate_iteration
-from planish.stages.export.stage import export, passed_through
+from planish.stages.export.stage import passed_through
+from planish.stages.iterate.commit import LIMIT_SECONDS, Commit, export_policy, stage_error
 from planish.stages.iterate.job import Block
 from planish.stages.iterate.residents import Residents
 from planish.stages.reward.stage import reward
+from planish.stages.rollout.job import Start
 from planish.stages.rollout.stage import sample
 from planish.stages.train.ranks.boundaries import Sigterm
-from planish.stages.train.ranks.job import TrainJob
-from planish.stages.train.ranks.worker import run_rank, train_iteration
+from planish.stages.train.ranks.job import JobResult, TrainJob
+from planish.stages.train.ranks.worker import Trained, begin_iteration, run_rank
 from planish.stages.train.stage import train_once
 
-SAMPLING_SECONDS = 12 * 3600.0
-"""Longest wait of a rank for others that still sample, judge or export."""
+PACE = 0.5
+"""The upload of a state is spread over this share of the time that rollouts have last taken; the
+rest is for the export behind it."""
+LEAVE_SECONDS = 10.0
+"""What is still being committed has so long to end when the task ends too early."""
 
 
 def run_block(block: Block, ranks: Ranks = SINGLE, asked: Event | None = None) -> Pins:
@@ -51,25 +53,31 @@ def run_block(block: Block, ranks: Ranks = SINGLE, asked: Event | None = None) -
     """
     device = pick_device(block.train.device, ranks.rank)
     residents = Residents(ranks, device, block.config)
-    pins = Pins(block.policy_pin, block.state_pin)
-    try:
-        for iteration in range(block.iteration, block.iteration + block.count):
-            pins = _run_iteration(block, iteration, pins, ranks, residents, asked)
-    finally:
-        residents.close()
-    return pins
+    start = Start(Pins(block.policy_pin, block.state_pin))
+    with StageMetrics("iterate", block.iteration, ranks.rank or None) as shown:
+        # Were it for each stage, every one would wait for its last numbers to be scraped.
+        shown.serve()
+        try:
+            for iteration in range(block.iteration, block.iteration + block.count):
+                start = _run_iteration(block, iteration, start, ranks, residents, asked)
+            return start.pins()
+        except BaseException:
+            start.leave(LEAVE_SECONDS)
+            raise
+        finally:
+            shown.publish({})
+            residents.close()
 
 
 def _run_iteration(
     block: Block,
     iteration: int,
-    pins: Pins,
+    start: Start,
     ranks: Ranks,
     residents: Residents,
     asked: Event | None,
-) -> Pins:
-    """Run one iteration; returns the same pins on every rank."""
-    policy_pin, state_pin = pins
+) -> Start:
+    """Run one iteration; returns what the next one starts from."""
 
     def task(stage: str, work: Callable[[Context], Outcome], shard: int = 0) -> Outcome:
         def without_artifacts(context: Context) -> Outcome:
@@ -81,15 +89,14 @@ def _run_iteration(
             iteration=iteration, shard=shard,
         )  # fmt: skip
 
-    residents.refresh(policy_pin)
+    residents.refresh(start)
+    began = time.monotonic()
+    opened = partial(residents.serve, start=start)
     for shard in ranks.share(block.num_shards):
-        task(
-            "rollout",
-            lambda context: sample(
-                context, block.num_shards, policy_pin, state_pin, residents.serve
-            ),
-            shard,
-        )
+        task("rollout", lambda context: sample(context, block.num_shards, start, opened), shard)
+    is_last = iteration == block.iteration + block.count - 1
+    residents.trainer.pace_seconds = 0.0 if is_last else PACE * (time.monotonic() - began)
+    policy_pin, state_pin = residents.settle(start)
     if ranks.is_first:
         evaluate_iteration(block.root, block.config_sha256, iteration, policy_pin, residents.serve)
     residents.rest()
@@ -108,42 +115,43 @@ def _run_iteration(
         state_pin=state_pin,
         rewards_pin=read_manifest(rewards).ref(rewards).pin(),
     )
+    begun: list[Trained] = []
+
+    def work() -> JobResult:
+        begun.append(begin_iteration(job, ranks, asked, residents.trainer))
+        return JobResult(None, begun[0].metrics)
 
     def train(_: Context | None = None) -> Outcome:
-        return train_once(job, lambda: train_iteration(job, ranks, asked, residents.trainer))
+        return train_once(job, work)
 
-    trained = task("train", train) if ranks.is_first else train()
-    state_pin = str(trained.values["state_pin"])
-    stopped = is_stopped(block.root, iteration)
-    if ranks.is_first:
-        task(
-            "checkpoint",
-            lambda context: (
-                passed_through(policy_pin) if stopped else export(context, policy_pin, state_pin)
-            ),
-        )
+    outcome = task("train", train) if ranks.is_first else train()
+    if begun:
+        return Commit(job, begun[0])
+    # An earlier attempt has trained, or the run was stopped before.
+    is_open = not is_stopped(block.root, iteration)
+    state_pin = str(outcome.values["state_pin"])
+    if ranks.is_first and is_open:
+        export_policy(job, state_pin)
+    elif ranks.is_first:
+        task("checkpoint", lambda context: passed_through(policy_pin))
     ranks.barrier()
-    if not stopped:
+    if is_open:
         place = layout.policy(block.root, iteration)
         policy_pin = read_manifest(place).ref(place).pin()
-        residents.exported(policy_pin, state_pin)
-    return Pins(policy_pin, state_pin)
+    return Start(Pins(policy_pin, state_pin))
 
 
 def block_rank(block: Block) -> tuple[Ranks, str]:
     """Run a block as one of several ranks; returns its pins as JSON."""
     config = block.train
     device = pick_device(config.device, local_rank())
-    ranks = join(device, timeout_seconds=max(config.timeout_seconds, SAMPLING_SECONDS))
+    ranks = join(device, timeout_seconds=max(config.timeout_seconds, LIMIT_SECONDS))
     try:
         return ranks, json.dumps(run_block(block, ranks, Sigterm()))
     except Terminated:
         raise
     except SystemExit as end:
-        # The log of the stage holds the error; its kind gives the task the same exit code.
-        code = int(end.code or 0)
-        kind = {EXIT_CONFIG: ConfigError, EXIT_TRANSIENT: PeerLost}.get(code, PlanishError)
-        raise kind(f"a stage of this task failed with exit code {end.code}") from None
+        raise stage_error(end) from None
 
 
 def main(argv: list[str]) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from planish.base.config import parse_section
-from planish.base.errors import ConfigError, EngineError
+from planish.base.errors import ConfigError
 from planish.base.parallel import SINGLE, Ranks
 from planish.engines import open_engine
 from planish.engines.base import BaseEngine
@@ -29,12 +29,11 @@ from planish.engines.weights import Index, Names, WeightSource, fetch_weights
 from planish.models.experts import on_disk
 from planish.models.policy import checksum, read_model_config
 from planish.models.shapes import shape_of
-from planish.records.files import WEIGHTS, weights_checksum
-from planish.records.io import read_manifest
-from planish.records.refs import parse_pin
+from planish.records.files import weights_checksum
+from planish.run.update import Pins
 from planish.stages.evaluate.config import EvaluateConfig
 from planish.stages.prepare.devices import engine_share
-from planish.stages.rollout.job import engine_options, rollout_config
+from planish.stages.rollout.job import Start, engine_options, read_attributes, rollout_config
 from planish.stages.train.ranks.worker import HeldTrainer
 from planish.stages.train.trainer import Trainer
 
@@ -99,29 +98,31 @@ class Residents:
         self.trainer = HeldTrainer()
         self._engine: BaseEngine | None = None
         self._kind: tuple[Any, ...] = ()
-        self._served = ""
+        self._served: Start | None = None
         self._files: WeightSource | None = None
-        self._exported = ("", "")
 
-    def exported(self, policy_pin: str, state_pin: str) -> None:
-        """Note that a policy holds the weights of a train state."""
-        self._exported = (policy_pin, state_pin)
+    def settle(self, start: Start) -> Pins:
+        """Return the pins of what an iteration starts from; the trainer may stand there."""
+        pins = start.pins()
+        if start.held_version is not None:
+            self.trainer.state_pin = pins.state_pin
+        return pins
 
-    def refresh(self, policy_pin: str) -> None:
-        """Give the engine the weights in training, if they are those of a policy.
+    def refresh(self, start: Start) -> None:
+        """Give the engine the weights in training, if an iteration starts from them.
 
         vLLM is opened here if there are several ranks: it makes groups of processes, in which all
         have to take part, and takes the trainer's along when it is closed.
         """
         settings = parse_section(EngineConfig, self._config.get("engine", {}), section="engine")
         if settings.name == "vllm" and self._ranks.size > 1 and self._engine is None:
-            with self.serve(settings, ModelRef(pin=policy_pin), **self._vllm_options()):
+            with self.serve(settings, ModelRef(), start, **self._vllm_options()):
                 pass
         trainer = self.trainer.trainer
         # Other shards have other names or are to be merged: engines read their export.
         if (
             trainer is None
-            or self._exported != (policy_pin, self.trainer.state_pin)
+            or start.held_version is None
             or trainer.adapters is not None
             or trainer.config.trainer != "fsdp2"
         ):
@@ -133,19 +134,19 @@ class Residents:
         assert self._files is not None
         _free_device()
         source = TrainerWeights(trainer, self._files, self._ranks)
-        policy = _attributes(policy_pin)
-        self._engine.update_weights(source, int(policy["policy_version"]))
-        taken, exported = source.checksum(), policy.get(WEIGHTS)
-        if taken != exported:
-            raise EngineError(
-                f"the weights in memory must be those of `{policy_pin}` with the checksum "
-                f"{exported}, got {taken}; run the task again, which reads them from the store"
-            )
-        self._served = policy_pin
+        self._engine.update_weights(source, start.held_version)
+        start.weights = source.checksum()
+        self._served = start
 
     @contextmanager
-    def serve(self, config: EngineConfig, model: ModelRef, **options: Any) -> Iterator[BaseEngine]:
-        """Lend the engine with the weights of a policy, as `open_engine` opens one."""
+    def serve(
+        self, config: EngineConfig, model: ModelRef, start: Start | None = None, **options: Any
+    ) -> Iterator[BaseEngine]:
+        """Lend the engine with the weights of a policy, as `open_engine` opens one.
+
+        They are those of `start`, if it is given, whatever the model.
+        """
+        start = start or Start(Pins(model.pin, ""))
         if config.name == "vllm":
             options = self._vllm_options()
         if torch.device(options["device"]).type == self._device.type:
@@ -157,14 +158,14 @@ class Residents:
         torch.use_deterministic_algorithms(False)
         if self._engine is None:
             _free_device()
+            model = ModelRef(pin=start.pins().policy_pin)
             self._files = fetch_weights(model.pin)
             if config.name == "vllm" and self._device.type == "cuda":
                 config = self._beside_trainer(config)
             self._engine, self._kind = open_engine(config, model, **options), kind
-        elif self._served != model.pin or self._engine.state is EngineState.ASLEEP:
-            version = int(_attributes(model.pin)["policy_version"])
-            self._engine.update_weights(fetch_weights(model.pin), version)
-        self._served = model.pin
+        elif start is not self._served or self._engine.state is EngineState.ASLEEP:
+            self._read_weights(self._engine, start.pins().policy_pin)
+        self._served = start
         self._engine.renew()
         try:
             yield self._engine
@@ -174,6 +175,13 @@ class Residents:
         except BaseException:
             self._close_engine()
             raise
+
+    def _read_weights(self, engine: BaseEngine, pin: str) -> None:
+        """Give the engine the exported weights of a policy, unless it has them."""
+        assert self._served is not None
+        if self._served.pins().policy_pin != pin or engine.state is EngineState.ASLEEP:
+            version = int(read_attributes(pin)["policy_version"])
+            engine.update_weights(fetch_weights(pin), version)
 
     def _vllm_options(self) -> dict[str, Any]:
         """Return options with which one vLLM serves rollouts, and evaluations if there are any."""
@@ -210,14 +218,9 @@ class Residents:
         self.trainer.close()
 
     def _close_engine(self) -> None:
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._served = self._engine, None, None
         if engine is not None:
             engine.close()
-
-
-def _attributes(policy_pin: str) -> Mapping[str, Any]:
-    uri, digest = parse_pin(policy_pin)
-    return read_manifest(uri, sha256=digest).attributes
 
 
 def _free_device() -> None:

@@ -8,7 +8,7 @@ group counts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +36,14 @@ class Committed:
 class Commits:
     """The commits of one shard of one iteration."""
 
-    def __init__(self, uri: str, *, parents: Mapping[str, str], facts: Mapping[str, Any]) -> None:
-        """Bind a folder; a commit is used again if it has these digests of inputs and facts."""
-        self._uri, self._parents, self._facts = uri, dict(parents), dict(facts)
+    def __init__(
+        self, uri: str, *, parents: Callable[[], Mapping[str, str]], facts: Mapping[str, Any]
+    ) -> None:
+        """Bind a folder; a commit is used again if it has these digests of inputs and facts.
+
+        `parents` is called where there is a commit to read or to write: it may wait for a digest.
+        """
+        self._uri, self._parents, self._facts = uri, parents, dict(facts)
         self._next = 0
 
     def read(self) -> Committed:
@@ -53,7 +58,7 @@ class Commits:
                 manifest = read_manifest(uri)
                 facts = manifest.attributes
                 same = all(facts.get(name) == value for name, value in self._facts.items())
-                if not same or manifest.parents != self._parents:
+                if not same or manifest.parents != self._parents():
                     break
                 rollouts = read_set(RolloutSet, uri, sha256=manifest.sha256)
                 groups = from_set(rollouts, facts["ordinals"], facts["drawn"])
@@ -84,7 +89,7 @@ class Commits:
             "most_rows": most_rows,
         }
         uri = self._place(self._next)
-        write_set(uri, as_set(groups), parents=self._parents, attributes=attributes)
+        write_set(uri, as_set(groups), parents=self._parents(), attributes=attributes)
         self._next += 1
 
     def clear(self) -> None:

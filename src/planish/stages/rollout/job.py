@@ -9,18 +9,64 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from planish.base.config import parse_section
+from planish.base.errors import EngineError
 from planish.engines import OpenEngine, open_engine
 from planish.records import layout
+from planish.records.files import WEIGHTS
+from planish.records.manifest import read_manifest
 from planish.records.prompts import PromptSet
 from planish.records.refs import parse_pin
 from planish.records.rollouts import RolloutSet
 from planish.records.stream import StreamState, fresh_cursor, parse_data, state_root
 from planish.run.stage import Context
+from planish.run.update import Pins
 from planish.stages.rollout.commits import Commits
 from planish.stages.rollout.config import RolloutConfig
 
 if TYPE_CHECKING:
     from planish.stages.rollout.generate import GroupSampler
+
+
+class Start:
+    """The policy and the train state that an iteration starts from."""
+
+    held_version: int | None = None
+    """Version of the policy, where the trainer of this process holds its weights."""
+    weights = ""
+    """Checksum of the weights that an engine has taken from there, until it is compared."""
+
+    def __init__(self, pins: Pins) -> None:
+        self.files_pin = pins.policy_pin
+        """A policy whose tokenizer is that of the one that samples."""
+        self._pins = pins
+
+    def data(self) -> StreamState:
+        """Return cursor and sets of the state, with whole pins; a fresh start without one."""
+        return read_data(self._pins.state_pin)
+
+    def pins(self) -> Pins:
+        """Return the pins of both, once they are known; all that names them by digest waits here.
+
+        Raises:
+            EngineError: other weights have been sampled from than those of the policy.
+        """
+        pins = self._wait()
+        if self.weights:
+            exported = read_attributes(pins.policy_pin).get(WEIGHTS)
+            if self.weights != exported:
+                raise EngineError(
+                    f"the weights in memory must be those of `{pins.policy_pin}` with the checksum "
+                    f"{exported}, got {self.weights}; run the task again, which reads them from "
+                    "the store"
+                )
+            self.weights = ""
+        return pins
+
+    def leave(self, seconds: float) -> None:
+        """Wait for the end of what is still being committed, whatever it is, for so long."""
+
+    def _wait(self) -> Pins:
+        return self._pins
 
 
 @dataclass(frozen=True)
@@ -31,13 +77,18 @@ class RolloutJob:
     """Run, iteration and shard."""
     config: RolloutConfig
     num_shards: int
-    policy_pin: str
+    start: Start
     data: StreamState
     """Prompt cursor and sets of the train state; pins are whole URIs."""
-    parents: dict[str, str]
-    """Digests of prompts and policy."""
+    prompts_sha256: str
     opened: OpenEngine = open_engine
     """Gives the engine."""
+
+    @property
+    def parents(self) -> dict[str, str]:
+        """Digests of prompts and policy, once that of the policy is known."""
+        policy = parse_pin(self.start.pins().policy_pin)[1]
+        return {"prompts": self.prompts_sha256, "policy": policy}
 
     @property
     def num_groups(self) -> int:
@@ -74,7 +125,7 @@ class RolloutJob:
         """Return the commits of this shard."""
         context = self.context
         uri = layout.commits(context.root, context.iteration, context.shard)
-        return Commits(uri, parents=self.parents, facts=self.facts())
+        return Commits(uri, parents=lambda: self.parents, facts=self.facts())
 
     @contextmanager
     def serve(self, prompts: PromptSet) -> Iterator[Session]:
@@ -89,11 +140,11 @@ class RolloutJob:
 
         config = self.config
         torch.set_num_threads(config.threads)
-        uri, digest = parse_pin(self.policy_pin)
+        uri, digest = parse_pin(self.start.files_pin)
         tokenizer = load_tokenizer(fetch_files(uri, sha256=digest))
         begin = time.monotonic()
         settings = self.context.section(EngineConfig, "engine")
-        model, options = ModelRef(pin=self.policy_pin), engine_options(config)
+        model, options = ModelRef(pin=self.start.files_pin), engine_options(config)
         with self.opened(settings, model, **options) as engine:
             loaded = time.monotonic()
             sampler = GroupSampler(
@@ -176,14 +227,23 @@ class Sampled:
     timing: dict[str, float]
 
 
+def read_attributes(policy_pin: str) -> Mapping[str, Any]:
+    """Return the attributes of a policy's manifest."""
+    uri, digest = parse_pin(policy_pin)
+    return read_manifest(uri, sha256=digest).attributes
+
+
 def read_data(state_pin: str) -> StreamState:
     """Return cursor and sets of a train state, with whole pins; a fresh start for ""."""
     if not state_pin:
         return StreamState(fresh_cursor())
     from planish.checkpoint.train_state import read_state_info
 
-    data = parse_data(read_state_info(state_pin)["data"])
-    root = state_root(state_pin)
+    return whole_pins(parse_data(read_state_info(state_pin)["data"]), state_root(state_pin))
+
+
+def whole_pins(data: StreamState, root: str) -> StreamState:
+    """Return what a state of a run says about its data, with whole pins."""
     return replace(
         data,
         surplus=[f"{root}/{pin}" for pin in data.surplus],

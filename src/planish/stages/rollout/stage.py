@@ -5,16 +5,24 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from planish import store
 from planish.base.errors import ConfigError
 from planish.engines import OpenEngine, open_engine
 from planish.records import layout
 from planish.records.files import WEIGHTS
 from planish.records.io import finished, read_manifest, read_set, write_set
+from planish.records.manifest import manifest_uri
 from planish.records.prompts import PromptSet
-from planish.records.refs import parse_pin
 from planish.records.rollouts import RolloutSet
 from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, mark_stopped
-from planish.stages.rollout.job import RolloutJob, Sampled, read_data, rollout_config
+from planish.run.update import Pins
+from planish.stages.rollout.job import (
+    RolloutJob,
+    Sampled,
+    Start,
+    read_attributes,
+    rollout_config,
+)
 from planish.stages.rollout.side_sets import is_there
 from planish.stages.rollout.whole import sample_whole
 from planish.stages.rollout.windows import sample_windows
@@ -53,7 +61,7 @@ def run(
     """
     execute(
         "rollout",
-        lambda context: sample(context, num_shards, policy_pin, state_pin),
+        lambda context: sample(context, num_shards, Start(Pins(policy_pin, state_pin))),
         root=root,
         config_sha256=config_sha256,
         iteration=offset + number,
@@ -63,11 +71,7 @@ def run(
 
 
 def sample(
-    context: Context,
-    num_shards: int,
-    policy_pin: str,
-    state_pin: str,
-    opened: OpenEngine = open_engine,
+    context: Context, num_shards: int, start: Start, opened: OpenEngine = open_engine
 ) -> Outcome:
     """Sample one shard unless an earlier attempt has.
 
@@ -81,11 +85,8 @@ def sample(
             f"{config.prompts_per_iteration} in an iteration, got shard {context.shard} of "
             f"{num_shards}; set fewer rollout shards"
         )
-    parents = {
-        "prompts": read_manifest(layout.prompts(context.root)).sha256,
-        "policy": parse_pin(policy_pin)[1],
-    }
-    job = RolloutJob(context, config, num_shards, policy_pin, read_data(state_pin), parents, opened)
+    digest = read_manifest(layout.prompts(context.root)).sha256
+    job = RolloutJob(context, config, num_shards, start, start.data(), digest, opened)
     facts = job.facts()
     ready = _ready(job, facts)
     if ready is not None:
@@ -98,14 +99,13 @@ def sample(
         attributes |= {"carry_sha256": ""} if config.window_tokens else {}
         sampled = Sampled(RolloutSet.empty(), attributes, {})
     else:
-        prompts = read_set(PromptSet, layout.prompts(context.root), sha256=parents["prompts"])
+        prompts = read_set(PromptSet, layout.prompts(context.root), sha256=digest)
         sampled = (sample_windows if config.window_tokens else sample_whole)(job, prompts)
     uri = layout.rollouts(context.root, context.iteration, context.shard)
-    policy_uri, policy_sha256 = parse_pin(policy_pin)
-    policy = read_manifest(policy_uri, sha256=policy_sha256).attributes
+    policy = read_attributes(start.pins().policy_pin)
     weights = {WEIGHTS: policy.get(WEIGHTS, "")}
     attributes = {"stopped": False, **facts, **weights, **sampled.attributes}
-    ref = write_set(uri, sampled.rollouts, parents=parents, attributes=attributes)
+    ref = write_set(uri, sampled.rollouts, parents=job.parents, attributes=attributes)
     job.commits().clear()
     metrics: dict[str, float] = sampled.attributes["metrics"]
     logger.info(
@@ -124,6 +124,8 @@ def _ready(job: RolloutJob, facts: dict[str, Any]) -> Outcome | None:
     context = job.context
     place = (context.root, context.iteration, context.shard)
     uri = layout.rollouts(*place)
+    if not store.exists(manifest_uri(uri)):
+        return None
     digest = context.config_sha256
     ref = finished(uri, RolloutSet.SCHEMA, parents=job.parents, config_sha256=digest)
     if ref is None:

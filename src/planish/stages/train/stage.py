@@ -143,9 +143,9 @@ def train_once(job: TrainJob, work: Callable[[], JobResult]) -> Outcome:
         result = JobResult(done, report.scalars)
         clear_steps(job)
     return Outcome(
-        refs={"state": result.state},
+        refs={"state": result.state} if result.state else {},
         metrics=result.metrics,
-        values={"state_pin": result.state.pin()},
+        values={"state_pin": result.state.pin()} if result.state else {},
         already_done=done is not None,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from planish.base.errors import CheckpointCorrupt, CheckpointError, ConfigError, LayoutMismatch
+from planish.base.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    ConfigError,
+    LayoutMismatch,
+    SaveFailed,
+)
 from planish.checkpoint.convert import export_hf
 from planish.checkpoint.convert.hf_names import cast, to_bfloat16
 from planish.checkpoint.format.geometry import Box, whole
@@ -23,6 +30,7 @@ from planish.models.policy import build_policy, load_policy, save_policy
 from planish.records import layout
 from planish.records.io import read_manifest
 from tests.unit.checkpoint import damage
+from tests.unit.checkpoint.ranks.test_control import LIMIT, in_ranks
 from tests.unit.checkpoint.written import write_checkpoint
 
 FACTS = {"parents": {}, "attributes": {"config_sha256": "ab", "policy_version": 1}}
@@ -114,6 +122,22 @@ def test_large_weights_go_to_several_files_with_an_index(file_root, monkeypatch)
     # The next export takes names and types from all of them.
     again = export_hf.export(state, layout.policy(file_root, 2), policy=ref.pin(), **FACTS)
     assert torch.equal(load_policy(again.pin()).model(ids).logits, trained(ids).logits)
+
+
+def test_ranks_share_the_files_of_an_export(file_root):
+    state, source = state_of(tiny(5).model), source_pin(file_root)
+    settings = {"policy": source, "max_file_bytes": 20_000, **FACTS}
+    alone = export_hf.export(state, f"{file_root}/alone", **settings)
+    out = f"{file_root}/together"
+
+    def share(control):
+        call = control.call("export", LIMIT).twin(missing=SaveFailed)
+        return export_hf.export(state, out, call=call, **settings)
+
+    refs, left = in_ranks([0, 0, 1], share)
+    assert left == []
+    assert refs == [replace(alone, uri=out)] * 3
+    assert read_manifest(out).shards == read_manifest(alone.uri).shards
 
 
 def test_another_model_than_the_source_is_refused_with_every_difference(file_root):

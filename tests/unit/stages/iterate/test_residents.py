@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import Event
+
+import numpy as np
 import pytest
 import torch
 
+from planish import store
 from planish.base.errors import EngineError
 from planish.base.parallel import SINGLE
 from planish.engines.config import EngineConfig
 from planish.engines.requests import ModelRef, Request, Sampling
 from planish.engines.weights import fetch_weights
 from planish.models.policy import load_policy, save_policy
+from planish.records import layout
 from planish.records.files import WEIGHTS
-from planish.records.io import read_manifest
-from planish.records.refs import parse_pin
-from planish.run.stage import PathArtifact
-from planish.stages.export.stage import run as export
+from planish.records.io import write_set
+from planish.records.manifest import manifest_uri
+from planish.records.prompts import PromptSet
+from planish.run.stage import Context
 from planish.stages.iterate import residents as module
+from planish.stages.iterate.commit import Commit
 from planish.stages.iterate.residents import Residents, TrainerWeights
+from planish.stages.rollout.job import Start, engine_options, read_attributes, rollout_config
+from planish.stages.rollout.stage import sample
 from planish.stages.train.ranks.job import TrainJob
-from planish.stages.train.ranks.worker import HeldTrainer, train_iteration
-from tests.unit.stages.train.runs import add_iteration, start_run
+from planish.stages.train.ranks.worker import HeldTrainer, begin_iteration
+from planish.store.documents import read_json
+from tests.unit.stages.train.runs import add_iteration, start_run, tiny_config
 
 OPTIONS = {"max_rows": 8, "max_model_len": 64, "device": "cpu"}
 MODELS = {
@@ -33,18 +44,23 @@ REQUESTS = [
 ]
 
 
+SAMPLING = {
+    "temperature": 1.0,
+    "prompts_per_iteration": 2,
+    "group_size": 2,
+    "dynamic_sampling": False,
+    "max_response_tokens": 16,
+    "commit_steps": 0,
+    "max_rows": 4,
+}
+
+
 def job_of(tiny, state_pin=""):
     ref = add_iteration(tiny, 1)
     return TrainJob(
         tiny.root, tiny.config, tiny.digest, 1, tiny.num_shards, tiny.policy_pin, state_pin,
         ref.pin(),
     )  # fmt: skip
-
-
-def exported(tiny, state, folder):
-    paths = {name: PathArtifact(str(folder / name)) for name in ("state", "policy")}
-    (folder / "state").write_text(state.to_json())
-    return export(tiny.root, tiny.digest, 1, 0, tiny.policy_pin, **paths).policy_pin
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -55,18 +71,18 @@ def test_an_engine_gets_the_very_numbers_that_are_exported(name, tmp_path):
     with residents.serve(EngineConfig(), first, **OPTIONS) as engine:
         engine.generate(REQUESTS)
     residents.rest()
-    trained = train_iteration(job_of(tiny), held=residents.trainer)
-    policy_pin = exported(tiny, trained.state, tmp_path)
+    job = job_of(tiny)
+    start = Commit(job, begin_iteration(job, held=residents.trainer))
+    residents.refresh(start)
+    policy_pin, state_pin = residents.settle(start)
+    assert residents.trainer.state_pin == state_pin
     wanted = fetch_weights(policy_pin)
     given = TrainerWeights(residents.trainer.trainer, fetch_weights(tiny.policy_pin))
     names = given.names()
     assert names == {name: wanted.names()[name] for name in names}
     assert set(wanted.names()) - set(names) <= {"lm_head.weight"}
     assert all(torch.equal(given.read(name), wanted.read(name)) for name in names)
-    residents.exported(policy_pin, trained.state.pin())
-    residents.refresh(policy_pin)
-    uri, digest = parse_pin(policy_pin)
-    assert given.checksum() == read_manifest(uri, sha256=digest).attributes[WEIGHTS]
+    assert given.checksum() == read_attributes(policy_pin)[WEIGHTS]
     with residents.serve(EngineConfig(), ModelRef(pin=policy_pin), **OPTIONS) as engine:
         assert engine.version() == 1
         seen = [(o.token_ids, o.logprobs) for o in engine.generate(REQUESTS)]
@@ -80,14 +96,57 @@ def test_an_engine_whose_weights_differ_from_the_exported_samples_nothing(tmp_pa
     residents = Residents(SINGLE, torch.device("cpu"), {})
     with residents.serve(EngineConfig(), ModelRef(pin=tiny.policy_pin), **OPTIONS):
         pass
-    trained = train_iteration(job_of(tiny), held=residents.trainer)
-    policy_pin = exported(tiny, trained.state, tmp_path)
-    residents.exported(policy_pin, trained.state.pin())
+    job = job_of(tiny)
+    start = Commit(job, begin_iteration(job, held=residents.trainer))
     weight = next(iter(residents.trainer.trainer.policy.weights().values()))
     weight.data.view(-1)[0] += 1.0
-    with pytest.raises(EngineError, match=r"with the checksum \w{8}, got \w{8}; run the task"):
-        residents.refresh(policy_pin)
+    residents.refresh(start)
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"with the checksum \w{8}, got \w{8}; run the task"):
+            start.pins()
     residents.close()
+
+
+def test_rollouts_wait_for_the_state_before_them_only_to_name_it(tmp_path):
+    tiny = start_run(f"file://{tmp_path}/run", tiny_config() | {"rollout": SAMPLING})
+    texts = ["1+1=", "1+2="]
+    prompts = PromptSet(
+        prompt_id=["a" * 16, "b" * 16],
+        messages=[[{"role": "user", "content": text}] for text in texts],
+        answer=["2", "3"],
+        verifier=["exact"] * 2,
+        source=["sums"] * 2,
+        pass_rate=np.full(2, np.nan, np.float32),
+    )
+    write_set(layout.prompts(tiny.root), prompts, parents={}, attributes={})
+    residents = Residents(SINGLE, torch.device("cpu"), tiny.config)
+    context = Context(tiny.root, "rollout", 2, 0, tiny.config, tiny.digest, {})
+    options = engine_options(rollout_config(tiny.config))
+    with residents.serve(EngineConfig(), ModelRef(pin=tiny.policy_pin), **options):
+        pass
+    job, has_sampled = job_of(tiny), Event()
+    trained = begin_iteration(job, held=residents.trainer)
+
+    def late():
+        assert has_sampled.wait(60.0)
+        return trained.commit()
+
+    start = Commit(job, replace(trained, commit=late))
+    residents.refresh(start)
+
+    @contextmanager
+    def opened(*given, **more):
+        with residents.serve(*given, start=start, **more) as engine:
+            yield engine
+        assert not store.exists(layout.policy(tiny.root, 1) + "/manifest.json")
+        has_sampled.set()
+
+    seen = sample(context, 1, start, opened).refs["rollouts"]
+    store.delete(manifest_uri(seen.uri))
+    residents.close()
+    assert sample(context, 1, Start(start.pins())).refs["rollouts"] == seen
+    (entry,) = (e for e in store.list_uris(layout.logs(tiny.root)) if e.endswith(".json"))
+    assert read_json(entry)["state"] == "done"
 
 
 def test_an_engine_is_opened_once_for_equal_options_and_anew_after_a_failure(tmp_path, monkeypatch):
@@ -146,12 +205,12 @@ def test_requests_that_nobody_waits_for_end_with_the_block_that_asked(tmp_path):
 def test_a_trainer_is_held_for_the_state_that_it_stands_at(tmp_path):
     tiny = start_run(f"file://{tmp_path}/run")
     held = HeldTrainer()
-    pin = train_iteration(job_of(tiny), held=held).state.pin()
-    trainer = held.trainer
+    pin = begin_iteration(job_of(tiny), held=held).commit().pin()
+    trainer, held.state_pin = held.trainer, pin
     torch.manual_seed(99)  # somebody draws in between
     before = trainer.state().parts["random"]["torch.00000"]
     assert held.take(pin) is trainer
     assert not torch.equal(trainer.state().parts["random"]["torch.00000"], before)
-    held.keep(trainer, pin, {})
+    held.keep(trainer, {})
     assert held.take(f"{tiny.root}/other#sha256={'0' * 64}") is None
     assert held.trainer is None

@@ -14,8 +14,9 @@ from planish.records.prompts import PromptSet
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.records.stream import StreamState, advance, fresh_cursor
 from planish.run.stage import Context
+from planish.run.update import Pins
 from planish.stages.rollout.config import RolloutConfig
-from planish.stages.rollout.job import RolloutJob
+from planish.stages.rollout.job import RolloutJob, Start
 from planish.stages.rollout.windows import sample_windows
 from tests.unit.stages.rollout.scripted_engine import scripted_length, scripted_token
 from tests.unit.stages.rollout.stage_run import easy_policy
@@ -93,8 +94,8 @@ class Simulation:
         pin = self.policies[self.number - 1]
         tables = {"run": {"seed": SEED}, "engine": {"name": NAME}}
         context = Context(self.root, "rollout", self.number, shard, tables, "c" * 64, {})
-        parents = {"prompts": "0" * 64, "policy": pin.rpartition("=")[2]}
-        return RolloutJob(context, self.config, num_shards, pin, self.data, parents)
+        start = Start(Pins(pin, ""))
+        return RolloutJob(context, self.config, num_shards, start, self.data, "0" * 64)
 
     def collect(self, rollouts: RolloutSet, attributes: dict[str, Any]) -> None:
         for row in range(rollouts.num_rows):

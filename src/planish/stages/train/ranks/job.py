@@ -152,11 +152,13 @@ JobT = TypeVar("JobT", bound=TrainJob)
 class JobResult:
     """The new train state, and scalars of the iteration."""
 
-    state: Ref
+    state: Ref | None
+    """None while it is being committed, in a task of several iterations."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the result as JSON, numbers that are not finite by Python's names."""
+        assert self.state is not None
         return json.dumps({"state": self.state.to_json(), "metrics": self.metrics})
 
     @classmethod

@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from planish.records import layout
 from planish.records.io import write_set
 from planish.records.reference import KEY as REFERENCE
 from planish.records.reference import named_reference
-from planish.records.refs import parse_pin
+from planish.records.refs import Ref, parse_pin
 from planish.records.reports import UpdateReport, write_report
 from planish.records.schema import Record
 from planish.records.stream import StreamState
@@ -66,6 +66,8 @@ class HeldTrainer:
         self.trainer: Trainer | None = None
         self.state_pin = ""
         """The train state that `trainer` stands at."""
+        self.pace_seconds = 0.0
+        """The upload of a state is spread over so long, while the next rollouts are sampled."""
         self._random: Mapping[str, Tensor] = {}
 
     def take(self, state_pin: str) -> Trainer | None:
@@ -86,20 +88,41 @@ class HeldTrainer:
             # Sharded modules refer to each other in circles.
             gc.collect()
 
-    def keep(self, trainer: Trainer, state_pin: str, random: Mapping[str, Tensor]) -> None:
-        """Hold a trainer that stands at a state, saved with these random streams."""
-        self.trainer, self.state_pin, self._random = trainer, state_pin, random
+    def keep(self, trainer: Trainer, random: Mapping[str, Tensor]) -> None:
+        """Hold a trainer whose state was saved with these random streams, and will have a pin."""
+        self.trainer, self.state_pin, self._random = trainer, "", random
 
 
-def train_iteration(
+@dataclass(frozen=True)
+class Trained:
+    """An iteration of training whose state is staged."""
+
+    commit: Callable[[], Ref]
+    """Waits for the state, as that of `checkpoint.begin_save`; every rank calls it once."""
+    stream: StreamState
+    """Where prompts, surplus and carry stand afterwards; the rest is that of the first rank."""
+    metrics: dict[str, float]
+
+
+def train_iteration(job: TrainJob, ranks: Ranks = SINGLE, asked: Event | None = None) -> JobResult:
+    """Train on one rollout batch and write the update report, then the train state.
+
+    Every rank calls it; the first one writes what is not sharded. All leave once one is `asked` to.
+    """
+    trained = begin_iteration(job, ranks, asked)
+    state = trained.commit()
+    ranks.barrier()
+    return JobResult(state, trained.metrics)
+
+
+def begin_iteration(
     job: TrainJob,
     ranks: Ranks = SINGLE,
     asked: Event | None = None,
     held: HeldTrainer | None = None,
-) -> JobResult:
-    """Train on one rollout batch and write the update report, then the train state.
+) -> Trained:
+    """Do the same, and return once the state is staged where the trainer stays in memory.
 
-    Every rank calls it; the first one writes what is not sharded. All leave once one is `asked` to.
     The trainer is that of `held`, where it stands at the right state, and stays there.
     """
     boundaries = StepBoundaries(job, ranks, asked)
@@ -135,7 +158,7 @@ def _open_trainer(job: TrainJob, grid: Grid, device: torch.device, *, has_critic
 
 def _train(
     job: TrainJob, ranks: Ranks, boundaries: StepBoundaries, held: HeldTrainer | None
-) -> JobResult:
+) -> Trained:
     """Train from the weights before the iteration, or go on from what was committed."""
     config, info, inputs = job.train, job.info, read_inputs(job)
     algorithm = build_algorithm(job.config.get("algorithm", {}))
@@ -189,23 +212,29 @@ def _train(
         write_report(layout.update(job.root, job.iteration), report)
     extra = _extra(job, trainer, result, stream)
     parts, framework = trainer.state()
-    state = checkpoint.save(
+    saved = checkpoint.begin_save(
         layout.state(job.root, result.progress.step),
         {**parts, "extra": extra},
         parents=job.parents(),
         attributes=attributes,
         framework=framework,
         ranks=ranks,
+        pace_seconds=held.pace_seconds if held else None,
     )
     if held is None:
         trainer.close()
     else:
-        held.keep(trainer, state.pin(), parts["random"])
-    boundaries.close()
+        held.keep(trainer, parts["random"])
+
+    def commit() -> Ref:
+        state = saved()
+        boundaries.close()
+        return state
+
     # What an earlier attempt has trained on took none of the time.
     share = 1 - boundaries.resumed / max(1, len(result.minibatches))
     speed = scalars.get("num_tokens", 0.0) * config.num_passes * share / max(seconds, 1e-9)
-    return JobResult(state, scalars | _spent(seconds, speed, device))
+    return Trained(commit, stream, scalars | _spent(seconds, speed, device))
 
 
 def _spent(seconds: float, speed: float, device: torch.device) -> dict[str, float]:

@@ -1,0 +1,104 @@
+"""The end of an update beside the next rollouts: its state is committed, its policy exported.
+
+What samples next has the weights from the trainer, and needs neither before it writes what names
+them by their digests.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, wait
+from dataclasses import replace
+
+from planish.base.errors import (
+    EXIT_CONFIG,
+    EXIT_TRANSIENT,
+    ConfigError,
+    PeerLost,
+    PlanishError,
+    SaveFailed,
+)
+from planish.checkpoint.ranks.control import Control, control_of
+from planish.records.stream import StreamState
+from planish.run.stage import Context, Outcome, execute
+from planish.run.update import Pins
+from planish.stages.export.stage import export
+from planish.stages.rollout.job import Start, whole_pins
+from planish.stages.train.ranks.job import TrainJob
+from planish.stages.train.ranks.worker import Trained
+
+LIMIT_SECONDS = 12 * 3600.0
+"""Longest that ranks wait for those that still sample, judge or export."""
+
+
+class Commit(Start):
+    """What an iteration starts from while the update before it is still on its way to the store."""
+
+    def __init__(self, job: TrainJob, trained: Trained) -> None:
+        """Begin to wait for the state, and to export behind it; every rank does so."""
+        super().__init__(Pins(job.policy_pin, ""))
+        self.held_version = job.iteration
+        self._job, self._trained = job, trained
+        subject = f"export of iteration {job.iteration}"
+        call = control_of().call(subject, LIMIT_SECONDS)
+        self._call = call.twin(missing=SaveFailed)
+        self._ended: Future[Pins] = Future()
+        threading.Thread(target=self._end, name="commit", daemon=True).start()
+
+    def data(self) -> StreamState:
+        """Return cursor and sets as the state will have them."""
+        return whole_pins(self._trained.stream, self._job.root)
+
+    def leave(self, seconds: float) -> None:
+        """Wait for the end, whatever it is, for so long."""
+        wait([self._ended], seconds)
+
+    def _wait(self) -> Pins:
+        return self._ended.result()
+
+    def _end(self) -> None:
+        try:
+            state_pin = self._trained.commit().pin()
+            # The record of the state is there once the first rank comes here.
+            self._call.decide(bytes, "state")
+            policy_pin = export_policy(self._job, state_pin, self._call)
+            self._ended.set_result(Pins(policy_pin, state_pin))
+        except BaseException as error:
+            reason = error if isinstance(error, Exception) else SaveFailed(repr(error))
+            try:
+                self._call.abort(reason)
+            finally:
+                # Whoever waits for the pins raises it.
+                self._ended.set_exception(reason)
+
+
+def export_policy(job: TrainJob, state_pin: str, call: Control | None = None) -> str:
+    """Export the policy of an iteration as the task `checkpoint`; returns its pin.
+
+    Ranks that share the export in `call` do so as that task of the first one.
+    """
+
+    def work(context: Context) -> Outcome:
+        outcome = export(context, job.policy_pin, state_pin, call)
+        return replace(outcome, refs={})
+
+    if call is not None and call.rank:
+        here = job.root, "checkpoint", job.iteration, 0
+        outcome = work(Context(*here, job.config, job.config_sha256, run={}))
+        return str(outcome.values["policy_pin"])
+    try:
+        outcome = execute(
+            "checkpoint", work, root=job.root, config_sha256=job.config_sha256, outputs={},
+            iteration=job.iteration,
+        )  # fmt: skip
+    except SystemExit as end:
+        raise stage_error(end) from None
+    return str(outcome.values["policy_pin"])
+
+
+def stage_error(end: SystemExit) -> PlanishError:
+    """Return the error of a task whose stage has failed; its log holds the error itself."""
+    code = int(end.code or 0)
+    kinds: dict[int, type[PlanishError]] = {EXIT_CONFIG: ConfigError, EXIT_TRANSIENT: PeerLost}
+    kind = kinds.get(code, PlanishError)
+    return kind(f"a stage of this task failed with exit code {end.code}")
