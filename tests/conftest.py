@@ -1,7 +1,5 @@
 """Fixtures that all suites share: stores, a real MinIO server, free ports, fixed seeds."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What servers of ours show: status and text of a page, and the metrics in it."""
 
-from __future__ import annotations
-
 import urllib.error
 import urllib.request
 

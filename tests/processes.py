@@ -1,7 +1,5 @@
 """The process table: which live processes belong to one test, and which to one process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """How many examples and cases a run takes: a sample, or all of them with `--full`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeVar
 

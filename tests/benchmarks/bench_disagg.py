@@ -8,8 +8,6 @@
     .venv-engines/bin/python -m tests.benchmarks.bench_disagg --part replicas
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from importlib.util import find_spec

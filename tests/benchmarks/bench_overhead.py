@@ -3,8 +3,6 @@
 python -m tests.benchmarks.bench_overhead
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

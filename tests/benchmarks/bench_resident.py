@@ -7,8 +7,6 @@ Both ways do the same work: preset, seed and settings are equal, and so are all 
 turn. The first iteration, which opens trainer and engine, is left out of both.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

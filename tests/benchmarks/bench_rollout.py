@@ -9,8 +9,6 @@ it ends with its longest row, and need not return log-probabilities; ours does. 
 transformers' own continuous batching, timed once on the equal lengths, greedy.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

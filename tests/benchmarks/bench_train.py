@@ -11,8 +11,6 @@ each padded to its longest row, logits of all positions, no metrics) and `bare_s
 LM head on response tokens only).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

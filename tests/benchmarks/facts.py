@@ -1,7 +1,5 @@
 """What a measurement must carry to be believed: machine, versions, commit, command."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

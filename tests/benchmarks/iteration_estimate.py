@@ -4,8 +4,6 @@
 is measured: what the figures rest on stands in `Machine` and `Run`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ hour and are repaired, exporters that fall silent, a Prometheus that is away for
 three hours, and a job that ends and starts again on other machines.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

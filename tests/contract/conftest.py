@@ -1,7 +1,5 @@
 """Fixtures of the contract suites."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from types import SimpleNamespace

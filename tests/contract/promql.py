@@ -1,7 +1,5 @@
 """Reads names out of PromQL, as far as tests of rules and dashboards need it."""
 
-from __future__ import annotations
-
 import re
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')

@@ -1,7 +1,5 @@
 """The Python on the pages for people who come from Kubeflow and from Python runs as it stands."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import shlex

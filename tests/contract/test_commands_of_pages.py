@@ -3,8 +3,6 @@
 `CHANGELOG.md` is left out: it names commands of earlier versions too.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import itertools

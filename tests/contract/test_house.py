@@ -1,7 +1,5 @@
 """The house stays one in which a reader finds a room: few entries, few files, no circles."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

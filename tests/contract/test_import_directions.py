@@ -1,7 +1,5 @@
 """Imports go downwards only; to change these tables is an architecture decision."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Light modules stay light: process start is most of a small stage's time."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os

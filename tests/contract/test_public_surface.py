@@ -1,7 +1,5 @@
 """Nothing that others rely on changes unasked; `make golden` writes the files anew."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.golden.write_configuration import PAGE, PODS, page, profiles

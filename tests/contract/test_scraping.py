@@ -1,7 +1,5 @@
 """Pods of the profiles for clusters are what the scrape configuration looks for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """No file grows over 600 lines, no function over 80."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

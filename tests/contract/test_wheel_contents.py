@@ -1,7 +1,5 @@
 """What the built wheel and source archive hold."""
 
-from __future__ import annotations
-
 import email
 import importlib.metadata
 import json

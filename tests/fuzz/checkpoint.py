@@ -4,8 +4,6 @@ A reader may return or raise its own error, nothing else; hold no more memory th
 neither import, execute, open nor connect to anything. What it returns must be usable.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

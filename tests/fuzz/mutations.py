@@ -1,7 +1,5 @@
 """Damage to bytes and to JSON, from small accidents to lies that are formed well."""
 
-from __future__ import annotations
-
 import copy
 import struct
 

@@ -3,8 +3,6 @@
 The diff is part of the review of the change that caused it.
 """
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path

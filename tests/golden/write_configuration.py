@@ -3,8 +3,6 @@
 python -m tests.golden.write_configuration
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

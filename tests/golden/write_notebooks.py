@@ -3,8 +3,6 @@
 python -m tests.golden.write_notebooks
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

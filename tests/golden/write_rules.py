@@ -3,8 +3,6 @@
 `python -m tests.golden.write_rules`
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

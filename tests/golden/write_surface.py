@@ -4,8 +4,6 @@ Options of command lines, columns of records, names of metrics, exported names, 
 configuration. A change here is a change for users: it belongs in the changelog.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 from pathlib import Path

@@ -4,8 +4,6 @@ They run with torch, transformers and the base packages alone, whole runs apart,
 torch 2.11 and transformers 5.17. Figures go to `tests/benchmarks/results/gpu.json`.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 

@@ -1,7 +1,5 @@
 """The device of these tests, and models of published sizes with random weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Saves from device memory: the state of the call is saved, and what waits is one copy."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -1,7 +1,5 @@
 """The embedded engine on an accelerator: its log-probabilities, new weights in place, memory."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A whole run of the pipeline with every model on the accelerator."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

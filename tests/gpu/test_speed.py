@@ -1,7 +1,5 @@
 """What one accelerator takes for a training step: memory against the plan, and seconds."""
 
-from __future__ import annotations
-
 import statistics
 import time
 

@@ -1,7 +1,5 @@
 """The trainers on an accelerator give what they give on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

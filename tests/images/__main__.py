@@ -6,8 +6,6 @@
 Needs buildah and mmdebstrap, and root; a temporary folder with room for a few gigabytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -4,8 +4,6 @@ buildah builds and runs them without a daemon; what it stores lies in one folder
 stands where the image has its own, `/opt/planish`, in a container of another image.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

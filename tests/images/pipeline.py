@@ -1,7 +1,5 @@
 """A pipeline whose tasks run where they are told to: kfp's local runner says what runs when."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Of Kubeflow itself nothing runs here: no launcher, which carries artifacts to th
 them to each other on a claim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

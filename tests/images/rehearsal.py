@@ -1,7 +1,5 @@
 """The first day on a cluster: real API server, scheduler, controllers and store, built images."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

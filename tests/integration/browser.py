@@ -1,7 +1,5 @@
 """A headless browser for the tests that look at pages."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

@@ -1,7 +1,5 @@
 """The engine itself behind the two calls of `ckpt_memory`: files, planner, exchange and all."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from planish.checkpoint.adapters.base import apply, collect

@@ -4,8 +4,6 @@
 save, before and after the server has done it, and prints a line per save and the counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -6,8 +6,6 @@ hold; one that calls `get_ready` waits there until the test has seen all of its 
 calls `go`. Every rank ends with the forking process, and that one with the test.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

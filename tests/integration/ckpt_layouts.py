@@ -6,8 +6,6 @@ code under test, what its tensors must be: cut by `torch.chunk` as the layout sa
 torch hangs where a shard is empty).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """States of one process, saved by the engine into memory and loaded from there."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

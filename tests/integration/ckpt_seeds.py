@@ -1,7 +1,5 @@
 """States told apart by a seed, every bit of them, and what ranks do with them in failure tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """States of known content for saves, and what a store holds, read by one process."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

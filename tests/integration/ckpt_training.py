@@ -1,7 +1,5 @@
 """What ranks do in the tests of training that goes on: failing saves, other plans, many saves."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading

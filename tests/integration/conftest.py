@@ -1,7 +1,5 @@
 """What tests of several processes and a real server share."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 python -m tests.integration.gang_launcher GANG.json
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -3,8 +3,6 @@
 python -m tests.integration.gang_rank FOLDER
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

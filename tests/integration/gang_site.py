@@ -1,7 +1,5 @@
 """A control plane with two nodes, on which the pods of gangs run as processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 python -m torch.distributed.run ... -m tests.integration.killed_rank PIN RANK STEP SECONDS
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

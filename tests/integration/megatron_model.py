@@ -4,8 +4,6 @@ Modules are the library's own local ones; only its core attention, which wants a
 fused softmax, is torch's scaled dot-product attention here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Nodes, pods and jobs as objects of a real API server, for tests of the monitor."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

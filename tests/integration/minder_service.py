@@ -1,7 +1,5 @@
 """Starting `planish minder serve` for tests, and configurations in which faults show in seconds."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

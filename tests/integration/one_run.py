@@ -1,7 +1,5 @@
 """Run what Kubeflow was asked to run: `python -m tests.integration.one_run PARAMETERS_JSON`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

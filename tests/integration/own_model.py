@@ -1,7 +1,5 @@
 """Tiny models in the form of real ones: trained tokenizer, chat template, bfloat16 weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

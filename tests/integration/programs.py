@@ -7,8 +7,6 @@ as `__main__`, and its warm process is a fork of it. The tests of the commands t
 as a user does: test_pipeline_local, test_local_run, test_quickstart_page.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import functools

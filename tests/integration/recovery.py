@@ -12,8 +12,6 @@ API server, controllers, scheduler, MinIO, Prometheus, monitor, stages and ranks
 run pods as processes of this machine, and metrics of machines come from a program.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

@@ -9,8 +9,6 @@ transformers and vLLM load it. A line for each hop and a verdict are printed; th
 where something differs, or where a state that was damaged on purpose is not found out.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -5,8 +5,6 @@ line for each way to run and exits 1 where records differ. Curation and cold sta
 preset, and copied.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

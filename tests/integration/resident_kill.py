@@ -7,8 +7,6 @@ killed, or one of its processes, or the server, which comes back 20 s later; `--
 requests.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

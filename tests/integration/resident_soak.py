@@ -5,8 +5,6 @@ run, in medians, and exits 1 where the last tenth has more memory, descriptors o
 second by more than `GROWTH`, or where its iterations take that much longer than the first twenty.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import subprocess

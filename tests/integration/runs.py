@@ -1,7 +1,5 @@
 """Drive whole runs through kfp's local runner in a child process, and compare what they left."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

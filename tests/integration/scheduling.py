@@ -1,7 +1,5 @@
 """A real scheduler and nodes that are objects alone: what placing pods needs, without a kubelet."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

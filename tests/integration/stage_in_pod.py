@@ -3,8 +3,6 @@
 python -m tests.integration.stage_in_pod STAGE OPTIONS
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

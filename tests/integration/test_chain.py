@@ -1,7 +1,5 @@
 """Chained runs, and what a chain trains on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Uploads that a restarted server has forgotten, and a server that speaks TLS."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

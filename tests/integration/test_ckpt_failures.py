@@ -31,8 +31,6 @@ reader while the writer overwrites     races; stops
 =====================================  ===========================================================
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests import thin

@@ -1,7 +1,5 @@
 """Checkpoints of real ranks that were damaged at rest: every object, every byte of COMMIT."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.base.errors import (

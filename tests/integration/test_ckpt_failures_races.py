@@ -1,7 +1,5 @@
 """Jobs of real ranks that meet: at one path, over a pause, with readers, with the collection."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Saves and loads by real ranks while the store or the way to it fails."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import time

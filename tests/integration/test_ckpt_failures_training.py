@@ -1,7 +1,5 @@
 """Training that goes on: after failed saves, over changed tensors and plans, 200 saves long."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Loads by several processes: each byte read once, exchanged, equal; and no rank hangs."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

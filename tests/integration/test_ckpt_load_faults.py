@@ -1,7 +1,5 @@
 """What goes wrong on one rank of a load is raised by all, soon, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import dataclasses
 import signal
 import time

@@ -1,7 +1,5 @@
 """Megatron-core's GPT saved and loaded under any tensor and pipeline parallelism, bit by bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The resharding matrix: every layout saved, every layout loaded, compared bit by bit."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

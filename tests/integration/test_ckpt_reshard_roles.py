@@ -1,7 +1,5 @@
 """Several models in one checkpoint, each under its own framework; wrapped modules; loaders."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh

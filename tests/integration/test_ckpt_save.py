@@ -1,7 +1,5 @@
 """Saves by real ranks: what is written, refusals on every rank alike."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Saves whose processes are killed, stopped or told to end."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The S3 back end against a real server, through a proxy that breaks single requests."""
 
-from __future__ import annotations
-
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor

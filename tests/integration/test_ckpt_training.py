@@ -1,7 +1,5 @@
 """Training goes on after a reshard as if it had never stopped."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Commits of a shard on a real server: they are read back in order, and nothing stays."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish import store

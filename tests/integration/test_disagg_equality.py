@@ -4,8 +4,6 @@ In float64, since products of other batches round in other places. Ranks are thr
 messages and frames; test_disagg_failures.py has processes. `--full` runs the whole matrix.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from itertools import product

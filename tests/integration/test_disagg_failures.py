@@ -1,7 +1,5 @@
 """What becomes of requests when ranks die, hang, or send what they must not."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

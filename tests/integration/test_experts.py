@@ -1,7 +1,5 @@
 """A policy with experts through every stage: what moves between them is one tensor per expert."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Machines of a gang as processes here: what the others end with when one is gone."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Every request is made with the account and the role of `manifests/runs`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """What is installed beside a Kubeflow, on a real API server, authoriser, scheduler and store."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

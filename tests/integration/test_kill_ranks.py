@@ -1,7 +1,5 @@
 """Ranks that are killed or stopped at random moments: a sample of `kill_ranks`."""
 
-from __future__ import annotations
-
 import random
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A shard of rollouts that is killed again and again loses nothing and doubles nothing."""
 
-from __future__ import annotations
-
 import random
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`planish run` as a user meets it: signals, roots that cannot be, one beside another."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Three iterations of each algorithm on the trainer `megatron`, through the stages of a run."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.checkpoint.train_state import read_record

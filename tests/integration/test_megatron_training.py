@@ -1,7 +1,5 @@
 """The trainer on megatron-core against the one on FSDP2: losses, and states that each resumes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the monitor does to a real API server: cordon, evict, undo, and when it does nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a real Alertmanager answers about alerts that the rules of Prometheus have sent."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.base.errors import BackendUnavailable

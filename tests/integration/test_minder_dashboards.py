@@ -1,7 +1,5 @@
 """Every query of every dashboard gives something, asked of a real Prometheus with data in it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -3,8 +3,6 @@
 Prometheus, Alertmanager and the Kubernetes API server are real; the monitor is the program itself.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest

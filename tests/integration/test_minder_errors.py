@@ -1,7 +1,5 @@
 """A running service in front of a Prometheus that fails in every way that a server can."""
 
-from __future__ import annotations
-
 import json
 import time
 import urllib.parse

@@ -1,7 +1,5 @@
 """Discovery, Events, the lease and the state on a real API server."""
 
-from __future__ import annotations
-
 import pytest
 from kubernetes.client import CoordinationV1Api
 

@@ -1,7 +1,5 @@
 """An alert reaches the run: its pods, its workflow, its root and the report of its exit task."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Pulling from a real Prometheus: samples of the past, and a fleet that is scraped now."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

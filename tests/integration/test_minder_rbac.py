@@ -1,7 +1,5 @@
 """The roles that ship allow what the monitor does and nothing else, says the real authoriser."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """A real Alertmanager groups, routes and holds back alerts as our configuration says."""
 
-from __future__ import annotations
-
 import time
 from datetime import UTC, datetime, timedelta
 

@@ -1,7 +1,5 @@
 """The programs of Prometheus and Alertmanager accept what we give them."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

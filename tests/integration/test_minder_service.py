@@ -1,7 +1,5 @@
 """The program of the service: its end by a signal, and its settings held against Prometheus."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

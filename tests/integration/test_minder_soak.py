@@ -1,7 +1,5 @@
 """Hours of the service on a clock that runs fast."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.benchmarks import minder_soak

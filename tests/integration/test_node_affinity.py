@@ -1,7 +1,5 @@
 """A real scheduler keeps pods away from the nodes that a run avoids."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.run.avoid import node_affinity

@@ -1,7 +1,5 @@
 """A model and data of one's own through the whole pipeline, from a folder and from a bucket."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Training on packed rows against training on padded ones, by both trainers on two ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What the pages for clusters and GPUs type is what a real API server answers, line by line."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.contract.test_quickstart_page import GPU_PAGE, PAGE, blocks, is_shown

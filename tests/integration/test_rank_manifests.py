@@ -4,8 +4,6 @@ Its controllers make the pods of StatefulSets, under the names by which a coordi
 there is no controller of LeaderWorkerSets here, only their definition.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

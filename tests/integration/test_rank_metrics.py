@@ -1,7 +1,5 @@
 """Metrics of ranks through a real Prometheus to the monitor, which names the slow one."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Each pod is a process with the command and the environment of its container on a
 its own; the mount /scratch is a folder of the test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -5,8 +5,6 @@ made for the test and knows how answers look, rows in the form of the published 
 a few tokens.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A machine breaks while a gang trains; the whole of it is the program `recovery`."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.integration.recovery import main

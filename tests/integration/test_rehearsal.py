@@ -1,7 +1,5 @@
 """A node of the tests that runs pods of a real control plane, and the first day of a user on it."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """The reshard pipeline through kfp's local runner: any layout to any other, verified, resumed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from safetensors.numpy import load_file

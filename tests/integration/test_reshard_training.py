@@ -1,7 +1,5 @@
 """One training on four grids; the whole of it, vLLM too, is the program `reshard_training`."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.integration.reshard_training import HOPS, play

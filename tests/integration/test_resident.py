@@ -1,7 +1,5 @@
 """Several iterations in one task: the records of tasks apart, under kills as well."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

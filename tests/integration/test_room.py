@@ -1,7 +1,5 @@
 """Room for the store and for runs, decided by a real scheduler."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

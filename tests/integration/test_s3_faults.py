@@ -1,7 +1,5 @@
 """The S3 store against a real server behind broken networks, and with wrong settings."""
 
-from __future__ import annotations
-
 import datetime
 import os
 

@@ -1,7 +1,5 @@
 """Temporary keys of a security token service."""
 
-from __future__ import annotations
-
 import pytest
 from minio.credentials import AssumeRoleProvider
 

@@ -1,7 +1,5 @@
 """Inputs that once failed, where their folder lies beside the checkout: each is right today."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """A real Prometheus watches a real run: stages and rollout ranks tell how it goes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The real node_exporter, started as the page says, scraped as `prometheus.yaml` says."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """Real stages that are asked to stop, as Kubernetes does it: SIGTERM to the stage, then a retry."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The curves of a run on a real tracking server."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The train stage with a critic on real files: pretraining, windows, resume, wrong states."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

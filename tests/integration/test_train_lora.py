@@ -1,7 +1,5 @@
 """Adapters on real files: states that go on, exports of merged weights, critics, references."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

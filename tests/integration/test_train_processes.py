@@ -1,7 +1,5 @@
 """Two gloo processes against one: same losses, same weights, states that move between them."""
 
-from __future__ import annotations
-
 import random
 import re
 import subprocess

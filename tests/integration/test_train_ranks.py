@@ -1,7 +1,5 @@
 """Two gloo ranks against one: what a step measures, and what stays in float32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A KL penalty on real files: its reference from the first iteration through chains and forks."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

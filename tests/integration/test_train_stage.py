@@ -1,7 +1,5 @@
 """The train stage on real files: resume, repetition, interruption, bad input."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

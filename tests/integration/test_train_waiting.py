@@ -1,7 +1,5 @@
 """Finished responses that wait for the critic, on real files: pins, resume, forks, retention."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish import store

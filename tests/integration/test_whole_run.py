@@ -1,7 +1,5 @@
 """Whole runs end like an undisturbed one on a folder: on a bucket, and killed without warning."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time

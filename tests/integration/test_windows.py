@@ -1,7 +1,5 @@
 """T-PPO runs whose responses go on from one iteration to the next."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

@@ -3,8 +3,6 @@
 The stage starts its ranks under torchrun, and each of them imports for seconds.
 """
 
-from __future__ import annotations
-
 import tempfile
 
 from planish.base.parallel import Ranks

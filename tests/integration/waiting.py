@@ -1,7 +1,5 @@
 """Waiting for what comes true in its own time in another process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

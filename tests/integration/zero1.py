@@ -6,8 +6,6 @@ each rank owns one range. What belongs to a parameter in a range is a `FlatShard
 Source: ZeRO, arXiv 1910.02054, section 5.1 (optimizer state partitioning).
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

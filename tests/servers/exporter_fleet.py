@@ -3,8 +3,6 @@
 Each machine has a page of its own in the form of node_exporter and dcgm-exporter.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import zlib

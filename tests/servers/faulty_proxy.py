@@ -1,7 +1,5 @@
 """A TCP proxy that breaks connections on purpose, between a client and a real server."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct

@@ -1,7 +1,5 @@
 """Reading HTTP/1.1 messages off sockets and sending them on, with or without damage."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import time

@@ -3,8 +3,6 @@
 Uploads go by the LFS protocol, so clients must run with `HF_HUB_DISABLE_XET=1`.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

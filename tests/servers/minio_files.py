@@ -1,7 +1,5 @@
 """What a stopped or running MinIO server has on its disk, read past its API."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """A program that a test starts, waits for and ends: what all servers for tests have in common."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

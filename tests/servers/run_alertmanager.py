@@ -1,7 +1,5 @@
 """Start the Alertmanager of Debian on a free port, and see what it has."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 No kubelet: pods are created and stay pending, which is what manifests, RBAC and clients need.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import ssl

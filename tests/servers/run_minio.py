@@ -1,7 +1,5 @@
 """Start a MinIO server of our own on a free port, for tests and for `make demo ROOT=s3://...`."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import subprocess

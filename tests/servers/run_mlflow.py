@@ -1,7 +1,5 @@
 """Start a tracking server of MLflow on a free port, from an environment of its own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Start the Prometheus of Debian on a free port, fill it with samples, ask it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import urllib.parse

@@ -4,8 +4,6 @@ Their admission webhooks are not registered: the runtime of `manifests/trainer` 
 those would fill in.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """A small HTTP server that does what a real one can not be made to: errors, slow or cut bodies."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Every example in the documentation of a module holds, and none is left out."""
 
-from __future__ import annotations
-
 import builtins
 import doctest
 import importlib

@@ -1,7 +1,5 @@
 """A run root with a few digit sums, as curation would leave it, for the tests of stages."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from planish.base.config import config_sha256, resolve_config

@@ -4,8 +4,6 @@ All ranks take part in each call, with pieces padded to one size: nobody may lea
 has come.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch

@@ -7,8 +7,6 @@ iteration is timed where the driver calls `poll`: everything that the engine doe
     python -m tests.benchmarks.bench_disagg --part law [--ratio 0.5] [--ratio 1] [--ratio 2]
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

@@ -5,8 +5,6 @@ one machine. It sleeps, and never spins. `python -m tests.benchmarks.disagg.link
 rank of `disagg` behind such a link.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import sys

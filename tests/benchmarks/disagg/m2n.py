@@ -7,8 +7,6 @@ to its last reply. In the delayed runs one frame in a hundred is sent late, and 
 from then: what counts is what the others suffer.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import queue
 import random

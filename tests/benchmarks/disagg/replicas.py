@@ -8,8 +8,6 @@ replica.
     .venv-engines/bin/python -m tests.benchmarks.bench_disagg --part replicas
 """
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

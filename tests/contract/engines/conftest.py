@@ -1,7 +1,5 @@
 """Every engine that is installed here, on a dense policy and on one with experts."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The table of what vLLM serves is that of the vLLM in this environment."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.engines.architectures import VLLM

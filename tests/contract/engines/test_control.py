@@ -1,7 +1,5 @@
 """How every engine must be steered: abort, weights, ids, threads; on every engine."""
 
-from __future__ import annotations
-
 import random
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the engine `disagg` refuses, by name and before a token is sampled."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

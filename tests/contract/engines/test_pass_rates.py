@@ -1,7 +1,5 @@
 """Curation measures pass rates with the engine of the run, whichever it is."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.engines.config import EngineConfig

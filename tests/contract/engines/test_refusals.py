@@ -1,7 +1,5 @@
 """Policy folders that no engine may start on: each says why, by name, and leaves nothing."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The experts of each token, as an engine returns them, against the routers of a plain forward."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
 

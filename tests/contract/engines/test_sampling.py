@@ -1,7 +1,5 @@
 """What every engine must generate, run on every engine of the table."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

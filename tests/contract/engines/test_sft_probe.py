@@ -1,7 +1,5 @@
 """The cold start measures with the engine of the run, whichever it is."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

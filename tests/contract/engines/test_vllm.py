@@ -1,7 +1,5 @@
 """What the engine `vllm` refuses, each by name and before a token is sampled."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """vLLM without experts: what it reads, what it refuses, and replicas that share expert ranks."""
 
-from __future__ import annotations
-
 import math
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """vLLM with two ranks: who reads new weights, and what becomes of requests when a rank is lost."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

@@ -1,7 +1,5 @@
 """vLLM in each of two training processes: what it samples after weights came from the trainer."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

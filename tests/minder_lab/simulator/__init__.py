@@ -4,8 +4,6 @@ Source: Minder, arXiv 2411.01791: shares of faults and which metrics show them; 
 traces are ours.
 """
 
-from __future__ import annotations
-
 from tests.minder_lab.simulator.faults import FAULTS
 from tests.minder_lab.simulator.job import SIMULATED, simulate
 

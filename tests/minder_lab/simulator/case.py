@@ -1,7 +1,5 @@
 """What the simulator gives: a case with its seed and the raw samples."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from planish.minder.detect.frame import Samples

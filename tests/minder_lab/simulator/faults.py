@@ -4,8 +4,6 @@ Source: Minder, arXiv 2411.01791: shares of the kinds, which indicators show the
 How strongly a metric shows a fault is ours.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

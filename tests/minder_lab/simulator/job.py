@@ -1,7 +1,5 @@
 """One simulated job from its seed."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What makes machines of a healthy job unlike: lasting offsets, drift, short jitter, bursts."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray

@@ -1,7 +1,5 @@
 """From what happens to what is measured: stagger, held and lost samples, skew, disorder."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray

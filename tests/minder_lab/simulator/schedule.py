@@ -1,7 +1,5 @@
 """What a job does second by second: iterations, stages, checkpoints, evaluations, stalls, halts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

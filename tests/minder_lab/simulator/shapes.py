@@ -1,7 +1,5 @@
 """What each metric does in each state of a job: levels, noise, and the range that matters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import IntEnum
 

@@ -1,7 +1,5 @@
 """Train batches made by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -3,8 +3,6 @@
 Source: "Back to Basics", arXiv 2402.14740, section 3.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from planish.algorithms.advantages import spread

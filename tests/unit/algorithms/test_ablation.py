@@ -1,7 +1,5 @@
 """Each of VAPO's seven changes to PPO can be switched off alone, by one key, and does one thing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """From record sets to losses: cases in which the ids or the lengths of a response mislead."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

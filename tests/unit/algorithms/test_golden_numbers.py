@@ -1,7 +1,5 @@
 """Numbers that were computed independently, in plain Python, to six decimals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

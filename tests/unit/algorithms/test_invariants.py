@@ -1,7 +1,5 @@
 """Properties on random inputs, in float64 where rounding would hide a fault."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

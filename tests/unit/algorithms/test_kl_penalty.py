@@ -1,7 +1,5 @@
 """The KL penalty to a reference policy: loss and gradient by hand, edge cases, configuration."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

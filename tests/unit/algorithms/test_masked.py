@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import torch
 
 from planish.algorithms.masked import last_column, masked_mean, masked_sum, masked_whiten

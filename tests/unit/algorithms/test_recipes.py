@@ -1,7 +1,5 @@
 """DAPO and GRPO: published constants, numbers by hand, edge cases."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A new algorithm is one file and one line in the table: no other file knows its name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

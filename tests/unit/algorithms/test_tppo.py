@@ -1,7 +1,5 @@
 """T-PPO: constants, numbers by hand, the invariants of its windows, edge cases."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

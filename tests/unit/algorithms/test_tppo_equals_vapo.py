@@ -1,7 +1,5 @@
 """I-T6 on a real model: windows that hold every response train exactly what VAPO trains."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """VAPO, PPO and VC-PPO: published constants, numbers by hand, edge cases."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Settings and files of any shape end in a ConfigError, never in another exception."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

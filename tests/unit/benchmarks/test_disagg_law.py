@@ -1,7 +1,5 @@
 """The emulated link, behind which ranks are paced."""
 
-from __future__ import annotations
-
 import queue
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What benchmarks ask of the machine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

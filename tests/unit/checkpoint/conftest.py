@@ -1,7 +1,5 @@
 """An engine of one process, and a place in memory to save to."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.checkpoint.ranks.control import Control

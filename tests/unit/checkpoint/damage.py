@@ -1,7 +1,5 @@
 """Ways to damage a committed checkpoint in memory storage, and targets to load it into."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

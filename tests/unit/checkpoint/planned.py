@@ -1,7 +1,5 @@
 """Plans carried out in memory by numpy: no engine, no store, no torch."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

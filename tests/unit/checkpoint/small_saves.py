@@ -1,7 +1,5 @@
 """A save in miniature over the real commit protocol, and a reader that checks every byte."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The calls that users know, from a save to the last checkpoint's removal."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

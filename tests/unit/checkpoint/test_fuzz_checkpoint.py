@@ -1,7 +1,5 @@
 """Readers of checkpoints under damaged input; all of it: `python -m tests.fuzz.checkpoint`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A run's checkpoints in one process: schedule, retention, failures, damage, SIGTERM."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """The program on docs/checkpoint.md runs as it stands there, and goes on when it is run again."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

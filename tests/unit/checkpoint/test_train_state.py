@@ -1,7 +1,5 @@
 """Train states: checkpoints with a manifest, their round trips and their damage."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

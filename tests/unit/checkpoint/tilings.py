@@ -1,7 +1,5 @@
 """Random legal tilings of a tensor, as ranks would hold it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Small checkpoints written without torch: arrays in, a committed checkpoint out."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from planish.checkpoint.commit.commit import publish

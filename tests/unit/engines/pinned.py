@@ -1,7 +1,5 @@
 """Weights by the pinned URI of a policy, which ranks elsewhere can read by themselves."""
 
-from __future__ import annotations
-
 from planish.engines.weights import FolderWeights
 from planish.records.io import fetch_files
 from planish.records.refs import parse_pin

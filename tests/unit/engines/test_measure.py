@@ -1,7 +1,5 @@
 """Sampling for a measurement: seeds, refused prompts, verifier failures."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

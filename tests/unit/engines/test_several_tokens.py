@@ -1,7 +1,5 @@
 """A step of vLLM may give a request any number of tokens; what follows its end is in no output."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

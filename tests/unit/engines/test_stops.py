@@ -1,7 +1,5 @@
 """Stop strings: the automaton over tokens, and responses that end by it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

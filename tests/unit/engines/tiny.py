@@ -1,7 +1,5 @@
 """Small random models of several families, and short ways to make requests."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A job whose machines all follow one wave, as a frame, and models that change nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from planish.minder.detect.denoise import Identity, Models

@@ -1,7 +1,5 @@
 """Which layers get adapters, the same by the names in memory and by those of a folder."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Critics: built from a policy, from nothing, or from a reward model on disk."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

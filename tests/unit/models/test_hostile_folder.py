@@ -1,7 +1,5 @@
 """Model folders whose JSON files have any shape open, or end in a ConfigError."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Answers of a model hub, given by a server on this machine."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.base.errors import ConfigError

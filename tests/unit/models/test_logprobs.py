@@ -1,7 +1,5 @@
 """Token scorer against the naive computation over all logits."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

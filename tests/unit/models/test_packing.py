@@ -1,7 +1,5 @@
 """Packed rows against rows that are alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Policies: built, saved, loaded, exported; refused when they do not fit."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Pretrained models by folder and by hub id, and every way in which a name can be wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

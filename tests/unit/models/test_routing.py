@@ -1,7 +1,5 @@
 """Routers that are told what to choose."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint

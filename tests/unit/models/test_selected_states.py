@@ -1,7 +1,5 @@
 """States of selected tokens against the modules of transformers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import (

@@ -1,7 +1,5 @@
 """What tokens add to the text, for the kinds of tokenizer that models come with."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

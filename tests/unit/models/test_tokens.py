@@ -1,7 +1,5 @@
 """Tokenizer: ids, round trips, and folders that cannot be opened."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

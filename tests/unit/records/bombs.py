@@ -1,7 +1,5 @@
 """Small Parquet files that decode to a lot, and the memory that a program takes to read them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

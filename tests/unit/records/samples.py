@@ -1,7 +1,5 @@
 """Small and random records for the tests of this folder."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

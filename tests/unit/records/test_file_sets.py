@@ -1,7 +1,5 @@
 """Sets of plain files: policies and the like."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

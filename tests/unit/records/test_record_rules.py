@@ -1,7 +1,5 @@
 """What each record refuses, and that it tells every fault at once."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The column of experts: a set may have it or lack it, and then nothing of it is to be seen."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 

@@ -1,7 +1,5 @@
 """Sets written, read, found finished and refused, on every store."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

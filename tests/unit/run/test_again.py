@@ -1,7 +1,5 @@
 """What a pod does with a program that failed, was killed or was asked to end."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Nodes that are avoided: named once, read in order, kept away from by one term."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish import store

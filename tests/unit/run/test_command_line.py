@@ -1,7 +1,5 @@
 """`python -m planish.run STAGE`: one entry for all stages."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

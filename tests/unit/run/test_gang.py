@@ -1,7 +1,5 @@
 """Gangs: their objects, what they have from the pod of the stage, and a server that is away."""
 
-from __future__ import annotations
-
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """What is there already when a gang is submitted: it is attached to, makes way, or is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

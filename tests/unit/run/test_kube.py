@@ -1,7 +1,5 @@
 """One client of Kubernetes: a server that is away, what it refuses, lists in pages."""
 
-from __future__ import annotations
-
 import json
 import logging
 from types import SimpleNamespace

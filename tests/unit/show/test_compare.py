@@ -1,7 +1,5 @@
 """`planish compare` shows what differs between runs, and refuses what it can not compare."""
 
-from __future__ import annotations
-
 import json
 import re
 

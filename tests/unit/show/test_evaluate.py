@@ -1,7 +1,5 @@
 """`planish evaluate`: a model on evaluation sets without a run, resumed by the same command."""
 
-from __future__ import annotations
-
 import json
 import re
 

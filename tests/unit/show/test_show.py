@@ -1,7 +1,5 @@
 """`planish show` on everything that a run leaves, sound, damaged and hostile."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`planish show` prints documents of any shape, or ends with one of our errors."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

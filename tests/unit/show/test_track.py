@@ -1,7 +1,5 @@
 """The curves that `planish track` writes are the records of the run, once."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

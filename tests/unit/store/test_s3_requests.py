@@ -1,7 +1,5 @@
 """When requests are sent again, the signature of requests, and part sizes."""
 
-from __future__ import annotations
-
 import http.client
 import random
 import socket

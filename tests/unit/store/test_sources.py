@@ -1,7 +1,5 @@
 """Addresses of data sets and models: what is refused, and what the real clients bring home."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """What every store promises, checked on a folder and on a real S3 server."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 

@@ -1,7 +1,5 @@
 """What every back end promises, checked on memory, a folder, a wrapper and a real S3 server."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

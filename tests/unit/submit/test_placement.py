@@ -1,7 +1,5 @@
 """Where the pods of a run may go: pull secrets, tolerations and node selectors."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

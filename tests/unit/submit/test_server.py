@@ -1,7 +1,5 @@
 """Which Kubeflow answers, where it puts runs, and what to type where none answers."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.__main__ import main

@@ -1,7 +1,5 @@
 """What `planish status` tells of the tasks of a run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

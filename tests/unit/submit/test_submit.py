@@ -1,7 +1,5 @@
 """Starting, scheduling, waiting, cleaning up and stopping, against a recording API server."""
 
-from __future__ import annotations
-
 import json
 import socket
 

@@ -3,8 +3,6 @@
 Rows are (verifier, response, ground truth, accuracy).
 """
 
-from __future__ import annotations
-
 import pytest
 
 from planish.verifiers import verify

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from planish.verifiers import VerifierOptions, answer_fault, verify, verify_many

@@ -1,7 +1,5 @@
 """Mathematical equality and values, by math-verify in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import sys
 

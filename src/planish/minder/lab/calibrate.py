@@ -187,15 +187,13 @@ class _Kept:
         self.rule = replace(rule, resting=self.resting)
 
 
-def record(
-    source: Case | Path, models: Models, config: MinderConfig, *, detector: Detector | None = None
-) -> Recorded:
+def record(source: Case | Path, models: Models, config: MinderConfig) -> Recorded:
     """Replay one job, or that of a file, and note who would be named at each point of the grid.
 
-    `config` holds the thresholds to begin from; `detector` takes the place of the usual one.
+    `config` holds the thresholds to begin from.
     """
     case = read_case(source) if isinstance(source, Path) else source
-    frame, detector = case.frame, detector or Detector(models, config)
+    frame, detector = case.frame, Detector(models, config)
     monitor = JobMonitor(frame.job, models, config, detector=detector)
     start, shape = int(frame.ts[0]), (max(0, frame.num_seconds - WINDOW + 1), frame.num_machines)
     kept: dict[str, _Kept] = {}

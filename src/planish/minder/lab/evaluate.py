@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.continuity import growth
 from planish.minder.detect.denoise import Models
-from planish.minder.detect.detector import Detector
 from planish.minder.lab.cases import DETECTABLE_SECONDS, Case, Truth, read_case
 from planish.minder.lab.replay import Alarm, notes_of, replay
 from planish.minder.lab.score import GRACE_SECONDS, CaseOutcome, summary
@@ -39,34 +38,19 @@ def in_processes(
             yield result
 
 
-def outcome_of(
-    source: Case | Path,
-    models: Models,
-    config: MinderConfig,
-    *,
-    metrics: Sequence[str] = (),
-    detector: Detector | None = None,
-) -> CaseOutcome:
-    """Replay one case, or that of a file, with the interval and the window of the service.
-
-    `metrics` are those in which a fault can be seen, by default those of the configuration;
-    `detector` takes the place of the usual one.
-    """
+def outcome_of(source: Case | Path, models: Models, config: MinderConfig) -> CaseOutcome:
+    """Replay one case, or that of a file, with the interval and the window of the service."""
     case = read_case(source) if isinstance(source, Path) else source
     first: dict[str, Alarm] = {}
     costs, results = [], []
-    for call in replay(
-        case.frame, models, config, stages=case.stages, board=case.board, detector=detector
-    ):
+    for call in replay(case.frame, models, config, stages=case.stages, board=case.board):
         costs.append(call.seconds)
         results.append(call.result)
         for alarm in call.alarms:
             first.setdefault(alarm.machine, alarm)
     return CaseOutcome(
         case=case.name,
-        fault=fault_of(
-            case, metrics or config.detect.metrics, results[-1].intervals if results else {}
-        ),
+        fault=fault_of(case, config.detect.metrics, results[-1].intervals if results else {}),
         machines=case.frame.num_machines,
         seconds=case.frame.num_seconds,
         alarms=tuple(sorted(first.values(), key=lambda alarm: (alarm.time, alarm.machine))),

@@ -17,7 +17,6 @@ import numpy as np
 from planish.minder.act.alerts import AlertBook
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.denoise import Models
-from planish.minder.detect.detector import Detector
 from planish.minder.detect.frame import Frame
 from planish.minder.detect.job_monitor import JobMonitor
 from planish.minder.detect.preprocess import last_rows
@@ -64,15 +63,14 @@ def replay(
     every: int = 0,
     stages: Mapping[str, str] | None = None,
     board: str = "",
-    detector: Detector | None = None,
 ) -> Iterator[Call]:
     """Call the detector over and over on a whole trace, each time with what was known by then.
 
     `every` are the seconds between calls, by default `service.interval_seconds`; `stages` maps
-    machines to pipeline stages; `detector` takes the place of the usual one.
+    machines to pipeline stages.
     """
     every = every or config.service.interval_seconds
-    monitor = JobMonitor(frame.job, models, config, detector=detector)
+    monitor = JobMonitor(frame.job, models, config)
     book = AlertBook(config.service.window_seconds)
     if not frame.num_seconds:
         return

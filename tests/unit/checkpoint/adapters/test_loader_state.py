@@ -1,7 +1,5 @@
 """Loader state under any number of ranks and readers: no sample lost, none twice."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

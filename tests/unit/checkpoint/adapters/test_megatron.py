@@ -1,7 +1,5 @@
 """Sharded tensors, objects and factories of megatron-core, without starting any ranks."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """States of one process: exact round trips, names, ties, refusals."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Optimizers: moments by name, fresh and stepped ones, groups that survive another order."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Boxes of DTensors from meshes and placements, against torch's own and against a tiling."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Random streams: exact under the saved layout, new and different ones under another."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`planish checkpoint ...` on small checkpoints in folders: what it prints, does and returns."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

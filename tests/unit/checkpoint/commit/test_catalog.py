@@ -1,7 +1,5 @@
 """Finding, keeping and clearing away checkpoints."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

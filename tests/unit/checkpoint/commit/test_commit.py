@@ -1,7 +1,5 @@
 """COMMIT, the journal and publishing: what is written, what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import zlib

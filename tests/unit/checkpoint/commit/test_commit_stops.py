@@ -1,7 +1,5 @@
 """The commit protocol, stopped, failed, paused and raced at every single store request."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.base.errors import (

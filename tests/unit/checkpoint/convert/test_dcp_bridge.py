@@ -1,7 +1,5 @@
 """Torch's own checkpoints: read without running them, written so that torch loads them."""
 
-from __future__ import annotations
-
 import collections
 import os
 import pickle

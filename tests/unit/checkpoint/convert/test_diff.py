@@ -1,7 +1,5 @@
 """Comparisons tensor by tensor: equal across layouts, every difference told."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

@@ -1,7 +1,5 @@
 """Exports: the folder that engines load holds exactly the weights of the checkpoint."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

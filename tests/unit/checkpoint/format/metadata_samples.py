@@ -1,7 +1,5 @@
 """Metadata of made-up checkpoints, small and large."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A program of fifty lines that knows only the format reads what ours has written."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

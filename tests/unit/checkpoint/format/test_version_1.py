@@ -4,8 +4,6 @@
 cut to a few elements. The reader of format 1 stays as long as the project is 0.x.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import shutil

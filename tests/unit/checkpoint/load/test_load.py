@@ -1,7 +1,5 @@
 """Loads by one process: what fits, what is refused before a tensor is touched, what damage does."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ranges of verified blocks, by one process: what is read, how often, and what memory it takes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checks of committed checkpoints: every fault is told, in bounded memory."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which stored pieces a rank's boxes consist of."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

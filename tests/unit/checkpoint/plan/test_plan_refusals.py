@@ -1,7 +1,5 @@
 """Layouts that no save may write."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.base.errors import LayoutMismatch

@@ -1,7 +1,5 @@
 """Who writes which bytes where."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One reader for every byte, and everybody gets what it wants."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Trees of any size, and collectives of many ranks as threads around one real store."""
 
-from __future__ import annotations
-
 import threading
 import time
 

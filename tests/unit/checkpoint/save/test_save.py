@@ -1,7 +1,5 @@
 """Saves of one process into memory and files: identity, options, failures, small values, plans."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """Staged bytes are the files: every layout of memory, every type; buffers are warm and bounded."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """Jobs in the uploading process and in its stand-in thread: right bytes, honest failures."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

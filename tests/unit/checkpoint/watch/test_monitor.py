@@ -1,7 +1,5 @@
 """Timing records: their bytes, sums, metrics, stragglers, and where they are stored."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

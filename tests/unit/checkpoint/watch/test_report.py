@@ -1,7 +1,5 @@
 """The text of a report: heat map of ranks, table of stages, timeline of one rank."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.checkpoint.watch.monitor import Timeline, Timing

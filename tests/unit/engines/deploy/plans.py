@@ -1,7 +1,5 @@
 """Plans of tiny models, written by the command that people use."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Coordinators and hosts of ranks show each other that they know one token."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """What `planish rollout manifests` renders and refuses."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 

@@ -1,7 +1,5 @@
 """Instances whose ranks are threads of the test: real messages and frames, no new process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

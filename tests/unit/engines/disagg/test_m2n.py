@@ -1,7 +1,5 @@
 """Frames over TCP: what is sent arrives, strangers are refused, and lost peers are noticed."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import socket

@@ -1,7 +1,5 @@
 """Paced ranks over an emulated link: an iteration takes at least what the law says."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

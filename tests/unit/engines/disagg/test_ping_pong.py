@@ -1,7 +1,5 @@
 """Who computes when, and what a failing micro-batch does to the others."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.engines.disagg.ping_pong import Turns

@@ -1,7 +1,5 @@
 """Ranks as their coordinator sees them, and what the two say to each other."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

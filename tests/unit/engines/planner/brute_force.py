@@ -3,8 +3,6 @@
 It shares shapes and data sheets with the planner, and no function.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Shapes of models: published counts, latent attention, and config.json of three families."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Times of stages and of colocated deployments by hand: rooflines, caches, sums, the network."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.engines.planner.baseline import baselines, colocated

@@ -1,7 +1,5 @@
 """The law of the pipeline by vectors and limits, and the event simulation that equals it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

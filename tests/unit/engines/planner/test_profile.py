@@ -1,7 +1,5 @@
 """Measured stages: the fit, the file, and plans that use it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

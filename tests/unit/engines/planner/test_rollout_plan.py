@@ -1,7 +1,5 @@
 """`planish rollout plan` as people use it: tables, the document, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The search: brute force, monotone batches, limits, reasons of rejection, published ratios."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Simulated runs of a plan, and `planish rollout simulate` as people use it."""
 
-from __future__ import annotations
-
 import json
 from xml.etree import ElementTree
 

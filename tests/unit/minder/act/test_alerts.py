@@ -1,7 +1,5 @@
 """When alerts begin and end, and that no run is told twice."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

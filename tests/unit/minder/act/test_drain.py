@@ -1,7 +1,5 @@
 """What is done where the API server refuses or fails, on a cluster that answers as it is told."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.base.errors import ClusterError

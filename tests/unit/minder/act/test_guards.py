@@ -1,7 +1,5 @@
 """Every guard refuses alone, with its reason; together they let one machine go at a time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Pods and nodes of the API server as values; jobs by label."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Doing a verb of `planish minder` in this process."""
 
-from __future__ import annotations
-
 from planish.__main__ import main
 from planish.minder.lab.files import write_frame
 from tests.minder_lab.simulator import simulate

@@ -1,7 +1,5 @@
 """The command line on files: lines, exit codes, wrong arguments."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

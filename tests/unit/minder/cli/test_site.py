@@ -1,7 +1,5 @@
 """A new site: traces with labels, limits from healthy ones, detectors scored on them."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from dataclasses import replace

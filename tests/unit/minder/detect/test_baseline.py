@@ -1,7 +1,5 @@
 """The role baseline: what is learned, refused, kept and forgotten."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

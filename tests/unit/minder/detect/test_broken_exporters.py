@@ -1,7 +1,5 @@
 """Exporters of one machine that give zeros or stand still are broken, not the machine."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

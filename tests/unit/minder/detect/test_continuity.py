@@ -1,7 +1,5 @@
 """Runs of candidates: their borders, tolerated gaps and masked windows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The model in numpy gives what it gives in torch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Detection in made frames: who is named, from when, and independence of earlier calls."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Distances, scores and thresholds, against plain loops in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

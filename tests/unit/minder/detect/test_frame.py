@@ -1,7 +1,5 @@
 """Frames from raw samples: order, duplicates, gaps, clocks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """One job over time: warm-up, idle machines, coming and going, restarts, baselines."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

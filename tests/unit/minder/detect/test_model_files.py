@@ -1,7 +1,5 @@
 """Models on disk: what is read equals what was trained, and a strange folder is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Machines that are always apart, by the clock of their samples or before anything is known."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from planish.minder.detect.config import minder_config

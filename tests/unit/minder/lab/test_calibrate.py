@@ -1,7 +1,5 @@
 """Calibration: the grid by hand, and recorded jobs against real replays."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.minder.detect.config import minder_config

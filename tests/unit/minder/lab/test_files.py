@@ -1,7 +1,5 @@
 """Traces in files: what is written comes back, and what can not be read is told."""
 
-from __future__ import annotations
-
 import logging
 import zipfile
 

@@ -1,7 +1,5 @@
 """The order of metrics: features by hand, and trees of which the root is known."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Replays: one line for each alert, who belonged to the job when, and results in time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Scores on hand-made cases: who counts, when, and how sure the figures are."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

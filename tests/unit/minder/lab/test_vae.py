@@ -1,7 +1,5 @@
 """What the denoising model can learn, and what a few bad windows do to it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

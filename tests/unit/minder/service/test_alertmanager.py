@@ -1,7 +1,5 @@
 """What Alertmanager is asked, and what its answers mean for actions."""
 
-from __future__ import annotations
-
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest

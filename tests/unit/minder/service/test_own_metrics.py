@@ -1,7 +1,5 @@
 """What the monitor tells about itself: exact names, no series of jobs that are gone, few series."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Queries, answers and failures of Prometheus, without one."""
 
-from __future__ import annotations
-
 import json
 import threading
 import urllib.parse

@@ -1,7 +1,5 @@
 """From answers of Prometheus to frames: freshness, resets, duplicates, only what is new."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The service on a clock of the test: calls, failures, backoff, restart, end."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The configuration of the service: what it means, and what is refused by which key."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.base.errors import ConfigError

@@ -1,7 +1,5 @@
 """Evaluation sets: those known by name in their published forms, what is kept, and what is not."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow as pa

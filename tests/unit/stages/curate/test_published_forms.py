@@ -1,7 +1,5 @@
 """Rows of published data sets: which verifier they get, and how responses to them are graded."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish.stages.curate.columns import read_problems

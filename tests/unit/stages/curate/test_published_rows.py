@@ -3,8 +3,6 @@
 The table of docs/bring-your-own.md says the same.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

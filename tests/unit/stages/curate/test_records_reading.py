@@ -1,7 +1,5 @@
 """Data sets as files and on the hub: rows in, rows out, and what is no data set."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The evaluate stage on a tiny policy: reports, rollout sets, second runs."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Policies on several evaluation sets: scores by hand, one engine, and who tells them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

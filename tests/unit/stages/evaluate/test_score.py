@@ -1,7 +1,5 @@
 """Scores by hand: avg@n, its errors, pass@k, cons@n, and all of them from judged rollouts."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """`planish export`: what it writes, what it refuses, and what a second try does."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

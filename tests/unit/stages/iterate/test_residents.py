@@ -1,7 +1,5 @@
 """What a rank keeps between iterations: the trainer at its state, the engine with its weights."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Event

@@ -1,7 +1,5 @@
 """The monitor stage names a faulty machine, and never fails a run because it can not look."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run that failed beside a faulty machine is started again, once, and not for ever."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

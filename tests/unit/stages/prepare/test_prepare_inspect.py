@@ -1,7 +1,5 @@
 """What prepare finds when it opens data and model: everything wrong is told before a GPU is."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

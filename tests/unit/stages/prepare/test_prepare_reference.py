@@ -1,7 +1,5 @@
 """The prepare stage finds out whether a KL penalty has its reference before anything is spent."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

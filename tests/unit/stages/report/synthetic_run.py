@@ -1,7 +1,5 @@
 """A run root as a healthy run of eight iterations leaves it, with known numbers, in a second."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Charts: what is drawn, where, and which of them a run has."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 

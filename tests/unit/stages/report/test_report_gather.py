@@ -1,7 +1,5 @@
 """Facts of a run: from whole, damaged and missing files to plain values."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

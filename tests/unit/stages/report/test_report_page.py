@@ -1,7 +1,5 @@
 """The page: what stands on it, that hostile text stays text, and that it stays small."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """The report stage: artifacts, copies under the root, the webhook, and roots of other runs."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The stages of the reshard pipeline one by one, called as their components call them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

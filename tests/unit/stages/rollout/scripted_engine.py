@@ -4,8 +4,6 @@ It meets the whole protocol of engines, so that the rollout stage can be tested 
 iterations with lengths, failures and versions that the test knows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Runs of successive batching over scripted engines, without training in between."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Roots on which the rollout stage can be called, as curation and training would leave them."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

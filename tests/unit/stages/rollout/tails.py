@@ -4,8 +4,6 @@ A prompt is solved always, never or sometimes; the lengths of responses are log-
 reasoning models are. What is real: the rounds, their order, the engine's queue and rows.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import zlib

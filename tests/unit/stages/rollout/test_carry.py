@@ -1,7 +1,5 @@
 """Slots that generate or wait, and carry sets."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A shard that is stopped at any commit ends with the rollouts of one that was not."""
 
-from __future__ import annotations
-
 import pytest
 
 from planish import store

@@ -1,7 +1,5 @@
 """What a shard tells of itself while it samples."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

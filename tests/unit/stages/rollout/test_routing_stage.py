@@ -1,7 +1,5 @@
 """The experts of each token through windows, surplus, kills and retries, on a real engine."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Successive batching over simulated runs: every token once, no response lost."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

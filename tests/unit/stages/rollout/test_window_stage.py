@@ -1,7 +1,5 @@
 """The rollout stage with windows, on a real engine."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

@@ -1,7 +1,5 @@
 """Successive batching and training together over simulated runs: what trains on which tokens."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The sft stage: cold start, imported models, resumed runs, and the control beside it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Worked traces as tokens, and the order of mini-batches."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Supervised steps: loss, warm-up, equal bits, numbers that are not finite."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

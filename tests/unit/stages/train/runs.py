@@ -1,7 +1,5 @@
 """A tiny run for tests: a policy, rollouts of two shards, their rewards and run.json."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A trainer of a few lines, so that numbers can be worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The update of policy and critic together over a trainer of a few lines, worked by hand."""
 
-from __future__ import annotations
-
 import logging
 import math
 

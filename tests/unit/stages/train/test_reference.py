@@ -1,7 +1,5 @@
 """The pass over a reference policy: when it is made, what it gives, what it leaves behind."""
 
-from __future__ import annotations
-
 import gc
 import math
 

@@ -1,7 +1,5 @@
 """Recorded experts in the trainer: which tokens get them, when, and what it gains."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

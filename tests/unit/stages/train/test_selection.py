@@ -1,7 +1,5 @@
 """Selection of groups: the order of preference, and what becomes of tokens that are left out."""
 
-from __future__ import annotations
-
 import json
 import math
 

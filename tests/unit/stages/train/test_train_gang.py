@@ -1,7 +1,5 @@
 """The train stage that submits a gang: what the gang is called, and what is refused before it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The trainer of policy and critic on a real tiny model in one process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The update of a policy over a trainer of a few lines, worked by hand."""
 
-from __future__ import annotations
-
 import logging
 import math
 

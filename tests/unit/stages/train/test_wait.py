@@ -1,7 +1,5 @@
 """Finished responses that wait until a critic step has enough of them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 The rollout stage would fill it again: what training does with what goes on is the same.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Steps that are committed within an iteration, and attempts that go on from them: one process."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import subprocess
