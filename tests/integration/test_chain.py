@@ -17,7 +17,7 @@ from planish.run.avoid import AvoidedNode, avoid
 from planish.run.chain import Chain, parse_chain
 from planish.run.kubeflow import restart_name, run_name
 from tests.integration import programs, runs
-from tests.unit.minder.lab.test_files import made
+from tests.unit.minder.lab.test_replay import small_frame
 from tests.unit.submit.kfp_server import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -85,7 +85,7 @@ def start(server: Server, run: dict, trace: Path, log: Path) -> programs.Program
 def test_a_chain_and_a_restart_through_the_api_equal_two(two: str, tmp_path: Path) -> None:
     """Two runs of an iteration; the second is killed beside a faulty machine and restarted."""
     root, log, trace = (tmp_path / "run").as_uri(), tmp_path / "log.txt", tmp_path / "trace.npz"
-    write_frame(trace, made())
+    write_frame(trace, small_frame())
     server = Server()
     first = server.add_run(
         display_name="by hand",

@@ -109,7 +109,9 @@ def evaluate(options):
     """Score the detector."""
     figures = report(on_cases(outcome_of, options))
     if options.out is not None:
-        options.out.write_text(json.dumps(figures, indent=1, sort_keys=True, allow_nan=False) + "\n")
+        options.out.write_text(
+            json.dumps(figures, indent=1, sort_keys=True, allow_nan=False) + "\n"
+        )
     print(markdown(figures))
 
 

@@ -1,16 +1,24 @@
 """What each record refuses, and that it tells every fault at once."""
 
 import hashlib
+import io
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
 from planish.base.errors import RecordError
-from planish.records import Ragged, RolloutSet, ValueSet, WaitingSet
+from planish.records import Ragged, RolloutSet, ValueSet, WaitingSet, read_set, write_set
 from planish.records.prompts import prompt_id
+from planish.show.command import show
 from tests.unit.records.samples import (
     SAMPLES,
     changed,
+    file_of,
     random_prompts,
     random_rewards,
     random_rollouts,
@@ -199,3 +207,162 @@ def test_values_are_sorted_by_ordinal_and_sample_and_come_back_by_key():
     assert VALUES.values.to_lists() == [[], [1.0], [0.5, -0.25], [3.0, 4.0, 5.0]]
     assert VALUES.to_rows()[7, 0].tolist() == [0.5, -0.25]
     assert ValueSet.from_rows({}).to_rows() == {}
+
+
+ROWS = st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=6), max_size=8)
+
+
+def test_rows_lie_one_after_another():
+    ragged = Ragged.from_lists([[1, 2, 3], [], [4]], np.int32)
+    assert ragged.values.tolist() == [1, 2, 3, 4]
+    assert ragged.offsets.tolist() == [0, 3, 3, 4]
+    assert (len(ragged), ragged.values.dtype, ragged.offsets.dtype) == (3, np.int32, np.int64)
+    assert ragged.row(1).tolist() == []
+
+
+@given(ROWS)
+def test_lists_come_back_as_they_went_in(rows):
+    ragged = Ragged.from_lists(rows, np.int32)
+    assert ragged.to_lists() == rows
+    assert [ragged.row(r).tolist() for r in range(len(ragged))] == rows
+    assert ragged.faults("x", rows=len(rows), dtype="int32") == []
+
+
+@given(ROWS, st.data())
+def test_take_equals_choosing_from_the_lists(rows, data):
+    ragged = Ragged.from_lists(rows, np.int32)
+    index = st.integers(0, max(0, len(rows) - 1))
+    chosen = data.draw(st.lists(index, max_size=10 if rows else 0))
+    assert ragged.take(chosen).to_lists() == [rows[c] for c in chosen]
+    mask = np.zeros(len(rows), bool)
+    mask[chosen] = True
+    assert ragged.take(mask).to_lists() == [rows[c] for c in sorted({*chosen})]
+
+
+@given(st.lists(ROWS, min_size=1, max_size=4))
+def test_concat_equals_adding_the_lists(parts):
+    joined = Ragged.concat([Ragged.from_lists(rows, np.int32) for rows in parts])
+    assert joined.to_lists() == [row for rows in parts for row in rows]
+
+
+@given(ROWS, st.data())
+def test_a_slice_and_the_rest_make_the_whole(rows, data):
+    cut = data.draw(st.integers(0, len(rows)))
+    ragged = Ragged.from_lists(rows, np.int32)
+    head, tail = ragged.slice(0, cut), ragged.slice(cut, len(rows))
+    assert head.to_lists() == rows[:cut]
+    assert Ragged.concat([head, tail]) == ragged
+
+
+def test_equality_compares_values_offsets_and_dtype():
+    one = Ragged.from_lists([[1.0, float("nan")], []], np.float32)
+    assert one == Ragged.from_lists([[1.0, float("nan")], []], np.float32)
+    assert one != Ragged.from_lists([[1.0], [float("nan")]], np.float32)
+    assert one != Ragged.from_lists([[1.0, float("nan")], []], np.float64)
+    assert one != Ragged.from_lists([[1.0, 2.0], []], np.float32)
+    assert one != [[1.0], []]
+
+
+def test_an_empty_array_has_no_rows_and_its_dtype():
+    empty = Ragged.empty(np.float32)
+    assert (len(empty), empty.values.dtype, empty.to_lists()) == (0, np.float32, [])
+    assert Ragged.from_lists([], np.float32) == empty
+    assert empty.take([]) == empty
+
+
+@pytest.mark.parametrize(
+    ("values", "offsets", "fault"),
+    [
+        ([1, 2, 3], [0, 2], "rise from 0 to 3, got 0 to 2"),
+        ([1, 2, 3], [1, 3], "rise from 0 to 3, got 1 to 3"),
+        ([1, 2, 3], [0, 4, 3], "rise from 0 to 3"),
+        ([1, 2, 3], [0, 1, 3, 3], "must have 2 rows, got 3"),
+        ([1, 2, 3], [], "must be [R + 1] int64, got [0]"),
+        ([[1], [2]], [0, 1, 2], "must be [N] int32, got [2, 1]"),
+    ],
+)
+def test_wrong_offsets_are_told(values, offsets, fault):
+    ragged = Ragged(np.array(values, np.int32), np.array(offsets, np.int64))
+    assert any(fault in text for text in ragged.faults("x", rows=2, dtype="int32"))
+    wrong = Ragged(np.zeros(1, np.int64), np.array([0, 1]))
+    assert wrong.faults("x", rows=1, dtype="int32") == [
+        "`x` values must be [N] int32, got [1] int64"
+    ]
+
+
+LAYERS, CHOICES = 3, 2
+PYARROW = "26.0.1"
+FILE_SHA256 = "4ac6abe598ca31a9dca510fc96332b70802fcebb28a39362e5f9f812a5ebbd71"
+"""Of the file of `random_rollouts()` when rollout sets had no optional column, and what wrote it.
+"""
+
+
+def written(folder, rollouts):
+    uri = f"file://{folder}"
+    write_set(uri, rollouts, parents={}, attributes={})
+    return uri
+
+
+@pytest.mark.parametrize(("dtype", "high"), [(np.int8, 120), (np.int16, 500)])
+def test_experts_are_read_as_they_were_written(tmp_path, dtype, high):
+    rollouts = routed(dtype=dtype, high=high)
+    found = read_set(RolloutSet, written(tmp_path, rollouts))
+    assert found == rollouts
+    assert found.routing.values.dtype == dtype
+    assert found.routing_of(3).shape == (int(rollouts.num_tokens()[3]), LAYERS, CHOICES)
+    assert (found.routing_of(3)[-1] == -1).all()
+
+
+def test_a_set_without_experts_has_the_bytes_that_it_had_before_the_column():
+    plain = random_rollouts()
+    schema = pq.ParquetFile(pa.BufferReader(file_of(plain))).schema_arrow
+    assert schema.names == [c.name for c in RolloutSet.COLUMNS if not c.optional]
+    if pa.__version__ == PYARROW:
+        assert hashlib.sha256(file_of(plain)).hexdigest() == FILE_SHA256
+
+
+def test_a_set_without_experts_opens_and_one_with_them_opens_without(tmp_path):
+    plain = random_rollouts()
+    found = read_set(RolloutSet, written(tmp_path / "plain", plain))
+    assert found == plain
+    assert (found.routing, found.routing_of(0)) == (None, None)
+    uri = written(tmp_path / "routed", routed())
+    assert read_set(RolloutSet, uri, with_optional=False) == plain
+    assert routed() != plain
+
+
+def test_rows_and_groups_take_their_experts_along():
+    rollouts = routed()
+    rows = rollouts.take_rows([2, 5, 11])
+    for place, row in enumerate([2, 5, 11]):
+        assert (rows.routing_of(place) == rollouts.routing_of(row)).all()
+    groups = rollouts.take_groups([3, 1])
+    groups.validate()
+    assert (groups.routing_of(0) == rollouts.routing_of(12)).all()
+    assert rollouts.take_groups(range(5)) == rollouts
+
+
+def test_sets_with_and_without_experts_join_with_unknown_ones():
+    one, other = routed(0), random_rollouts(1)
+    joined = RolloutSet.concat([other, RolloutSet.empty(), one])
+    joined.validate()
+    assert joined.num_rows == 40
+    assert (joined.routing_of(7) == -1).all()
+    assert joined.routing_of(7).shape[1:] == (LAYERS, CHOICES)
+    assert (joined.routing_of(25) == one.routing_of(5)).all()
+    assert RolloutSet.concat([other, RolloutSet.empty()]).routing is None
+    assert RolloutSet.concat([RolloutSet.empty(), one]) == one
+
+
+def test_experts_take_about_their_entropy_on_disk():
+    rollouts = routed(groups=64, group_size=8, high=8)
+    extra = len(file_of(rollouts)) - len(file_of(random_rollouts(groups=64, group_size=8)))
+    # Three bits for each choice of one expert in eight.
+    assert extra < 0.55 * len(rollouts.routing.values)
+
+
+def test_show_names_the_column_only_where_it_is(tmp_path):
+    for name, rollouts in (("plain", random_rollouts()), ("routed", routed())):
+        out = io.StringIO()
+        show(written(tmp_path / name, rollouts), Console(file=out, width=200), rows=1)
+        assert ("list<int8|int16>" in out.getvalue()) == (name == "routed")

@@ -8,10 +8,16 @@ import pytest
 from kubernetes.client import ApiException
 from urllib3.exceptions import MaxRetryError
 
+from planish import store
 from planish.base.errors import ClusterError, ConfigError
+from planish.records import layout
 from planish.run import kube as module
+from planish.run import rollouts
+from planish.run.avoid import AvoidedNode, avoid, avoided, is_node_name
+from planish.run.chain import Chain, parse_chain, with_settings
 from planish.run.gang.cluster import GangCluster
 from planish.run.kube import Kube
+from planish.run.stage import PathArtifact
 
 
 @pytest.fixture
@@ -110,3 +116,100 @@ def test_a_list_is_read_page_by_page_and_a_kind_that_is_not_installed_is_empty()
 
     absent.__name__ = "list_namespaced_custom_object"
     assert list(Kube(None).items(absent, *place)) == []
+
+
+ROOTS = ("file_root", pytest.param("s3_root", marks=pytest.mark.server))
+
+
+@pytest.fixture(params=ROOTS)
+def root(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_the_first_who_names_a_node_counts(root):
+    assert avoided(root) == []
+    first = AvoidedNode("node-3", "monitor_check", "run-a", 4, 200.0)
+    assert avoid(root, first)
+    assert not avoid(root, AvoidedNode("node-3", "monitor_check", "run-b", 5, 300.0))
+    assert avoid(root, AvoidedNode("node-1", "operator", seconds=100.0))
+    assert avoided(root) == [AvoidedNode("node-1", "operator", seconds=100.0), first]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "10.0.0.7:9100", "Node", "-a", "a" * 64, "a\n"])
+def test_what_is_no_node_is_refused(file_root, name):
+    assert not is_node_name(name)
+    with pytest.raises(ConfigError, match="a node must be named like the label"):
+        avoid(file_root, AvoidedNode(name, "operator"))
+    assert avoided(file_root) == []
+
+
+def test_what_is_no_mark_of_a_node_is_told_and_ignored(file_root, caplog):
+    avoid(file_root, AvoidedNode("node-1", "operator"))
+    for name, data in (("x", b"no JSON"), ("y", b"[]"), ("z", b'{"name": 3}')):
+        store.write(layout.avoided_node(file_root, name), data)
+    assert [node.name for node in avoided(file_root)] == ["node-1"]
+    assert caplog.text.count("ignored, no mark of a node") == 3
+
+
+def test_empty_text_is_a_single_new_run():
+    assert parse_chain("") == Chain(index=0, runs=1) == parse_chain("{}")
+
+
+def test_settings_are_replaced_and_the_others_kept():
+    text = with_settings('{"runs": 3, "resume_from": "s3://b/r"}', index=2)
+    assert parse_chain(text) == Chain(index=2, runs=3, resume_from="s3://b/r")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "must be a JSON object"),
+        ("[]", r"must be a JSON object .*, got '\[\]'"),
+        ("[" * 100_000, "must be a JSON object"),
+        ('{"run": 3}', "did you mean `runs`"),
+        ('{"runs": 0}', "`chain.runs`"),
+        ('{"runs": "3"}', "valid integer"),
+        ('{"index": -2}', "`chain.index`"),
+        ('{"index": 1e400}', "`chain.index`"),
+    ],
+)
+def test_what_cannot_be_is_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_chain(text)
+    with pytest.raises(ConfigError, match=words):
+        with_settings(text, allow_config_change=True)
+
+
+@pytest.mark.parametrize(
+    ("num_tasks", "expected"),
+    [(1, [[0, 1, 2, 3, 4]]), (2, [[0, 2, 4], [1, 3]]), (5, [[0], [1], [2], [3], [4]])],
+)
+def test_every_shard_runs_once(monkeypatch, num_tasks, expected):
+    seen = []
+    monkeypatch.setattr(
+        rollouts,
+        "stage_run",
+        lambda stage: lambda **given: seen.append((stage, given.get("shard"))),
+    )
+    found = []
+    for shard in range(num_tasks):
+        rollouts.run(
+            "file:///r",
+            "0" * 64,
+            number=1,
+            offset=0,
+            shard=shard,
+            num_tasks=num_tasks,
+            num_shards=5,
+            policy_pin="p",
+            state_pin="s",
+            rollouts=PathArtifact("r"),
+            metrics=PathArtifact("m"),
+        )
+        # The policy is evaluated once, behind the shards of the first task.
+        if shard == 0:
+            assert seen.pop() == ("evaluate_iteration", None)
+        assert {stage for stage, _ in seen} == {"rollout"}
+        found.append([index for _, index in seen])
+        seen.clear()
+    assert found == expected

@@ -1,6 +1,12 @@
 import json
 import logging
 import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +23,7 @@ from planish.base.errors import (
 )
 from planish.records import layout
 from planish.records.refs import Ref
+from planish.run.__main__ import STAGES, main, stage_run
 from planish.run.stage import (
     LOCAL_RUN,
     Artifact,
@@ -31,6 +38,8 @@ from planish.run.stage import (
     stage_main,
 )
 from planish.store.documents import read_json, write_json
+from tests.integration.waiting import wait_for
+from tests.processes import marked, marks, wait_until_none
 
 CONFIG = {"run": {"seed": 7}, "toy": {"size": 3}}
 
@@ -262,3 +271,219 @@ def test_an_attempt_that_found_the_work_done_replaces_no_record(
     assert read_json(uri) == {**first, "already_done": True}
     call(root, work, tmp_path, iteration=2)
     assert read_json(uri)["start_seconds"] > first["start_seconds"]
+
+
+LIMIT = 300.0
+"""Seconds after which a test that hangs ends."""
+
+STAGE = """
+import subprocess, sys, time
+from planish.run import signals
+from planish.run.stage import Outcome, execute
+
+signals.STOP_SECONDS = float(sys.argv[3])
+
+def work(context):
+    subprocess.Popen(["sleep", "600"])
+    open(sys.argv[2], "w").close()
+    while True:
+        try:
+            time.sleep(600)
+        except BaseException:
+            if sys.argv[4] == "obedient":
+                raise
+        if sys.argv[4] == "wrapped":
+            raise ValueError("of a library")
+
+execute("toy", work, root=sys.argv[1], config_sha256=None, outputs={})
+"""
+
+
+def stop_stage(tmp_path: Path, number: int, how: str, limit_seconds: float) -> int:
+    """Send a signal to a stage at work; return its exit code."""
+    begun = tmp_path / "begun"
+    words = [tmp_path.as_uri(), str(begun), str(limit_seconds), how]
+    process = subprocess.Popen([sys.executable, "-c", STAGE, *words], env=marks(tmp_path))
+    wait_for(lambda: begun.exists() or process.poll() is not None, LIMIT)
+    process.send_signal(number)
+    return process.wait(timeout=LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [(signal.SIGTERM, "obedient"), (signal.SIGINT, "obedient"), (signal.SIGTERM, "wrapped")],
+)
+def test_a_stage_that_must_stop_says_so_and_may_be_tried_again(
+    tmp_path: Path, number: int, how: str
+) -> None:
+    assert stop_stage(tmp_path, number, how, 10 * LIMIT) == 75
+    (log,) = (tmp_path / "logs").glob("*.json")
+    entry = json.loads(log.read_text())
+    assert (entry["state"], entry["exit_code"]) == ("failed", 75)
+    told = {signal.SIGTERM: "stopped by SIGTERM", signal.SIGINT: "interrupted"}
+    assert entry["error"] == told[number]
+    for pid in marked(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_stage_that_does_not_stop_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    assert stop_stage(tmp_path, signal.SIGTERM, "stubborn", 1.0) == 75
+    wait_until_none(tmp_path, LIMIT)
+
+
+ENDS_ALL = """
+import signal, subprocess, sys
+from planish.run.signals import end_descendants
+
+deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+nest = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {deaf!r}])"
+command = [sys.executable, "-c", nest]
+child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
+end_descendants(0.5)
+print(child.wait(timeout=120))
+"""
+
+
+def test_descendants_end_in_sessions_of_their_own_and_when_they_ignore_the_signal(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_ALL],
+        env=marks(tmp_path),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(-signal.SIGTERM)]
+    wait_until_none(tmp_path, LIMIT)
+
+
+@pytest.mark.slow
+def test_a_keyboard_interrupt_of_a_command_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\n"
+        "def reward(response, answer):\n"
+        "    pathlib.Path(__file__).with_name('begun').touch()\n"
+        "    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "planish", "verifier", "check", "slow:reward"]
+    process = subprocess.Popen(
+        [*command, "--timeout-seconds", "600"],
+        env={**marks(tmp_path), "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: (tmp_path / "begun").exists() or process.poll() is not None, LIMIT)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=LIMIT)
+    assert (process.returncode, errors) == (130, "planish: interrupted; the same command resumes\n")
+    wait_until_none(tmp_path, LIMIT)
+
+
+SUPERVISOR = """
+import sys
+from planish.run import again
+again.PAUSE_SECONDS = float(sys.argv[1])
+sys.exit(again.main(sys.argv[2:]))
+"""
+
+PROGRAM = """
+import os, signal, subprocess, sys, time
+attempts = open(sys.argv[1], "a")
+print(os.environ["KFP_RETRY_INDEX"], file=attempts, flush=True)
+is_first = open(sys.argv[1]).read().count("\\n") == 1
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+match sys.argv[2]:
+    case "killed once" if is_first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    case "waits":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        print("ready", file=attempts, flush=True)
+        time.sleep(600)
+    case code if code.isdecimal():
+        sys.exit(int(code))
+"""
+
+
+def begin(
+    tmp_path: Path, what: str, pause_seconds: float = 0.0, stderr: int | None = None
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "attempts"), what]
+    words = [sys.executable, "-c", SUPERVISOR, str(pause_seconds), *command]
+    return subprocess.Popen(words, env={**marks(tmp_path), "KFP_RETRY_INDEX": "1"}, stderr=stderr)
+
+
+@pytest.mark.parametrize(
+    ("what", "attempts", "code"),
+    [("killed once", "23", 0), ("0", "2", 0), ("1", "23", 1), ("75", "23", 75), ("2", "2", 2)],
+)
+def test_what_failed_is_run_once_more_and_a_fault_of_the_settings_is_not(
+    tmp_path: Path, what: str, attempts: str, code: int
+) -> None:
+    assert begin(tmp_path, what).wait(timeout=60) == code
+    # Each attempt has a number, and so a log, of its own.
+    assert (tmp_path / "attempts").read_text().split() == [*attempts]
+    # Nor does an attempt leave anything behind for the next one, such as a rank on its GPU.
+    wait_until_none(tmp_path, seconds=60)
+
+
+def test_a_program_that_is_asked_to_end_is_not_run_again(tmp_path: Path) -> None:
+    process = begin(tmp_path, "waits")
+    told, end = tmp_path / "attempts", time.monotonic() + 60
+    while not told.exists() or "ready" not in told.read_text():
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 75
+    assert told.read_text().split() == ["2", "ready"]
+
+
+def test_a_pod_that_is_asked_to_end_between_attempts_does(tmp_path: Path) -> None:
+    process = begin(tmp_path, "1", pause_seconds=600.0, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    assert process.stderr.readline() == b"exit code 1: once more in this pod, as attempt 3\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 1
+    process.stderr.close()
+    assert (tmp_path / "attempts").read_text().split() == ["2"]
+
+
+@pytest.mark.parametrize("stage", sorted(STAGES))
+def test_every_stage_of_the_table_can_be_called(stage):
+    assert callable(stage_run(stage))
+
+
+def test_the_help_of_a_stage_names_the_command_that_was_typed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["reward", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: python -m planish.run reward [-h] --root ROOT")
+    assert "--num-shards" in text
+
+
+def test_the_help_without_a_stage_lists_the_stages(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: python -m planish.run [-h] STAGE ...")
+    assert all(stage in text for stage in STAGES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rewards"], "a stage must be one of prepare, curate, sft, .*, got 'rewards'; did you"),
+        ([], "the following arguments are required: STAGE"),
+        (["reward"], "the following arguments are required: --root"),
+        (["reward", "--root", "file:///r", "--number", "one"], "invalid int value: 'one'"),
+    ],
+)
+def test_a_wrong_command_ends_with_2_and_says_what_is_wrong(capsys, arguments, words):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert re.search(words, capsys.readouterr().err)

@@ -1,20 +1,32 @@
 """What every back end promises, checked on memory, a folder, a wrapper and a real S3 server."""
 
+import errno
+import hashlib
+import os
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from planish import store
 from planish.base.errors import (
+    AccessRefused,
     ConfigError,
     ObjectChanged,
     ObjectExists,
     ObjectMissing,
     ObjectTooLarge,
     StoreError,
+    StoreUnavailable,
 )
 from planish.store import SINGLE_PUT_BYTES, open_store, upload
+from planish.store import file as file_module
+from planish.store.file import TEMPORARY
 from tests.stores.faulty import FaultyStore
 from tests.stores.memory import MemoryStore
 from tests.thin import examples
@@ -287,3 +299,235 @@ def test_tidy_leaves_no_folder_and_harms_no_object(place, tmp_path):
     storage.delete([f"{root}/c"])
     storage.tidy(f"{root}/a")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "expected"),
+    [
+        (0, None, b"0123456789"),
+        (3, None, b"3456789"),
+        (0, 4, b"0123"),
+        (3, 4, b"3456"),
+        (8, 100, b"89"),
+        (10, None, b""),
+        (10, 5, b""),
+        (99, 1, b""),
+        (2, 0, b""),
+    ],
+)
+def test_a_ranged_read_returns_what_there_is_of_the_range(store_root, start, length, expected):
+    store.write(f"{store_root}/x", b"0123456789")
+    assert store.read(f"{store_root}/x", start, length) == expected
+
+
+def test_an_absent_object_is_missing_for_every_read(store_root, tmp_path):
+    uri = f"{store_root}/none"
+    store.write(f"{store_root}/folder/x", b"")
+    for attempt in (
+        lambda: store.read(uri),
+        lambda: store.read(uri, 1, 0),
+        lambda: store.size(uri),
+        lambda: store.read_file(uri, tmp_path / "copy"),
+        lambda: store.read(f"{store_root}/folder"),
+        lambda: store.size(f"{store_root}/folder"),
+    ):
+        with pytest.raises(ObjectMissing, match="must be an object"):
+            attempt()
+    assert not (tmp_path / "copy").exists()
+    assert not store.exists(uri)
+    assert not store.exists(f"{store_root}/folder")
+    assert not store.exists(store_root)
+
+
+def test_list_is_recursive_sorted_and_stays_in_its_folder(store_root):
+    for name in ("a/2", "a/10", "a/deep/er/x", "ab/1", "a.txt"):
+        store.create(f"{store_root}/{name}", name.encode())
+    with pytest.raises(ObjectExists, match="must not exist yet"):
+        store.create(f"{store_root}/a/2", b"second")
+    assert (store.read(f"{store_root}/a/2"), store.size(f"{store_root}/a/2")) == (b"a/2", 3)
+    expected = [f"{store_root}/a/{name}" for name in ("10", "2", "deep/er/x")]
+    assert store.list_uris(f"{store_root}/a") == expected
+    assert store.list_uris(f"{store_root}/a/") == expected
+    assert len(store.list_uris(store_root)) == 5
+    assert store.list_uris(f"{store_root}/nothing") == []
+    assert store.list_uris(f"{store_root}/a/2") == []
+
+
+@pytest.mark.parametrize("size", [0, 1, (16 << 20) + 1, 40 << 20])
+def test_files_of_any_size_go_and_come_back_equal(store_root, tmp_path, size):
+    block = bytes(range(251))
+    data = (block * (size // len(block) + 1))[:size]
+    (tmp_path / "source").write_bytes(data)
+    store.write_file(f"{store_root}/big", tmp_path / "source")
+    assert store.size(f"{store_root}/big") == size
+    digest = store.read_file(f"{store_root}/big", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == data
+    assert digest == hashlib.sha256(data).hexdigest()
+    assert store.read(f"{store_root}/big", max(0, size - 3), 100) == data[-3:]
+
+
+def test_ranges_of_a_file_are_read_at_the_same_time(store_root, tmp_path, monkeypatch):
+    """Each of three ranges waits until all have been asked for."""
+    opened, _ = store.open_store(f"{store_root}/big")
+    together, get_into = threading.Barrier(3, timeout=60.0), type(opened).get_into
+
+    def waiting(self, *words, **options):
+        together.wait()
+        get_into(self, *words, **options)
+
+    store.write(f"{store_root}/big", bytes(3 * store.PART_BYTES))
+    monkeypatch.setattr(type(opened), "get_into", waiting)
+    store.read_file(f"{store_root}/big", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == bytes(3 * store.PART_BYTES)
+
+
+def test_a_killed_writer_leaves_the_old_object_and_nothing_in_listings(file_root):
+    store.write(f"{file_root}/x", b"old")
+    code = (
+        "import os\nfrom planish import store\n"
+        "os.replace = lambda *_: os._exit(9)\n"
+        f"store.write({file_root + '/x'!r}, b'new')\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert store.read(f"{file_root}/x") == b"old"
+    assert store.list_uris(file_root) == [f"{file_root}/x"]
+    assert len(list(Path(file_root[7:]).iterdir())) == 2
+
+
+def test_a_path_through_a_file_is_refused_with_the_remedy(file_root):
+    store.write(f"{file_root}/x", b"")
+    with pytest.raises(StoreError, match="part of its path is a file"):
+        store.write(f"{file_root}/x/y", b"")
+    assert not store.exists(f"{file_root}/x/y")
+    assert store.list_uris(f"{file_root}/x") == []
+
+
+def test_writing_in_place_of_a_folder_is_refused(file_root):
+    store.write(f"{file_root}/a/x", b"")
+    with pytest.raises(StoreError, match="must not be a folder"):
+        store.write(f"{file_root}/a", b"")
+    with pytest.raises(ObjectExists):
+        store.create(f"{file_root}/a", b"")
+
+
+@pytest.mark.parametrize(
+    ("number", "expected", "words"),
+    [
+        (errno.EACCES, AccessRefused, "mend the permissions"),
+        (errno.EROFS, AccessRefused, "Read-only file system"),
+        (errno.ESTALE, StoreUnavailable, "can not be reached now"),
+        (errno.ENOSPC, StoreError, "No space left on device"),
+    ],
+)
+def test_errors_of_the_operating_system_say_which_object_and_why(
+    file_root, monkeypatch, number, expected, words
+):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(file_module.os, "replace", fail)
+    with pytest.raises(expected, match=words) as raised:
+        store.write(f"{file_root}/x", b"data")
+    assert f"{file_root}/x" in str(raised.value)
+    assert list(Path(file_root[7:]).iterdir()) == []
+
+
+def die_in(call, uri, work):
+    """Let another process do `work` with a file store and die without warning in `os.<call>`."""
+    code = (
+        "import errno, os\nfrom planish import store\n"
+        "def no_links(*_):\n    raise OSError(errno.ENOTSUP, 'no links here')\n"
+        "os.link = no_links\n"
+        f"os.{call} = lambda *_: os._exit(9)\n"
+        f"store.{work}({uri!r}, b'new')\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+
+
+def left(folder):
+    return sorted(path for path in Path(folder[7:]).iterdir() if path.name.startswith(TEMPORARY))
+
+
+@pytest.fixture
+def sweeping(monkeypatch):
+    """Every write looks for what dead writers left."""
+    monkeypatch.setattr(file_module, "SWEEP_SECONDS", 0.0)
+
+
+def test_many_writes_look_once_for_what_dead_writers_left(file_root, monkeypatch):
+    store.write(f"{file_root}/x", b"")
+    path = Path(file_root[7:]) / f"{TEMPORARY}0123456789abcdef"
+    path.touch()
+    os.utime(path, (0.0, 0.0))
+    store.write(f"{file_root}/y", b"")
+    assert path.exists()
+    clock = time.monotonic() + file_module.SWEEP_SECONDS
+    monkeypatch.setattr(file_module.time, "monotonic", lambda: clock)
+    store.write(f"{file_root}/y", b"")
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("work", ["write", "create"])
+def test_what_a_dead_writer_left_goes_with_the_next_write_beside_it(file_root, work):
+    die_in("replace", f"{file_root}/x", work)
+    assert len(left(file_root)) == 1
+    assert not store.exists(f"{file_root}/x"), "a name without content would be taken for ever"
+    store.write(f"{file_root}/y", b"")
+    assert left(file_root) == []
+
+
+@pytest.mark.usefixtures("sweeping")
+def test_what_a_live_writer_writes_stays(file_root):
+    script = (
+        "from planish.store.file import temporary_name\n"
+        f"open({file_root[7:]!r} + '/' + temporary_name(), 'wb')\nprint(flush=True)\ninput()\n"
+    )
+    store.write(f"{file_root}/x", b"")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as writer:
+        writer.stdout.readline()
+        store.write(f"{file_root}/y", b"")
+        assert len(left(file_root)) == 1
+        writer.kill()
+    store.write(f"{file_root}/z", b"")
+    assert left(file_root) == []
+
+
+@pytest.mark.parametrize("name", ["-01234567.7.99-0123456789abcdef", "0123456789abcdef"])
+@pytest.mark.usefixtures("sweeping")
+def test_what_a_writer_of_another_machine_left_goes_after_a_day(file_root, name):
+    store.write(f"{file_root}/x", b"")
+    path = Path(file_root[7:]) / f"{TEMPORARY}{name}"
+    for age_seconds, stays in ((86_000, True), (87_000, False)):
+        path.touch()
+        os.utime(path, (time.time() - age_seconds,) * 2)
+        store.write(f"{file_root}/x", b"")
+        assert path.exists() == stays
+
+
+def test_create_works_where_the_file_system_has_no_hard_links(file_root, monkeypatch):
+    def no_links(*_):
+        raise OSError(errno.ENOTSUP, "no links here")
+
+    monkeypatch.setattr(file_module.os, "link", no_links)
+    store.create(f"{file_root}/x", b"1")
+    assert store.read(f"{file_root}/x") == b"1"
+    with pytest.raises(ObjectExists):
+        store.create(f"{file_root}/x", b"2")
+    assert store.read(f"{file_root}/x") == b"1"
+
+
+def test_a_folder_is_made_again_that_goes_while_the_one_below_it_is_made(tmp_path, monkeypatch):
+    storage = file_module.FileStore(tmp_path)
+    sync, calls = os.fsync, []
+
+    def tidying(descriptor):
+        sync(descriptor)
+        calls.append(descriptor)
+        if len(calls) == 1:
+            storage.tidy("a/other")
+            assert not (tmp_path / "a").exists()
+
+    monkeypatch.setattr(os, "fsync", tidying)
+    storage.put("a/b/x", b"new")
+    assert storage.read("a/b/x") == b"new"

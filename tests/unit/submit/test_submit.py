@@ -2,8 +2,11 @@
 
 import json
 import socket
+import tempfile
+from pathlib import Path
 
 import pytest
+import yaml
 
 from components.pod_settings import STAGE_LABEL
 from planish import store
@@ -411,3 +414,90 @@ def test_an_operator_names_a_node_and_takes_it_back(file_root, capsys):
         assert main(["avoid", file_root, "node-3", "--undo"]) == 0
         assert capsys.readouterr().out == expected
     assert avoided(file_root) == []
+
+
+def test_the_state_of_a_run_comes_with_its_tasks(server, capsys):
+    failed = {"display_name": "train", "state": "FAILED", "start_time": "2026-01-01T00:00:01Z"}
+    details = {"task_details": [{**failed, "error": {"message": "exit code 75"}}]}
+    run = server.add_run(display_name="x", state="RUNNING", run_details=details)
+    assert main(["status", run["run_id"], "--host", server.url]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == "RUNNING"
+    row = next(line for line in rest if "train" in line)
+    for words in ("FAILED", "2026-01-01 00:00:01", "exit code 75"):
+        assert words in row
+
+
+def test_tasks_are_told_in_the_order_of_the_graph_without_those_of_kubeflow(
+    server, file_root, capsys, package
+):
+    recorded = json.loads((Path(__file__).parent / "run_of_one_iteration.json").read_text())
+    details = {"task_details": recorded}
+    given = {"pipeline_spec": package.spec, "platform_spec": package.platform}
+    facts = {"state": "RUNNING", "run_details": details}
+    parameters = {"parameters": {"root": file_root}}
+    log = layout.stage_log(file_root, "train", 1, 0)
+    store.write(log, b'{"state": "running", "start_seconds": 5.0}')
+    store.write(f"{log.removesuffix('.json')}-0.txt", b"step=1\nstep=2 of=8\n")
+    for spec in (given, None):
+        run = server.add_run(pipeline_spec=spec, runtime_config=parameters, **facts)
+        assert main(["status", run["run_id"], "--host", server.url]) == 0
+        told = capsys.readouterr().out
+        assert "0001-01-01" not in told
+        words = [line.replace("│", " ").split() for line in told.splitlines()]
+        names = [row[0] for row in words if row[1:2] in (["SUCCEEDED"], ["RUNNING"])]
+        names = [name for name in names if name != "post-train-x7k2p"]
+        shards = {"rollout-i1", "rollout-2-i1"}
+        assert [name for name in names if name not in shards] == [
+            *("exit-handler-1", "prepare", "curate", "sft", "iteration-1"),
+            *("reward-i1", "train-i1"),
+        ]
+        assert {*names[5:7]} == shards
+        # Only the pipeline tells tasks from the workflow itself.
+        assert ("post-train-x7k2p" in told) == (spec is None)
+        assert told.splitlines()[-1] == "== 00001-train-00-0.txt running: step=2 of=8"
+
+
+def test_every_pod_gets_pull_secret_toleration_and_selector(capsys):
+    words = ["submit", "s3://b/r", "--profile", "gpu-1x8", "--dry-run", "--iterations", "1"]
+    words += ["-p", "preset=dapo-qwen2.5-0.5b", "--image-pull-secret", "registry"]
+    words += ["--toleration", "dedicated=rl:NoSchedule", "--node-selector", "pool=rl"]
+    assert main(words) == 0
+    told = pipeline.parse(capsys.readouterr().out)
+    for _, pod in told.pods():
+        assert [secret["secretName"] for secret in pod["imagePullSecret"]] == ["registry"]
+        wanted = {"key": "dedicated", "operator": "Equal", "value": "rl", "effect": "NoSchedule"}
+        assert wanted in pod["tolerations"]
+        assert pod["nodeSelector"]["labels"]["pool"] == "rl"
+    train = next(pod for box, pod in told.pods() if "iterate" in box["args"])
+    assert {one["key"] for one in train["tolerations"]} == {"nvidia.com/gpu", "dedicated"}
+    assert train["nodeSelector"]["labels"]["nvidia.com/gpu.present"] == "true"
+
+
+def test_placement_is_written_as_the_sdk_of_kubeflow_writes_it():
+    from kfp import compiler, dsl, kubernetes
+
+    @dsl.container_component
+    def box():
+        return dsl.ContainerSpec(image="x")
+
+    @dsl.pipeline(name="p")
+    def one():
+        task = box()
+        kubernetes.set_image_pull_secrets(task, ["registry"])
+        kubernetes.add_toleration(task, "dedicated", "Equal", "rl", "NoSchedule")
+        kubernetes.add_node_selector(task, "pool", "rl")
+
+    with tempfile.TemporaryDirectory() as folder:
+        compiler.Compiler().compile(one, f"{folder}/p.yaml")
+        _, platform = yaml.safe_load_all(Path(f"{folder}/p.yaml").read_text())
+    executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    ours = pipeline.shipped("post-train", "cpu-tiny")
+    pipeline.set_placement(
+        ours,
+        pull_secrets=["registry"],
+        tolerations=["dedicated=rl:NoSchedule"],
+        node_selectors=["pool=rl"],
+    )
+    _, prepared = next(ours.pods())
+    assert {key: prepared[key] for key in executors["exec-box"]} == executors["exec-box"]

@@ -1,7 +1,12 @@
+import os
+import sys
+
 import pytest
 
-from planish.verifiers import VerifierOptions, answer_fault, verify, verify_many
+from planish.verifiers import VerifierOptions, answer_fault, math_answer, verify, verify_many
+from planish.verifiers.child_process import ChildProcess
 from planish.verifiers.math_answer import extract_answer, last_boxed, normalise_answer
+from planish.verifiers.own import shared_verifier
 
 GOLDEN = [
     ("Answer: 72", "72", 1.0),
@@ -130,3 +135,274 @@ def test_many_rows_keep_their_order_and_one_bad_row_spoils_no_other():
 def test_a_verifier_that_raises_gives_an_error_verdict():
     verdict = verify("integer", None, "5")  # type: ignore[arg-type]
     assert (verdict.accuracy, verdict.error) == (0.0, True)
+
+
+FAULTS = {
+    "braces inside a box end it": [
+        ("math", r"Answer: $\boxed{\frac{3}{4}}$", r"\frac{3}{4}", 1.0),
+        ("math", r"Answer: $\boxed{\frac{3}{5}}$", r"\frac{3}{4}", 0.0),
+        ("math", r"so \boxed{\frac{\sqrt{3}}{\frac{2}{5}}}", r"\frac{5\sqrt{3}}{2}", 1.0),
+        ("math", r"Answer: \boxed{\left\{ 1, 2 \right\}}", r"\{1,2\}", 1.0),
+        ("math", r"Answer: \boxed{\left\{ 1, 3 \right\}}", r"\{1,2\}", 0.0),
+    ],
+    "an equation in a box": [
+        ("integer", r"Answer: $\boxed{n = 7}$", "7", 1.0),
+        ("integer", r"Answer: $\boxed{n = 8}$", "7", 0.0),
+        ("math", r"Answer: $\boxed{x = \frac{3}{4}}$", r"\frac34", 1.0),
+        ("integer", r"Answer: $x = \boxed{7}$", "7", 1.0),
+        ("integer", r"Answer: The answer is \boxed{7}.", "7", 1.0),
+        ("integer", r"Answer: -\boxed{7}", "7", 0.0),
+        ("integer", r"Answer: -\boxed{7}", "-7", 1.0),
+    ],
+    "several answers, one of them right": [
+        ("integer", r"Answer: \boxed{5} or \boxed{7}", "7", 0.0),
+        ("integer", "Answer: $5$ or $7$", "7", 0.0),
+        ("integer", "Answer: $5$ or $7$", "5", 0.0),
+        ("integer", "Answer: $18 or $20", "18", 0.0),
+    ],
+    "the right side alone of an equation": [
+        ("math", "Answer: x=9, y=2", "x=1, y=2", 0.0),
+        ("math", "Answer: x=1, y=2", "x=1, y=2", 1.0),
+        ("math", "Answer: y=2, x=1", "x=1, y=2", 1.0),
+        ("math", "Answer: x=9; y=2", "x=1; y=2", 0.0),
+        ("math", "Answer: $x=9$ and $y=2$", "$x=1$ and $y=2$", 0.0),
+        ("math", r"Answer: x = 9 \quad y = 2", r"x = 1 \quad y = 2", 0.0),
+        ("math", r"Answer: x = 9 \\ y = 2", r"x = 1 \\ y = 2", 0.0),
+        ("math", "Answer: x = 9 y = 2", "x = 1 y = 2", 0.0),
+        ("math", "Answer: $x >= 3$", "3", 0.0),
+        ("integer", "Answer: $x != 3$", "3", 0.0),
+        ("integer", "Answer: $2x=14$", "14", 0.0),
+        ("math", "Answer: $x+1=3$", "3", 0.0),
+        ("math", "Answer: $x^2=4$", "4", 0.0),
+        ("math", "Answer: $x+y=5$", "x-y=5", 0.0),
+        ("math", "Answer: $y=x+5$", "x-y=-5", 1.0),
+        ("math", "Answer: $f(x)=x+1$", "x+1", 1.0),
+        ("math", "Answer: $f(x)=x+2$", "x+1", 0.0),
+        ("math", "Answer: $(a,b)=(3,4)$", "(3,4)", 1.0),
+        ("math", "Answer: $(a,b)=(3,5)$", "(3,4)", 0.0),
+        ("math", r"Answer: $P(A)=\frac{1}{3}$", r"\frac13", 1.0),
+        ("integer", "Answer: $m+n=7$", "7", 1.0),
+        ("integer", "Answer: $m+n=8$", "7", 0.0),
+        ("integer", "Answer: $x_1 + x_2 = 7$", "7", 1.0),
+        ("integer", "Answer: 48 + 24 = 72", "72", 1.0),
+    ],
+    "degrees, thousands and minus signs of LaTeX": [
+        ("integer", r"Answer: $35^\circ$", "35", 1.0),
+        ("integer", r"Answer: $35^{\circ}$", "35", 1.0),
+        ("integer", r"Answer: $\angle ABC = 35^\circ$", "35", 1.0),
+        ("integer", "Answer: 36\u00b0", "35", 0.0),
+        ("integer", r"Answer: $25^\circ\text{C}$", "25", 1.0),
+        ("integer", "Answer: 1{,}250{,}000", "1250000", 1.0),
+        ("integer", "Answer: 1{,}251", "1250", 0.0),
+        ("integer", r"Answer: 1,\!250", "1250", 1.0),
+        ("integer", "Answer: \u2212250", "-250", 1.0),
+        ("integer", "Answer: \u2212250", "250", 0.0),
+        ("integer", "Answer: \u2013250", "-250", 1.0),
+        ("math", "Answer: 5\u20137", "-2", 0.0),
+        ("math", "Answer: \u2212\\frac{1}{2}", "-1/2", 1.0),
+    ],
+    "units of LaTeX": [
+        ("integer", r"Answer: $12\ \text{cm}$", "12", 1.0),
+        ("integer", "Answer: $12~cm$", "12", 1.0),
+        ("integer", r"Answer: $12\,\text{cm}^2$", "12", 1.0),
+        ("integer", r"Answer: $12\ \mathrm{m/s}$", "12", 1.0),
+        ("integer", "Answer: 12 km/h", "12", 1.0),
+        ("integer", r"Answer: $13\ \text{cm}$", "12", 0.0),
+        ("integer", r"Answer: $5 \text{ million}$", "5", 0.0),
+        ("integer", "Answer: $5$ million", "5", 0.0),
+        ("math", r"Answer: $2\mathrm{i}$", "2", 0.0),
+    ],
+    "other delimiters of formulas": [
+        ("integer", r"Answer: \(17\)", "17", 1.0),
+        ("integer", r"Answer: \(18\)", "17", 0.0),
+        ("integer", r"Answer: \[17\]", "17", 1.0),
+        ("integer", r"Answer: \( x = 17 \).", "17", 1.0),
+        ("integer", r"Answer: **\(17\)**", "17", 1.0),
+    ],
+    "the value on a later line": [
+        ("integer", "Answer:\n\n$$\n\\boxed{17}\n$$", "17", 1.0),
+        ("integer", "Answer:\n\n$$\n\\boxed{18}\n$$", "17", 0.0),
+        ("integer", "Answer:\n\n\\[\nx = 17\n\\]", "17", 1.0),
+        ("integer", "**Answer:**\n17", "17", 1.0),
+        ("integer", "Answer:\n\\begin{align*}\nx &= 17\n\\end{align*}", "17", 1.0),
+    ],
+    "boxes of another spelling": [
+        ("integer", r"Therefore \fbox{42}", "42", 1.0),
+        ("integer", r"Therefore $\boxed {42}$", "42", 1.0),
+        ("integer", r"Therefore \fbox {43}", "42", 0.0),
+        ("integer", r"Therefore $\boxed 42$", "42", 1.0),
+    ],
+    "the box before one that is cut off": [
+        ("integer", r"Maybe \boxed{5}. Or rather \boxed{7", "5", 0.0),
+        ("integer", r"Maybe \boxed{5}. Or rather \fbox{\frac{7}{2}", "5", 0.0),
+        ("integer", r"\boxed{5}. Or rather $\boxed{7", "7", 0.0),
+        ("integer/tags", "<answer>5</answer><answer>7", "5", 0.0),
+    ],
+    "small numbers are all equal": [
+        ("math", r"Answer: $\frac{1}{2010!}$", r"\frac{1}{2011!}", 0.0),
+        ("math", r"Answer: $\frac{1}{2010! \cdot 2011}$", r"\frac{1}{2011!}", 1.0),
+        ("math", "Answer: $10^{-9}$", "10^{-8}", 0.0),
+        ("math", "Answer: 0.0000001", "0.0000002", 0.0),
+        ("math", "Answer: 0.000000", "10^{-9}", 0.0),
+        ("math", r"Answer: $1.2 \times 10^{-7}$", "0.00000012", 1.0),
+        ("math", "Answer: $e^{-50}$", "e^{-51}", 0.0),
+        ("math", r"Answer: $(\frac{1}{30!}, 2)$", r"(\frac{1}{31!}, 2)", 0.0),
+        ("math", r"Answer: $\{\frac{1}{30!}, 2\}$", r"\{\frac{1}{31!}, 2\}", 0.0),
+        ("math", r"Answer: $\sqrt{2}+10^{-20}$", r"\sqrt{2}", 0.0),
+        ("math", "Answer: 0.333333", "1/3", 1.0),
+    ],
+    "the form that the prompt asks for is not read": [
+        ("integer", "#### 18", "18", 1.0),
+        ("integer", "#### 19", "18", 0.0),
+        ("integer/hash", "He has 3 apples.\n#### $1,250", "1250", 1.0),
+        ("integer/hash", "Answer: see below\n#### 18", "18", 1.0),
+        ("integer/box", "\\boxed{18}\nAnswer: see above", "18", 1.0),
+        ("integer/tags", "<think>5</think> <answer>18</answer>", "18", 1.0),
+        ("integer/tags", "<answer>\\boxed{18}</answer>", "18", 1.0),
+        ("integer", "so it is 18.", "18", 1.0),
+        ("integer", "so it is 19.", "18", 0.0),
+        ("integer", "The final answer is $18$", "18", 1.0),
+        ("integer", "**Final Answer**: 18", "18", 1.0),
+        ("integer", "#### Solution\nso it is 18.", "18", 1.0),
+        ("math", r"the answer is \(\frac{3}{4}\).", "3/4", 1.0),
+    ],
+}
+ROWS = [(fault, *row) for fault, rows in FAULTS.items() for row in rows]
+
+
+@pytest.mark.parametrize(("fault", "name", "response", "answer", "accuracy"), ROWS)
+def test_a_published_fault_of_grading(fault, name, response, answer, accuracy):
+    verdict = verify(name, response, answer)
+    assert (verdict.accuracy, verdict.error, verdict.timeout) == (accuracy, False, False)
+
+
+def test_each_fault_has_right_and_wrong_answers():
+    some = {fault for fault, *_, accuracy in ROWS if accuracy == 1.0}
+    assert set(FAULTS) - some == {
+        "several answers, one of them right",
+        "the box before one that is cut off",
+    }
+    assert {fault for fault, *_, accuracy in ROWS if accuracy == 0.0} == set(FAULTS)
+
+
+READY = 'import sys, time, json\nprint(\'{"outcome": "ready"}\', flush=True)\n'
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "accuracy"),
+    [
+        ("Answer: 1/2", "0.5", 1.0),
+        ("Answer: 0.5", "\\frac12", 1.0),
+        ("Answer: 2/3", "1/2", 0.0),
+        ("Answer: $\\frac{1}{2}$", "1/2", 1.0),
+        ("Answer: (1, 2)", "(1,2)", 1.0),
+        ("Answer: (2, 1)", "(1,2)", 0.0),
+        ("Answer: \\sqrt{8}", "2\\sqrt{2}", 1.0),
+        ("Answer: 1+x", "x+1", 1.0),
+        ("Answer: 5} or {5", "\\frac{10}{2}", 0.0),
+        ("Answer: 5 or 7", "\\frac{10}{2}", 0.0),
+        ("Answer: \u0665", "\\frac{10}{2}", 0.0),
+        ("Answer: \\frac{1}{0}", "1/2", 0.0),
+        ("Answer: 12", "13", 0.0),
+    ],
+)
+def test_mathematical_equality_in_the_child(response, answer, accuracy):
+    verdict = verify("math", response, answer)
+    assert (verdict.accuracy, verdict.error) == (accuracy, False)
+
+
+def test_the_child_is_reused_and_the_library_stays_out_of_this_process():
+    verify("math", "Answer: 1/3", "2/6")
+    child = shared_verifier("planish.verifiers.math_library:judge")
+    pid = child.pid
+    verify("math", "Answer: 1/4", "2/8")
+    assert child.pid == pid != os.getpid()
+    assert "math_verify" not in sys.modules
+
+
+@pytest.mark.slow
+def test_a_comparison_without_end_is_killed_and_the_next_one_works():
+    hostile = verify("math", "Answer: 99999999!", "1/2", VerifierOptions(timeout_seconds=1.0))
+    assert (hostile.accuracy, hostile.timeout, hostile.error) == (0.0, True, False)
+    assert verify("math", "Answer: 3/6", "1/2").accuracy == 1.0
+
+
+@pytest.mark.slow
+def test_a_ground_truth_that_takes_too_long_itself_is_an_error():
+    verdict = verify("math", "Answer: 1/2", "99999999!", VerifierOptions(timeout_seconds=1.0))
+    assert (verdict.accuracy, verdict.timeout, verdict.error) == (0.0, True, True)
+    assert "takes too long" in verdict.reason
+
+
+@pytest.fixture
+def child():
+    """A child that says ready and then does `body` for each `line`."""
+    children = []
+
+    def start(*body):
+        code = READY + "for line in sys.stdin:\n" + "".join(f"    {row}\n" for row in body)
+        children.append(ChildProcess([sys.executable, "-c", code], max_reply_bytes=65536))
+        children[-1].start()
+        return children[-1]
+
+    yield start
+    for each in children:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["sys.exit(3)", "print('not json', flush=True)", "print('[]', flush=True)",
+     "print('x' * 200000, flush=True)"],
+)  # fmt: skip
+def test_a_child_that_dies_or_talks_nonsense_is_ended(child, body):
+    bad = child(body)
+    with pytest.raises(OSError, match=r"exit code|Expecting|must be an object|more than"):
+        bad.ask({}, 120)
+    assert bad.pid is None
+
+
+class Broken:
+    """Stands for the child of a comparison."""
+
+    def __init__(self, *ends):
+        self.ends, self.asked = list(ends), 0
+
+    def ask(self, *_):
+        self.asked += 1
+        end = self.ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    def make(*ends):
+        fake = Broken(*ends)
+        monkeypatch.setattr(math_answer, "shared_verifier", lambda _: fake)
+        math_answer._asked.cache_clear()
+        return fake
+
+    yield make
+    math_answer._asked.cache_clear()
+
+
+def test_what_was_judged_or_was_late_is_asked_once_and_a_crash_again(broken):
+    fake = broken({"score": 1.0}, TimeoutError(), {"score": 0.0}, OSError(), {"score": 1.0})
+    for _ in range(2):
+        assert verify("math", "Answer: 1/2", "2/4").accuracy == 1.0
+    for _ in range(2):
+        late = verify("math", "Answer: 1/3", "2/4")
+        assert (late.timeout, late.error) == (True, False)
+    assert fake.asked == 3
+    assert verify("math", "Answer: 1/5", "2/4").error
+    assert verify("math", "Answer: 1/5", "2/4").accuracy == 1.0
+
+
+def test_a_value_without_a_form_is_found_and_its_search_may_be_late_or_crash(broken):
+    assert verify("math", "so it is 18.", "18").accuracy == 1.0
+    broken(TimeoutError(), OSError())
+    late = verify("integer", "so it is 19.", "18")
+    assert (late.timeout, late.error) == (True, False)
+    assert verify("integer", "so it is 20.", "18").error

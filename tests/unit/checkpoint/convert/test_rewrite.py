@@ -1,21 +1,23 @@
+import dataclasses
 import itertools
+import math
+import random
 
 import numpy as np
 import pytest
 
-from planish.base.errors import (
-    CheckpointCorrupt,
-    CheckpointExists,
-    CheckpointNotFound,
-    ConfigError,
-)
-from planish.checkpoint.convert.layouts import Layout
+from planish.base.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, ConfigError
+from planish.checkpoint.convert import diff as module
+from planish.checkpoint.convert.diff import diff
+from planish.checkpoint.convert.layouts import Layout, tensor_parallel_dim
 from planish.checkpoint.convert.rewrite import rewrite
-from planish.checkpoint.format.items import ITEM_BYTES
+from planish.checkpoint.format.items import ITEM_BYTES, TensorSpec
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.reader import BlockReader, check_objects, open_state
 from planish.checkpoint.load.slices import SliceReader
 from planish.store import open_store
+from tests.unit.checkpoint import damage
+from tests.unit.checkpoint.tilings import random_tiling
 from tests.unit.checkpoint.written import EXTRA, OBJECTS, tiny_model, write_checkpoint
 
 _numbers = itertools.count()
@@ -156,3 +158,148 @@ def test_impossible_requests_are_configuration_errors(root):
         rewrite(pin, f"{root}/b", Layout.parse("merged"))
     with pytest.raises(ConfigError, match="'weights'"):
         rewrite(pin, f"{root}/b", Layout.parse("tp=2"), parts="weights")
+
+
+def spec(fqn, *shape):
+    return TensorSpec("main", "model", fqn, "F32", shape)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "ranks"),
+    [
+        ("merged", "merged", 1),
+        ("tp=4", "tp=4", 4),
+        ("tp=2, dp=3", "dp=3,tp=2", 6),
+        ("fsdp=1", "dp=1", 1),
+        ("flat=5,tp=2", "flat=5,tp=2", 10),
+    ],
+)
+def test_a_layout_is_read_and_written_as_text(text, shown, ranks):
+    layout = Layout.parse(text)
+    assert str(layout) == shown
+    assert layout.num_ranks == ranks
+    assert Layout.parse(str(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "'' is none of dp=N"),
+        ("tp", "'tp' is none of"),
+        ("pp=2", "'pp=2' is none of"),
+        ("tp=0", "`tp` must be at least 1"),
+        ("tp=2,tp=2", "'tp=2' is none of"),
+        ("fsdp=2,flat=2", "exclude each other"),
+        ("dp=99999,tp=9", "at most 65536 ranks"),
+    ],
+)
+def test_what_is_no_layout_is_refused_with_the_reason(text, words):
+    with pytest.raises(ConfigError, match=words):
+        Layout.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("fqn", "dims", "expected"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", 2, 0),
+        ("model.layers.0.self_attn.q_proj.bias", 1, 0),
+        ("model.layers.0.self_attn.o_proj.weight", 2, 1),
+        ("model.layers.0.self_attn.o_proj.bias", 1, None),
+        ("model.layers.0.mlp.down_proj.weight.exp_avg_sq", 2, 1),
+        ("model.norm.weight", 1, None),
+        ("decoder.layers.3.mlp.linear_fc1.weight", 2, 0),
+        ("decoder.layers.mlp.linear_fc1.weight", 3, 1),
+        ("decoder.layers.mlp.linear_fc2.weight", 3, 2),
+        ("decoder.layers.self_attention.linear_qkv.layer_norm_weight", 2, None),
+        ("decoder.layers.3.self_attention.linear_proj.bias", 1, None),
+        ("lm_head.weight", 2, 0),
+        ("step", 0, None),
+    ],
+)
+def test_linear_layers_are_cut_along_their_dimension(fqn, dims, expected):
+    assert tensor_parallel_dim(fqn, dims) == expected
+
+
+SHAPES = [(), (1,), (7,), (5, 3), (3, 5), (2, 3, 4), (0, 3), (64, 1)]
+
+
+@pytest.mark.parametrize("text", ["dp=3", "fsdp=4", "flat=3", "tp=2", "fsdp=3,tp=2", "flat=2,tp=3"])
+def test_each_element_belongs_to_exactly_one_rank_of_each_copy(text):
+    layout = Layout.parse(text)
+    names = ("q_proj.weight", "down_proj.weight", "norm.weight")
+    for shape, name in itertools.product(SHAPES, names):
+        tensor = spec(name, *shape)
+        seen = np.zeros(shape, np.int64)
+        for rank in range(layout.num_ranks):
+            for box in layout.boxes(tensor, rank):
+                place = zip(box.offsets, box.lengths, strict=True)
+                seen[tuple(slice(o, o + n) for o, n in place)] += 1
+        whole_copies = (
+            layout.num_ranks
+            if tensor_parallel_dim(name, len(shape)) is None
+            else (layout.num_ranks // layout.tp * layout.tp // layout.tp)
+        )
+        expected = whole_copies // (layout.fsdp * layout.flat)
+        assert (seen == expected).all(), (shape, name)
+
+
+def tiled(seed, size):
+    def boxes(spec, rank):
+        pieces = random_tiling(random.Random(f"{seed} {spec.fqn}"), spec.shape)
+        mine = [piece for k, piece in enumerate(pieces) if k % size == rank]
+        return [box for piece in mine for box in piece]
+
+    return boxes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [64, 1 << 20])
+@pytest.mark.parametrize("layout", [tiled(1, 4), tiled(2, 5)])
+def test_equal_states_are_equal_whatever_layouts_saved_them(monkeypatch, layout, window):
+    monkeypatch.setattr(module, "WINDOW_BYTES", window)
+    tensors = tiny_model()
+    a = write_checkpoint(damage.fresh(), tensors)
+    b = write_checkpoint(damage.fresh(), tensors, layout, num_ranks=5)
+    seen = []
+    found = diff(a, b, progress=lambda *numbers: seen.append(numbers))
+    assert found.is_equal
+    total = sum(array.nbytes for array in tensors.values())
+    assert (found.num_equal, found.num_bytes) == (len(tensors), total)
+    assert seen[-1] == (total, total)
+
+
+def test_every_kind_of_difference_is_told(monkeypatch):
+    monkeypatch.setattr(module, "WINDOW_BYTES", 16)
+    w = TensorSpec("main", "model", "w", "F32", (3, 4))
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    other = values.copy()
+    other[0, 2], other[2, 1] = 2.5, 12.0
+    half = TensorSpec("main", "model", "h", "BF16", (2,))
+    lone = TensorSpec("main", "optim", "w.exp_avg", "F32", (1,))
+    nan = TensorSpec("main", "model", "n", "F32", ())
+    a = write_checkpoint(damage.fresh(), {
+        w: values.view(np.uint32), half: np.zeros(2, np.uint16), lone: np.zeros(1, np.uint32),
+        nan: np.array(0x7FC00000, np.uint32),
+    })  # fmt: skip
+    b = write_checkpoint(damage.fresh(), {
+        w: other.view(np.uint32), dataclasses.replace(half, dtype="F16"): np.zeros(2, np.uint16),
+        nan: np.array(0x7FC00001, np.uint32),
+    }, extra=False)  # fmt: skip
+    found = diff(a, b)
+    assert (found.only_a, found.only_b) == (["`optim.w.exp_avg`"], [])
+    assert found.values == ["main"]
+    assert found.differing[0][:2] == ("`model.h`", "BF16 [2] against F16 [2]")
+    assert found.differing[1][:4] == ("`model.n`", "values", 1, ())
+    assert math.isnan(found.differing[1].max_abs)
+    assert found.differing[2] == ("`model.w`", "values", 2, (0, 2), 3.0)
+    assert found.num_equal == 0
+    assert not found.is_equal
+
+
+def test_a_damaged_side_is_an_error_and_no_difference():
+    a, b = (write_checkpoint(damage.fresh(), tiny_model()) for _ in range(2))
+    damage.flip(b, "main.optim/00000-0.safetensors")
+    with pytest.raises(CheckpointCorrupt) as caught:
+        diff(a, b)
+    assert caught.value.block == 0
+    assert diff(a, b, parts=("model",)).is_equal

@@ -1,15 +1,36 @@
+import dataclasses
 import json
+import math
+import random
 import tracemalloc
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from planish.base.errors import CheckpointCorrupt
+from planish.base.errors import CheckpointCorrupt, LayoutMismatch
 from planish.checkpoint.format import metafile
-from planish.checkpoint.format.items import TensorSpec, TensorTable
-from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
+from planish.checkpoint.format.geometry import Box, flat_boxes, intersect, whole
+from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec, TensorTable
+from planish.checkpoint.format.metafile import (
+    ALGORITHMS,
+    BLOCK,
+    DEFAULT_CHECKSUM,
+    FileTable,
+    Metadata,
+    Shards,
+    block_crcs,
+    check_blocks,
+    joined_crc,
+    widen,
+)
+from tests.thin import examples
+from tests.unit.checkpoint.format import reader_50_lines
 from tests.unit.checkpoint.format.metadata_samples import ODD_NAMES, forged, large, row_of, small
+from tests.unit.checkpoint.tilings import random_shape, random_tiling
+from tests.unit.checkpoint.written import write_checkpoint
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -179,3 +200,190 @@ def test_a_file_that_unpacks_to_more_than_the_bound_is_refused_before_it_is_unpa
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 50_000_000
+
+
+DATA = np.random.default_rng(0).integers(0, 256, 3 * BLOCK + 17, np.uint8)
+
+
+@pytest.mark.parametrize("algorithm", ["crc32c", "crc32"])
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 12345])
+def test_the_checksum_of_the_whole_follows_from_those_of_its_blocks(algorithm, size):
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    whole = ALGORITHMS[algorithm](0, data) if size else 0
+    assert joined_crc(block_crcs(data, algorithm), data, algorithm) == whole
+
+
+def test_the_checksums_are_those_of_the_standards():
+    # iSCSI (RFC 3720, B.4): 32 zeros and 32 ones.
+    assert block_crcs(bytes(32), "crc32c").tolist() == [0x8A9136AA]
+    assert block_crcs(b"\xff" * 32, "crc32c").tolist() == [0x62A8AB43]
+    assert DEFAULT_CHECKSUM == "crc32c"
+
+
+@pytest.mark.parametrize("place", [0, BLOCK - 1, BLOCK, 3 * BLOCK, 3 * BLOCK + 16])
+def test_a_flipped_bit_is_found_in_its_block(place):
+    crcs = block_crcs(DATA)
+    damaged = DATA.copy()
+    damaged[place] ^= 1
+    with pytest.raises(CheckpointCorrupt, match=rf"block {place // BLOCK} of 4") as caught:
+        check_blocks(damaged, crcs, file="data/a", algorithm=DEFAULT_CHECKSUM)
+    assert (caught.value.file, caught.value.block) == ("data/a", place // BLOCK)
+    check_blocks(DATA, crcs, file="data/a", algorithm=DEFAULT_CHECKSUM)
+
+
+def test_a_part_of_a_file_is_checked_alone():
+    crcs = block_crcs(DATA)
+    start, stop = widen(BLOCK + 5, 2 * BLOCK + 1, len(DATA))
+    assert (start, stop) == (BLOCK, 3 * BLOCK)
+    check_blocks(DATA[start:stop], crcs, file="a", algorithm=DEFAULT_CHECKSUM, first=1)
+    with pytest.raises(CheckpointCorrupt) as caught:
+        check_blocks(DATA[start:stop], crcs, file="a", algorithm=DEFAULT_CHECKSUM, first=2)
+    assert caught.value.block == 2
+
+
+def test_bytes_without_a_checksum_and_unknown_checksums_are_refused():
+    with pytest.raises(CheckpointCorrupt) as caught:
+        check_blocks(DATA, block_crcs(DATA)[:2], file="a", algorithm=DEFAULT_CHECKSUM)
+    assert caught.value.block == 2
+    with pytest.raises(CheckpointCorrupt, match="`md5`"):
+        check_blocks(DATA, block_crcs(DATA), file="a", algorithm="md5")
+
+
+SHAPES = st.lists(st.integers(0, 6), max_size=5).map(tuple)
+
+
+def arrays(boxes, dims):
+    return tuple(
+        np.array([box[side] for box in boxes], np.int64).reshape(len(boxes), dims)
+        for side in (0, 1)
+    )
+
+
+def view(array, box, origin):
+    """Return the part of `array`, which begins at `origin` of its tensor, that `box` covers."""
+    sides = zip(box.offsets, box.lengths, origin, strict=True)
+    return array[(..., *(slice(o - a, o - a + n) for o, n, a in sides))]
+
+
+def test_a_scalar_has_one_element_and_one_box():
+    assert flat_boxes((), 0, 1) == [Box((), ())]
+    assert flat_boxes((), 0, 0) == []
+    assert whole(()).volume == 1
+    assert intersect(Box((), ()), Box((), ())) == Box((), ())
+
+
+@pytest.mark.slow
+@given(SHAPES, st.floats(0, 1), st.floats(0, 1))
+@settings(max_examples=examples(600), deadline=None)
+def test_a_flat_range_becomes_few_consecutive_boxes(shape, a, b):
+    volume = math.prod(shape)
+    start, stop = sorted((int(a * volume), int(b * volume)))
+    boxes = flat_boxes(shape, start, stop)
+    numbers = np.arange(volume).reshape(shape)
+    parts = [view(numbers, box, (0,) * len(shape)).reshape(-1) for box in boxes]
+    assert np.concatenate([*parts, np.zeros(0, int)]).tolist() == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert all(min(box.lengths, default=1) > 0 for box in boxes)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=examples(300), deadline=None)
+def test_an_intersection_holds_what_both_hold(seed):
+    rng = random.Random(seed)
+    shape = random_shape(rng)
+    a, b = (rng.choice(rng.choice(random_tiling(rng, shape))) for _ in range(2))
+    marks = np.zeros(shape, np.int64)
+    for box in (a, b):
+        view(marks, box, (0,) * len(shape))[...] += 1
+    both = intersect(a, b)
+    assert intersect(b, a) == both
+    assert int((marks == 2).sum()) == (both.volume if both else 0)
+    if both:
+        assert (view(marks, both, (0,) * len(shape)) == 2).all()
+        assert intersect(both, a) == both
+
+
+W = TensorSpec("main", "model", "model.w", "F32", (3, 2))
+STEP = TensorSpec("main", "optim", "optim.w.step", "F32", ())
+
+
+def items():
+    """Return a flat slice of two boxes, a scalar, and a shard without elements."""
+    return [
+        LocalItem(W, tuple(flat_boxes((3, 2), 0, 3))),
+        LocalItem(STEP, (Box((), ()),)),
+        LocalItem(TensorSpec("main", "model", "model.b", "BF16", (4,)), (Box((4,), (0,)),)),
+        LocalItem(TensorSpec("main", "model", "model.c", "BF16", (4,)), ()),
+    ]
+
+
+def test_items_become_rows_and_boxes_without_elements_vanish():
+    columns = Columns.from_items(items())
+    assert columns.tensors.fqns == ("model.w", "optim.w.step", "model.b", "model.c")
+    assert columns.item_tensor.tolist() == [0, 1, 2, 3]
+    assert columns.item_starts.tolist() == [0, 2, 3, 3, 3]
+    assert columns.offsets.tolist() == [[0, 0], [1, 0], [0, 0]]
+    assert columns.lengths.tolist() == [[1, 2], [1, 1], [1, 1]]
+    assert columns.box_item.tolist() == [0, 0, 1]
+    assert columns.box_tensor.tolist() == [0, 0, 1]
+    assert columns.boxes(0) == items()[0].boxes
+    assert columns.boxes(1) == (Box((), ()),)
+    assert columns.boxes(2) == ()
+    assert [item.volume for item in items()] == [3, 1, 0, 0]
+
+
+@pytest.mark.parametrize("change", [{"dtype": "F16"}, {"shape": (2, 3)}])
+def test_one_name_with_two_forms_is_refused(change):
+    other = dataclasses.replace(W, **change)
+    with pytest.raises(LayoutMismatch, match=r"one type and one shape.*model\.w"):
+        Columns.from_items([LocalItem(W, ()), LocalItem(other, ())])
+
+
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+specs = st.builds(
+    TensorSpec,
+    st.sampled_from(["main", "critic", "é|"]),
+    st.sampled_from(["model", "optim"]),
+    names,
+    st.sampled_from(sorted(ITEM_BYTES)),
+    st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
+)
+
+
+@pytest.mark.slow
+@given(st.lists(specs, max_size=8, unique_by=lambda s: (s.role, s.kind, s.fqn)), st.data())
+@settings(max_examples=examples(300), deadline=None)
+def test_columns_come_back_equal_from_bytes(tensors, data):
+    held = []
+    for spec in tensors:
+        side = st.tuples(*(st.integers(0, 2**62) for _ in spec.shape))
+        length = st.tuples(*(st.integers(1, 2**40) for _ in spec.shape))
+        boxes = data.draw(st.lists(st.builds(Box, side, length), max_size=3))
+        held.append(LocalItem(spec, tuple(boxes)))
+    columns = Columns.from_items(held)
+    read = Columns.decode(columns.encode())
+    assert [read.tensors.spec(n) for n in range(len(tensors))] == tensors
+    assert [read.boxes(n) for n in range(len(held))] == [item.boxes for item in held]
+    assert read.encode() == columns.encode()
+    assert read.signature() == columns.signature()
+
+
+def boxes(spec, rank):
+    """Return what one of two ranks holds under a random tiling."""
+    pieces = random_tiling(random.Random(spec.fqn), spec.shape)
+    return [box for piece in pieces[rank::2] for box in piece]
+
+
+def test_fifty_lines_without_our_package_read_a_checkpoint(tmp_path):
+    shapes = {"embed.weight": (300, 5, 250), "step": (), "lone": (7,), "a|b/ é": (3, 4, 2, 5)}
+    rng = np.random.default_rng(0)
+    tensors = {
+        TensorSpec("main", "optim", name, "F32", shape): rng.integers(0, 1 << 32, shape, np.uint32)
+        for name, shape in shapes.items()
+    }
+    write_checkpoint(f"file://{tmp_path}/x", tensors, boxes, num_ranks=2)
+    (folder,) = (tmp_path / "x").glob("a-*")
+    for spec, array in tensors.items():
+        read = reader_50_lines.tensor(folder, "main", "optim", spec.fqn)
+        assert (read.dtype, read.shape) == (np.float32, spec.shape)
+        assert read.tobytes() == array.tobytes()

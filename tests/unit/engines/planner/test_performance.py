@@ -1,10 +1,17 @@
 """Times of stages and of colocated deployments by hand: rooflines, caches, sums, the network."""
 
-import pytest
+import json
+import random
 
+import pytest
+import torch
+
+from planish.__main__ import main
+from planish.base.errors import ConfigError
 from planish.engines.planner.baseline import baselines, colocated
+from planish.engines.planner.documents import read_profile
 from planish.engines.planner.gpus import GPUS, changed, find_gpus
-from planish.engines.planner.models import MODELS, MoeModel
+from planish.engines.planner.models import MODELS, MoeModel, find_model, model_of
 from planish.engines.planner.performance import (
     Constants,
     Measured,
@@ -16,6 +23,8 @@ from planish.engines.planner.performance import (
     outside_stage,
     rows_per_node,
 )
+from planish.engines.planner.pipeline import Pipeline, Work, iteration_seconds
+from planish.engines.planner.profile import attention_layer, expert_layer, fit
 from planish.engines.planner.query import Query, Space
 
 FREE = Constants(
@@ -123,3 +132,368 @@ def test_imbalance_slows_expert_parallelism_and_not_tensor_parallelism():
     skewed = Workload(imbalance=1.5)
     assert form("dbrx", "ep", workload=skewed).per_gpu < 0.9 * form("dbrx", "ep").per_gpu
     assert form("dbrx", "tp", workload=skewed) == form("dbrx", "tp")
+
+
+@pytest.mark.parametrize(
+    ("times", "m", "layers", "expected"),
+    [
+        ((400, 300, 100), 1, 56, 50400),
+        ((400, 300, 100), 2, 56, 50800),
+        ((300, 400, 350), 3, 56, 79200),
+        ((300, 400, 350), 4, 56, 90600),
+        ((3, 5, 1), 1, 7, (3 + 5 + 2) * 7),
+    ],
+)
+def test_iteration_seconds_equals_the_vectors(times, m, layers, expected):
+    assert iteration_seconds(*times, m, layers) == expected
+
+
+def random_times(source):
+    return [source.uniform(0.01, 5) for _ in range(3)]
+
+
+def test_with_all_conditions_it_is_equation_5_inside_the_bounds_of_equation_4():
+    source, checked = random.Random(0), 0
+    for _ in range(2000):
+        a, e, c = random_times(source)
+        m, layers = source.randint(1, 6), source.randint(1, 80)
+        slowest = max(a, e)
+        if c > slowest or m * slowest < a + e + 2 * c:
+            continue
+        checked += 1
+        found = iteration_seconds(a, e, c, m, layers)
+        assert found == pytest.approx((a + e + 2 * c) + slowest * (m * layers - 1), rel=1e-12)
+        assert found >= (a + e + 2 * c) + m * slowest * (layers - 1)
+    assert checked > 200
+
+
+def test_it_never_falls_when_a_stage_takes_longer_nor_the_rate_with_one_more_micro_batch():
+    source = random.Random(4)
+    for which in [0, 1, 2] * 300:
+        times = random_times(source)
+        m, layers = source.randint(1, 5), source.randint(1, 60)
+        longer = list(times)
+        longer[which] *= 1 + source.random()
+        assert iteration_seconds(*longer, m, layers) >= iteration_seconds(*times, m, layers)
+        one, more = (n / iteration_seconds(*times, n, layers) for n in (m, m + 1))
+        assert more >= one * (1 - 1e-12)
+
+
+def even(attention, experts, network, layers, n_a=1, n_e=1, outside=0.0):
+    """Return the work of a micro-batch that is equal on all ranks."""
+    return Work(
+        attention=[attention] * n_a,
+        dispatch=[network] * n_a,
+        experts=[[experts] * n_e] * layers,
+        combine=[network] * n_e,
+        outside=[outside] * n_a,
+    )
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (3, 2), (2, 5)])
+def test_equal_times_give_the_law(ranks):
+    source = random.Random(sum(ranks))
+    for _ in range(600):
+        times = [source.uniform(0.0, 3.0) + 1e-6 for _ in range(3)]
+        m, layers = source.randint(1, 6), source.randint(1, 40)
+        work = [even(*times, layers, *ranks)] * m
+        found = Pipeline(*ranks).iteration(7.0, work, layers) - 7.0
+        assert found == pytest.approx(iteration_seconds(*times, m, layers), rel=1e-9)
+
+
+def test_work_outside_is_bounded_by_what_the_planner_adds():
+    source = random.Random(5)
+    for _ in range(300):
+        times = [source.uniform(0.1, 3.0) for _ in range(3)]
+        m, layers, outside = source.randint(1, 5), source.randint(1, 20), source.uniform(0.1, 9)
+        work = [even(*times, layers, outside=outside)] * m
+        found = Pipeline(1, 1).iteration(0.0, work, layers)
+        law = iteration_seconds(*times, m, layers)
+        assert law + outside - 1e-9 <= found <= law + m * outside + 1e-9
+
+
+def test_experts_wait_for_the_slowest_attention_rank_that_has_rows():
+    def end(*attention):
+        links = [0.1] * 2, [[2.0]] * 10, [0.1], [0.0, 0.0]
+        return Pipeline(2, 1).iteration(0.0, [Work(one, *links) for one in attention], 10)
+
+    assert end([1.0, 4.0], [1.0, 4.0]) == end([4.0, 4.0], [4.0, 4.0])
+    assert end([3.0, 0.0], [0.0, 3.0]) < end([3.0, 3.0], [3.0, 3.0])
+
+
+MIXTRAL_FILE = {
+    "model_type": "mixtral",
+    "num_hidden_layers": 56,
+    "hidden_size": 6144,
+    "intermediate_size": 16384,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "vocab_size": 32768,
+    "tie_word_embeddings": False,
+}
+QWEN3 = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "expert", "kv_bytes"),
+    [
+        ("mixtral-8x22b", 4.93, 16.91, 229376),
+        ("dbrx", 3.52, 7.93, 163840),
+        ("scaled-moe", 7.25, 9.66, 196608),
+    ],
+)
+def test_parameters_and_cache_equal_the_published_counts(name, attention, expert, kv_bytes):
+    model = MODELS[name]
+    shapes = model.attention_matrices(1)
+    assert round(model.layers * sum(a * b for a, b in shapes) / 1e9, 2) == attention
+    assert round(model.expert_parameters / 1e9, 2) == expert
+    assert model.all_layers * model.kv_bytes(1) == kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [(MIXTRAL_FILE, "mixtral-8x22b"), (QWEN3, "qwen3-235b"), (DEEPSEEK, "deepseek-v3")],
+)
+def test_a_config_file_gives_the_model_of_the_table(tmp_path, config, name):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = find_model(str(tmp_path))
+    expected = vars(MODELS[name]) | {"name": tmp_path.name, "head_dim": found.head_dim}
+    assert vars(found) == expected
+    assert found == find_model(str(tmp_path / "config.json"))
+
+
+def test_key_value_heads_are_replicated_beyond_their_number():
+    qwen = MODELS["qwen3-235b"]
+    assert [qwen.kv_bytes(tp) for tp in (1, 2, 4, 8)] == [2048, 1024, 512, 512]
+    assert qwen.attention_matrices(8)[0] == (4096, 8192 // 8 + 2 * 128)
+    assert qwen.splits_over(8)
+    # The queries are wider than the residual stream.
+    assert qwen.attention_matrices(1) == [(4096, 8192 + 1024), (8192, 4096)]
+
+
+def test_latent_attention_caches_its_compressed_rows_on_every_gpu():
+    model = MODELS["deepseek-v3"]
+    assert [model.kv_bytes(tp) for tp in (1, 8)] == [2 * 576, 2 * 576]
+    assert model.all_layers == 61
+
+
+def test_tied_embeddings_are_stored_once_and_several_modalities_are_read_by_their_language():
+    nested = {"model_type": "qwen3_vl_moe", "vocab_size": 1, "text_config": QWEN3}
+    assert model_of(nested, "q") == model_of(QWEN3, "q")
+    tied, apart = (model_of({**QWEN3, "tie_word_embeddings": t}, "q") for t in (True, False))
+    assert apart.attention_bytes(1) - tied.attention_bytes(1) == 2 * 151936 * 4096
+
+
+def test_layers_without_experts_are_counted_in_each_family():
+    assert model_of({**QWEN3, "mlp_only_layers": [0, 5]}, "q").dense_layers == 2
+    every_second = model_of({**QWEN3, "decoder_sparse_step": 2}, "q")
+    assert (every_second.layers, every_second.dense_layers) == (47, 47)
+    assert every_second.dense_size == 12288
+    assert model_of(QWEN3, "q").dense_size == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "qwen3", "num_hidden_layers": 2}, "got a dense one"),
+        ({**MIXTRAL_FILE, "hidden_size": None}, "as `hidden_size`, got None"),
+        ({**MIXTRAL_FILE, "hidden_size": "6144"}, "got '6144'"),
+        ({**MIXTRAL_FILE, "num_experts_per_tok": 9}, "at most as many experts per token"),
+        ({**QWEN3, "mlp_only_layers": 3}, "must be a list, got 3"),
+        ({**QWEN3, "num_experts": "x"}, "whole number of experts"),
+        ({**QWEN3, "num_hidden_layers": 10**12}, "whole number of 1 to 10000000"),
+        ({**QWEN3, "mlp_only_layers": list(range(94))}, "at least one layer with experts"),
+    ],
+)
+def test_a_config_that_can_not_be_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        model_of(config, "m")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
+def test_a_file_that_is_no_config_is_refused(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"must (be JSON|hold a JSON object), got"):
+        find_model(str(tmp_path))
+
+
+def test_an_unknown_model_is_refused_with_the_names():
+    with pytest.raises(ConfigError, match=r"mixtral-8x22b.*got 'mixtrall'"):
+        find_model("mixtrall")
+
+
+TINY = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "vocab_size": 128,
+}
+
+
+STAGE = {"stage": "experts", "tp": 1, "rows": [1, 2], "seconds": [1, 2]}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    sizes = ["--rows", "2,4,8,16", "--tp", "1,2", "--length", "20", "--dtype", "float32"]
+    out = ["--out", str(folder / "profile.json"), "--device", "cpu", "--repeats", "5"]
+    assert main(["rollout", "profile", "--model", str(folder), *sizes, *out]) == 0
+    return folder
+
+
+def test_the_fit_finds_line_and_floor():
+    found = fit([1.0, 2.0, 4.0, 8.0, 16.0], [5.0, 5.0, 5.0, 9.0, 17.0])
+    assert vars(found) == pytest.approx({"slope": 1.0, "offset": 1.0, "floor": 5.0, "r2": 1.0})
+    # A straight line has its floor at the first rows.
+    found = fit([1.0, 2.0, 3.0], [5.0, 7.0, 9.0])
+    assert (found.slope, found.offset, found.floor) == pytest.approx((2.0, 3.0, 5.0))
+    assert fit([1.0, 2.0, 3.0, 4.0, 5.0], [5.0, 1.0, 9.0, 2.0, 6.0]).r2 < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral-8x22b", "deepseek-v3"])
+@pytest.mark.parametrize("tp", [1, 8])
+def test_what_is_measured_has_the_shapes_of_the_planner(name, tp):
+    model = MODELS[name]
+    small = type(model)(**{**vars(model), "hidden_size": 16, "expert_size": 24})
+    device = torch.device("cpu")
+    shapes = (small, tp, 3, 5, device, torch.float32)
+    assert attention_layer(*shapes)().shape == (3, 16)
+    assert expert_layer(*shapes)().shape == (3, 16)
+
+
+def test_a_plan_takes_the_measured_stages(measured, tmp_path):
+    # Noise must not decide: the times of the file are replaced by round ones.
+    document = json.loads((measured / "profile.json").read_text())
+    assert (document["label"], document["gpu"]["name"]) == ("measured-cpu", "cpu")
+    found = {(one["stage"], one["tp"]) for one in document["stages"]}
+    assert found == {(stage, tp) for stage in ("attention", "experts") for tp in (1, 2)}
+    for one in document["stages"]:
+        assert one["rows"] == [2, 4, 8, 16]
+        assert min(one["seconds"]) > 0
+        one["seconds"] = [1.0, 1.0, 2.0, 4.0] if one["stage"] == "experts" else [3.0] * 4
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(document))
+    gpus = ["--attention-gpus", "cpu", "--expert-gpus", "cpu", "--profile", str(path)]
+    shape = ["--tp-a", "1", "--tp-e", "1", "--replicas", "1", "--micro-batches", "3"]
+    load = ["--input", "10", "--output", "20", "--batch", "48", "--slo-ms", "inf"]
+    arguments = ["rollout", "plan", "--model", str(measured), *gpus, *shape, *load]
+    assert main([*arguments, "--json", str(tmp_path / "plan.json")]) == 0
+    made = json.loads((tmp_path / "plan.json").read_text())
+    # 16 rows on the replica; each of 8 experts has 4 of them.
+    assert made["plan"]["b_a"] == 16
+    assert made["times_s"]["attention"] == pytest.approx(3.0, rel=1e-3)
+    assert made["times_s"]["expert"] == pytest.approx(1.0, rel=1e-3)
+    assert made["per_watt"] is None
+    assert main(["rollout", "simulate", str(tmp_path / "plan.json"), "--requests", "30"]) == 0
+
+
+def test_another_length_is_corrected_by_the_cache(measured):
+    path, model = measured / "profile.json", find_model(str(measured))
+    slopes = [
+        read_profile(path, model, length, Constants())[1]["attention", "cpu", 1].slope
+        for length in (20, 40)
+    ]
+    assert slopes[0] == 0.0 < slopes[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stages": [{**STAGE, "rows": [2, 1]}]}, "rows must rise"),
+        ({"stages": [{**STAGE, "rows": [1], "seconds": [1]}]}, "at least 2 items"),
+        ({"stages": [{**STAGE, "stage": "x"}]}, "should be 'attention' or 'experts'"),
+        ({"stages": [{"stage": "experts", "tp": 1}]}, "stages.0.rows: Field required"),
+        ({"gpu": {"name": "cpu"}}, "gpu.memory_bytes: Field required"),
+    ],
+)
+def test_a_damaged_profile_is_refused(measured, tmp_path, change, message, capsys):
+    document = json.loads((measured / "profile.json").read_text())
+    (tmp_path / "p.json").write_text(json.dumps({**document, **change}))
+    sides = ["--attention-gpus", "cpu", "--expert-gpus", "cpu"]
+    arguments = ["rollout", "plan", "--model", str(measured), *sides]
+    assert main([*arguments, "--profile", str(tmp_path / "p.json")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "must be a file of `planish rollout profile`" in error
+
+
+@pytest.mark.parametrize(
+    ("action", "arguments", "message"),
+    [
+        ("plan", ["--model", "dbrx"], "must be of the model that is planned, dbrx"),
+        ("plan", ["--objective", "watt"], "needs the watts of each GPU, got none for cpu"),
+        ("plan", ["--attention-gpus", "b200"], "h200, cpu, got b200"),
+        (
+            "plan",
+            ["--attention-gpus", "a800", "--expert-gpus", "h20"],
+            "a GPU that is tried, got one of cpu",
+        ),
+        ("profile", ["--rows", "4"], "`--rows` must name at least 2"),
+        ("profile", ["--tp", "3"], "`--tp` must divide"),
+        ("profile", ["--out", "/no/such/p.json"], "`--out` must be a file"),
+        pytest.param(
+            *("profile", ["--device", "cuda"], "needs an accelerator"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator"),
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(measured, tmp_path, action, arguments, message, capsys):
+    options = {
+        "plan": ["--attention-gpus", "cpu", "--expert-gpus", "cpu", "--profile"],
+        "profile": ["--rows", "1,2", "--length", "4", "--repeats", "1", "--device", "cpu", "--out"],
+    }[action]
+    file = {"plan": measured / "profile.json", "profile": tmp_path / "p.json"}[action]
+    base = ["rollout", action, "--model", str(measured), *options, str(file)]
+    assert main([*base, *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -3,19 +3,17 @@
 import json
 import threading
 import urllib.parse
+from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 import pytest
 
 from planish.base.errors import BackendUnavailable, ConfigError
+from planish.minder.act.alerts import Alert
 from planish.minder.detect.metrics_table import METRICS, Metric
+from planish.minder.service.alertmanager import Alertmanager, AlertmanagerConfig
 from planish.minder.service.http import Deadline
-from planish.minder.service.prometheus import (
-    Prometheus,
-    PrometheusConfig,
-    check_source,
-    queries_of,
-)
+from planish.minder.service.prometheus import Prometheus, PrometheusConfig, check_source, queries_of
 from tests.servers.scripted_http import Reply, ScriptedServer
 
 GOLDEN = {
@@ -211,3 +209,43 @@ def test_a_label_with_a_port_names_the_machine_without_it():
     )
     assert [source.machine_of(x) for x in ("n1:9100", "n1", "")] == ["n1", "n1", ""]
     assert 'instance=~"(?:n1)(?:[:./].*)?"' in queries_of(source, ["n1"], (), 5).values
+
+
+ALERT = Alert("0f", "team/job", "node-3", "dissimilar", "cpu_usage", 1000.0, 1300.0)
+
+
+@pytest.fixture
+def silences():
+    server = ScriptedServer(lambda request: Reply(body=b"[]"))
+    yield server
+    server.close()
+
+
+def manager(scripted, **config):
+    return Alertmanager(AlertmanagerConfig(url=scripted.url, cluster="c1", **config))
+
+
+def soon():
+    return Deadline.after(60)
+
+
+def test_the_question_names_the_labels_of_the_rule_and_any_silence_counts(silences):
+    found = [{"status": {"silencedBy": ids}} for ids in ([], ["s1", "s2"])]
+    silences.answer = lambda request: Reply.of(found)
+    assert manager(silences).silence(ALERT, soon()) == "s1"
+    (request,) = silences.requests
+    asked = [value for name, value in parse_qsl(urlsplit(request.path).query) if name == "filter"]
+    assert asked == [
+        'alertname="MinderFaultyMachine"', 'job_name="team/job"', 'node="node-3"', 'cluster="c1"',
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [Reply(500), Reply(body=b"no"), Reply.of([{"id": 1}]), Reply.of({}, status=403),
+     Reply.of([{"status": {"silencedBy": None}}])],
+)  # fmt: skip
+def test_silences_that_can_not_be_told_are_an_error_and_not_none(silences, reply):
+    silences.answer = lambda request: reply
+    with pytest.raises(BackendUnavailable):
+        manager(silences).silence(ALERT, soon())

@@ -9,6 +9,14 @@ from planish.base.config import parse_section
 from planish.base.errors import ConfigError
 from planish.stages.curate.columns import read_problems, with_function_columns
 from planish.stages.curate.config import CurateConfig
+from planish.stages.curate.dedup import (
+    SHINGLE_WORDS,
+    jaccard,
+    ngrams,
+    remove_contaminated,
+    remove_duplicates,
+    remove_near_duplicates,
+)
 from planish.stages.curate.filters import (
     choose,
     has_good_trace,
@@ -19,7 +27,7 @@ from planish.stages.curate.filters import (
     split,
 )
 from planish.stages.curate.pass_rate import prompt_set
-from planish.stages.curate.problem import CurationLedger, Problem
+from planish.stages.curate.problem import CurationLedger, Problem, words
 from planish.stages.curate.records import DataRow, DataTable
 from planish.stages.curate.report import curation_metrics, curation_report, drop_warnings
 from planish.stages.curate.select import curate
@@ -382,3 +390,140 @@ def test_impossible_settings_are_refused_all_at_once():
         )
     for part in ("0.9 > 0.1", "'x y'", "to_integers", "needs `dataset`"):
         assert part in str(caught.value)
+
+
+TEXT = (
+    "A farmer has twelve cows and sells four of them at the market on a rainy Monday morning "
+    "before he buys nine sheep from his neighbour who lives across the river how many animals"
+)
+
+
+def asked(question, answer="1", verifier="integer", origin=""):
+    return Problem(question, [{"role": "user", "content": question}], answer, verifier, "s",
+                   origin=origin or question[:20])  # fmt: skip
+
+
+def test_equal_questions_are_kept_once_whatever_their_case_and_spacing_but_operators_differ():
+    rows = [
+        asked("1+1 ="),
+        asked("How  many?"),
+        asked("1 + 1="),
+        asked("how many"),
+    ]
+    kept, drops = remove_duplicates(rows)
+    assert kept == rows[:2]
+    assert [d.reason for d in drops] == ["duplicate", "duplicate"]
+    rows = [
+        asked("4+2="),
+        asked("4-2="),
+        asked("4*2="),
+        asked("42="),
+    ]
+    assert remove_duplicates(rows)[0] == rows
+
+
+def test_equal_questions_with_different_answers_are_all_dropped():
+    rows = [
+        asked("1+1=", "2"),
+        asked("1+1=", "3"),
+        asked("2+2=", "4"),
+    ]
+    kept, drops = remove_duplicates(rows)
+    assert kept == rows[2:]
+    assert [d.reason for d in drops] == ["conflicting_answers"] * 2
+
+
+def near(problems, **options):
+    return remove_near_duplicates(problems, **{"threshold": 0.7, "min_words": 12, **options})
+
+
+def test_a_changed_word_makes_a_near_duplicate_and_the_first_one_stays():
+    rows = [
+        asked(TEXT),
+        asked(TEXT.replace("Monday", "Friday")),
+        asked(TEXT[::-1]),
+    ]
+    kept, drops = near(rows)
+    assert kept == [rows[0], rows[2]]
+    assert [d.reason for d in drops] == ["near_duplicate"]
+    assert rows[0].origin in drops[0].example
+
+
+def test_short_problems_are_never_near_duplicates_and_threshold_one_turns_the_filter_off():
+    rows = [asked(f"{n}+1=") for n in range(50)]
+    assert near(rows) == (rows, [])
+    rows = [asked(TEXT), asked(TEXT + " now")]
+    assert near(rows, threshold=1.0) == (rows, [])
+
+
+def test_candidates_are_checked_exactly():
+    left, right = (
+        ngrams(words(t), SHINGLE_WORDS) for t in (TEXT, TEXT.replace("Monday", "Friday"))
+    )
+    similarity = jaccard(left, right)
+    assert similarity == pytest.approx(29 / 35)
+    rows = [asked(TEXT), asked(TEXT.replace("Monday", "Friday"))]
+    assert len(near(rows, threshold=similarity)[0]) == 1
+    assert len(near(rows, threshold=similarity + 0.01)[0]) == 2
+
+
+def test_shared_instructions_make_no_near_duplicates():
+    instruction = " ".join(f"please{chr(97 + i)}" for i in range(26))
+    rows = [asked(f"{instruction} what is {n} plus {n * n} times {n + 7}") for n in range(30)]
+    assert near(rows) == (rows, [])
+    assert len(near(rows[:4])[0]) < 4, "too few to tell instructions from the problem"
+    # A problem of instructions only is kept.
+    rows = [
+        asked(instruction),
+        *(asked(f"{instruction} {TEXT[n:]}") for n in range(0, 60, 5)),
+    ]
+    assert rows[0] in near(rows)[0]
+
+
+def many(count):
+    rng = random.Random(5)
+    vocabulary = [f"w{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(400)]
+    texts = [" ".join(rng.choices(vocabulary, k=30)) for _ in range(count)]
+    return [
+        asked(t, origin=f"line {i}") for i, t in enumerate([*texts, *(t + " x" for t in texts)])
+    ]
+
+
+@pytest.mark.slow
+def test_near_duplicates_do_not_depend_on_the_number_of_workers():
+    rows = many(40)
+    one, three = near(rows, workers=1), near(rows, workers=3)
+    assert one == three
+    assert one[0] == rows[:40]
+
+
+def test_a_training_problem_that_equals_a_held_out_one_is_dropped():
+    kept, drops = remove_contaminated(
+        [asked("1+1="), asked("1+2=")],
+        [asked("1 + 1 =")],
+        ngram=13,
+    )
+    assert [p.question for p in kept] == ["1+2="]
+    assert drops[0].reason == "equals_held_out"
+
+
+def test_thirteen_words_in_a_row_are_a_leak_and_twelve_are_not():
+    row = TEXT.split()
+    held = [asked(TEXT)]
+    thirteen = asked("unrelated words first then " + " ".join(row[5:18]))
+    twelve = asked("unrelated words first then " + " ".join(row[5:17]))
+    kept, drops = remove_contaminated([thirteen, twelve], held, ngram=13)
+    assert kept == [twelve]
+    assert drops[0].reason == "shares_13_words_with_held_out"
+    assert remove_contaminated([thirteen], held, ngram=0)[0] == [thirteen]
+
+
+def test_problems_in_a_frame_are_near_duplicates_by_what_is_in_it():
+    frame = "Please read what follows and work on it line by line. {} End with the answer alone."
+    rng = random.Random(7)
+    names = [f"w{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(400)]
+    texts = [" ".join(rng.choices(names, k=20)) for _ in range(30)]
+    texts += [text + " x" for text in texts[:3]] + ["short one"]
+    kept, drops = near([asked(frame.format(text)) for text in texts])
+    assert [d.reason for d in drops] == ["near_duplicate"] * 3
+    assert len(kept) == 31

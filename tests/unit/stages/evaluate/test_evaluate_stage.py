@@ -1,24 +1,50 @@
 """The evaluate stage on a tiny policy: reports, rollout sets, second runs."""
 
+import itertools
 import json
+import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
 from planish import store
 from planish.base.errors import RecordError
+from planish.engines.requests import Output
 from planish.models.policy import build_policy, save_policy
 from planish.records import layout
 from planish.records.io import read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet
 from planish.records.refs import Ref
 from planish.records.reports import BestPolicy, EvalReport, read_best, read_report, write_report
-from planish.records.rollouts import RolloutSet
+from planish.records.rollouts import FinishReason, RolloutSet
 from planish.run.stage import mark_stopped
+from planish.show.command import show
+from planish.show.track import RunReader
 from planish.stages.evaluate import iteration
+from planish.stages.evaluate.config import EvaluateConfig
+from planish.stages.evaluate.score import (
+    Judged,
+    average,
+    bootstrap,
+    consensus,
+    majority,
+    mean_pass_at_k,
+    pass_at_k,
+    sampling_error,
+    scalars,
+)
 from planish.stages.evaluate.stage import compare, run
+from planish.stages.export.card import accuracy_table
+from planish.stages.report.gather import gather
+from planish.stages.report.page import build_page
+from planish.stages.report.stage import as_summary
 from planish.verifiers import verify
-from tests.unit.tiny_run import artifact, make_run, sums, tiny_model, write_data
+from planish.verifiers.verdict import failed, not_found, right, wrong
+from tests.unit.records.samples import build_rollouts
+from tests.unit.tiny_run import TINY_MODEL, artifact, make_run, sums, tiny_model, write_data
 
 
 def save_version(root, version, seed):
@@ -255,3 +281,255 @@ def test_without_a_turn_or_after_a_stop_nothing_is_measured(file_root, tmp_path,
     measure_before(file_root, digest, 1, pin)
     assert not (tmp_path / "root" / "evals").exists()
     assert not list((tmp_path / "root").glob("logs/*"))
+
+
+MARKS = {(1, 7): "1100", (1, 8): "0000", (1, 9): "1111"}
+"""Which samples of the two prompts of the set `pair` and of that of `one` are right."""
+
+
+class ScriptedEngine:
+    """Answers sample by sample as `MARKS` says; every other prompt is answered wrong."""
+
+    opened = 0
+
+    def __init__(self):
+        ScriptedEngine.opened += 1
+        self.marks = {}
+        for (a, b), marks in MARKS.items():
+            prompts, _ = sums([(a, b)])
+            self.marks[prompts.prompt_id[0]] = (a + b, marks)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def generate(self, requests):
+        outputs = []
+        for request in requests:
+            total, marks = self.marks.get(request.group_id, (0, "0000"))
+            right = marks[int(request.request_id[-3:])] == "1"
+            tokens = [4 + TINY_MODEL["alphabet"].index(c) for c in f"={total if right else 99}"]
+            count = len(tokens)
+            reason = FinishReason.STOP
+            outputs.append(Output(request.request_id, tokens, [-1.0] * count, [0] * count, reason))
+        return outputs
+
+
+@pytest.fixture
+def two_sets(file_root, monkeypatch):
+    monkeypatch.setattr("planish.engines.open_engine", lambda *_, **__: ScriptedEngine())
+    monkeypatch.setattr(ScriptedEngine, "opened", 0)
+    write_data(file_root)
+    facts = {"parents": {}, "attributes": {}}
+    for name, pairs in (("pair", [(1, 7), (1, 8)]), ("one", [(1, 9)])):
+        write_set(layout.evaluation_prompts(file_root, name), sums(pairs)[0], **facts)
+    sets = [{"dataset": "mine/pair"}, {"dataset": "mine/one"}]
+    return make_run(
+        file_root,
+        curate={"evaluation_sets": sets},
+        evaluate={"num_samples": 4, "pass_at": [1, 2], "every": 1},
+    )
+
+
+def save_scripted(root, version):
+    policy = build_policy(tiny_model(), version)
+    facts = {"version": version, "parents": {}, "attributes": {"config_sha256": "c"}}
+    return save_policy(layout.policy(root, version), policy, **facts).pin()
+
+
+def evaluate_sets(root, tmp_path, digest, *pins):
+    outputs = {name: artifact(tmp_path, name) for name in ("evaluation", "metrics")}
+    run(root=root, config_sha256=digest, baseline_pin=pins[0], policy_pin=pins[-1], **outputs)
+    return json.loads((tmp_path / "artifacts" / "metrics").read_text())
+
+
+def test_each_set_has_the_scores_that_are_counted_by_hand(file_root, tmp_path, two_sets):
+    metrics = evaluate_sets(file_root, tmp_path, two_sets, save_scripted(file_root, 0))
+    pair, one = (
+        read_report(EvalReport, f"{layout.evaluation(file_root, 0, name)}/report.json")
+        for name in ("pair", "one")
+    )
+    assert pair.scalars["accuracy"] == pytest.approx((2 / 4 + 0) / 2)
+    # Of two drawn samples of the first prompt both are wrong in one of six draws.
+    assert pair.scalars["pass@2"] == pytest.approx((5 / 6 + 0) / 2)
+    # Sample variances 1/3 and 0.
+    assert pair.scalars["accuracy_standard_error"] == pytest.approx((1 / 3 / 4) ** 0.5 / 2)
+    assert pair.scalars["greedy"] == 0.5
+    assert (one.scalars["accuracy"], one.scalars["num_prompts"]) == (1.0, 1.0)
+    assert metrics["pair_accuracy_after"] == pair.scalars["accuracy"]
+    assert metrics["one_pass_at_2_before"] == 1.0
+    assert metrics["accuracy_after"] == 0.0
+    assert read_best(file_root).accuracy == 0.0
+
+
+def test_one_engine_serves_all_sets_of_a_policy_and_none_those_that_are_done(
+    file_root, tmp_path, two_sets
+):
+    pins = [save_scripted(file_root, version) for version in (0, 1)]
+    iteration.run(file_root, two_sets, 1, 0, pins[0])
+    assert ScriptedEngine.opened == 1
+    first = evaluate_sets(file_root, tmp_path, two_sets, *pins)
+    assert ScriptedEngine.opened == 2
+    # A set that was cut off is measured again, and no other.
+    store.delete(f"{layout.evaluation(file_root, 1, 'one')}/report.json")
+    store.delete(f"{layout.evaluation(file_root, 1, 'one')}/rollouts/manifest.json")
+    stamp = tmp_path / "root/evals/pair/00001/rollouts/manifest.json"
+    before = stamp.stat().st_mtime_ns
+    assert evaluate_sets(file_root, tmp_path, two_sets, *pins) == first
+    assert (ScriptedEngine.opened, stamp.stat().st_mtime_ns) == (3, before)
+    entry = json.loads((tmp_path / "root/logs/00001-evaluate-00.json").read_text())
+    assert entry["metrics"]["pair_accuracy"] == 0.25
+
+
+def test_report_show_tracker_and_card_name_each_set(file_root, tmp_path, two_sets, capsys):
+    evaluate_sets(
+        file_root,
+        tmp_path,
+        two_sets,
+        *(save_scripted(file_root, version) for version in (0, 1)),
+    )
+    facts = gather(file_root)
+    page = build_page(facts, failed_task="", error_message="")
+    titles = [table.title for table in page["scores"]]
+    assert titles == ["All held-out prompts", "Mean accuracy per source", "one", "pair"]
+    assert page["scores"][-1].rows[0].cells[-1].startswith("25.0")
+    both = {"accuracy_before": 0.25, "accuracy_after": 0.25}
+    assert as_summary(facts)["evaluation_sets"]["pair"] == both
+    assert as_summary(facts)["accuracy_after"] == 0.0
+    show(file_root, Console(width=200), rows=1)
+    assert "evals/pair/00001/report.json" in capsys.readouterr().out
+    points = [point for source in RunReader(file_root).look() for point in source.points()]
+    found = {(point.name, point.step): point.value for point in points}
+    assert found["evaluate_pair/accuracy", 1] == 0.25
+    assert found["evaluate/accuracy", 1] == 0.0
+    lines = accuracy_table(file_root, 1)
+    heads = [line for line in lines if line.startswith("##")]
+    assert heads == [f"## Accuracy on {name}" for name in ("held-out prompts", "one", "pair")]
+
+
+TABLE = np.array([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
+
+
+def test_average_and_sampling_error_by_hand():
+    assert average(TABLE) == pytest.approx((0.5 + 1.0 + 0.25) / 3)
+    # Sample variances: 4 * 0.25 / 3 = 1/3, 0, and 4 * 0.25 * 0.75 / 3 = 1/4.
+    assert sampling_error(TABLE) == pytest.approx(math.sqrt((1 / 3 + 0 + 1 / 4) / 4) / 3)
+    assert sampling_error(np.ones((5, 3))) == 0.0
+    assert math.isnan(sampling_error(np.ones((5, 1))))
+
+
+def test_bootstrap_spread_is_that_of_the_mean_over_prompts_and_follows_from_its_seed():
+    accuracy = np.repeat(np.array([[0.0], [1.0]]), 50, axis=0)
+    error, (low, high) = bootstrap(accuracy, num_resamples=4000, seed=3)
+    assert error == pytest.approx(0.05, rel=0.05)
+    assert low == pytest.approx(0.4, abs=0.02)
+    assert high == pytest.approx(0.6, abs=0.02)
+    first, second, other = (bootstrap(TABLE, num_resamples=50, seed=s) for s in (1, 1, 2))
+    assert first == second
+    assert first != other
+
+
+@given(st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))))
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(case):
+    num_samples, num_correct = case
+    right = [i < num_correct for i in range(num_samples)]
+    for k in range(1, num_samples + 1):
+        subsets = list(itertools.combinations(right, k))
+        share = sum(any(subset) for subset in subsets) / len(subsets)
+        assert pass_at_k(num_samples, num_correct, k) == pytest.approx(share)
+    assert pass_at_k(200, 1, 100) == pytest.approx(0.5)
+
+
+def test_mean_pass_at_one_is_the_average():
+    assert mean_pass_at_k(TABLE, 1) == pytest.approx(average(TABLE))
+    assert mean_pass_at_k(TABLE, 2) == pytest.approx((5 / 6 + 1.0 + 0.5) / 3)
+
+
+@pytest.mark.parametrize(
+    ("answers", "position"),
+    [
+        (["7", "8", "8"], 1),
+        (["7", "8", "8", "7"], 0),
+        (["8", "7", "7", "8"], 0),
+        ([None, None, "3"], 2),
+        ([None, None, None], None),
+        ([], None),
+        (["07", "8", "+7"], 0),
+        (["-0", "1", "0"], 0),
+        (["a", "b", "b"], 1),
+        (["\u0667", "7", "7"], 1),
+        (["9" * 65, "1", "9" * 65], 0),
+    ],
+)
+def test_majority_takes_the_first_of_the_largest_class(answers, position):
+    assert majority(answers) == position
+
+
+def test_consensus_counts_prompts_whose_majority_is_right():
+    accuracy = np.array([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    answers = [["1", "2", "2"], ["5", "6", "6"], [None, None, "4"]]
+    assert consensus(accuracy, answers) == pytest.approx(2 / 3)
+
+
+def rollouts_of(lengths, num_samples, finish):
+    found = build_rollouts(
+        [[1]] * (len(lengths) // num_samples),
+        [[1] * n for n in lengths],
+        finish=finish,
+        answer=["7"] * len(lengths),
+        verifier=["trace"] * len(lengths),
+    )
+    found.validate()
+    return found
+
+
+def judged():
+    """Two prompts of three samples: right, wrong, invalid; then right, right, verifier error."""
+    stop, length, abort = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
+    verdicts = [right("7"), wrong("8"), not_found(), right("7"), right("7"), failed("9")]
+    finish = [stop, stop, length, stop, stop, abort]
+    return Judged(rollouts_of([2, 2, 4, 3, 3, 0], 3, finish), verdicts, 3)
+
+
+def test_scalars_by_hand():
+    assert judged().answers() == [["7", "8", None], ["7", "7", None]]
+    found = scalars(judged(), None, [0, 1], EvaluateConfig(pass_at=[1, 2, 32]), seed=0)
+    assert found["accuracy"] == pytest.approx(0.5)
+    assert found["accuracy_standard_error"] == pytest.approx((2 / 3 / 3) ** 0.5 / 2)
+    assert found["pass@1"] == pytest.approx(0.5)
+    assert found["pass@2"] == pytest.approx((2 / 3 + 1.0) / 2)
+    assert "pass@32" not in found
+    assert found["cons@3"] == pytest.approx(1.0)
+    assert found["invalid_fraction"] == pytest.approx(1 / 6)
+    assert found["truncated_fraction"] == pytest.approx(1 / 6)
+    assert found["refused_fraction"] == pytest.approx(1 / 6)
+    assert found["verifier_errors"] == 1.0
+    assert found["verifier_timeouts"] == 0.0
+    assert found["response_length_mean"] == pytest.approx(14 / 6)
+    assert found["num_generated_tokens"] == 14.0
+    assert (found["num_prompts"], found["num_samples"]) == (2.0, 3.0)
+    assert "greedy" not in found
+
+
+def test_scalars_of_some_prompts_see_only_their_rows():
+    greedy = Judged(rollouts_of([2, 2], 1, [0, 0]), [wrong("8"), right("7")], 1)
+    found = scalars(judged(), greedy, [1], EvaluateConfig(), seed=0)
+    assert found["accuracy"] == pytest.approx(2 / 3)
+    assert found["greedy"] == 1.0
+    assert found["num_generated_tokens"] == 6.0
+    assert found["invalid_fraction"] == 0.0
+
+
+def test_one_sample_has_no_standard_error():
+    one = Judged(rollouts_of([2, 2], 1, [0, 0]), [right("7"), wrong("8")], 1)
+    found = scalars(one, None, [0, 1], EvaluateConfig(), seed=0)
+    assert "accuracy_standard_error" not in found
+    assert found["accuracy"] == 0.5
+
+
+@pytest.mark.parametrize("pass_at", [[0], [1, 1], [-1]])
+def test_pass_at_must_hold_different_positive_numbers(pass_at):
+    with pytest.raises(ValueError, match="different numbers of at least 1"):
+        EvaluateConfig(pass_at=pass_at)

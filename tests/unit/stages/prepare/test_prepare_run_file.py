@@ -1,13 +1,23 @@
 """`run.json`: new runs, resumed runs, changed settings, other roots."""
 
+import dataclasses
 import json
+import os
+import subprocess
+import sys
+import threading
 
 import pytest
+import torch
 
 from planish import store
 from planish.base.errors import ConfigError, RecordError
+from planish.checkpoint import train_state as checkpoint
 from planish.records import layout
 from planish.records.io import write_files
+from planish.run import lock, stage_log
+from planish.run.lock import Holder, acquire, beat, current_holder, hand_over, is_alive, read_lock
+from planish.stages.prepare.chain import Link, count_links, find_link, read_link, record_link
 from planish.stages.prepare.run_file import (
     StartPins,
     newest_version,
@@ -16,6 +26,9 @@ from planish.stages.prepare.run_file import (
     start_after,
     write_run_file,
 )
+from planish.stages.prepare.stage import prepare
+from tests.integration.waiting import wait_for
+from tests.unit.stages.prepare.test_prepare_stage import SMALL, wish
 
 CONFIG = {"run": {"seed": 0}, "train": {"learning_rate": 1e-6}}
 OTHER = {"run": {"seed": 0}, "train": {"learning_rate": 1e-4}}
@@ -199,3 +212,296 @@ def test_a_damaged_run_file_is_told(file_root, text, words):
     store.write(layout.run_file(file_root), text.encode())
     with pytest.raises(ConfigError, match=rf"run\.json. must hold config.*{words}"):
         read_run_file(file_root)
+
+
+ROOTS = ("file_root", pytest.param("s3_root", marks=pytest.mark.server))
+
+
+@pytest.fixture(params=ROOTS)
+def root(request):
+    return request.getfixturevalue(request.param)
+
+
+def other(pid, started=1):
+    return Holder("local", host="elsewhere", space=lock.process_space(), pid=pid, started=started)
+
+
+def test_a_live_process_of_this_machine_is_refused_by_name(file_root):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        holder = other(child.pid, lock.process_start(child.pid))
+        acquire(file_root, holder, now=1000.0)
+        with pytest.raises(ConfigError, match=rf"process {child.pid} on elsewhere .* wait for"):
+            acquire(file_root, current_holder(), now=10_000.0)
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_killed_process_loses_the_lock_at_once(root):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    holder = other(child.pid, lock.process_start(child.pid))
+    acquire(root, holder, now=1000.0)
+    child.kill()
+    child.wait()
+    assert acquire(root, current_holder(), now=1000.1).generation == 2
+    assert beat(root, holder) is False
+
+
+def test_a_later_process_with_the_same_id_is_not_the_holder():
+    mine = current_holder()
+    assert is_alive(mine) is True
+    assert is_alive(dataclasses.replace(mine, started=mine.started + 1)) is False
+
+
+def test_a_zombie_counts_as_gone():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    started = lock.process_start(child.pid)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert is_alive(other(child.pid, started)) is False
+    child.wait()
+
+
+@pytest.mark.parametrize(("silent", "free"), [(599.0, False), (600.0, True)])
+def test_where_nothing_tells_the_heartbeat_decides_after_ten_minutes(file_root, silent, free):
+    holder = dataclasses.replace(other(7), space="another boot")
+    acquire(file_root, holder, now=1000.0)
+    if free:
+        assert acquire(file_root, current_holder(), now=1000.0 + silent).generation == 2
+    else:
+        with pytest.raises(ConfigError, match=r"wait 1 s without a heartbeat"):
+            acquire(file_root, current_holder(), now=1000.0 + silent)
+
+
+@pytest.mark.parametrize(("active", "free"), [(True, False), (False, True)])
+def test_a_run_of_the_cluster_is_asked_for(file_root, active, free):
+    acquire(file_root, Holder("cluster", run_id="7f3a"), now=1000.0)
+    me = Holder("cluster", run_id="other")
+    if free:
+        assert acquire(file_root, me, alive=lambda _: active, now=1001.0).generation == 2
+    else:
+        with pytest.raises(ConfigError, match=r"run 7f3a of the cluster holds"):
+            acquire(file_root, me, alive=lambda _: active, now=9999.0)
+
+
+def test_of_many_that_take_over_at_the_same_moment_one_wins(root):
+    acquire(root, dataclasses.replace(other(1), started=1), now=0.0)
+    barrier, won, lost = threading.Barrier(8), [], []
+
+    def race(number):
+        me = Holder("cluster", run_id=f"racer-{number}")
+        barrier.wait()
+        try:
+            won.append(acquire(root, me, alive=lambda h: h.kind == "cluster").generation)
+        except ConfigError as error:
+            lost.append(str(error))
+
+    threads = [threading.Thread(target=race, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert won == [2]
+    assert len(lost) == 7
+    assert all("one run at a time" in text for text in lost)
+
+
+def test_a_stage_process_holds_for_what_started_it(tmp_path):
+    script = "from planish.run.lock import current_holder; print(current_holder().pid)"
+    (tmp_path / "planish_probe.py").write_text(script)
+    # A stage runs as `sh -ec "... kfp.dsl.executor_main ..."` below the runner.
+    inner = f"{sys.executable} {tmp_path}/planish_probe.py kfp.dsl.executor_main; true"
+    found = subprocess.run(
+        ["sh", "-ec", inner], capture_output=True, text=True, check=True, env=_environment()
+    )
+    assert int(found.stdout) == os.getpid()
+
+
+def test_a_program_that_is_no_stage_holds_for_itself():
+    script = (
+        "import os; from planish.run.lock import current_holder as h; print(h().pid, os.getpid())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=_environment(),
+    )
+    pid, own = found.stdout.split()
+    assert pid == own
+
+
+def _environment():
+    return {name: value for name, value in os.environ.items() if name != "RUN_ID"}
+
+
+@pytest.mark.parametrize("text", ["[]", '{"holder": {"kind": "local"}}', '{"holder": {"x": 1}}'])
+def test_a_damaged_lock_is_told_and_not_taken(file_root, text):
+    uri = layout.lock_file(file_root, 1)
+    store.write(uri, text.encode())
+    with pytest.raises(RecordError, match="must name a holder"):
+        acquire(file_root, current_holder())
+
+
+def test_a_lock_without_a_word_is_free_since_its_writer_never_began(file_root):
+    uri = layout.lock_file(file_root, 1)
+    store.write(uri, b"")
+    assert acquire(file_root, current_holder()).generation == 2
+
+
+@pytest.mark.parametrize("heartbeat", [float("nan"), float("inf"), 1e12])
+def test_a_heartbeat_that_can_not_be_is_no_sign_of_life(file_root, heartbeat):
+    acquire(file_root, dataclasses.replace(other(7), space="another boot"), now=heartbeat)
+    assert acquire(file_root, current_holder(), now=1000.0).generation == 2
+
+
+def test_a_running_stage_beats_for_its_run(file_root, monkeypatch):
+    monkeypatch.setattr(stage_log, "FLUSH_SECONDS", 0.02)
+    acquire(file_root, current_holder(), now=1000.0)
+    with stage_log.StageLog(file_root, "train", 1, 0, log_format="%(message)s"):
+        wait_for(lambda: read_lock(file_root).heartbeat_seconds != 1000.0, 60.0)
+    assert read_lock(file_root).heartbeat_seconds > 1_000_000
+
+
+def test_a_holder_that_hands_over_makes_room_once(root):
+    first, second, third = (Holder("cluster", run_id=name) for name in "abc")
+    assert not hand_over(root, first)
+    acquire(root, first)
+    assert hand_over(root, first)
+    assert read_lock(root).generation == 1
+    assert acquire(root, second, alive=lambda _: True).generation == 2
+    assert not hand_over(root, first)
+    with pytest.raises(ConfigError, match="run b of the cluster holds its lock"):
+        acquire(root, third, alive=lambda _: True)
+
+
+def finish(root, version):
+    """Write a policy of a version, as the last stage of its iteration does."""
+    uri = layout.policy(root, version)
+    write_files(uri, "policy/1", {"a": b"x"}, parents={}, attributes={"policy_version": version})
+
+
+def take(root, index, iterations):
+    link = find_link(root, index, iterations)
+    record_link(root, link)
+    return link
+
+
+def test_the_same_run_again_keeps_its_offset(file_root):
+    take(file_root, 0, 2)
+    finish(file_root, 2)
+    assert take(file_root, 1, 3) == Link(1, 2, 3)
+    finish(file_root, 4)
+    assert take(file_root, 1, 3) == Link(1, 2, 3)
+    assert count_links(file_root) == 2
+
+
+def test_a_run_needs_the_one_before_to_be_finished(file_root):
+    take(file_root, 0, 2)
+    finish(file_root, 1)
+    with pytest.raises(ConfigError, match=r"run 0 .* must be finished .* last iteration 2"):
+        find_link(file_root, 1, 2)
+
+
+def test_minus_one_resumes_the_unfinished_run_and_then_adds_one(file_root):
+    assert take(file_root, -1, 2) == Link(0, 0, 2)
+    assert take(file_root, -1, 2) == Link(0, 0, 2)
+    finish(file_root, 2)
+    assert take(file_root, -1, 2) == Link(1, 2, 2)
+    finish(file_root, 4)
+    assert take(file_root, -1, 5) == Link(2, 4, 5)
+
+
+def test_the_newest_run_may_be_made_longer_or_shorter(file_root):
+    take(file_root, 0, 2)
+    finish(file_root, 2)
+    assert take(file_root, 0, 4) == Link(0, 0, 4)
+    assert read_link(file_root, 0).num_iterations == 4
+
+
+def test_a_run_that_others_build_on_keeps_its_length(file_root):
+    take(file_root, 0, 2)
+    finish(file_root, 2)
+    take(file_root, 1, 2)
+    assert find_link(file_root, 0, 2) == Link(0, 0, 2)
+    with pytest.raises(ConfigError, match=r"must stay 2, got 3"):
+        find_link(file_root, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("index", "iterations", "words"),
+    [(1, 2, "at most 0"), (-2, 2, "-1 or more"), (0, 0, "at least 1")],
+)
+def test_impossible_places_are_refused(file_root, index, iterations, words):
+    with pytest.raises(ConfigError, match=words):
+        find_link(file_root, index, iterations)
+
+
+PENALTY = f"{SMALL} algorithm.kl_coefficient=0.04"
+FIRST = "policies/00000"
+
+
+def a_policy(root, version, parents):
+    files = {"p": b"%d" % version}
+    uri = layout.policy(root, version)
+    return write_files(uri, "policy/1", files, parents=parents, attributes={})
+
+
+def finish_training(root, *, names_reference=True, **facts):
+    """Leave what the two iterations of a first run do."""
+    first = a_policy(root, 0, {})
+    name = {"reference": first.pin().removeprefix(f"{root}/")} if names_reference else {}
+    state = checkpoint.save(
+        layout.state(root, 2),
+        {"model": {"w": torch.zeros(1)}, "extra": {"step": 2, **name, **facts}},
+        parents={},
+        attributes={"step": 2},
+    )
+    a_policy(root, 2, {"state": state.manifest_sha256})
+    return first
+
+
+def test_a_new_run_has_no_reference_to_look_for_and_its_plan_tells_the_penalty(file_root):
+    outcome = prepare(file_root, wish(overrides=PENALTY))
+    told = "| penalty | 0.04 x KL to the policy that training began with |"
+    assert told in outcome.documents["summary"]
+    assert "penalty" not in prepare(f"{file_root}/other", wish()).documents["summary"]
+
+
+def test_chained_and_forked_runs_have_the_reference_that_the_state_names(file_root):
+    prepare(file_root, wish(overrides=PENALTY))
+    finish_training(file_root)
+    prepare(file_root, wish(overrides=PENALTY, index=1))
+    prepare(f"{file_root}/fork", wish(overrides=PENALTY, resume_from=file_root))
+    store.delete(f"{file_root}/{FIRST}/manifest.json")
+    for place, more in ((file_root, {"index": 1}), ("fork2", {"resume_from": file_root})):
+        root = place if place == file_root else f"{file_root}/{place}"
+        with pytest.raises(ConfigError, match="the reference policy of the KL penalty must be at"):
+            prepare(root, wish(overrides=PENALTY, **more))
+
+
+def test_a_penalty_that_comes_later_needs_a_pinned_reference(file_root):
+    prepare(file_root, wish())
+    first = finish_training(file_root, names_reference=False)
+    prepare(file_root, wish(index=1))
+    late = {"overrides": PENALTY, "index": 1, "allow_config_change": True}
+    with pytest.raises(ConfigError, match="must name the reference policy"):
+        prepare(file_root, wish(**late))
+    late["overrides"] += f" train.reference_policy={first.pin()}"
+    summary = prepare(file_root, wish(**late)).documents["summary"]
+    assert f"| penalty | 0.04 x KL to `{first.pin()}` |" in summary
+
+
+def test_adapters_are_those_of_the_state_that_a_run_goes_on_from(file_root):
+    rank = f"{SMALL} model.lora_rank="
+    prepare(file_root, wish(overrides=f"{rank}4"))
+    lora = {"rank": 4, "alpha": 32.0, "target_modules": []}
+    finish_training(file_root, lora=lora)
+    prepare(file_root, wish(overrides=f"{rank}4", index=1))
+    for place, more in ((file_root, {"index": 1}), ("fork", {"resume_from": file_root})):
+        root = place if place == file_root else f"{file_root}/{place}"
+        for number, words in ((8, "rank 8"), (0, "all weights")):
+            changed = wish(overrides=f"{rank}{number}", allow_config_change=True, **more)
+            with pytest.raises(ConfigError, match=f"rank 4, alpha.*got {words}.*undo the change"):
+                prepare(root, changed)

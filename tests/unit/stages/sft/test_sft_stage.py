@@ -1,11 +1,15 @@
 """The sft stage: cold start, imported models, resumed runs, and the control beside it."""
 
+import itertools
 import json
 
+import numpy as np
 import pytest
 import torch
 
+from planish.base.errors import ConfigError
 from planish.models.policy import build_policy, load_policy, save_policy
+from planish.models.tokens import character_tokenizer
 from planish.records import layout
 from planish.records.io import read_manifest, write_set
 from planish.records.prompts import TraceSet
@@ -13,6 +17,8 @@ from planish.records.refs import Ref
 from planish.stages.sft import control
 from planish.stages.sft.config import SftConfig
 from planish.stages.sft.stage import check_start, run
+from planish.stages.sft.traces import EncodedTraces, encode_traces, minibatches, probe_rows
+from planish.stages.sft.training import train_steps, train_until
 from tests.unit.tiny_run import artifact, make_run, sums, tiny_model, write_data
 
 
@@ -210,3 +216,188 @@ def test_control_with_no_seconds_measures_the_start_itself(file_root, tmp_path):
 
 def test_control_of_a_root_without_a_run_is_an_error(file_root):
     assert control.main(["--root", file_root, "--seconds", "1"]) == 1
+
+
+PAIRS = [(a, b) for a in range(1, 6) for b in range(6)]
+CONFIG = SftConfig(traces_per_minibatch=10, warmup_steps=2, max_response_tokens=6)
+
+
+def prepared(seed=0):
+    policy = build_policy(tiny_model(), seed)
+    _, traces = sums(PAIRS)
+    return policy, encode_traces(traces, policy.tokenizer)
+
+
+def take(policy, traces, count, *, config=CONFIG, learning_rate=5e-3, warmup_steps=2, seed=0):
+    steps = train_steps(
+        policy, traces, config, seed=seed, learning_rate=learning_rate, warmup_steps=warmup_steps
+    )
+    return list(itertools.islice(steps, count))
+
+
+def test_first_loss_is_the_mean_over_response_tokens_of_the_untrained_policy():
+    policy, traces = prepared()
+    config = CONFIG.model_copy(update={"traces_per_minibatch": 30})
+    total = count = 0.0
+    with torch.no_grad():
+        for ids, start in zip(traces.tokens, traces.prompt_lengths, strict=True):
+            tokens = torch.from_numpy(ids)
+            logprobs = torch.log_softmax(policy.model(tokens[None]).logits[0], -1)
+            for place in range(int(start), len(tokens)):
+                total -= logprobs[place - 1, tokens[place]].item()
+                count += 1
+    step = take(policy, traces, 1, config=config)[0]
+    assert step.num_tokens == count
+    assert step.loss == pytest.approx(total / count, rel=1e-5)
+    assert not step.skipped
+
+
+@pytest.mark.slow
+def test_loss_falls_and_equal_seeds_give_equal_bits():
+    first, traces = prepared()
+    second, _ = prepared()
+    left, right = take(first, traces, 60), take(second, traces, 60)
+    assert [s.loss for s in left] == [s.loss for s in right]
+    assert sum(s.loss for s in left[-6:]) < 0.5 * sum(s.loss for s in left[:6])
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_clipping_of_gradients_can_be_switched_off():
+    losses = []
+    for clip in (None, 1e9, 1e-6):
+        policy, traces = prepared()
+        config = CONFIG.model_copy(update={"grad_clip": clip})
+        losses.append([step.loss for step in take(policy, traces, 4, config=config)])
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_first_step_of_the_warm_up_moves_weights_by_its_share_of_the_learning_rate():
+    # AdamW's first step has the size of the learning rate wherever the gradient is not tiny.
+    policy, traces = prepared()
+    before = policy.model.model.norm.weight.detach().clone()
+    take(policy, traces, 1, learning_rate=1e-2, warmup_steps=4)
+    moved = (policy.model.model.norm.weight - before).abs().max().item()
+    assert moved == pytest.approx(1e-2 / 4, rel=1e-3)
+
+
+def test_learning_rate_that_explodes_ends_with_a_remedy():
+    policy, traces = prepared()
+    with torch.no_grad():
+        policy.model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ConfigError, match=r"in 3 steps up to step 3; lower the learning rate"):
+        take(policy, traces, 10)
+
+
+def test_step_with_a_number_that_is_not_finite_changes_no_weight():
+    policy, traces = prepared()
+    with torch.no_grad():
+        policy.model.model.norm.weight[0] = float("inf")
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    step = take(policy, traces, 1)[0]
+    assert step.skipped
+    for old, new in zip(before, policy.model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_training_ends_at_the_first_measurement_that_reaches_the_target():
+    policy, traces = prepared()
+    config = CONFIG.model_copy(
+        update={"measure_every": 2, "measure_after": 3, "target_accuracy": 0.5, "max_steps": 50}
+    )
+    values = iter([0.1, 0.4, 0.5, 0.9])
+    found = train_until(policy, traces, config, seed=0, measure=lambda: next(values))
+    assert found["steps"] == 8.0
+    assert found["accuracy"] == 0.5
+    assert found["skipped_steps"] == 0.0
+    assert found["num_trained_tokens"] > 0
+
+
+def test_training_ends_at_the_cap_with_a_last_measurement():
+    policy, traces = prepared()
+    config = CONFIG.model_copy(update={"measure_every": 4, "max_steps": 5})
+    seen = []
+    found = train_until(policy, traces, config, seed=0, measure=lambda: seen.append(1) or 0.0)
+    assert found["steps"] == 5.0
+    assert len(seen) == 2
+
+
+def test_band_with_its_ends_exchanged_is_refused():
+    with pytest.raises(ValueError, match="`min_start` must not exceed `max_start`"):
+        SftConfig(min_start=0.5, max_start=0.4)
+
+
+TOKENIZER = character_tokenizer("0123456789+-=")
+ROW_PAIRS = [(a, b) for a in range(1, 5) for b in range(5)]
+
+
+def test_trace_is_prompt_then_response_then_end_token():
+    _, traces = sums([(1, 2)])
+    encoded = encode_traces(traces, TOKENIZER)
+    assert encoded.tokens[0].tolist() == [1, 5, 14, 6, 16, 16, 7, 2]
+    assert encoded.prompt_lengths.tolist() == [5]
+    assert encoded.lengths.tolist() == [8]
+
+
+def test_mask_covers_the_response_with_its_end_and_nothing_else():
+    tokens = [np.array([1, 5, 6, 2]), np.array([1, 7, 2, 3, 4, 5])]
+    ids, select = EncodedTraces(tokens, np.array([2, 5])).batch([0, 1])
+    assert ids.tolist() == [[1, 5, 6, 2, 0, 0], [1, 7, 2, 3, 4, 5]]
+    assert select.astype(int).tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1]]
+
+
+def test_probe_prompts_and_surplus_traces_are_left_out_by_id():
+    prompts, traces = sums(ROW_PAIRS)
+    held = frozenset(prompts.prompt_id[:3])
+    assert len(encode_traces(traces, TOKENIZER, without=held).tokens) == len(ROW_PAIRS) - 3
+    few = encode_traces(traces, TOKENIZER, max_traces=4)
+    everything = encode_traces(traces, TOKENIZER)
+    assert [t.tolist() for t in few.tokens] == [t.tolist() for t in everything.tokens[:4]]
+
+
+def test_order_of_the_input_does_not_matter():
+    _, traces = sums(ROW_PAIRS)
+    _, backwards = sums(ROW_PAIRS[::-1])
+    left, right = encode_traces(traces, TOKENIZER), encode_traces(backwards, TOKENIZER)
+    assert [t.tolist() for t in left.tokens] == [t.tolist() for t in right.tokens]
+
+
+def test_traces_that_do_not_fit_the_model_are_left_out():
+    _, traces = sums([(1, 2), (100, 200)])
+    assert len(encode_traces(traces, TOKENIZER, max_tokens=8).tokens) == 1
+
+
+def test_no_trace_left_says_how_many_were_left_out():
+    prompts, traces = sums([(1, 2), (100, 200)])
+    with pytest.raises(ConfigError, match="got none of 2 after leaving out 1 probe prompts and 1"):
+        encode_traces(traces, TOKENIZER, without=frozenset([prompts.prompt_id[0]]), max_tokens=8)
+
+
+def test_probe_rows_are_the_first_by_id_and_at_most_half():
+    prompts, _ = sums(ROW_PAIRS)
+    rows = probe_rows(prompts, 5)
+    chosen = {prompts.prompt_id[row] for row in rows}
+    assert chosen == set(sorted(prompts.prompt_id)[:5])
+    assert rows == sorted(rows)
+    assert len(probe_rows(prompts, 1000)) == len(ROW_PAIRS) // 2
+    assert probe_rows(prompts.take([0]), 3) == [0]
+
+
+def test_each_epoch_holds_every_row_once_in_batches_of_similar_length():
+    lengths = np.array([9, 3, 7, 3, 9, 5, 7, 1, 5, 1])
+    batches = list(itertools.islice(minibatches(lengths, 4, seed=0), 6))
+    for epoch in (batches[:3], batches[3:]):
+        assert sorted(itertools.chain(*epoch)) == list(range(10))
+        spans = sorted((min(lengths[b]), max(lengths[b])) for b in epoch)
+        assert all(left[1] <= right[0] for left, right in itertools.pairwise(spans))
+    assert sorted(len(b) for b in batches[:3]) == [2, 4, 4]
+
+
+def test_order_is_a_function_of_the_seed_and_changes_between_epochs():
+    lengths = np.full(64, 5)
+    first, again, other = (
+        list(itertools.islice(minibatches(lengths, 8, seed=s), 16)) for s in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+    assert first[:8] != first[8:]

@@ -29,7 +29,7 @@ from planish.stages.train.batching import (
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.fsdp2 import decoder_layers
 from planish.stages.train.trainer import STILL_ROWS, Trainer
-from tests.unit.models.test_critic import reward_model
+from tests.unit.models.test_policy import reward_model
 from tests.unit.stages.train.runs import (
     TINY,
     TINY_CRITIC,

@@ -2,24 +2,26 @@ import argparse
 import dataclasses
 import json
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+import planish
 from planish.__main__ import main, parser
+from planish.base.config import parse_override
+from planish.base.errors import ConfigError, PlanishError
 from planish.engines import ENGINES
 from planish.records import layout
+from planish.stages.prepare.settings import split_overrides
 from planish.stages.report.facts import TaskLog
 from planish.store.documents import write_json
-from planish.submit.local.progress import (
-    progress_line,
-    read_tasks,
-    seconds_by_stage,
-    work_seconds,
-)
+from planish.submit.local.pipeline import Result
+from planish.submit.local.progress import progress_line, read_tasks, seconds_by_stage, work_seconds
 from planish.submit.local.run import default_root, finish, pipelines_folder, tiny_preset
+from tests.unit.submit.kfp_server import Server
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 REWARD = TaskLog("reward", 2, 0, "done", 10.0, 1.5, metrics={"reward_mean": -0.2})
@@ -169,3 +171,155 @@ def test_without_the_extra_the_command_names_it(
 
 def test_in_a_checkout_the_pipelines_are_those_of_its_root() -> None:
     assert pipelines_folder() == REPOSITORY
+
+
+SUMMARY = {"root": "file:///r", "policy": "p#sha256=0", "accuracy_before": 0.25}
+SUMMARY |= {"accuracy_after": 0.5, "report": "file:///r/report/report.html", "iterations": 2}
+
+PROGRAM = """#!{python}
+import json, sys
+sys.stderr.write("a warning\\n")
+print(json.dumps(sys.argv[1:]))
+print({told!r})
+sys.stderr.write({error!r})
+raise SystemExit({code})
+"""
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Stand in for Python with a program that prints its arguments and what it is told to."""
+
+    def stand_in(told="", error="", code=0):
+        path = tmp_path / "python"
+        path.write_text(PROGRAM.format(python=sys.executable, told=told, error=error, code=code))
+        path.chmod(0o700)
+        monkeypatch.setattr("sys.executable", str(path))
+
+    return stand_in
+
+
+def test_options_and_settings_reach_the_command_and_its_last_line_is_the_result(command, capsys):
+    command(told=json.dumps(SUMMARY), error="a warning of the end\n")
+    table = {"train": {"betas": [0.9, 0.95]}, "curate.verifier": "it's x", "model": {"path": None}}
+    table["reward"] = {"functions": [{"name": "mine:f", "weight": 0.5}]}
+    result = planish.run_pipeline(table, root="r", iterations=2, no_control=True, no_track=False)
+    given = json.loads(capsys.readouterr().out.splitlines()[1])
+    assert given[:5] == ["-m", "planish", "run", "--preset", "dapo-tiny"]
+    assert given[-3:] == ["--root=r", "--iterations=2", "--no-control"]
+    asked = parser().parse_args(given[2:])
+    assert [parse_override(word) for word in split_overrides(" ".join(asked.overrides))] == [
+        ("train", "betas", [0.9, 0.95]),
+        ("curate", "verifier", "it's x"),
+        ("model", "path", "none"),
+        ("reward", "functions", [{"name": "mine:f", "weight": 0.5}]),
+    ]
+    assert (result.root, result.policy) == ("file:///r", "p#sha256=0")
+    assert (result.accuracy_before, result.accuracy_after, result.control) == (0.25, 0.5, None)
+    assert result.summary == SUMMARY
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, ConfigError), (1, PlanishError)])
+def test_a_command_that_fails_raises_its_last_line(command, code, kind):
+    command(error="planish: no such preset\n", code=code)
+    with pytest.raises(PlanishError, match=r"^no such preset$") as raised:
+        planish.run_pipeline("mine.toml")
+    assert type(raised.value) is kind
+
+
+def test_the_package_has_no_other_names():
+    with pytest.raises(AttributeError, match="run_pipelines"):
+        planish.run_pipelines  # noqa: B018
+
+
+FILE = """
+preset = "dapo-qwen2.5-0.5b"
+seed = 3
+overrides = { "train.grad_clip" = 1.0, "train.learning_rate" = 1e-3 }
+[[runs]]
+name = "a"
+[[runs]]
+name = "b"
+seed = 4
+[runs.overrides.train]
+learning_rate = 1e-4
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "rates.toml"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Return the options of the runs that were started; those of a root in `broken` fail."""
+    seen, broken = [], []
+
+    def run_command(words):
+        seen.append(words)
+        if words[1].rpartition("/")[2] in broken:
+            raise PlanishError("out of memory")
+        return Result(words[1], "pin", 0.25, 0.5, None, "report", {})
+
+    monkeypatch.setattr("planish.submit.local.sweep.run_command", run_command)
+    return seen, broken
+
+
+def test_a_run_that_fails_stops_no_other_and_only_it_is_done_again(file, started, capsys):
+    seen, broken = started
+    broken.append("a")
+    assert main(["sweep", str(file)]) == 1
+    root = f"{file.parent.as_uri()}/runs/rates"
+
+    def options(name, seed, rate):
+        shared = ["--preset=dapo-qwen2.5-0.5b", f"--seed={seed}", "-o", "train.grad_clip=1.0"]
+        return ["--root", f"{root}/{name}", *shared, "-o", f"train.learning_rate={rate}"]
+
+    assert seen == [options("a", 3, 0.001), options("b", 4, 0.0001)]
+    told = capsys.readouterr().out
+    assert "a: out of memory" in told
+    assert "seed=4 train.learning_rate=0.0001" in told
+    broken.clear()
+    assert main(["sweep", str(file)]) == 0
+    assert [words[1] for words in seen[2:]] == [f"{root}/a"]
+    told = capsys.readouterr().out.splitlines()
+    assert told[-1] == f"planish compare {root}/a {root}/b"
+    # Another setting is another run.
+    file.write_text(FILE.replace("1e-4", "1e-5"))
+    assert main(["sweep", str(file)]) == 0
+    assert [words[1] for words in seen[3:]] == [f"{root}/b"]
+
+
+def test_a_cluster_gets_each_run_in_one_experiment(file, capsys):
+    server = Server()
+    words = ["sweep", str(file), "--root", "s3://bucket/rates", "--kubeflow"]
+    assert main([*words, "--host", server.url, "--profile", "gpu-1x8"]) == 0
+    server.close()
+    sent = [body["runtime_config"]["parameters"] for body in server.posted("runs")]
+    assert [run["root"] for run in sent] == ["s3://bucket/rates/a", "s3://bucket/rates/b"]
+    assert [run["seed"] for run in sent] == [3, 4]
+    assert sent[1]["overrides"] == "train.grad_clip=1.0 train.learning_rate=0.0001"
+    (experiment,) = server.objects["experiments"].values()
+    assert experiment["display_name"] == "rates"
+    assert set(server.objects["runs"]) <= set(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "`sweep.runs`"),
+        ("[[runs]]\nname='a'\nseeds=1", "did you mean `seed`?"),
+        ("[[runs]]\nname='a/b'", "`sweep.runs.0.name`"),
+        ("[[runs]]\nname='a'\n[[runs]]\nname='a'", "a name of its own"),
+    ],
+)
+def test_a_file_that_is_no_list_of_runs_is_one_line_and_code_two(file, text, words, capsys):
+    file.write_text(text)
+    assert main(["sweep", str(file)]) == 2
+    output, errors = capsys.readouterr()
+    assert (output, errors.count("\n")) == ("", 1)
+    assert words in errors
