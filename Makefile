@@ -84,8 +84,8 @@ engines-beside:
 	  cat $$log; rm $$log; exit $$code
 
 # A shard on vLLM that is killed, and ranks of vLLM that are: other engines have the same rounds in `all-tests`.
-VLLM_ROUNDS := tests/integration/test_kill_rollout.py::test_a_shard_killed_at_random_moments_ends_as_it_must[vllm] \
-	tests/integration/test_kill_ranks.py::test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit[vllm_disagg]
+VLLM_ROUNDS := tests/integration/test_kill_programs.py::test_a_shard_killed_at_random_moments_ends_as_it_must[vllm] \
+	tests/integration/test_kill_programs.py::test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit[vllm_disagg]
 
 CASES ?= --full
 test-engines: $(ENGINES)/.installed  ## every engine against one contract, in an environment with vLLM

@@ -26,7 +26,7 @@ class Compiled:
     """Kubernetes settings of each executor by label."""
 
     @classmethod
-    def from_documents(cls, documents: Sequence[Node], **more: Any) -> Self:
+    def from_documents(cls, documents: Sequence[Node]) -> Self:
         """Take the pipeline document and, where present, the platform document.
 
         Raises:
@@ -49,7 +49,6 @@ class Compiled:
             components={**spec.get("components", {}), "root": spec["root"]},
             executors={label: entry.get("container", {}) for label, entry in executors.items()},
             pods=pods,
-            **more,
         )
 
     def dags(self) -> Iterator[tuple[str, Node, Node]]:

@@ -171,9 +171,7 @@ def test_a_pipeline_that_was_compiled_with_a_monitor_is_submitted_as_it_is(tmp_p
     assert capsys.readouterr().out == path.read_text()
     assert planish([*words, "--image", "mirror/team", "--iterations", "1"]) == 0
     told = capsys.readouterr().out
-    assert {
-        fault.rule for fault in lint(told, images=shipped.parse_images(["mirror/team"]))
-    } == set()
+    assert lint(told, images=shipped.parse_images(["mirror/team"])) == []
     assert "mirror/team/monitor:0.1.0" in told
 
 
@@ -220,7 +218,9 @@ def test_images_can_be_replaced_and_the_result_still_passes(tmp_path):
     used = {e["container"]["image"] for e in spec["deploymentSpec"]["executors"].values()}
     assert used == set(images.values())
     assert lint(text, images=images) == []
-    assert {fault.rule for fault in lint(text)} == {6}
+    faults = lint(text)
+    assert faults
+    assert all("image must be of the table and stand still" in fault for fault in faults)
 
 
 @pytest.mark.parametrize(

@@ -21,20 +21,15 @@ from pipelines.compiled import (
 )
 from pipelines.monitor import Monitor
 from pipelines.post_train import build_post_train, profile_named
-from tests.contract.pipeline_rules import lint, lint_documents
+from tests.contract.pipeline_rules import lint
 
 pytestmark = pytest.mark.usefixtures("quick_kfp")
 
 
 @pytest.fixture(scope="module")
-def documents():
+def text():
     monitor = Monitor("s3://b/minder.toml", max_restarts=2)
-    text = compile_text(profile_named("gpu-1x8", num_iterations=2), monitor=monitor)
-    return list(yaml.load_all(text, yaml.CSafeLoader))
-
-
-def rules_broken(documents, **options):
-    return {fault.rule for fault in lint_documents(documents, **options)}
+    return compile_text(profile_named("gpu-1x8", num_iterations=2), monitor=monitor)
 
 
 @pytest.mark.parametrize("pipeline", sorted(BUILDERS))
@@ -43,21 +38,24 @@ def test_the_golden_files_have_no_fault(name, pipeline):
     assert lint((GOLDEN / file_name(PROFILES[name], pipeline)).read_text()) == []
 
 
-def test_an_order_of_keys_and_whole_floats_change_nothing(documents):
-    assert rules_broken(documents) == set()
-    text = yaml.dump_all(documents, Dumper=yaml.CSafeDumper, sort_keys=False, width=20)
+def test_an_order_of_keys_and_whole_floats_change_nothing(text):
     assert lint(text) == []
+    documents = yaml.load_all(text, yaml.CSafeLoader)
+    assert lint(yaml.dump_all(documents, Dumper=yaml.CSafeDumper, sort_keys=False, width=20)) == []
 
 
 @pytest.mark.slow
-def test_a_release_takes_digests_only(documents):
+def test_a_release_takes_digests_only(text):
     images = {n: f"example.org/{n}@sha256:{'a' * 64}" for n in ("core", "rollout", "train")}
-    text = compile_text(profile_named("cpu-tiny", num_iterations=1), images)
-    assert lint(text, images=images, release=True) == []
-    assert rules_broken(documents, release=True) == {6}
+    pinned = compile_text(profile_named("cpu-tiny", num_iterations=1), images)
+    assert lint(pinned, images=images, release=True) == []
+    faults = lint(text, release=True)
+    assert faults
+    assert all("image of a release must be pinned, got" in fault for fault in faults)
     moving = {"core": "example.org/core:latest"}
-    text = compile_text(profile_named("cpu-tiny", num_iterations=1), moving)
-    assert {fault.rule for fault in lint(text, images=moving)} == {6}
+    faults = lint(compile_text(profile_named("cpu-tiny", num_iterations=1), moving), images=moving)
+    assert faults
+    assert all("image must be of the table and stand still" in fault for fault in faults)
 
 
 def compiled_of(name, **changes):
@@ -142,8 +140,7 @@ def test_a_run_of_a_profile_ends_within_the_limit_of_an_object(name):
 @pytest.mark.slow
 def test_a_run_that_outgrows_the_object_is_refused_with_a_remedy():
     (fault,) = lint(compile_text(profile_named("gpu-16x8", num_iterations=3)))
-    assert fault.rule == 11
-    assert "chain several runs" in fault.message
+    assert "chain several runs" in fault
     with pytest.raises(ValueError, match=r"must be 1 to 3, got 4; .* 71 pods an iteration"):
         profile_named("gpu-16x8", num_iterations=4)
 

@@ -5,15 +5,13 @@ neither import, execute, open nor connect to anything. What it returns must be u
 """
 
 import argparse
+import copy
 import hashlib
 import json
 import random
 import struct
 import sys
-import time
 import tracemalloc
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,49 +29,92 @@ from planish.checkpoint.format.safetensors_file import (
 )
 from planish.checkpoint.format.small_objects import decode_extra, encode_extra
 from planish.checkpoint.plan.coverage import cover_faults
-from tests.fuzz.mutations import damaged, lied
 from tests.unit.checkpoint.format.metadata_samples import forged, row_of, small
 
 WRITTEN_BY_1 = Path(__file__).parents[1] / "unit/checkpoint/format/written_by_1"
 MAX_BYTES = 8 << 20
 """Bound that readers of metadata are given."""
-SLACK_BYTES = 1 << 20
-FACTOR = 64
-"""A reader holds at most this many times its input, and the slack."""
+SLACK_BYTES, FACTOR = 1 << 20, 64
+"""Any other reader holds at most so many times its input, and the slack."""
 FORBIDDEN = frozenset({
     "exec", "compile", "import", "open", "pickle.find_class", "marshal.loads", "ctypes.dlopen",
     "os.system", "os.exec", "os.fork", "os.posix_spawn", "subprocess.Popen", "socket.connect",
 })  # fmt: skip
 """Audit events that no reader may cause."""
-
-_watch: dict[str, list[str] | None] = {}
-
-
-def _audit(event, arguments):
-    events = _watch.get("events")
-    if events is not None and event in FORBIDDEN:
-        events.append(f"{event} {arguments!r:.80}")
-
-
-def watch():
-    """Begin to see what readers cause; Python has no way to end it before the process does."""
-    if not _watch:
-        _watch["events"] = None
-        sys.addaudithook(_audit)
+NUMBERS = (
+    0, 1, -1, 2, 7, 8, 63, 64, 65, 127, 128, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1,
+    2**32, 2**40, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30, 0.5, -0.0, 1e308,
+)  # fmt: skip
+"""Numbers at which readers go wrong."""
+VALUES = (
+    "", "..", "/", "../../etc/passwd", "a//b", "\x00", "\ud800", "\u00e9", "%2e%2e", "|", "F32",
+    "C128", "<f8", "|O", "model", "__metadata__", "x" * 3000, "__import__('os').system('true')",
+    None, True, False, [], {}, [[]], [0], {"": 0}, {"!pickle": 1}, {"!bytes": 3}, [1] * 70,
+)  # fmt: skip
+SHARES = {"metadata": 4, "metadata 1": 3, "commit": 2, "header": 3, "extra": 2, "journal": 1}
+"""Reader to its share of the cases."""
+_seen = {"events": None}
 
 
-@dataclass(frozen=True)
-class Target:
-    """A reader and valid inputs of it."""
+def damaged(rng, data, others):
+    """Return `data` with one to four accidents; `others` are samples to mix in."""
+    result = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        place = rng.randrange(len(result) + 1)
+        size = rng.choice((1, 2, 4, 8, 64, 512))
+        rest = result[place : place + size]
+        number = int(rng.choice(NUMBERS)) % (1 << 64)
+        other = rng.choice(others)
+        start = rng.randrange(len(other) + 1)
+        digits = (at for at in range(place, len(result)) if result[at] in b"0123456789")
+        digit = next(digits, place)
+        at, old, new = rng.choice(
+            [
+                (place, rest[:1], bytes([(rest or b"0")[0] ^ 1 << rng.randrange(8)])),
+                (place, rest[:1], rng.choice((b"\0", b"\x01", b"\x7f", b"\x80", b"\xff"))),
+                (place, rest[:8], struct.pack("<Q", number)[: len(rest)]),
+                (place, rest[:4], struct.pack(">Q", number)[4:]),
+                (digit, result[digit : digit + 1], str(rng.choice(NUMBERS)).encode()),
+                (place, result[place:], b""),
+                (place, rest, b""),
+                (place, b"", rng.randbytes(size)),
+                (place, b"", bytes(rest) * rng.choice((1, 30))),
+                (place, rest, other[start : start + size]),
+                (place, b"", rng.choice((b"[", b'{"a":', b"(")) * rng.choice((10, 3000))),
+            ]
+        )
+        result[at : at + len(old)] = new
+    return bytes(result)
 
-    read: Callable[[bytes], object]
-    """Read and use; raises only `refusals`."""
-    samples: list[bytes]
-    lie: Callable[[random.Random, bytes], bytes]
-    """Change what a sample says and keep its form."""
-    refusals: tuple[type[Exception], ...]
-    bound: Callable[[bytes], int]
-    """Bytes that `read` may hold."""
+
+def lied(rng, value):
+    """Return a copy of parsed JSON with one to three values replaced, dropped or doubled."""
+    root = copy.deepcopy(value)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        places, waiting = [], [root]
+        while waiting:
+            holder = waiting.pop()
+            if isinstance(holder, (dict, list)):
+                keys = [*holder] if isinstance(holder, dict) else range(len(holder))
+                places += [(holder, key) for key in keys]
+                waiting += [holder[key] for key in keys]
+        if not places or rng.random() < 0.02:
+            root = copy.deepcopy(rng.choice(VALUES))
+            continue
+        holder, key = rng.choice(places)
+        choice = rng.random()
+        if choice < 0.1:
+            del holder[key]
+        elif choice < 0.2 and isinstance(holder, list):
+            holder.insert(key, copy.deepcopy(holder[key]))
+        elif choice < 0.2:
+            holder[rng.choice(VALUES[:18])] = copy.deepcopy(holder[key])
+        elif choice < 0.4 and type(holder[key]) is int:
+            holder[key] += rng.choice((-1, 1, 8, -8))
+        else:
+            # A copy: later lies may change what is put in here.
+            holder[key] = copy.deepcopy(rng.choice(rng.choice((NUMBERS, VALUES))))
+    return root
 
 
 def sealed(body):
@@ -142,13 +183,8 @@ def lie_in_json(rng, data):
     return json.dumps(lied(rng, json.loads(data))).encode()
 
 
-def _header():
-    entries = [NewEntry("w|0,0|2,4", "F32", (2, 4)), NewEntry("b|0|16", "BF16", (16,))]
-    return plan_header(entries, notes={"format": "pt"})[0]
-
-
 def targets():
-    """Return every reader by name."""
+    """Return by name a reader, valid inputs of it, a way to lie in them, and what it may raise."""
     commit = Commit(
         "0" * 26, f"a-{'0' * 26}/meta/global.bin", 900, "0f" * 32, 9, 4096, 7,
         ("critic", "main"), 1.7e9, "run", {"a": "b"},
@@ -158,104 +194,80 @@ def targets():
         "a": np.arange(4), "s": np.float32(1), "!x": [float("nan")],
     }  # fmt: skip
     journal = JournalContent((f"a-{'0' * 26}/x",), ((f"a-{'0' * 26}/x", "id"),), "host", 3, 1.7e9)
-
-    def bound(data):
-        return FACTOR * len(data) + SLACK_BYTES
-
-    corrupt = (CheckpointCorrupt,)
+    entries = [NewEntry("w|0,0|2,4", "F32", (2, 4)), NewEntry("b|0|16", "BF16", (16,))]
+    header, _ = plan_header(entries, notes={"format": "pt"})
     meta = [metafile.encode(small(seed, plain=True)) for seed in range(4)]
     old = [path.read_bytes() for path in sorted(WRITTEN_BY_1.rglob("global.bin"))]
-    read_extra = lambda data: decode_extra(data)  # noqa: E731
     read_journal = lambda data: JournalContent.decode(data, "0" * 26)  # noqa: E731
     return {
-        "metadata": Target(use_metadata, meta, lie_in_metadata, corrupt, lambda _: MAX_BYTES),
-        "metadata 1": Target(use_metadata, old, lie_in_old_metadata, corrupt, lambda _: MAX_BYTES),
-        "commit": Target(Commit.decode, [commit.encode()], lie_in_json, corrupt, bound),
-        "header": Target(use_header, [_header()], with_head(8, 0), corrupt, bound),
-        "extra": Target(
-            read_extra, [encode_extra(extra)], with_head(16, 12), (CheckpointError,), bound
-        ),
-        "journal": Target(read_journal, [journal.encode()], lie_in_json, (), bound),
+        "metadata": (use_metadata, meta, lie_in_metadata, CheckpointCorrupt),
+        "metadata 1": (use_metadata, old, lie_in_old_metadata, CheckpointCorrupt),
+        "commit": (Commit.decode, [commit.encode()], lie_in_json, CheckpointCorrupt),
+        "header": (use_header, [header], with_head(8, 0), CheckpointCorrupt),
+        "extra": (decode_extra, [encode_extra(extra)], with_head(16, 12), CheckpointError),
+        "journal": (read_journal, [journal.encode()], lie_in_json, ()),
     }
 
 
-def case_of(rng, target, name):
+def case_of(rng, name, samples, lie):
     """Return one damaged input."""
-    sample = rng.choice(target.samples)
-    choice = rng.random()
+    sample, choice = rng.choice(samples), rng.random()
     if choice < 0.45:
-        return target.lie(rng, sample)
+        return lie(rng, sample)
     if choice < 0.98:
-        data = damaged(rng, sample, target.samples)
+        data = damaged(rng, sample, samples)
         # A right digest lets damage through to the parser behind it.
         return sealed(data[:-32]) if name == "metadata 1" and choice < 0.9 else data
     return rng.randbytes(rng.choice((0, 1, 16, 200)))
 
 
-def fuzz(name, target, cases, seed):
-    """Read damaged inputs; raise AssertionError with the input at the first wrong behaviour.
-
-    Returns:
-        Counts of cases, of those refused and of those read, seconds, and the most bytes held.
-    """
+def fuzz(name, cases, seed):
+    """Read damaged inputs; raise AssertionError with the input at the first wrong behaviour."""
+    read, samples, lie, refusals = targets()[name]
     rng = random.Random(f"{seed} {name}")
-    for sample in target.samples:  # whatever is imported late is imported here
-        target.read(sample)
-    refused, most, start = 0, 0, time.perf_counter()
-    tracemalloc.start()
-    try:
-        for number in range(cases):
-            data = case_of(rng, target, name)
-            told = f"{name} case {number} of seed {seed}: {data[:300]!r}"
-            before = tracemalloc.get_traced_memory()[0]
-            tracemalloc.reset_peak()
-            _watch["events"] = events = []
-            try:
-                target.read(data)
-            except target.refusals:
-                refused += 1
-            except BaseException as error:
-                raise AssertionError(f"{type(error).__name__}: {error}; {told}") from error
-            finally:
-                _watch["events"] = None
-            held = tracemalloc.get_traced_memory()[1] - before
-            assert held <= target.bound(data), f"{held} bytes for {len(data)}; {told}"
-            assert not events, f"{events}; {told}"
-            most = max(most, held)
-    finally:
-        tracemalloc.stop()
-    seconds = time.perf_counter() - start
-    return {
-        "target": name, "cases": cases, "refused": refused, "read": cases - refused,
-        "seconds": round(seconds, 1), "most_bytes": most,
-    }  # fmt: skip
+    for sample in samples:  # whatever is imported late is imported here
+        read(sample)
+    refused, most = 0, 0
+    for number in range(cases):
+        data = case_of(rng, name, samples, lie)
+        told = f"{name} case {number} of seed {seed}: {data[:300]!r}"
+        tracemalloc.start()
+        _seen["events"] = events = []
+        try:
+            read(data)
+        except refusals:
+            refused += 1
+        except BaseException as error:
+            raise AssertionError(f"{type(error).__name__}: {error}; {told}") from error
+        finally:
+            _seen["events"] = None
+            held = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        bound = MAX_BYTES if "metadata" in name else FACTOR * len(data) + SLACK_BYTES
+        assert held <= bound, f"{held} bytes for {len(data)}; {told}"
+        assert not events, f"{events}; {told}"
+        most = max(most, held)
+    return {"target": name, "cases": cases, "refused": refused, "most_bytes": most}
 
 
-def run(cases, *, seed=0, only=()):
-    """Spread cases over all targets, most of them over metadata; return what each found."""
-    watch()
-    found = targets()
-    shares = {"metadata": 4, "metadata 1": 3, "commit": 2, "header": 3, "extra": 2}
-    picked = {name: shares.get(name, 1) for name in found if not only or name in only}
-    whole_share = sum(picked.values())
-    return [
-        fuzz(name, found[name], -(-cases * share // whole_share), seed)
-        for name, share in picked.items()
-    ]
+def _audit(event, arguments):
+    events = _seen["events"]
+    if events is not None and event in FORBIDDEN:
+        events.append(f"{event} {arguments!r:.80}")
 
 
 def main():
-    """Run and print one line of JSON per target."""
+    """Run and print one line of JSON per target; the audit hook stays until the process ends."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=100_000, help="over all targets")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--target", action="append", default=[], help="only this one")
+    parser.add_argument("--target", action="append", choices=SHARES, help="only this one")
     options = parser.parse_args()
-    results = run(options.cases, seed=options.seed, only=options.target)
-    for result in results:
-        print(json.dumps(result))
-    seconds = sum(result["seconds"] for result in results)
-    print(f"{sum(result['cases'] for result in results)} cases, {seconds:.0f} s, no fault")
+    sys.addaudithook(_audit)
+    names = options.target or [*SHARES]
+    whole = sum(SHARES[name] for name in names)
+    for name in names:
+        print(json.dumps(fuzz(name, -(-options.cases * SHARES[name] // whole), options.seed)))
 
 
 if __name__ == "__main__":

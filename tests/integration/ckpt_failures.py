@@ -120,10 +120,6 @@ class Site:
         # The server answers an abort before the last folder is gone.
         wait_for(lambda: not left(), 10.0, "the end of all uploads")
 
-    def remove(self, name):
-        """Remove a checkpoint."""
-        catalog.delete(self.storage, f"run/{name}")
-
     def is_committed(self, name, attempt=""):
         commit = read_commit(self.storage, f"run/{name}")
         return commit is not None and (not attempt or commit.attempt == attempt)

@@ -17,12 +17,12 @@ truncated, corrupted in flight
 to COMMIT lost
 disk full                              store: on the server itself; storage
 credentials revoked and rotated        store
-two jobs save one path                 races; stops
+two jobs save one path                 races (one of them paused); stops
 paused job resumes after a commit      races; stops
 overwrite interrupted at each request  here (each kill is also done to an overwrite); stops
 collection and retention beside        races; stops
-object deleted, flipped, cut; COMMIT   damage: every object of a checkpoint, every byte of COMMIT;
-gone, LATEST dangling                  on the server's disk too
+object deleted, flipped, cut; COMMIT   `unit/checkpoint/load`; on the server's disk; on one rank of
+gone, LATEST dangling                  several: `test_ckpt_load_faults`
 save N fails, N + 1 succeeds           training: seven causes, the jobs going on; save
 state changed right after save()       training: upload held back
 plan cache, change on rank 3 only      training

@@ -18,33 +18,6 @@ def kinds_of(outcomes):
     return [one.value[0] for one in outcomes]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_of_two_jobs_that_save_one_path_at_once_one_wins_on_all_its_ranks(site, overwrite):
-    held = 1
-    if overwrite:
-        site.save("step-1", 1)
-    for seed in (2, 4):
-        if not overwrite and seed > 2:
-            site.remove("step-1")
-        # Both have seen what stands there before either commits.
-        site.proxy.rules = [Rule("delay", kind="create", path="COMMIT$", times=2, seconds=0.6)]
-        jobs = [
-            site.start(uri=site.path("step-1"), seed=seed + n, overwrite=overwrite)
-            for n in range(2)
-        ]
-        for ranks, _ in jobs:
-            ranks.go()
-        outcomes = [site.finish(*job) for job in jobs]
-        ends = [kinds_of(found) for found in outcomes]
-        assert sorted(ends) == [["CheckpointExists"] * 2, ["done"] * 2], outcomes
-        held = seed + ends.index(["done"] * 2)
-        assert site.visible() == {"step-1": held}
-        site.gc()
-        assert site.visible() == {"step-1": held}
-        site.check_disk()
-
-
 def is_stopped(pid):
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()[0] == "T"

@@ -88,24 +88,18 @@ def test_every_failure_is_counted_the_service_lives_and_goes_on(served, scripted
     scripted.answer = lambda request: Reply(body=whole.encode() * 9, cut_bytes=70)
     before = errors(served, "invalid") + errors(served, "connection")
     wait_for(lambda: errors(served, "invalid") + errors(served, "connection") > before, 15)
+
+    def empty(request):
+        answer = healthy(request)
+        return answer if request.path.startswith("/api/v1/query?") else Reply(body=whole.encode())
+
+    scripted.answer = empty
+    wait_for(lambda: calls(served, "skipped") >= 1, 90, lambda: served.log)
     scripted.answer = healthy
     before = calls(served, "ok")
     wait_for(lambda: calls(served, "ok") > before + 1, 15, lambda: served.log)
     assert "alert state=firing" not in served.log
     assert "Traceback" not in served.log
-
-
-def test_a_job_whose_metrics_are_all_empty_is_skipped(served, scripted):
-    wait_for(lambda: calls(served, "ok") >= 1, 90, lambda: served.log)
-
-    def empty(request):
-        answer = healthy(request)
-        if request.path.startswith("/api/v1/query?"):
-            return answer
-        return Reply.of({"status": "success", "data": {"resultType": "matrix", "result": []}})
-
-    scripted.answer = empty
-    wait_for(lambda: calls(served, "skipped") >= 1, 90, lambda: served.log)
 
 
 @pytest.mark.parametrize("drip", [0.05, 0.0])

@@ -18,7 +18,7 @@ from planish.base.config import read_toml
 from planish.minder.detect.config import MinderConfig, minder_config
 from planish.minder.detect.metrics_table import METRICS
 from planish.minder.detect.model_files import default_models, load_models
-from planish.minder.lab.calibrate import calibrate, record, site_tables, toml_of
+from planish.minder.lab.calibrate import calibrate, record, site_tables
 from planish.minder.lab.evaluate import in_processes, markdown, outcome_of, report
 from planish.minder.lab.train import train_models
 from planish.minder.lab.vae import Training
@@ -49,7 +49,7 @@ def parser():
         one.add_argument("--scrape-seconds", type=int, default=1, help="between two samples")
         one.add_argument("--missing", type=float, default=0.0, help="share of samples lost")
         one.add_argument("--workers", type=int, default=1, metavar="N", help="processes")
-        one.add_argument("--out", type=Path, help="gets the tables (calibrate), or every figure")
+        one.add_argument("--json", type=Path, help="gets every figure")
         one.set_defaults(do=do)
     return top
 
@@ -100,19 +100,21 @@ def progress(done, total):
 def find_thresholds(options):
     """Find thresholds and floors."""
     best = calibrate(on_cases(record, options), settings_of(options)[0], min_precision=0.9)
-    if options.out is not None:
-        options.out.write_text(toml_of(site_tables({}, best.best)), "utf-8")
-    print(best.markdown())
+    show(options, {**best.to_json(), "tables": site_tables({}, best.best)}, best.markdown())
 
 
 def evaluate(options):
     """Score the detector."""
     figures = report(on_cases(outcome_of, options))
-    if options.out is not None:
-        options.out.write_text(
-            json.dumps(figures, indent=1, sort_keys=True, allow_nan=False) + "\n"
-        )
-    print(markdown(figures))
+    show(options, figures, markdown(figures))
+
+
+def show(options, figures, text):
+    """Print tables, and write every figure where that is asked for."""
+    if options.json is not None:
+        text_of_file = json.dumps(figures, indent=1, sort_keys=True, allow_nan=False)
+        options.json.write_text(text_of_file + "\n", "utf-8")
+    print(text)
 
 
 if __name__ == "__main__":

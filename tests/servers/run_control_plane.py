@@ -3,6 +3,8 @@
 No kubelet: pods are created and stay pending, which is what manifests, RBAC and clients need.
 """
 
+from __future__ import annotations
+
 import json
 import secrets
 import ssl

@@ -254,7 +254,7 @@ def run(cases, seed):
         cwd=REPOSITORY, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    return {r["target"]: r for r in map(json.loads, done.stdout.splitlines()[:-1])}
+    return {r["target"]: r for r in map(json.loads, done.stdout.splitlines())}
 
 
 @pytest.mark.slow
@@ -264,5 +264,4 @@ def test_damaged_files_cause_nothing_but_our_errors():
     assert set(found) == NAMES
     assert sum(result["cases"] for result in found.values()) >= cases
     for name in ("metadata", "metadata 1", "commit", "header", "extra"):
-        assert found[name]["refused"] > found[name]["cases"] / 2
-        assert found[name]["read"] > 0
+        assert found[name]["cases"] / 2 < found[name]["refused"] < found[name]["cases"]

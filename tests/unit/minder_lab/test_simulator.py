@@ -72,7 +72,7 @@ def test_fixed_jobs_come_out_as_ever():
 @pytest.mark.long
 def test_evaluate_scores_simulated_jobs(tmp_path, capsys):
     out = tmp_path / "figures.json"
-    words = ["evaluate", "--faults", "1", "--normal", "1", "--seed", "4100000", "--out", str(out)]
+    words = ["evaluate", "--faults", "1", "--normal", "1", "--seed", "4100000", "--json", str(out)]
     options = parser().parse_args(words)
     options.do(options)
     assert "| minder | " in capsys.readouterr().out

@@ -43,30 +43,31 @@ def returning(value):
     return f"import math\n\ndef reward(response, answer):\n    return {value}\n"
 
 
-@pytest.mark.parametrize(
-    ("value", "accuracy", "score"),
-    [("True", 1.0, 1.0), ("False", 0.0, 0.0), ("1", 1.0, 1.0), ("0.25", 0.0, 0.25),
-     ("len(response) / len(answer)", 0.0, 0.5), ("0.0", 0.0, 0.0)],
-)  # fmt: skip
-def test_a_number_from_0_to_1_is_the_score_and_only_1_is_right(package, value, accuracy, score):
-    verdict = package("value", returning(value))("ab", "abcd", OPTIONS)
-    assert (verdict.accuracy, verdict.score, verdict.error) == (accuracy, score, False)
+SCORES = {
+    "True": 1.0, "False": 0.0, "1": 1.0, "0.25": 0.25, "len(response) / 28": 0.5, "0.0": 0.0,
+}  # fmt: skip
+FAILURES = {
+    "math.nan": "got nan of type float", "math.inf": "got inf", "-0.01": "got -0.01",
+    "1.5": "got 1.5", "None": "got None of type NoneType", "'1'": "got '1' of type str",
+    "[1.0]": "of type list", "1 / 0": "raised ZeroDivisionError: division by zero",
+    "exec('raise SystemExit(0)')": "raised SystemExit: 0",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [("math.nan", "got nan of type float"), ("math.inf", "got inf"), ("-0.01", "got -0.01"),
-     ("1.5", "got 1.5"), ("None", "got None of type NoneType"), ("'1'", "got '1' of type str"),
-     ("[1.0]", "of type list"), ("1 / 0", "raised ZeroDivisionError: division by zero"),
-     ("exec('raise SystemExit(0)')", "raised SystemExit: 0")],
-)  # fmt: skip
-def test_anything_else_is_a_failure_of_the_row_with_a_reason(package, caplog, value, reason):
-    verifier = package("value", returning(value))
-    for _ in range(3):
-        verdict = verifier("ab", "abcd", OPTIONS)
+def test_a_number_from_0_to_1_is_the_score_and_anything_else_a_failure_with_a_reason(
+    package, caplog
+):
+    verifier = package("value", returning("eval(answer)"))
+    for value, score in SCORES.items():
+        verdict = verifier("fourteen signs", value, OPTIONS)
+        found = (verdict.accuracy, verdict.score, verdict.error)
+        assert found == (float(score == 1.0), score, False), value
+    assert caplog.records == []
+    for value, reason in FAILURES.items():
+        verdict = verifier("ab", value, OPTIONS)
         assert (verdict.accuracy, verdict.score, verdict.error) == (0.0, None, True)
         assert reason in verdict.reason
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == 3, "each kind of fault is logged once"
     assert "own_value:reward" in caplog.text
 
 

@@ -263,14 +263,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_reaches_out_is_refused(name, tmp_path):
+def test_what_reaches_out_is_refused(tmp_path):
     target = tmp_path / "target"
     target.write_text("whole")
-    code = attempt(REFUSED[name].replace("TARGET", str(target)))
-    tests = "seen = attempt()\nassert seen.startswith('refused: '), seen"
-    verdict = judge_hostile(code, tests)
-    assert (verdict.accuracy, verdict.error) == (1.0, False), name
+    bodies = [body.replace("TARGET", str(target)) for body in REFUSED.values()]
+    code = [attempt(body).replace("attempt()", f"attempt_{n}()") for n, body in enumerate(bodies)]
+    calls = ", ".join(f"{name!r}: attempt_{n}()" for n, name in enumerate(REFUSED))
+    tests = "wrong = {k: v for k, v in attempts().items() if not v.startswith('refused: ')}\n"
+    verdict = judge_hostile(
+        "\n".join([*code, f"def attempts(): return {{{calls}}}"]), f"{tests}assert not wrong, wrong"
+    )
+    assert (verdict.accuracy, verdict.error) == (1.0, False), verdict.reason
     assert target.read_text() == "whole"
     for folder in (Path.home(), Path("/tmp"), Path("/dev/shm")):
         assert not (folder / "planish-was-here").exists()

@@ -193,7 +193,8 @@ def serve(connection: Connection, store: Store | None = None, parent: int = 0) -
     with connection:
         try:
             while not parent or os.getppid() == parent:
-                if not connection.poll(1.0):
+                # A job that was sent by a process that has ended since is not begun.
+                if not connection.poll(1.0) or (parent and os.getppid() != parent):
                     continue
                 message = connection.recv_bytes()
                 if message == _END:

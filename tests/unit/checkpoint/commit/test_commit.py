@@ -8,7 +8,6 @@ import pytest
 
 from planish.base.errors import (
     CheckpointCorrupt,
-    CheckpointExists,
     CheckpointIncomplete,
     CheckpointNotFound,
     ConfigError,
@@ -80,17 +79,6 @@ def test_publish_writes_every_field_of_the_commit(storage):
     assert read_meta(storage, "run/step-7", commit) == b"metadata"
     hint = json.loads(storage.get("run/LATEST", 1000)[0])
     assert hint == {"path": "step-7", "attempt": commit.attempt, "step": 7}
-
-
-def test_a_second_save_needs_overwrite(storage):
-    first = publish_small(storage)
-    with pytest.raises(CheckpointExists, match="of step 7"):
-        publish_small(storage)
-    assert read_commit(storage, "run/step-7") == first
-    second = publish_small(storage, replaces=first.etag)
-    assert read_commit(storage, "run/step-7") == second
-    with pytest.raises(CheckpointExists):
-        publish_small(storage, replaces=first.etag)
 
 
 def test_a_missing_or_short_object_is_found_before_the_commit(storage):

@@ -37,7 +37,7 @@ from planish.store import open_store
 from tests.stores.faulty import FaultyStore
 from tests.thin import examples
 from tests.unit.checkpoint import damage
-from tests.unit.checkpoint.written import tiny_model, write_checkpoint
+from tests.unit.checkpoint.written import COMMON, SHARED, tiny_model, write_checkpoint
 
 
 @pytest.fixture
@@ -381,6 +381,14 @@ def test_every_damaged_block_is_told():
         damage.flip(place, ".safetensors", block * BLOCK + 17)
     report = verify(place)
     assert [(fault.file, fault.block) for fault in report.faults] == [(MODEL, 1), (MODEL, 3)]
+
+
+def test_every_damaged_object_is_told(verified):
+    keys = open_state(verified).metadata.files.keys
+    assert {SHARED, COMMON} < {*keys}
+    for key in keys:
+        damage.flip(verified, key)
+    assert {fault.file for fault in verify(verified).faults} == {*keys}
 
 
 def test_all_that_is_missing_or_short_is_told_without_reading(verified):

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from planish.base.errors import CheckpointExists, LayoutMismatch, SaveFailed
+from planish.base.errors import LayoutMismatch, SaveFailed
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import Collected, Columns, LocalItem, TensorSpec
 from planish.checkpoint.format.small_objects import Claim, choose_writers, differing, list_objects
@@ -87,18 +87,6 @@ def test_an_upload_with_a_pace_is_spread_over_its_seconds_unless_somebody_waits(
     handle.cancel()
     with pytest.raises(SaveFailed, match="cancelled"):
         handle.result(LIMIT)
-
-
-def test_a_path_that_is_taken_is_refused_and_can_be_overwritten(engine, root):
-    engine.save(state_of(0, 1, seed=1), SaveOptions(f"{root}/x")).result(LIMIT)
-    with pytest.raises(CheckpointExists, match="must be free"):
-        engine.save(state_of(0, 1, seed=2), SaveOptions(f"{root}/x")).result(LIMIT)
-    assert_holds(f"{root}/x", seed=1)
-    assert len(attempts(f"{root}/x")[0]) == 1
-    with pytest.raises(CheckpointExists):
-        engine.save(state_of(0, 1, seed=2), SaveOptions(f"{root}/x", is_async=False))
-    engine.save(state_of(0, 1, seed=3), SaveOptions(f"{root}/x", overwrite=True)).result(LIMIT)
-    assert_holds(f"{root}/x", seed=3)
 
 
 @pytest.mark.parametrize(
