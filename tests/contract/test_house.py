@@ -26,7 +26,7 @@ CEILINGS = {
     "base": 1_520,
     "checkpoint": 14_035,
     "engines": 10_160,
-    "minder": 8_650,
+    "minder": 8_630,
     "models": 2_840,
     "records": 2_915,
     "run": 2_710,

@@ -187,13 +187,12 @@ def serve(connection: Connection, store: Store | None = None, parent: int = 0) -
     """Do jobs until the other end leaves, in `store` or the store of each job's URI.
 
     Once `parent` is not this process's parent any more, the other end is gone, whoever has
-    inherited it.
+    inherited it, and what it has still sent is not begun.
     """
     stop, thread = threading.Event(), threading.Thread()
     with connection:
         try:
             while not parent or os.getppid() == parent:
-                # A job that was sent by a process that has ended since is not begun.
                 if not connection.poll(1.0) or (parent and os.getppid() != parent):
                     continue
                 message = connection.recv_bytes()
