@@ -66,7 +66,7 @@ def main(folder: str) -> None:
                 part.to_local().copy_(kept[name] * SCALE if number else kept[name])
         residents.trainer.keep(trainer, {})
         start = Start(Pins(pins[number], ""))
-        start.held_version = number
+        start.held_version = 0
         residents.refresh(start)
         residents.settle(start)
         with residents.serve(CONFIG, ModelRef(), start, device="cpu") as engine:

@@ -17,7 +17,7 @@ from planish.records.stream import StreamState, advance, position
 from planish.run.stage import is_stopped
 from planish.stages.reward.config import RewardConfig
 from planish.stages.reward.score import score
-from planish.stages.rollout import stage
+from planish.stages.rollout import job
 from planish.store.documents import write_json
 from tests.unit.stages.rollout.stage_run import after_iteration
 
@@ -118,7 +118,7 @@ def test_another_cursor_is_not_already_done(new_run, monkeypatch):
     run = new_run()
     first, _ = run.call()
     data = StreamState({"next": 7, "pending": [2]})
-    monkeypatch.setattr(stage, "read_data", lambda pin: data)
+    monkeypatch.setattr(job, "read_data", lambda pin: data)
     second, _ = run.call()
     assert second.manifest_sha256 != first.manifest_sha256
     assert run.attributes()["consumed"][0] == 2
