@@ -281,16 +281,15 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
     return result
 
 
-def is_alone(run: Run, metric: _Named, aliased: Iterable[_Named]) -> bool:
+def is_alone(run: Run, metric: _Named, aliased: Iterable[_Named], interval: int) -> bool:
     """Return whether no other machine is nearly as far away, nor a candidate for nearly as long.
 
-    `aliased` are the metrics in which others may have their turns. Of a run that is over, the frame
-    must hold as much before it as a run needs: others' turns may have left the frame by now, and a
-    machine that had none beside it was found while its run went on.
+    `aliased` are the metrics in which others may have their turns. A run that was over at the last
+    call, `interval` seconds ago, is not asked about again: what lay before it leaves the window,
+    and a machine that was alone has been found while its run went on.
     """
     trace, rows = metric.trace, slice(run.first, run.last + 1)
-    is_over = run.last < len(trace.scores) - 1 - metric.rule.gap_tolerance
-    if is_over and run.first < metric.rule.needed[run.machine]:
+    if len(trace.scores) - 1 - run.last > interval + metric.rule.samples[run.machine]:
         return False
     present = trace.present[rows]
     away = (trace.above[rows] * present).sum(axis=0) / np.maximum(1, present.sum(axis=0))
@@ -309,12 +308,13 @@ def is_alone(run: Run, metric: _Named, aliased: Iterable[_Named]) -> bool:
 def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
     """Go through the metrics once and return the machines that were candidates for long enough."""
     rules, frame = view.config.detect, view.frame
+    interval = view.config.service.interval_seconds
     aliased = {name: metric for name, metric in named.items() if may_be_aliased(name, view)}
     findings: dict[str, Finding] = {}
     for name, metric in named.items():
         trace = metric.trace
         for run in long_runs(metric.candidates, metric.unknown, metric.rule):
-            if name in aliased and not is_alone(run, metric, aliased.values()):
+            if name in aliased and not is_alone(run, metric, aliased.values(), interval):
                 continue
             evidence = {}
             for other, theirs in named.items():
