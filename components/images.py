@@ -44,12 +44,6 @@ FETCHING_STAGES = ("prepare", "curate", "sft", "train", "iterate")
 MODEL_STAGES = ("curate", "sft", "rollout", "train", "evaluate")
 """Stages that run a model."""
 
-RESHARD_STAGES = ("reshard_prepare", "reshard", "checkpoint_verify", "checkpoint_retain")
-"""Stages of the pipeline `reshard`; all others are those of `post-train`."""
-
-OPTIONAL_STAGES = ("monitor_check", "iterate")
-"""Stages of `post-train` that it has only when it is compiled with them."""
-
 GPU = "nvidia.com/gpu"
 """Extended resource that a GPU stage asks for, and the key of the taint that it tolerates."""
 
@@ -189,7 +183,7 @@ CPU_TINY = Profile(
 """The 0.1 M parameter default: one CPU machine, no accelerator, a few minutes."""
 
 
-def _gpu_stages(train_timeout_seconds: int, gpus_per_engine: int = 1) -> dict[str, Resources]:
+def _gpu_stages(gpus_per_engine: int = 1) -> dict[str, Resources]:
     light = Resources("4", "32Gi", timeout_seconds=4 * HOUR, retries=3)
     engine = Resources(
         cpu=str(12 * gpus_per_engine),
@@ -200,12 +194,7 @@ def _gpu_stages(train_timeout_seconds: int, gpus_per_engine: int = 1) -> dict[st
         shared_memory=f"{16 * gpus_per_engine}Gi",
     )
     eight_gpus = Resources(
-        "64",
-        "1200Gi",
-        timeout_seconds=train_timeout_seconds,
-        retries=3,
-        gpus=8,
-        shared_memory="256Gi",
+        "64", "1200Gi", timeout_seconds=DAY, retries=3, gpus=8, shared_memory="256Gi"
     )
     return {
         "prepare": Resources("500m", "2Gi", timeout_seconds=10 * MINUTE),
@@ -215,7 +204,7 @@ def _gpu_stages(train_timeout_seconds: int, gpus_per_engine: int = 1) -> dict[st
         "rollout": engine,
         "reward": light,
         "train": eight_gpus,
-        "iterate": replace(eight_gpus, timeout_seconds=4 * (train_timeout_seconds + 12 * HOUR)),
+        "iterate": replace(eight_gpus, timeout_seconds=4 * (DAY + 12 * HOUR)),
         "checkpoint": light,
         "evaluate": engine,
         "next": Resources("500m", "1Gi", timeout_seconds=10 * MINUTE, retries=3),
@@ -224,7 +213,7 @@ def _gpu_stages(train_timeout_seconds: int, gpus_per_engine: int = 1) -> dict[st
         "reshard": light,
         "checkpoint_verify": light,
         "checkpoint_retain": Resources("500m", "2Gi", timeout_seconds=30 * MINUTE),
-        "monitor_check": Resources("2", "8Gi", timeout_seconds=train_timeout_seconds, retries=3),
+        "monitor_check": Resources("2", "8Gi", timeout_seconds=DAY, retries=3),
     }
 
 
@@ -233,7 +222,7 @@ GPU_1X8 = Profile(
     num_iterations=32,
     num_shards=8,
     parallelism=8,
-    stages=_gpu_stages(train_timeout_seconds=24 * HOUR),
+    stages=_gpu_stages(),
     deadline_seconds=14 * DAY,
     retention_seconds=30 * DAY,
     iterations_per_task=4,
@@ -246,7 +235,7 @@ GPU_4X8 = Profile(
     num_iterations=32,
     num_shards=32,
     parallelism=32,
-    stages=_gpu_stages(train_timeout_seconds=24 * HOUR),
+    stages=_gpu_stages(),
     deadline_seconds=14 * DAY,
     retention_seconds=30 * DAY,
     iterations_per_task=4,
@@ -260,7 +249,7 @@ GPU_16X8 = Profile(
     num_iterations=2,
     num_shards=32,
     parallelism=32,
-    stages=_gpu_stages(train_timeout_seconds=24 * HOUR, gpus_per_engine=4),
+    stages=_gpu_stages(gpus_per_engine=4),
     deadline_seconds=14 * DAY,
     retention_seconds=30 * DAY,
     env=_SCRAPED,
@@ -273,11 +262,6 @@ few iterations in one workflow object.
 """
 
 PROFILES: dict[str, Profile] = {p.name: p for p in (CPU_TINY, GPU_1X8, GPU_4X8, GPU_16X8)}
-
-GPU_IMAGES = frozenset(
-    STAGE_IMAGES[stage] for p in PROFILES.values() for stage, pod in p.stages.items() if pod.gpus
-)
-"""Images of stages that some profile gives GPUs; Triton needs a C compiler in each."""
 
 
 def resolve_images(replaced: Mapping[str, str] | None = None) -> dict[str, str]:

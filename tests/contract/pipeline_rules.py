@@ -12,13 +12,17 @@ from components.images import (
     GPU,
     GPU_NODE_LABEL,
     ITERATION_STAGES,
-    OPTIONAL_STAGES,
-    RESHARD_STAGES,
     STAGE_IMAGES,
     resolve_images,
 )
 from components.pod_settings import FIELD_ENV, SECRET_ENV, STAGE_LABEL
 from pipelines.compiled import Compiled, size_faults
+
+RESHARD_STAGES = ("reshard_prepare", "reshard", "checkpoint_verify", "checkpoint_retain")
+"""Stages of the pipeline `reshard`; all others are those of `post-train`."""
+
+OPTIONAL_STAGES = ("monitor_check", "iterate")
+"""Stages of `post-train` that it has only when it is compiled with them."""
 
 WITHOUT_RETRIES = ("prepare", "report", "reshard_prepare", "checkpoint_retain")
 """Stages that end the run, or close it, at the first failure."""

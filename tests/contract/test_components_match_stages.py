@@ -12,7 +12,7 @@ import components
 import planish
 from components import images
 from planish.run.stage import stage_parser
-from tests.contract.pipeline_rules import PIPELINES
+from tests.contract.pipeline_rules import OPTIONAL_STAGES, PIPELINES
 
 FOLDER = Path(components.__file__).parent
 STAGES = {
@@ -139,7 +139,7 @@ def test_no_two_stages_of_a_run_show_an_artifact_of_the_same_name(pipeline):
         artifact
         for component, stage in STAGES.items()
         # `update` stands in the place of `train`.
-        if stage in PIPELINES[pipeline].stages | {*images.OPTIONAL_STAGES} and component != "update"
+        if stage in PIPELINES[pipeline].stages | {*OPTIONAL_STAGES} and component != "update"
         for artifact in outputs(component)[1]
     ]
     assert sorted(set(shown)) == sorted(shown)

@@ -12,8 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import planish
-from components.images import GPU_IMAGES, IMAGES
-from tests.images.__main__ import BUILD
+from components.images import IMAGES
+from tests.images.__main__ import BUILD, GPU_IMAGES
 from tests.images.containers import debian_packages, extras_and_pins
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -13,9 +13,7 @@ from components.images import (
     GPU_NODE_LABEL,
     IMAGES,
     METRICS_PORT,
-    OPTIONAL_STAGES,
     PROFILES,
-    RESHARD_STAGES,
     STAGE_IMAGES,
 )
 from components.pod_settings import (
@@ -37,7 +35,7 @@ from planish.run.stage import stage_parser
 from planish.run.stage_metrics import NUM_PORTS
 from planish.stages.prepare.cluster import CLUSTER_PERMISSIONS, PERMISSIONS, RUNTIME_PERMISSION
 from tests.contract.kfp_needs import NEEDS
-from tests.contract.pipeline_rules import walk
+from tests.contract.pipeline_rules import OPTIONAL_STAGES, RESHARD_STAGES, walk
 from tests.unit.engines.deploy.plans import tiny_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from components.images import GPU_IMAGES, IMAGES, STAGE_IMAGES
+from components.images import IMAGES, PROFILES, STAGE_IMAGES
 from pipelines.post_train import build_post_train, profile_named
 from planish.engines import ENGINES
 from planish.run.__main__ import STAGES
@@ -29,6 +29,10 @@ from tests.images.rehearsal import rehearse
 from tests.integration.own_model import make_model
 from tests.integration.test_own_model import SMALL, write_rows
 
+GPU_IMAGES = frozenset(
+    STAGE_IMAGES[stage] for p in PROFILES.values() for stage, pod in p.stages.items() if pod.gpus
+)
+"""Images of stages that some profile gives GPUs; Triton needs a C compiler in each."""
 USER = 65532
 INSTALLED = ("train", "rollout")
 """Images of several gigabytes: only their packages are installed."""

@@ -15,6 +15,7 @@ from tests.integration.test_train_critic import critic_config, scalars_of, train
 from tests.integration.test_train_processes import job_of
 from tests.integration.test_train_stage import all_tensors, run_stage
 from tests.integration.train_forks import train_job
+from tests.unit.records.samples import rows_of
 from tests.unit.stages.train.runs import start_run, train_once
 from tests.unit.stages.train.windows import add_window_iteration, whole_responses
 
@@ -69,7 +70,7 @@ def test_a_response_waits_with_the_values_of_the_iterations_that_sampled_its_tok
     starts = {tuple(values.tolist()) for values in earlier.values()}
     kept = waiting_of(tiny, pins[2])
     assert {len(values) for values in starts} == {2 * WINDOW}
-    for values, returns in zip(kept.values.to_lists(), kept.returns.to_lists(), strict=True):
+    for values, returns in zip(rows_of(kept.values), rows_of(kept.returns), strict=True):
         assert tuple(values[: 2 * WINDOW]) in starts
         assert len(set(returns)) == 1
 

@@ -10,10 +10,7 @@ from planish.records.refs import parse_pin
 def read_pinned(pin: str, schema: str, *, remedy: str) -> tuple[str, Manifest]:
     """Return the folder and the manifest of a finished set.
 
-    Args:
-        pin: `<uri>#sha256=<digest>`.
-        schema: of the set.
-        remedy: what to do if there is no such set.
+    `remedy` says what to do if there is no such set.
 
     Raises:
         CheckpointIncomplete: no manifest there; its writer never finished.

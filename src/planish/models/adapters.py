@@ -58,9 +58,8 @@ def find_layers(
 ) -> dict[str, tuple[int, int]]:
     """Return the layers that get adapters, with rows and columns of their weights.
 
-    Args:
-        shapes: tensor name to shape, of linear layers and experts; names as in memory or on disk.
-        wanted: as `Adapters.target_modules`.
+    `shapes` are those of linear layers and experts, by names as in memory or on disk; `wanted` is
+    as `Adapters.target_modules`.
 
     Raises:
         ConfigError: a name is that of no linear layer, or of experts.
@@ -111,10 +110,7 @@ def num_trained(layers: Mapping[str, tuple[int, int]], rank: int) -> int:
 def check_same(info: Mapping[str, Any], adapters: Adapters | None, *, pin: str) -> None:
     """Refuse a train state whose adapters are others than those of the configuration.
 
-    Args:
-        info: JSON part of the state.
-        adapters: of the configuration.
-        pin: of the state.
+    `info` is the JSON part of the state at `pin`.
 
     Raises:
         ConfigError: rank, alpha or layers differ, or one of them has no adapters.

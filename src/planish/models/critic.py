@@ -65,11 +65,7 @@ def load_critic_model(path: str, *, seed: int, head_std: float, vocab_size: int)
     A reward model (`*ForSequenceClassification` with one label) gives backbone and head, a causal
     language model gives the backbone.
 
-    Args:
-        path: folder or hub id.
-        seed: of the new head, where one is needed.
-        head_std: of the new head.
-        vocab_size: tokens of the policy, which the critic must know as well.
+    `vocab_size` are the tokens of the policy, which the critic must know as well.
 
     Raises:
         ConfigError: tells what is wrong with the name or the folder, and what to do.
@@ -99,8 +95,7 @@ def describe_critic(critic: Critic) -> dict[str, Any]:
 def blank_critic(description: Mapping[str, Any]) -> Critic:
     """Build a critic whose weights are still to be loaded; where it once came from is not read.
 
-    Args:
-        description: what `describe_critic` returned.
+    `description` is what `describe_critic` returned.
 
     Raises:
         CheckpointError: this version of transformers has no such model.

@@ -203,9 +203,7 @@ def expert_names(
 ) -> list[list[tuple[str, str, str]]]:
     """Return gate [F, H], up [F, H] and down [H, F] of each expert of each sparse layer, ascending.
 
-    Args:
-        names: of all tensors of a policy folder.
-        config: content of config.json.
+    `names` are those of all tensors of a policy folder.
 
     Example:
         >>> moe = {"model_type": "mixtral", "num_local_experts": 1}

@@ -77,9 +77,7 @@ def read_headers(folder: SourceFolder) -> tuple[Tensors, list[str]]:
 def parse_config(text: bytes | None, place: str) -> dict[str, Any]:
     """Return the object in the config.json of a model.
 
-    Args:
-        text: content of the file; None where there is none.
-        place: folder or file, for messages.
+    `text` is None where there is no such file; `place` is what messages call it.
 
     Raises:
         ConfigError: there is none, or no JSON object in it.

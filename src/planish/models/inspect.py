@@ -39,9 +39,7 @@ _SMALL = (".json", ".txt", ".model", ".jinja")
 def inspect_model(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> None:
     """Open the configured model and add what it is.
 
-    Args:
-        config: resolved tables.
-        found: its `prompts` are measured in tokens; gets rows, faults, warnings, `model_config`.
+    The prompts of `found` are measured in tokens.
 
     Raises:
         StoreUnavailable: the store does not answer.

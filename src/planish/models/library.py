@@ -40,9 +40,7 @@ def load_transformers() -> Any:
 def model_class(config: Mapping[str, Any], heads: Sequence[str] = ("ForCausalLM",)) -> Any:
     """Return the class of transformers that a config.json names.
 
-    Args:
-        config: its content.
-        heads: endings of the names of classes that will do.
+    `heads` are the endings of the names of classes that will do.
 
     Raises:
         ConfigError: this version of transformers has no such class.

@@ -25,10 +25,8 @@ def add_adapters(model: nn.Module, adapters: Adapters, *, seed: Sequence[int]) -
 
     Nothing else needs gradients afterwards. A is drawn, B is 0.
 
-    Args:
-        model: causal LM or critic on CPU.
-        adapters: rank, scale and layers.
-        seed: of A; equal on all ranks. The global random state is left as it was.
+    The model is on the CPU; `seed` is that of A, equal on all ranks, and the global random state is
+    left as it was.
 
     Raises:
         ConfigError: the model has no such layer.

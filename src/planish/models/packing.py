@@ -140,8 +140,7 @@ def pack_attention(body: Any) -> bool:
 
     From then on the decoder must be given a `packing` with every call.
 
-    Args:
-        body: decoder without its head (untyped, hence Any); it is sharded later.
+    The decoder comes without its head, and is sharded later.
     """
 
     def attend_to_rows(

@@ -48,9 +48,7 @@ class Policy:
 def build_policy(config: ModelConfig, seed: int) -> Policy:
     """Build an untrained Qwen3 or Qwen3-MoE policy; the same seed gives the same weights.
 
-    Args:
-        config: sizes, alphabet and type.
-        seed: of the initial weights; the global random state is left as it was.
+    The global random state is left as it was.
     """
     transformers = load_transformers()
 
@@ -97,12 +95,8 @@ def load_policy(
 ) -> Policy:
     """Load a saved policy and check every file of it against its manifest.
 
-    Args:
-        pin: `<uri>#sha256=<digest>`.
-        dtype: of the weights in memory; None keeps the saved one.
-        device: where the model goes.
-        sets_weights: False leaves them unset, in float32, and reads no file of weights: for those
-            that have others to put there.
+    `dtype` is that of the weights in memory, None the saved one. Without `sets_weights` they stay
+    unset, in float32, and no file of weights is read: for those that have others to put there.
 
     Raises:
         RecordError: damaged, or not a policy.
@@ -128,10 +122,7 @@ def load_model(
 
     Only the class that config.json names is imported: the automatic classes cost seconds more.
 
-    Args:
-        folder: what `save_pretrained` wrote.
-        dtype: of the weights in memory; None keeps the saved one.
-        heads: endings of the names of classes that will do.
+    `dtype` is as for `load_policy`, `heads` as for `model_class`.
 
     Raises:
         ConfigError: unreadable config.json, unknown architecture, or weights that do not fit.
@@ -217,12 +208,7 @@ def save_policy(
 ) -> Ref:
     """Write a policy from memory: model, generation config and tokenizer, then the manifest.
 
-    Args:
-        uri: folder of the policy.
-        policy: what to write; its weights keep their type.
-        version: `policy_version` to write down.
-        parents: name to manifest sha256.
-        attributes: further attributes of the manifest, such as `config_sha256`.
+    Weights keep their type; `attributes` are further ones of the manifest, such as `config_sha256`.
     """
     from huggingface_hub import save_torch_state_dict
 

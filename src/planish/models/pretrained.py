@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from planish.base.errors import ConfigError
 from planish.models.headers import folder_fault
 from planish.models.policy import Policy, load_model, read_model_config
@@ -26,23 +24,18 @@ def load_pretrained(
     revision: str = "main",
     chat_template: str = "",
     stop_strings: Sequence[str] = (),
-    dtype: torch.dtype | None = None,
 ) -> Policy:
     """Load a pretrained causal language model and its tokenizer.
 
-    Args:
-        path: folder, or an address that `planish.store.sources` reads.
-        revision: branch, tag or commit on the hub.
-        chat_template: used only when the tokenizer has none.
-        stop_strings: texts that end a response, beside those of its generation config.
-        dtype: of the weights in memory; None keeps the saved one.
+    `chat_template` is used only where the tokenizer has none; `stop_strings` end a response beside
+    those of its generation config.
 
     Raises:
         ConfigError: tells what is wrong with the name or the folder, and what to do.
     """
     folder = find_folder(path, revision=revision)
     check_folder(folder)
-    model = load_model(folder, dtype=dtype)
+    model = load_model(folder)
     tokenizer = load_tokenizer(folder, chat_template=chat_template, stop_strings=stop_strings)
     return Policy(model=model, tokenizer=tokenizer, version=0, folder=folder)
 
@@ -50,10 +43,7 @@ def load_pretrained(
 def find_folder(path: str, *, revision: str = "main", key: str = "model.path") -> Path:
     """Return the local folder of a pretrained model, fetching it from where it lies.
 
-    Args:
-        path: folder, or an address that `planish.store.sources` reads.
-        revision: branch, tag or commit on the hub, where `path` names none.
-        key: where the configuration gives `path`, for messages.
+    `revision` counts where `path` names none; `key` is the setting that gives `path`, for messages.
 
     Raises:
         ConfigError: not a usable address, no such folder, or the hub can not give it.

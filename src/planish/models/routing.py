@@ -122,9 +122,7 @@ class RoutingReplay:
 def replay_in(model: Any, *, forces: bool) -> RoutingReplay:
     """Let the routers of a model ask a new `RoutingReplay`.
 
-    Args:
-        model: of transformers (untyped, hence Any), before it is sharded.
-        forces: as for `RoutingReplay`.
+    The model is not sharded yet; `forces` is as for `RoutingReplay`.
     """
     routers = [module for module in model.modules() if type(module).__name__ in ROUTERS]
     replay = RoutingReplay(

@@ -1,7 +1,7 @@
 """Sizes of a decoder from its config.json, or by the name of a known one; imports no torch.
 
 Norms, biases and routers are counted where their family has them, so that parameters are exact for
-the families of `FAMILIES`.
+Qwen2, Qwen3, Llama, Mistral and Mixtral.
 """
 
 from __future__ import annotations
@@ -16,10 +16,6 @@ from planish.base.errors import ConfigError
 from planish.models.config import ModelConfig
 from planish.models.experts import num_experts
 from planish.models.headers import UNLIMITED, config_size, language_config
-
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral")
-"""`model_type` of config.json whose parameters are counted to the last one."""
-
 
 MEGATRON_FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """`model_type` of the models that megatron-core computes as transformers does."""

@@ -244,10 +244,8 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Open the tokenizer of a model folder; its two configs say what else ends a response.
 
-    Args:
-        folder: local model folder.
-        chat_template: used only when the tokenizer has none.
-        stop_strings: beside those of the generation config.
+    `chat_template` is used only where the tokenizer has none; `stop_strings` come beside those of
+    the generation config.
 
     Raises:
         ConfigError: no readable tokenizer, no end token or no chat template.

@@ -63,12 +63,9 @@ def write_files(
 ) -> Ref:
     """Write a set of files: the files first, their manifest last.
 
-    Args:
-        uri: folder of the set.
-        schema: name and major version, e.g. `policy/1`.
-        files: path below the folder -> local file, bytes, or what `store_file` has returned.
-        parents: name of each input to the sha256 of its manifest.
-        attributes: JSON values without URIs, times or host names.
+    `files` names each by its path below the folder, as a local file, bytes, or what `store_file`
+    has returned; `parents` is the name of each input to the sha256 of its manifest; `attributes`
+    are JSON values without URIs, times or host names.
 
     Raises:
         RecordError: a name leaves the folder, or an attribute is not JSON.
@@ -153,11 +150,8 @@ def fetch_files(
     For `file://` it is the folder of the set itself, for other stores a copy that later calls in
     any process of this user share.
 
-    Args:
-        uri: folder of the set.
-        sha256: what its manifest must hash to.
-        schema: what its schema must be.
-        without: files whose names end so are neither copied nor read; "" leaves none out.
+    `sha256` and `schema` are what its manifest must have; files whose names end with `without` are
+    neither copied nor read.
 
     Raises:
         ObjectMissing: no finished set there.

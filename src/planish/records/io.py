@@ -12,8 +12,9 @@ from typing import Any
 from planish import store
 from planish.base.errors import ObjectMissing, RecordError
 from planish.base.telemetry import timed
+from planish.records import layout
 from planish.records.files import fetch_files, publish, write_files
-from planish.records.manifest import Manifest, Shard, read_manifest, seal
+from planish.records.manifest import MANIFEST, Manifest, Shard, read_manifest, seal
 from planish.records.refs import Ref
 from planish.records.schema import ColumnData, Record, RecordT, join
 
@@ -39,12 +40,9 @@ def write_set(
 ) -> Ref:
     """Write a record set: shards first, the manifest last.
 
-    Args:
-        uri: folder of the set.
-        record: what to write; it is validated.
-        parents: name of each input to the sha256 of its manifest.
-        attributes: JSON values that say what this set is: config_sha256, iteration, seed ...
-            No URI, time or host name, so that equal runs have equal digests.
+    `parents` is name of each input to the sha256 of its manifest; `attributes` are JSON values that
+    say what this set is: config_sha256, iteration, seed ... No URI, time or host name, so that
+    equal runs have equal digests.
 
     Returns:
         The Ref of the set; its attributes are the scalar `attributes` and `num_rows`.
@@ -75,13 +73,10 @@ def write_set(
 def read_set(
     cls: type[RecordT], uri: str, *, sha256: str | None = None, with_optional: bool = True
 ) -> RecordT:
-    """Read a record set and check its schema, digests and every rule of the record.
+    """Read a record set and check its schema and digests; its rules were checked when written.
 
-    Args:
-        cls: `PromptSet`, `RolloutSet` ...
-        uri: folder of the set.
-        sha256: what its manifest must hash to.
-        with_optional: read the lists too that a set may lack; they may be most of its bytes.
+    `sha256` is what its manifest must hash to; `with_optional` reads the lists too that a set may
+    lack, which may be most of its bytes.
 
     Raises:
         ObjectMissing: no finished set there.
@@ -89,17 +84,13 @@ def read_set(
     """
     with timed("planish_records_read_seconds", schema=cls.SCHEMA):
         pieces = list(iter_set(cls, uri, sha256=sha256, with_optional=with_optional))
-        record = cls.from_columns(join(pieces, cls.COLUMNS))
-        record.validate()
-        return record
+        return cls.from_columns(join(pieces, cls.COLUMNS))
 
 
 def iter_set(
     cls: type[Record], uri: str, *, sha256: str | None = None, with_optional: bool = True
 ) -> Iterator[dict[str, ColumnData]]:
     """Read the columns of a record set piece by piece; holds one shard's file and one piece.
-
-    Schema and digests are checked, the rules of the record are not: they need all rows.
 
     Raises:
         ObjectMissing: no finished set there.
@@ -132,20 +123,12 @@ def _read_shard(
         raise RecordError(
             f"`{place}` must be there, since its manifest names it, but is missing; {_REMEDY}"
         ) from None
-    if len(data) != shard.bytes:
-        seen = store.size(place)
-        raise RecordError(f"`{place}` must have {shard.bytes} bytes, got {seen}; {_REMEDY}")
     digest = hashlib.sha256(data).hexdigest()
     if digest != shard.sha256:
         raise RecordError(f"`{place}` must have the sha256 {shard.sha256}, got {digest}; {_REMEDY}")
     from planish.records.parquet import decode_pieces
 
-    rows = 0
-    for piece in decode_pieces(data, cls.COLUMNS, name=place, with_optional=with_optional):
-        rows += len(piece[cls.COLUMNS[0].name])
-        yield piece
-    if rows != shard.rows:
-        raise RecordError(f"`{place}` must have {shard.rows} rows, got {rows}; {_REMEDY}")
+    yield from decode_pieces(data, cls.COLUMNS, name=place, with_optional=with_optional)
 
 
 def finished(
@@ -153,11 +136,7 @@ def finished(
 ) -> Ref | None:
     """Return the Ref of a set that an earlier attempt has finished from the same inputs.
 
-    Args:
-        uri: folder of the set.
-        schema: name and major version it must have.
-        parents: name of each input to the sha256 of its manifest.
-        config_sha256: digest of the resolved configuration.
+    `parents` and `config_sha256` are what its manifest must name.
 
     Returns:
         None when there is no set, or one made from other inputs.
@@ -172,3 +151,14 @@ def finished(
         and manifest.attributes.get("config_sha256") == config_sha256
     )
     return manifest.ref(uri) if same else None
+
+
+def policy_versions(root: str) -> list[int]:
+    """Return the versions of the finished policies of a run, ascending."""
+    folder = layout.policy(root, 0).rpartition("/")[0]
+    names = (uri.removeprefix(f"{folder}/").split("/") for uri in store.list_uris(folder))
+    return sorted(
+        int(name[0])
+        for name in names
+        if len(name) == 2 and name[1] == MANIFEST and name[0].isdecimal()
+    )

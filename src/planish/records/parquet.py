@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from planish.base import arrow
 from planish.base.errors import RecordError
 from planish.records.ragged import Array, Ragged
-from planish.records.schema import Column, ColumnData, Kind, join, limit_bytes
+from planish.records.schema import Column, ColumnData, Kind, limit_bytes
 
 ROW_GROUP_CELLS = 1 << 20
 """A row group ends with the first whole group that brings it to this many numbers."""
@@ -102,10 +102,8 @@ def row_group_bounds(columns: Mapping[str, ColumnData], starts: Array) -> list[i
 def encode(columns: Mapping[str, ColumnData], specs: Sequence[Column], bounds: list[int]) -> bytes:
     """Return one Parquet file; every writer setting is fixed here.
 
-    Args:
-        columns: the data of the columns; those of `specs` that may be missing are left out.
-        specs: names and kinds, in file order.
-        bounds: rows at which the row groups of this file begin, then the row after the last.
+    Columns of `specs` that may be missing are left out; `bounds` are the rows at which the row
+    groups of this file begin, then the row after the last.
     """
     sink = pa.BufferOutputStream()
     specs = [spec for spec in specs if spec.name in columns]
@@ -166,44 +164,22 @@ def _texts(values: Sequence[str]) -> pa.Array:
     return arrow.texts(data)
 
 
-def decode(data: bytes, specs: Sequence[Column], *, name: str) -> dict[str, Any]:
-    """Read one Parquet file into columns; as `decode_pieces`, all pieces together."""
-    pieces = list(decode_pieces(data, specs, name=name))
-    return pieces[0] if len(pieces) == 1 else join(pieces, specs)
-
-
 def decode_pieces(
     data: bytes, specs: Sequence[Column], *, name: str, with_optional: bool = True
 ) -> Iterator[dict[str, ColumnData]]:
-    """Read one Parquet file piece by piece; at least one piece, of no rows where there are none.
+    """Read a file of `encode` piece by piece; at least one piece, of no rows where there are none.
 
-    Args:
-        data: the file.
-        specs: names and kinds that it must have, no more and no fewer but for optional ones.
-        name: what to call the file in errors.
-        with_optional: decode the lists too that a set may lack.
-
-    Raises:
-        RecordError: not Parquet, its columns are not those of `specs`, or beyond `limit_bytes`.
+    `with_optional` decodes the lists too that a set may lack; `name` is what errors call the file.
     """
-    try:
-        schema = pq.ParquetFile(pa.BufferReader(data)).schema_arrow
-        _check_schema(schema, specs, name)
-        found = [
-            spec
-            for spec in specs
-            if spec.name in schema.names
-            and (with_optional or not spec.optional or spec.kind == "text")
-        ]
-        columns = [spec.name for spec in found]
-        source = pa.BufferReader(data)
-        for batch in read_batches(source, size=len(data), name=name, columns=columns):
-            yield {c.name: _from_arrow(batch.column(c.name), c, name) for c in found}
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise RecordError(
-            f"`{name}` must be a sound Parquet file, got {str(error)[:200]!r}; "
-            "remove the set and run its stage again"
-        ) from None
+    present = pq.ParquetFile(pa.BufferReader(data)).schema_arrow.names
+    found = [
+        spec
+        for spec in specs
+        if not spec.optional or (spec.name in present and (with_optional or spec.kind == "text"))
+    ]
+    columns = [spec.name for spec in found]
+    for batch in read_batches(pa.BufferReader(data), size=len(data), name=name, columns=columns):
+        yield {spec.name: _from_arrow(batch.column(spec.name), spec) for spec in found}
 
 
 def read_batches(
@@ -214,11 +190,7 @@ def read_batches(
     Texts come dictionary-encoded: equal ones are held once, and their length is known before any
     is built. At least one batch, of no rows where there are none.
 
-    Args:
-        source: path or Arrow file.
-        size: of the file in bytes.
-        name: what to call the file in errors.
-        columns: names of those to decode; None is all.
+    `size` is that of the file in bytes, `name` what errors call it; None for `columns` decodes all.
 
     Raises:
         RecordError: beyond the limit.
@@ -288,50 +260,11 @@ def _text_bytes(array: pa.Array) -> int:
     return 0
 
 
-def _check_schema(seen: pa.Schema, specs: Sequence[Column], name: str) -> None:
-    faults = []
-    for spec in specs:
-        position = seen.get_field_index(spec.name)
-        if position < 0:
-            faults += [] if spec.optional else [f"column `{spec.name}` is missing"]
-        elif not any(
-            _same_type(seen.field(position).type, arrow_type(spec.kind, dtype))
-            for dtype in ("int8", "int16")
-        ):
-            faults.append(
-                f"column `{spec.name}` must be {spec.kind}, got {seen.field(position).type}"
-            )
-    known = {spec.name for spec in specs}
-    faults += [f"column `{extra}` is not known" for extra in seen.names if extra not in known]
-    if faults:
-        raise RecordError(f"`{name}`: {'; '.join(faults)}; the set was written for another schema")
-
-
-def _same_type(seen: pa.DataType, wanted: pa.DataType) -> bool:
-    """Compare types without the names and null flags of list elements."""
-    if pa.types.is_list(wanted):
-        return pa.types.is_list(seen) and _same_type(seen.value_type, wanted.value_type)
-    if pa.types.is_struct(wanted):
-        return pa.types.is_struct(seen) and {f.name: f.type for f in seen} == {
-            f.name: f.type for f in wanted
-        }
-    return bool(seen == wanted)
-
-
-def _from_arrow(array: pa.Array, spec: Column, name: str) -> Any:
-    nulls = array.null_count
-    if spec.kind.startswith("list<"):
-        values = array.flatten()
-        nulls += values.null_count
-    if nulls:
-        raise RecordError(
-            f"`{name}`: column `{spec.name}` must hold no nulls, got {nulls}; "
-            "the set was not written by this program"
-        )
+def _from_arrow(array: pa.Array, spec: Column) -> Any:
     if spec.kind.startswith("list<"):
         offsets = arrow.to_numpy(array.offsets).astype(np.int64)
         # Copies are writable and keep no file in memory.
-        return Ragged(arrow.to_numpy(values).copy(), offsets - offsets[0])
+        return Ragged(arrow.to_numpy(array.flatten()).copy(), offsets - offsets[0])
     if spec.kind == "text":
         entries = array.dictionary.to_pylist()
         return [entries[index] for index in arrow.to_numpy(array.indices).tolist()]

@@ -15,7 +15,7 @@ from planish.records.schema import (
     Messages,
     Record,
     column,
-    hex_id_faults,
+    prompt_id_faults,
     record,
     row_faults,
     take_rows,
@@ -75,7 +75,7 @@ class PromptSet(Record):
         seen = Counter(self.prompt_id)
         repeated = np.array([seen[value] > 1 for value in self.prompt_id], np.bool_)
         return [
-            *hex_id_faults("prompt_id", self.prompt_id),
+            *prompt_id_faults(self.prompt_id),
             *row_faults("`prompt_id` must not repeat", repeated, self.prompt_id),
             *row_faults("`pass_rate` must be in 0..1 or NaN", (rates < 0) | (rates > 1), rates),
         ]
@@ -101,4 +101,4 @@ class TraceSet(Record):
 
     def value_faults(self) -> list[str]:
         """Return what is wrong with values of the right form."""
-        return hex_id_faults("prompt_id", self.prompt_id)
+        return prompt_id_faults(self.prompt_id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,12 +85,6 @@ class Ragged:
         """Put the rows of all items one after another; at least one item, equal dtypes."""
         lengths = np.concatenate([item.lengths for item in items])
         return Ragged(np.concatenate([item.values for item in items]), _offsets(lengths))
-
-    def to_lists(self) -> list[list[Any]]:
-        """Return the rows as lists of Python numbers."""
-        flat = self.values.tolist()
-        bounds = self.offsets.tolist()
-        return [flat[a:b] for a, b in itertools.pairwise(bounds)]
 
     def faults(self, name: str, *, rows: int, dtype: npt.DTypeLike) -> list[str]:
         """Return what is wrong with this array as column `name`; empty when sound."""

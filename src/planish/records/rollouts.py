@@ -11,15 +11,14 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from planish.base.errors import RecordError
 from planish.records.ragged import Array, Ragged
 from planish.records.schema import (
     ColumnData,
     Record,
     column,
     column_faults,
-    hex_id_faults,
     join,
+    prompt_id_faults,
     record,
     row_faults,
     take_rows,
@@ -146,39 +145,13 @@ class RolloutSet(Record):
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any]) -> Self:
-        """Build the set from its columns.
-
-        Raises:
-            RecordError: the rows of a group do not agree on their prompt.
-        """
-        group_index: Array = columns["group_index"]
-        repeated: Ragged = columns["prompt_tokens"]
-        starts = _starts(group_index)
-        prompts = repeated.take(starts)
-        groups = np.cumsum(starts) - 1
-        if not np.array_equal(prompts.lengths[groups], repeated.lengths) or not np.array_equal(
-            prompts.take(groups).values, repeated.values
-        ):
-            raise RecordError(
-                f"{cls.SCHEMA}: `prompt_tokens` must be equal in all rows of a group; "
-                "the set was not written by this program"
-            )
+        """Build the set from its columns."""
+        prompts = columns["prompt_tokens"].take(_starts(columns["group_index"]))
         return cls(**{**columns, "prompt_tokens": prompts})
 
     def group_starts(self) -> Array:
         """Return [R] bool, True at the first row of each group."""
         return _starts(self.group_index)
-
-    def take_rows(self, indices: Sequence[int] | Array) -> RolloutSet:
-        """Return rows in ascending order of position; groups without rows vanish, others renumber.
-
-        Args:
-            indices: [K] int without repeats, or [R] bool.
-        """
-        rows = np.asarray(indices)
-        rows = np.flatnonzero(rows) if rows.dtype == np.bool_ else np.sort(rows.astype(np.int64))
-        groups, group_index = np.unique(self.group_index[rows], return_inverse=True)
-        return self._take(rows, groups, group_index.astype(np.int32))
 
     def take_groups(self, indices: Sequence[int] | Array) -> RolloutSet:
         """Return whole groups in the order of `indices`, renumbered from 0.
@@ -312,7 +285,7 @@ class RolloutSet(Record):
         ids = np.asarray(self.prompt_id, dtype=np.str_)
         mixed = (ids[1:] != ids[:-1]) & ~_starts(self.group_index)[1:]
         return [
-            *hex_id_faults("prompt_id", self.prompt_id),
+            *prompt_id_faults(self.prompt_id),
             *row_faults("`rollout_id` must be of its prompt", wrong, self.rollout_id, wanted),
             *row_faults("`prompt_id` must be equal in all rows of a group", mixed, ids),
         ]

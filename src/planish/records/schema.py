@@ -37,12 +37,7 @@ _MAX_FAULTS = 8
 
 
 def limit_bytes(size: int) -> int:
-    """Return the most bytes that a file of `size` bytes may decode to.
-
-    Example:
-        >>> limit_bytes(5_000) >> 20
-        512
-    """
+    """Return the most bytes that a file of `size` bytes may decode to."""
     return max(512 << 20, 64 * size)
 
 
@@ -62,10 +57,8 @@ class Column:
 def column(kind: Kind, meaning: str, *, default: Any = MISSING) -> Any:
     """Return a field of a record that is a column of the same name on disk.
 
-    Args:
-        kind: type of a cell; `|` between types of numbers is one of them for a whole set.
-        meaning: one line for `planish show` and for readers of the schema.
-        default: None makes the column one that a set may lack.
+    `|` between types of numbers is one of them for a whole set; `meaning` is one line for `planish
+    show`; None as `default` makes the column one that a set may lack.
     """
     metadata = {"kind": kind, "meaning": meaning, "optional": default is None}
     return field(default=default, metadata=metadata)
@@ -226,10 +219,10 @@ def value_faults(rule: str, wrong: Array, values: Array) -> list[str]:
     return [f"{rule}, got {bad[0]} ({len(bad)} values)"] if len(bad) else []
 
 
-def hex_id_faults(name: str, ids: Sequence[str]) -> list[str]:
-    """Return the faults of a column of 16 hex digits."""
+def prompt_id_faults(ids: Sequence[str]) -> list[str]:
+    """Return the faults of the column `prompt_id`."""
     wrong = np.array([not _HEX16.fullmatch(value) for value in ids], np.bool_)
-    return row_faults(f"`{name}` must be 16 hex digits", wrong, ids)
+    return row_faults("`prompt_id` must be 16 hex digits", wrong, ids)
 
 
 def take_rows(data: Any, rows: Array) -> Any:

@@ -180,10 +180,7 @@ def _order(epoch: int, num_prompts: int, seed: int) -> npt.NDArray[np.int64]:
 def position(ordinal: int, num_prompts: int, seed: int) -> int:
     """Return which row of the prompt set an ordinal is.
 
-    Args:
-        ordinal: place in the endless stream, from 0.
-        num_prompts: rows of the prompt set, at least 1.
-        seed: of the run; each epoch has its own order.
+    Each epoch has its own order, made of `seed`; ordinals count from 0.
 
     Raises:
         RecordError: the prompt set is empty.

@@ -13,7 +13,7 @@ from typing import Any
 
 from planish import store
 from planish.base.errors import PlanishError
-from planish.base.telemetry import LOG_FORMAT, LogFormatter
+from planish.base.telemetry import LogFormatter
 from planish.records import layout
 from planish.run import lock
 from planish.run.events import record_earlier_attempt
@@ -65,9 +65,7 @@ class _Lines(logging.Handler):
 class StageLog:
     """The log of one task attempt; use it as a context manager around the work."""
 
-    def __init__(
-        self, root: str, stage: str, iteration: int, shard: int, *, log_format: str = LOG_FORMAT
-    ):
+    def __init__(self, root: str, stage: str, iteration: int, shard: int):
         self._root = root
         self.uri = layout.stage_log(root, stage, iteration, shard)
         attempt = os.environ.get("KFP_RETRY_INDEX", "0")
@@ -80,7 +78,7 @@ class StageLog:
             "startup_seconds": 0.0 if _has_begun else round(process_age_seconds(), 3),
         }
         self._lines = _Lines()
-        self._lines.setFormatter(LogFormatter(log_format))
+        self._lines.setFormatter(LogFormatter())
         self._ended = threading.Event()
         self._gave_up = False
         self._earlier: dict[str, Any] | None = None

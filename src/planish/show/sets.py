@@ -6,6 +6,7 @@ import itertools
 import math
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.console import RenderableType
 from planish import store
 from planish.base.errors import RecordError
 from planish.base.text import bytes_text
-from planish.checkpoint.format.safetensors_file import header_bytes, parse_header
+from planish.checkpoint.format.safetensors_file import read_header
 from planish.records import PromptSet, Ragged, RewardSet, RolloutSet, TraceSet, ValueSet, WaitingSet
 from planish.records.io import iter_set
 from planish.records.manifest import Manifest
@@ -183,8 +184,7 @@ def file_tables(uri: str, manifest: Manifest) -> list[RenderableType]:
 
 def _tensor_facts(uri: str, size: int) -> list[Any]:
     """Return tensors, parameters and types of a safetensors file, from its header alone."""
-    length = header_bytes(store.read(uri, 0, 8), size, file=uri)
-    entries = parse_header(store.read(uri, 0, length), size, file=uri).entries.values()
+    entries = read_header(partial(store.read, uri, 0), size, file=uri).values()
     types = Counter(entry.dtype for entry in entries)
     counts = ", ".join(f"{name}: {n}" for name, n in sorted(types.items()))
     return [len(entries), sum(math.prod(entry.shape) for entry in entries), counts]

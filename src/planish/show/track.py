@@ -21,6 +21,7 @@ from planish import store
 from planish.base.errors import PlanishError
 from planish.base.telemetry import redact
 from planish.records import EvalReport, UpdateReport, layout, read_report
+from planish.records.reports import evaluations
 from planish.run.signals import on_signal
 from planish.show.trackers import Point, Tracker, open_tracker
 from planish.store import normal_uri
@@ -130,10 +131,9 @@ class RunReader:
                 version = entry["metrics"].get("policy_version", -1)
                 ends[version] = entry["start_seconds"] + entry["seconds"]
         last = ends.get(-1, time.time())
-        for uri in store.list_uris(f"{self.root}/evals/"):
-            if place := layout.parse_evaluation(self.root, uri):
-                key, end = uri.removeprefix(self.root), ends.get(place[1], last)
-                yield Source(self.root, key, uri, end, {})
+        for _, version, uri in evaluations(self.root):
+            key, end = uri.removeprefix(self.root), ends.get(version, last)
+            yield Source(self.root, key, uri, end, {})
 
 
 class Follower:

@@ -154,17 +154,10 @@ def verify(
     options: VerifierOptions = _DEFAULTS,
     extra: str = "",
 ) -> Verdict:
-    """Verify one response.
+    """Verify one response; any text at all gets a verdict.
 
-    Args:
-        name: what `find_verifier` takes.
-        response: sampled text without special tokens and without the prompt; any text at all.
-        answer: ground truth in the verifier's form.
-        options: what may differ from the default rules.
-        extra: columns of the data row for a verifier of the user, as a JSON object; empty for none.
-
-    Returns:
-        A verdict, whatever the text.
+    `response` is sampled text without special tokens and without the prompt; `extra` holds columns
+    of the data row for a verifier of the user, as a JSON object.
 
     Raises:
         ConfigError: there is no such verifier here.

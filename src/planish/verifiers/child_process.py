@@ -96,10 +96,6 @@ class ChildProcess:
     def ask(self, request: Mapping[str, object], timeout_seconds: float) -> dict[str, Any]:
         """Send one request to the running child and return its reply.
 
-        Args:
-            request: plain data.
-            timeout_seconds: limit of the reply; the child is killed after it.
-
         Raises:
             TimeoutError: no reply in time.
             OSError: the child ended or said nonsense. It has been ended in both cases.

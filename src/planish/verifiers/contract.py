@@ -171,10 +171,8 @@ def check_contract(
 ) -> ContractReport:
     """Try a verifier of one's own on hostile texts and on rows.
 
-    Args:
-        name: `package.module:function`, or an entry point of the group `planish.verifiers`.
-        cases: rows; each is tried in two processes with other hash seeds, in both directions.
-        timeout_seconds: limit of one call, as `reward.verifier_timeout_seconds`.
+    Each of `cases` is tried in two processes with other hash seeds, in both directions;
+    `timeout_seconds` limits a call, as `reward.verifier_timeout_seconds` does.
 
     Returns:
         What was seen; `faults` is empty for a verifier that keeps the contract.

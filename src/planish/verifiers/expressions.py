@@ -49,9 +49,7 @@ class Expression:
 def evaluate(text: str, *, signs: bool = True) -> Expression:
     """Evaluate `text` exactly.
 
-    Args:
-        text: the expression; spaces and tabs are ignored.
-        signs: accept unary plus and minus.
+    Spaces and tabs are ignored; unary plus and minus are accepted with `signs` alone.
 
     Raises:
         ExpressionError: syntax, division by zero, or a bound was exceeded.

@@ -95,9 +95,8 @@ _UNIT = re.compile(
 def asked_form(prompt: str, data_source: str = "") -> str | None:
     """Return the form in which an answer is asked for: a key of `FORMS`, or None.
 
-    Args:
-        prompt: all of its text; the last form that it names counts.
-        data_source: of verl, which chooses where its rule is a published one.
+    The last form that the prompt names counts, unless `data_source` of verl chooses a published
+    rule.
     """
     if data_source in _GRADED_AS:
         return _GRADED_AS[data_source]
@@ -112,9 +111,7 @@ def extract_answer(response: str, form: str = "line") -> str | None:
     Of each form the last one counts. A box or tags that are cut off make it empty: no answer, and
     not the one before.
 
-    Args:
-        response: of which the last 300 characters are searched.
-        form: the one that is looked for first.
+    Only the last 300 characters are searched, for `form` first.
     """
     tail = response[-TAIL_CHARS:]
     for name in (form, *FORMS):
@@ -189,9 +186,7 @@ def normalise_answer(text: str, *, cut: bool = True) -> str:
     `=`, units, degrees, periods at the end, thousands commas of plain numbers, and spaces. A space
     between two digits or letters stays, so that `5 7` is not 57.
 
-    Args:
-        text: of an answer.
-        cut: take the right side of an equation whose left side is one name.
+    `cut` takes the right side of an equation whose left side is one name.
 
     Example:
         >>> normalise_answer(r"x = $\boxed{1{,}234}$ dollars.")

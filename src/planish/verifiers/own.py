@@ -48,10 +48,7 @@ def installed_verifiers() -> Mapping[str, str]:
 class OwnVerifier:
     """One function of the user and its child process; safe to use from several threads.
 
-    Args:
-        reference: `package.module:function`.
-        start_seconds: time that its import may take.
-        environment: variables of the child beside those that every child gets.
+    `environment` has variables of the child beside those that every child gets.
 
     Attributes:
         warnings: what it did that is allowed and yet a mistake: it printed, it forked.

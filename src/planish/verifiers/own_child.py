@@ -175,10 +175,8 @@ def score(function: Function, response: str, answer: str, extra: Mapping[str, An
 def reply_to(function: Function, request: str, forked: list[bool]) -> dict[str, Any]:
     """Return the reply to one request line.
 
-    Args:
-        function: the user's.
-        request: JSON line with `response`, `answer`, `alarm_seconds`, and `extra` as JSON.
-        forked: gets an item when this process forks.
+    The request is a JSON line with `response`, `answer`, `alarm_seconds`, and `extra` as JSON;
+    `forked` gets an item when this process forks.
     """
     raw = json.loads(request)
     reply: dict[str, Any] = {}

@@ -12,6 +12,7 @@ from planish.models.policy import build_policy
 from planish.records.rollouts import FinishReason
 from planish.verifiers import VerifierOptions
 from tests.unit.engines.disagg.instances import MortalRank, disagg
+from tests.unit.records.samples import rows_of
 from tests.unit.tiny_run import sums, tiny_model
 
 
@@ -37,7 +38,7 @@ def test_groups_follow_the_prompts_and_hold_all_samples():
     assert rollouts.sample_index.tolist() == [0, 1, 0, 1, 0, 1]
     assert rollouts.prompt_id == [i for i in prompts.prompt_id for _ in range(2)]
     assert rollouts.answer == ["3", "3", "7", "7", "11", "11"]
-    for row, ids in enumerate(rollouts.response_tokens.to_lists()):
+    for row, ids in enumerate(rows_of(rollouts.response_tokens)):
         assert rollouts.response[row] == policy.tokenizer.decode(ids)
         assert len(ids) <= 5
     expected = policy.tokenizer.encode_prompt(prompts.messages[1])

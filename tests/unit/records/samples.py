@@ -14,8 +14,9 @@ from planish.records import (
     ValueSet,
     WaitingSet,
 )
-from planish.records.parquet import encode, row_group_bounds
+from planish.records.parquet import decode_pieces, encode, row_group_bounds
 from planish.records.prompts import prompt_id
+from planish.records.schema import join
 
 ODD_TEXTS = ["", "é\u0000 nul", "line\nbreak", "\U0001f600", "' or 1=1; --", "x" * 1000]
 
@@ -24,6 +25,23 @@ def file_of(record) -> bytes:
     """Return the Parquet file of a record."""
     columns = record.columns()
     return encode(columns, record.COLUMNS, row_group_bounds(columns, record.group_starts()))
+
+
+def decode(data, specs):
+    """Return the columns of a whole Parquet file."""
+    return join(list(decode_pieces(data, specs, name="x")), specs)
+
+
+def rows_of(ragged):
+    """Return the rows as lists of numbers."""
+    return [ragged.row(row).tolist() for row in range(len(ragged))]
+
+
+def take_rows(rollouts, chosen):
+    """Return the chosen rows in order; groups without rows vanish, others renumber."""
+    rows = np.flatnonzero(chosen) if np.asarray(chosen).dtype == np.bool_ else np.sort(chosen)
+    groups, index = np.unique(rollouts.group_index[rows], return_inverse=True)
+    return rollouts._take(rows, groups, index.astype(np.int32))
 
 
 def build_rollouts(prompts, responses, **columns) -> RolloutSet:

@@ -49,9 +49,7 @@ def test_a_report_comes_back_bit_equal_under_its_digest(store_root, report):
     digest = write_report(uri, report)
     data = store.read(uri)
     assert hashlib.sha256(data).hexdigest() == digest
-    assert read_report(type(report), uri, sha256=digest) == report
-    with pytest.raises(RecordError, match="must have the sha256"):
-        read_report(type(report), uri, sha256="0" * 64)
+    assert read_report(type(report), uri) == report
 
 
 def test_not_a_number_survives_as_valid_json(file_root):
@@ -59,20 +57,6 @@ def test_not_a_number_survives_as_valid_json(file_root):
     raw = json.loads(store.read(f"{file_root}/x"), parse_constant=pytest.fail)
     assert raw["scalars"] == {"kl": "NaN"}
     assert math.isnan(read_report(UpdateReport, f"{file_root}/x").scalars["kl"])
-
-
-@pytest.mark.parametrize(
-    ("report", "words"),
-    [
-        (UpdateReport({"loss": "high"}), "`scalars.loss` of a report must be a number, got 'high'"),
-        (UpdateReport({}, [{"a": None}]), r"`minibatches\[0\].a` of a report must be a number"),
-        (UpdateReport({}, [], {"x": math.nan}), "finite JSON values"),
-        (EvalReport({}, {}, {"x": object()}), "finite JSON values"),
-    ],
-)
-def test_values_that_no_report_can_hold_are_refused(file_root, report, words):
-    with pytest.raises(RecordError, match=words):
-        write_report(f"{file_root}/x", report)
 
 
 UPDATE_RAW = {"schema": "update/1", "scalars": {}, "minibatches": [], "attributes": {}}

@@ -15,11 +15,18 @@ from hypothesis import strategies as st
 from planish.base.errors import RecordError
 from planish.records import PromptSet, Ragged, RolloutSet, TraceSet, write_set
 from planish.records import parquet as parquet_module
-from planish.records.parquet import arrow_schema, decode, decode_pieces, encode, row_group_bounds
+from planish.records.parquet import decode_pieces, encode, row_group_bounds
 from planish.records.schema import join
 from tests.thin import examples
 from tests.unit.records.bombs import bomb, peak_megabytes
-from tests.unit.records.samples import SAMPLES, changed, file_of, random_prompts, random_rollouts
+from tests.unit.records.samples import (
+    SAMPLES,
+    changed,
+    decode,
+    file_of,
+    random_prompts,
+    random_rollouts,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -52,14 +59,14 @@ def test_neither_writing_nor_reading_starts_a_thread():
     # A thread of Arrow that still holds the bytes of a file while Python ends aborts the process.
     seen = run_elsewhere(
         "from pathlib import Path; import pyarrow.parquet\n"
-        "from planish.records.parquet import decode\n"
+        "from tests.unit.records.samples import decode\n"
         "def threads():\n"
         "    names = [p.read_text().strip() for p in Path('/proc/self/task').glob('*/comm')]\n"
         "    return len([n for n in names if n != 'jemalloc_bg_thd'])\n"
         "before = threads()\n"
         "for kind, make in SAMPLES.items():\n"
         "    record = make()\n"
-        "    decode(file_of(record), record.COLUMNS, name=kind)\n"
+        "    decode(file_of(record), record.COLUMNS)\n"
         "print(threads() - before)\n"
     )
     assert (seen.stdout.strip(), seen.stderr, seen.returncode) == ("0", "", 0)
@@ -76,7 +83,7 @@ def test_any_text_survives_the_file(rows):
         response=[text for _, text in rows],
         source=["s"] * len(rows),
     )
-    assert TraceSet.from_columns(decode(file_of(record), TraceSet.COLUMNS, name="x")) == record
+    assert TraceSet.from_columns(decode(file_of(record), TraceSet.COLUMNS)) == record
 
 
 @pytest.mark.slow
@@ -101,7 +108,7 @@ def test_row_groups_hold_whole_groups_and_every_row_once(seed, groups, group_siz
     assert [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)] == np.diff(
         bounds
     ).tolist()
-    assert RolloutSet.from_columns(decode(data, RolloutSet.COLUMNS, name="x")) == record
+    assert RolloutSet.from_columns(decode(data, RolloutSet.COLUMNS)) == record
 
 
 def test_a_rollout_set_opens_in_duckdb_as_it_is(file_root):
@@ -119,97 +126,6 @@ def test_a_rollout_set_opens_in_duckdb_as_it_is(file_root):
         f"select response_tokens, response, finish from '{pattern}' where answer = '7'"
     ).fetchall()
     assert one == [(record.response_tokens.row(7).tolist(), record.response[7], record.finish[7])]
-
-
-def table_of(record):
-    """Read on this thread: `pq.read_table` leaves the bytes to threads that outlive the call."""
-    return pq.ParquetFile(pa.BufferReader(file_of(record))).read(use_threads=False)
-
-
-def bytes_of(table):
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink)
-    return sink.getvalue().to_pybytes()
-
-
-def spoiled_tables():
-    table = table_of(random_prompts(rows=3))
-    rates = table.column("pass_rate")
-    nulls = pa.array([None, "a", "b"])
-    no_messages = pa.array([None, [], []], arrow_schema(PromptSet.COLUMNS).field("messages").type)
-    return {
-        "column `answer` is missing": table.drop_columns(["answer"]),
-        "column `stray` is not known": table.append_column("stray", rates),
-        "column `pass_rate` must be float32, got double": table.set_column(
-            5, "pass_rate", rates.cast(pa.float64())
-        ),
-        "column `messages` must be messages, got string": table.set_column(
-            1, "messages", pa.array(["a", "b", "c"])
-        ),
-        "column `answer` must hold no nulls, got 1": table.set_column(2, "answer", nulls),
-        "column `messages` must hold no nulls, got 1": table.set_column(
-            1, pa.field("messages", no_messages.type), no_messages
-        ),
-    }
-
-
-@pytest.mark.parametrize("fault", spoiled_tables())
-def test_a_file_of_other_columns_is_refused(fault):
-    with pytest.raises(RecordError) as raised:
-        decode(bytes_of(spoiled_tables()[fault]), PromptSet.COLUMNS, name="there")
-    assert fault in str(raised.value)
-    assert "there" in str(raised.value)
-
-
-def test_nulls_inside_lists_are_refused():
-    table = table_of(random_rollouts(groups=1, group_size=1))
-    place = table.column_names.index("response_tokens")
-    spoiled = table.set_column(
-        place, "response_tokens", pa.array([[1, None]], pa.list_(pa.int32()))
-    )
-    with pytest.raises(RecordError, match="`response_tokens` must hold no nulls, got 1"):
-        decode(bytes_of(spoiled), RolloutSet.COLUMNS, name="x")
-
-
-def test_text_that_is_not_utf8_is_refused():
-    prompts = random_prompts(rows=3)
-    schema = arrow_schema(PromptSet.COLUMNS)
-    table = table_of(prompts)
-    for name in ("answer", "messages"):
-        place = schema.get_field_index(name)
-        broken = pa.array([b"\xff\xfe"] * 3, pa.binary()).view(pa.string())
-        if name == "messages":
-            cell = pa.StructArray.from_arrays(
-                [broken, broken], fields=list(schema.field(name).type.value_type)
-            )
-            broken = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), cell)
-        spoiled = table.set_column(place, name, broken)
-        with pytest.raises(RecordError, match="`x` must be a sound Parquet file"):
-            decode(bytes_of(spoiled), PromptSet.COLUMNS, name="x")
-
-
-@pytest.mark.parametrize("data", [b"", b"PAR1", b"\x00" * 100, b"PAR1" + b"\xff" * 64 + b"PAR1"])
-def test_bytes_that_are_not_parquet_are_refused(data):
-    with pytest.raises(RecordError, match="must be a sound Parquet file"):
-        decode(data, PromptSet.COLUMNS, name="x")
-
-
-def test_any_truncation_of_a_file_is_refused():
-    data = file_of(random_prompts())
-    for length in range(0, len(data), 97):
-        with pytest.raises(RecordError):
-            decode(data[:length], PromptSet.COLUMNS, name="x")
-
-
-def test_rows_of_a_group_that_disagree_on_their_prompt_are_refused():
-    record = random_rollouts(groups=1, group_size=2)
-    columns = record.columns()
-    columns["prompt_tokens"] = Ragged.from_lists([[1, 2], [1, 3]], np.int32)
-    with pytest.raises(RecordError, match="must be equal in all rows of a group"):
-        RolloutSet.from_columns(columns)
-    columns["prompt_tokens"] = Ragged.from_lists([[1, 2], [1]], np.int32)
-    with pytest.raises(RecordError, match="must be equal in all rows of a group"):
-        RolloutSet.from_columns(columns)
 
 
 @pytest.mark.slow
@@ -236,7 +152,7 @@ except RecordError as error:
 
 def test_equal_texts_are_held_once():
     prompts = changed(random_prompts(rows=9), source=["".join(["ab", "c"])] * 9)
-    sources = decode(file_of(prompts), PromptSet.COLUMNS, name="x")["source"]
+    sources = decode(file_of(prompts), PromptSet.COLUMNS)["source"]
     assert len({id(text) for text in sources}) == 1
 
 

@@ -24,6 +24,8 @@ from tests.unit.records.samples import (
     random_rollouts,
     random_traces,
     routed,
+    rows_of,
+    take_rows,
 )
 
 
@@ -176,12 +178,12 @@ def test_taking_groups_keeps_rows_together_and_renumbers():
 
 def test_taking_rows_drops_groups_that_become_empty():
     rollouts = random_rollouts(groups=4, group_size=3)
-    taken = rollouts.take_rows([11, 0, 9])
+    taken = take_rows(rollouts, [11, 0, 9])
     taken.validate()
     assert taken.answer == ["0", "9", "11"]
     assert taken.group_index.tolist() == [0, 1, 1]
     assert taken.sample_index.tolist() == [0, 0, 2]
-    assert rollouts.take_rows(np.zeros(12, bool)) == RolloutSet.empty()
+    assert take_rows(rollouts, np.zeros(12, bool)) == RolloutSet.empty()
 
 
 def test_concat_undoes_taking_apart():
@@ -204,7 +206,7 @@ def test_prompts_can_be_taken_in_another_order():
 def test_values_are_sorted_by_ordinal_and_sample_and_come_back_by_key():
     assert VALUES.ordinal.tolist() == [2, 2, 7, 2**40]
     assert VALUES.sample_index.tolist() == [1, 3, 0, 0]
-    assert VALUES.values.to_lists() == [[], [1.0], [0.5, -0.25], [3.0, 4.0, 5.0]]
+    assert rows_of(VALUES.values) == [[], [1.0], [0.5, -0.25], [3.0, 4.0, 5.0]]
     assert VALUES.to_rows()[7, 0].tolist() == [0.5, -0.25]
     assert ValueSet.from_rows({}).to_rows() == {}
 
@@ -223,8 +225,7 @@ def test_rows_lie_one_after_another():
 @given(ROWS)
 def test_lists_come_back_as_they_went_in(rows):
     ragged = Ragged.from_lists(rows, np.int32)
-    assert ragged.to_lists() == rows
-    assert [ragged.row(r).tolist() for r in range(len(ragged))] == rows
+    assert rows_of(ragged) == rows
     assert ragged.faults("x", rows=len(rows), dtype="int32") == []
 
 
@@ -233,16 +234,16 @@ def test_take_equals_choosing_from_the_lists(rows, data):
     ragged = Ragged.from_lists(rows, np.int32)
     index = st.integers(0, max(0, len(rows) - 1))
     chosen = data.draw(st.lists(index, max_size=10 if rows else 0))
-    assert ragged.take(chosen).to_lists() == [rows[c] for c in chosen]
+    assert rows_of(ragged.take(chosen)) == [rows[c] for c in chosen]
     mask = np.zeros(len(rows), bool)
     mask[chosen] = True
-    assert ragged.take(mask).to_lists() == [rows[c] for c in sorted({*chosen})]
+    assert rows_of(ragged.take(mask)) == [rows[c] for c in sorted({*chosen})]
 
 
 @given(st.lists(ROWS, min_size=1, max_size=4))
 def test_concat_equals_adding_the_lists(parts):
     joined = Ragged.concat([Ragged.from_lists(rows, np.int32) for rows in parts])
-    assert joined.to_lists() == [row for rows in parts for row in rows]
+    assert rows_of(joined) == [row for rows in parts for row in rows]
 
 
 @given(ROWS, st.data())
@@ -250,7 +251,7 @@ def test_a_slice_and_the_rest_make_the_whole(rows, data):
     cut = data.draw(st.integers(0, len(rows)))
     ragged = Ragged.from_lists(rows, np.int32)
     head, tail = ragged.slice(0, cut), ragged.slice(cut, len(rows))
-    assert head.to_lists() == rows[:cut]
+    assert rows_of(head) == rows[:cut]
     assert Ragged.concat([head, tail]) == ragged
 
 
@@ -265,7 +266,7 @@ def test_equality_compares_values_offsets_and_dtype():
 
 def test_an_empty_array_has_no_rows_and_its_dtype():
     empty = Ragged.empty(np.float32)
-    assert (len(empty), empty.values.dtype, empty.to_lists()) == (0, np.float32, [])
+    assert (len(empty), empty.values.dtype, rows_of(empty)) == (0, np.float32, [])
     assert Ragged.from_lists([], np.float32) == empty
     assert empty.take([]) == empty
 
@@ -333,7 +334,7 @@ def test_a_set_without_experts_opens_and_one_with_them_opens_without(tmp_path):
 
 def test_rows_and_groups_take_their_experts_along():
     rollouts = routed()
-    rows = rollouts.take_rows([2, 5, 11])
+    rows = take_rows(rollouts, [2, 5, 11])
     for place, row in enumerate([2, 5, 11]):
         assert (rows.routing_of(place) == rollouts.routing_of(row)).all()
     groups = rollouts.take_groups([3, 1])

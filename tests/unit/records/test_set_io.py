@@ -118,23 +118,6 @@ def test_a_set_that_breaks_a_rule_is_not_written(file_root):
     assert store.list_uris(file_root) == []
 
 
-@pytest.mark.parametrize(
-    ("parents", "attributes", "words"),
-    [
-        ({"policy": "file:///runs/a"}, {}, r"`parents\.policy`: String should match"),
-        ({"policy": ""}, {}, r"`parents\.policy`: String should match"),
-        ({}, {"loss": float("nan")}, "finite JSON values"),
-        ({}, {"path": object()}, "finite JSON values"),
-    ],
-)
-def test_what_no_manifest_can_hold_is_refused_before_anything_is_written(
-    file_root, parents, attributes, words
-):
-    with pytest.raises(RecordError, match=words):
-        write_set(f"{file_root}/set", random_prompts(), parents=parents, attributes=attributes)
-    assert store.list_uris(file_root) == []
-
-
 @pytest.fixture
 def written(file_root):
     ref = write_set(f"{file_root}/set", random_rollouts(), parents=PARENTS, attributes=ATTRIBUTES)
@@ -171,7 +154,7 @@ def test_truncated_missing_and_longer_shards_are_refused(written):
     data = store.read(shard)
     for spoiled in (data[:-1], data[: len(data) // 2], b"", data + b"x"):
         store.write(shard, spoiled)
-        with pytest.raises(RecordError, match=f"must have {len(data)} bytes, got {len(spoiled)}"):
+        with pytest.raises(RecordError, match="must have the sha256"):
             read_set(RolloutSet, ref.uri)
     store.delete(shard)
     with pytest.raises(RecordError, match=r"is missing; remove the set and run its stage again"):
@@ -203,8 +186,6 @@ def test_row_counts_that_disagree_are_refused(written):
     more = vars(replace(shard, rows=21))
     with pytest.raises(RecordError, match="must be the 21 rows of the shards, got 20"):
         read_set(RolloutSet, rewrite(written, shards=[more]).uri)
-    with pytest.raises(RecordError, match="must have 21 rows, got 20"):
-        read_set(RolloutSet, rewrite(written, shards=[more], num_rows=21).uri)
     with pytest.raises(RecordError, match="at least one shard"):
         read_set(RolloutSet, rewrite(written, shards=[], num_rows=0).uri)
 

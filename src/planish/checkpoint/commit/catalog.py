@@ -152,11 +152,8 @@ def retain(
 ) -> list[CatalogVerdict]:
     """Remove the checkpoints at and below `root` that no rule keeps.
 
-    Args:
-        keep_last: how many of the newest stay; at least 1.
-        keep_every: those whose step is a multiple stay; 0 for no such rule.
-        pins: steps, and keys or URIs of folders (with or without a digest), that stay.
-        dry_run: only return the verdicts.
+    `keep_last` of the newest stay, those whose step is a multiple of `keep_every` (0 for no such
+    rule), and `pins`: steps, and keys or URIs of folders. `dry_run` only returns the verdicts.
 
     Returns:
         A verdict for each checkpoint, newest first.

@@ -85,10 +85,7 @@ def import_dcp(
     Options of parameter groups, and states of parameters that are no tensors, become those of the
     checkpoint's optimizer. Other values become the shared value `dcp`, by their names.
 
-    Args:
-        folder: local folder with `.metadata` and `*.distcp`.
-        place: URI of the new checkpoint.
-        step: training step that it is of; None: the folder's own value `step`, else 0.
+    `step` None is the value `step` of the folder, else 0.
 
     Raises:
         CheckpointIncomplete: the folder lacks its metadata or a file.

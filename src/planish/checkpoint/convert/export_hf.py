@@ -21,25 +21,15 @@ import google_crc32c
 import numpy as np
 
 from planish import store
-from planish.base.errors import (
-    CheckpointError,
-    ConfigError,
-    LayoutMismatch,
-    ObjectMissing,
-    RecordError,
-)
+from planish.base.errors import CheckpointError, ConfigError, LayoutMismatch, ObjectMissing
 from planish.checkpoint.convert.hf_names import Form, Sources, cast, read_weights, weights_of
 from planish.checkpoint.format.items import ITEM_BYTES
-from planish.checkpoint.format.safetensors_file import (
-    NewEntry,
-    header_bytes,
-    parse_header,
-    plan_header,
-)
+from planish.checkpoint.format.safetensors_file import NewEntry, plan_header, read_header
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import SliceReader, batches
 from planish.checkpoint.pinned import read_pinned
 from planish.checkpoint.ranks.control import Control
+from planish.models.headers import parse_config
 from planish.records.files import (
     WEIGHTS,
     store_file,
@@ -190,17 +180,6 @@ def policy_role(roles: Sequence[str], wanted: str = "") -> str:
     return candidates[0]
 
 
-def parse_config(data: bytes, place: str) -> dict[str, Any]:
-    """Return the content of a `config.json`; raises `RecordError` if it is no JSON object."""
-    try:
-        config = json.loads(data)
-    except (ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
-        raise RecordError(f"`{place}` must be a JSON object, got {data[:40]!r}")
-    return config
-
-
 def _earlier_policy(pin: str) -> tuple[dict[str, Path | bytes], dict[str, Form]]:
     """Return the verified small files of a policy, and types and shapes of its weights.
 
@@ -212,9 +191,8 @@ def _earlier_policy(pin: str) -> tuple[dict[str, Path | bytes], dict[str, Form]]
     for shard in manifest.shards:
         place = f"{uri}/{shard.name}"
         if shard.name.endswith(".safetensors"):
-            length = header_bytes(store.read(place, 0, 8), shard.bytes, file=place)
-            header = parse_header(store.read(place, 0, length), shard.bytes, file=place)
-            forms |= {name: Form(e.dtype, e.shape) for name, e in header.entries.items()}
+            entries = read_header(partial(store.read, place, 0), shard.bytes, file=place)
+            forms |= {name: Form(e.dtype, e.shape) for name, e in entries.items()}
         elif not shard.name.endswith(_WEIGHT_FILES):
             try:
                 data = store.read(place)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -59,15 +59,6 @@ class StoredEntry:
     shape: tuple[int, ...]
     start: int
     stop: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """A parsed header."""
-
-    entries: dict[str, StoredEntry]
-    notes: dict[str, str]
-    data_start: int
 
 
 def quote_fqn(fqn: str) -> str:
@@ -125,8 +116,16 @@ def header_bytes(word: bytes, file_size: int, *, file: str = "") -> int:
     return _LENGTH.size + size
 
 
-def parse_header(data: bytes, file_size: int, *, file: str = "") -> Header:
-    """Read the header of an untrusted file of `file_size` bytes from its first ones.
+def read_header(
+    read: Callable[[int], bytes], file_size: int, *, file: str
+) -> dict[str, StoredEntry]:
+    """Do as `parse_header`; `read` returns the first bytes of the file, as many as it is asked."""
+    size = header_bytes(read(min(_LENGTH.size, file_size)), file_size, file=file)
+    return parse_header(read(size), file_size, file=file)
+
+
+def parse_header(data: bytes, file_size: int, *, file: str = "") -> dict[str, StoredEntry]:
+    """Return the entries of an untrusted file of `file_size` bytes, in order, from its header.
 
     `CheckpointCorrupt` if it is none, or if its entries do not fill the file exactly.
     """
@@ -151,7 +150,7 @@ def parse_header(data: bytes, file_size: int, *, file: str = "") -> Header:
         end = entry.stop
     if end != file_size:
         raise _corrupt(file, f"the entries end at {end}, the file at {file_size}")
-    return Header(ordered, notes, data_start)
+    return ordered
 
 
 def _entry(name: str, raw: Any, data_start: int) -> StoredEntry:

@@ -69,9 +69,8 @@ def load_state(
 ) -> tuple[CheckpointInfo, Extras]:
     """Fill the tensors of a state in place; a collective of all ranks of `control`.
 
-    Args:
-        opened: what `open_on_all` returned on this rank.
-        collected: role to what its adapter found; tensors are filled, nothing else is changed.
+    `opened` is what `open_on_all` returned on this rank; the tensors of `collected`, by role, are
+    filled, and nothing else is changed.
 
     Returns:
         Which checkpoint it was, with `JobPlan.facts` and the bytes that all ranks together have

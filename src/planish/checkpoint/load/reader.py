@@ -95,9 +95,7 @@ def locate(uri: str, storage: Store | None = None) -> tuple[Store, str]:
 def open_state(place: str, storage: Store | None = None) -> Opened:
     """Open a committed checkpoint for reading by this process alone.
 
-    Args:
-        place: URI of the checkpoint, or its pin.
-        storage: in place of the one that the URI names.
+    `storage` is used in place of the one that the URI names.
 
     Raises:
         CheckpointNotFound: nothing is committed there.
@@ -132,16 +130,13 @@ class ReadCounters:
     num_bytes: int = 0
     """Blocks that were read again are included."""
     requests: int = 0
-    rereads: int = 0
-    """Requests that were repeated because a checksum differed."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def add(self, num_bytes: int, *, again: bool) -> None:
+    def add(self, num_bytes: int) -> None:
         """Count one request."""
         with self._lock:
             self.num_bytes += num_bytes
             self.requests += 1
-            self.rereads += again
 
 
 class BlockReader:
@@ -156,7 +151,7 @@ class BlockReader:
 
         `CheckpointIncomplete` if the object is missing or short.
         """
-        self._read(file, start, target, again=False)
+        self._read(file, start, target)
 
     def check(self, file: int, start: int, target: memoryview) -> None:
         """Verify what `fetch` has brought; what differs is read again, once."""
@@ -169,7 +164,7 @@ class BlockReader:
             check_blocks(target, crcs, file=name, algorithm=algorithm, first=first)
         except CheckpointCorrupt:
             # Once more: bytes may have been flipped on the way and be right in the store.
-            self._read(file, start, target, again=True)
+            self._read(file, start, target)
             check_blocks(target, crcs, file=name, algorithm=algorithm, first=first)
 
     def read(self, file: int, start: int, stop: int) -> memoryview:
@@ -193,10 +188,10 @@ class BlockReader:
             )
         return bytes(self.read(row, 0, table.sizes[row]))
 
-    def _read(self, file: int, start: int, target: memoryview, *, again: bool) -> None:
+    def _read(self, file: int, start: int, target: memoryview) -> None:
         """Read; if the bytes are gone because another save has replaced this checkpoint, say so."""
         opened, key = self.opened, self.opened.key(file)
-        self.counters.add(len(target), again=again)
+        self.counters.add(len(target))
         uri = opened.storage.uri(key)
         try:
             opened.storage.get_into(key, start, target)

@@ -16,11 +16,7 @@ import numpy as np
 from planish.base.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete
 from planish.checkpoint.format.geometry import box_of
 from planish.checkpoint.format.metafile import BLOCK
-from planish.checkpoint.format.safetensors_file import (
-    entry_name,
-    header_bytes,
-    parse_header,
-)
+from planish.checkpoint.format.safetensors_file import entry_name, read_header
 from planish.checkpoint.load.reader import BlockReader, check_objects, open_state
 from planish.store import Store
 
@@ -67,11 +63,8 @@ def verify(
 ) -> Report:
     """Check a committed checkpoint; faults are reported, not raised.
 
-    Args:
-        place: URI of the checkpoint, or its pin.
-        level: one of `LEVELS`; each includes those before it.
-        storage: in place of the one that the URI names.
-        progress: called with bytes checked and bytes in all.
+    `level` is one of `LEVELS`, each of which includes those before it; `progress` is called with
+    bytes checked and bytes in all.
 
     Raises:
         ValueError: an unknown level.
@@ -143,8 +136,7 @@ def _check_header(reader: BlockReader, file: int) -> list[Fault]:
     meta = reader.opened.metadata
     name, size = meta.files.keys[file], meta.files.sizes[file]
     try:
-        length = header_bytes(bytes(reader.read(file, 0, min(8, size))), size, file=name)
-        header = parse_header(bytes(reader.read(file, 0, length)), size, file=name)
+        entries = read_header(lambda end: bytes(reader.read(file, 0, end)), size, file=name)
     except CheckpointError as error:
         return [Fault(name, 0, str(error))]
     faults = []
@@ -154,13 +146,13 @@ def _check_header(reader: BlockReader, file: int) -> list[Fault]:
         dims = int(meta.tensors.dims[tensor])
         box = box_of(meta.shards.offsets[row], meta.shards.lengths[row], dims)
         wanted = entry_name(meta.tensors.fqns[tensor], box)
-        entry = header.entries.get(wanted)
+        entry = entries.get(wanted)
         start, nbytes = int(meta.shards.start[row]), int(meta.shards.nbytes[row])
         if entry is None or (entry.start, entry.stop) != (start, start + nbytes):
             seen = None if entry is None else (entry.start, entry.stop)
             text = f"`{wanted}` must lie at {(start, start + nbytes)} of `{name}`, got {seen}"
             faults.append(Fault(name, -1, text))
-    if len(rows) != len(header.entries):
-        text = f"`{name}` must hold {len(rows)} entries, got {len(header.entries)}"
+    if len(rows) != len(entries):
+        text = f"`{name}` must hold {len(rows)} entries, got {len(entries)}"
         faults.append(Fault(name, -1, text))
     return faults

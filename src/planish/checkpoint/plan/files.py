@@ -239,11 +239,6 @@ class GlobalPlan:
             {"rank": rank, "files": files}, {name: c[low:high] for name, c in columns.items()}
         )
 
-    def loads(self) -> I64:
-        """Return [ranks]: bytes that each rank writes, headers included."""
-        totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
-        return np.asarray(totals[self.rank_files[1:]] - totals[self.rank_files[:-1]])
-
     def metadata(self, header: Mapping[str, Any], *, algorithm: str = "crc32c") -> Metadata:
         """Return the metadata of the checkpoint, the files' checksums still to come."""
         count = len(self.keys)

@@ -80,12 +80,9 @@ class SaveEngine:
     ) -> SaveHandle:
         """Save the state of all ranks; a collective of the calling threads.
 
-        Args:
-            roles: Role to what its adapter found; or a function that returns that, whose error
-                is raised on all ranks.
-            options: How.
-            storage: Use this instead of the one of the URI.
-            after_commit: Called on rank 0 in the background once the checkpoint is visible.
+        `roles` is role to what its adapter found, or a function that returns that, whose error is
+        raised on all ranks; `after_commit` is called on rank 0 in the background once the
+        checkpoint is visible.
 
         Returns:
             A handle; finished already if `options.is_async` is false. For errors see `api.save`.

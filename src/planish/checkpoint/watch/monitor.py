@@ -313,9 +313,7 @@ def store_timings(
 def read_timings(uri: str, op: Operation = "save") -> Timeline:
     """Return the records of a committed checkpoint, or those of one JSON-lines file.
 
-    Args:
-        uri: a checkpoint, or a file whose name ends in `.jsonl`.
-        op: of the save, or of the last load that was asked to keep its records.
+    The place is a checkpoint, or a file whose name ends in `.jsonl`.
 
     Raises:
         CheckpointNotFound: nothing is committed there, or there are no such records.

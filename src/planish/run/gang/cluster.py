@@ -59,15 +59,7 @@ class GangCluster(Kube):
         launcher: Launcher = "job",
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        """Make a client for the gangs of one pod.
-
-        Args:
-            settings: a `kubernetes.client.Configuration`.
-            namespace: of the pod, where its gangs run too.
-            pod: name of the stage's own pod.
-            launcher: what a job is here.
-            patience_seconds: how long a request is sent again.
-        """
+        """Make a client for the gangs of a pod of that name, by a `kubernetes` configuration."""
         super().__init__(settings, namespace, patience_seconds=patience_seconds)
         self.pod, self.launcher = pod, launcher
 

@@ -42,10 +42,7 @@ Job = Mapping[str, Any]
 def run_gang(cluster: GangCluster, gang: Gang, *, before: Callable[[], None]) -> None:
     """Run a gang to its end.
 
-    Args:
-        cluster: of the stage's pod.
-        gang: what runs.
-        before: called before a new gang is made, and not where there is one to wait for.
+    `before` is called before a new gang is made, and not where there is one to wait for.
 
     Raises:
         ConfigError: a job or a service of somebody else has the name, or the cluster takes no such

@@ -141,9 +141,7 @@ def job_manifest(gang: Gang, pod: Raw) -> dict[str, Any]:
     One pod that ends badly, or is taken away, ends the whole gang: the retry of the stage starts
     the next one. No pod is replaced.
 
-    Args:
-        gang: what runs.
-        pod: the pod of the stage, as the API server gives it; it owns the job.
+    `pod` is that of the stage, as the API server gives it; it owns the job.
     """
     metadata = job_metadata(gang, pod)
     if gang.launcher == "trainjob":

@@ -70,10 +70,7 @@ class Drop:
 def add_drop(drops: list[Drop], new: Drop, shown: dict[str, list[Drop]]) -> None:
     """Append to the drops of one filter; beyond the examples that people see each takes no memory.
 
-    Args:
-        drops: gets one more.
-        new: only its reason counts where its examples are there already.
-        shown: examples by reason; kept by the caller for this function.
+    `shown` has examples by reason, and is kept by the caller for this function.
 
     Example:
         >>> drops, shown = [], {}

@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from planish import store
 from planish.base.errors import ConfigError, PlanishError
 from planish.base.text import code_span
-from planish.records import EvalReport, layout, read_report
+from planish.records import EvalReport, read_report
 from planish.records.manifest import Manifest
+from planish.records.reports import evaluations
 from planish.store.sources import open_folder, parse_source
 
 logger = logging.getLogger(__name__)
@@ -108,9 +108,8 @@ def _public_name(address: str, key: str) -> tuple[str, bool]:
 def accuracy_table(root: str, exported: int) -> list[str]:
     """Return the accuracies of all evaluated policies as Markdown; that of `exported` is marked."""
     sets: dict[str, dict[int, EvalReport]] = {}
-    for uri in store.list_uris(f"{root}/evals/"):
-        if place := layout.parse_evaluation(root, uri):
-            sets.setdefault(place[0], {})[place[1]] = read_report(EvalReport, uri)
+    for name, version, uri in evaluations(root):
+        sets.setdefault(name, {})[version] = read_report(EvalReport, uri)
     if not sets:
         return ["No policy of the run has been evaluated.", ""]
     return [line for name, own in sorted(sets.items()) for line in _set_table(name, own, exported)]

@@ -13,6 +13,7 @@ from planish.base.errors import ConfigError, ObjectMissing
 from planish.checkpoint.convert.export_hf import POLICY_SCHEMA
 from planish.records import layout
 from planish.records.files import fetch_files, hash_object, publish
+from planish.records.io import policy_versions
 from planish.records.manifest import MANIFEST, Manifest, manifest_uri, read_manifest
 from planish.records.refs import parse_pin
 from planish.records.reports import read_best
@@ -105,13 +106,11 @@ def _chosen_policy(root: str, options: argparse.Namespace) -> tuple[str, str | N
                 f"`--best` needs an evaluation, got none in `{root}`; a run measures at its end, "
                 "and on the way with `evaluate.every`; `--policy N` exports policy N"
             ) from None
-    folder = layout.policy(root, 0).rpartition("/")[0]
-    places = [uri.removeprefix(f"{folder}/").split("/") for uri in store.list_uris(folder)]
-    versions = {int(p[0]) for p in places if len(p) == 2 and p[1] == MANIFEST and p[0].isdecimal()}
+    versions = policy_versions(root)
     version = options.policy if options.policy is not None else max(versions, default=0)
     if version not in versions:
         raise ConfigError(
-            f"`{root}` must hold policy {version}, got {sorted(versions)}; a policy is there when "
+            f"`{root}` must hold policy {version}, got {versions}; a policy is there when "
             "the stage that exports it has ended"
         )
     return layout.policy(root, version), None

@@ -39,11 +39,9 @@ def inspect_sources(
 ) -> Inspection:
     """Open the data sets and the model of resolved tables.
 
-    Args:
-        config: resolved tables.
-        policy: URI or pin of what the run goes on with; then the model is opened only if its
-            setting has changed, since the run would go on without it. Empty for a run that begins.
-        changed: settings that differ from those of the run, as `differences` writes them.
+    `policy` is the URI or pin of what the run goes on with; then the model is opened only if its
+    setting has changed, since the run would go on without it. `changed` is what `differences`
+    returned.
 
     Raises:
         ConfigError: every fault of data and model in one message.

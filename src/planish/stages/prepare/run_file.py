@@ -19,7 +19,7 @@ from planish import store
 from planish.base.config import config_sha256, unplaced
 from planish.base.errors import ConfigError, ObjectMissing, RecordError
 from planish.records import layout
-from planish.records.io import read_manifest
+from planish.records.io import policy_versions, read_manifest
 from planish.records.refs import parse_pin
 from planish.run.stage import read_run
 from planish.stages.prepare.settings import differences
@@ -194,7 +194,7 @@ def _start_at(root: str, pin: str) -> StartPins:
         pinned = read_manifest(uri, sha256=digest)
         if f"{root}/policies/" in uri:
             return start_after(root, int(uri.rpartition("/")[2]))
-        for version in sorted(_versions(root), reverse=True):
+        for version in reversed(policy_versions(root)):
             policy = layout.policy(root, version)
             manifest = read_manifest(policy)
             if pinned.sha256 in manifest.parents.values():
@@ -209,17 +209,7 @@ def _start_at(root: str, pin: str) -> StartPins:
 
 def newest_version(root: str) -> int | None:
     """Return the newest finished policy version of a root; None when there is none."""
-    return max(_versions(root), default=None)
-
-
-def _versions(root: str) -> list[int]:
-    folder = layout.policy(root, 0).rpartition("/")[0]
-    versions = []
-    for uri in store.list_uris(folder):
-        parts = uri[len(folder) + 1 :].split("/")
-        if len(parts) == 2 and parts[1] == "manifest.json" and parts[0].isdecimal():
-            versions.append(int(parts[0]))
-    return versions
+    return max(policy_versions(root), default=None)
 
 
 def start_after(root: str, version: int) -> StartPins:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -10,14 +11,15 @@ from planish import store
 from planish.base.errors import CheckpointCorrupt
 from planish.base.text import bytes_text
 from planish.checkpoint.convert.diff import diff
-from planish.checkpoint.convert.export_hf import CONFIG, parse_config
+from planish.checkpoint.convert.export_hf import CONFIG
 from planish.checkpoint.convert.hf_names import WeightPart, cast, read_weights, weights_of
 from planish.checkpoint.format.items import ITEM_BYTES, quoted_name
-from planish.checkpoint.format.safetensors_file import StoredEntry, header_bytes, parse_header
+from planish.checkpoint.format.safetensors_file import StoredEntry, read_header
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.load.slices import SliceReader
 from planish.checkpoint.load.verify import verify as verify_blocks
+from planish.models.headers import parse_config
 from planish.records.files import hash_object
 from planish.records.manifest import read_manifest
 from planish.records.refs import Ref
@@ -135,9 +137,8 @@ def compare_policy(ref: Ref, source_pin: str) -> Findings:
     for shard in manifest.shards:
         if shard.name.endswith(".safetensors"):
             place = f"{ref.uri}/{shard.name}"
-            length = header_bytes(store.read(place, 0, 8), shard.bytes, file=place)
-            head = parse_header(store.read(place, 0, length), shard.bytes, file=place)
-            for name, entry in head.entries.items():
+            entries = read_header(partial(store.read, place, 0), shard.bytes, file=place)
+            for name, entry in entries.items():
                 differing = _differing(place, entry, parts.get(name), reader)
                 if differing:
                     found.faults.append(f"`{name}` {differing}")

@@ -68,12 +68,8 @@ def encode_traces(
 ) -> EncodedTraces:
     """Tokenise traces in the order of their prompt ids.
 
-    Args:
-        traces: worked solutions.
-        tokenizer: of the policy.
-        without: prompt ids whose traces are left out.
-        max_traces: take only so many; 0 takes all.
-        max_tokens: leave out longer traces; 0 takes all.
+    Traces of the prompt ids `without`, and those of more than `max_tokens`, are left out; at most
+    `max_traces` are taken, and 0 of both is no limit.
 
     Raises:
         ConfigError: no trace is left.

@@ -106,9 +106,7 @@ class Remote:
 def run_tests(tests: str, names: dict[str, Any]) -> tuple[str, str]:
     """Run the tests, their functions `test_...` and their classes of unittest.
 
-    Args:
-        tests: Python source.
-        names: what the response defined.
+    `names` is what the response defined.
 
     Returns:
         (`passed`, `failed` or `unusable`, one line on why).

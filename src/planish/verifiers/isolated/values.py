@@ -24,10 +24,7 @@ _ITERATIONS: tuple[tuple[type, Callable[[Any], Iterator[Any]]], ...] = (
 def encode(value: Any, name_of: Callable[[Any], int], depth: int = 0) -> Any:
     """Return what JSON can hold.
 
-    Args:
-        value: anything.
-        name_of: gives the number of a value that is no plain data; may raise.
-        depth: of the values around it.
+    `name_of` gives the number of a value that is no plain data; it may raise.
 
     Returns:
         None, bool, float, str, or a list of a tag and its content.
@@ -70,9 +67,7 @@ def encode(value: Any, name_of: Callable[[Any], int], depth: int = 0) -> Any:
 def decode(data: Any, named: Callable[[int], Any]) -> Any:
     """Return the value that `encode` made `data` of.
 
-    Args:
-        data: from JSON, of an untrusted process.
-        named: gives what a number stands for.
+    The data come from an untrusted process; `named` gives what a number stands for.
 
     Raises:
         ValueError: no such data.

@@ -196,8 +196,7 @@ def test_other_libraries_read_the_file():
 def test_every_type_has_a_place_in_the_file(dtype):
     header, starts = plan_header([NewEntry("w|0,0|2,3", dtype, (2, 3))])
     size = len(header) + 6 * ITEM_BYTES[dtype]
-    parsed = parse_header(header, size)
-    stored = parsed.entries["w|0,0|2,3"]
+    stored = parse_header(header, size)["w|0,0|2,3"]
     assert (stored.start, stored.stop) == (int(starts[0]), size)
     if dtype in {"C64", "C128"}:
         assert stored.dtype == {"C64": "F32", "C128": "F64"}[dtype]
@@ -214,7 +213,7 @@ def test_entries_of_more_than_two_gib_have_right_places():
         [NewEntry("a|0|1", "F32", (count,)), NewEntry("b|0|1", "U8", (3,))]
     )
     assert (starts - len(header)).tolist() == [0, 4 * count]
-    stored = parse_header(header, len(header) + 4 * count + 3).entries
+    stored = parse_header(header, len(header) + 4 * count + 3)
     assert stored["a|0|1"].shape == (count,)
     assert stored["b|0|1"].stop == len(header) + 4 * count + 3
 

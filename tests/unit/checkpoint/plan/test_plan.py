@@ -186,7 +186,6 @@ def test_what_is_sent_to_a_rank_is_its_plan(seed):
     for rank, columns in enumerate(world.columns):
         mine = plan.rank(rank)
         again = RankPlan.decode(plan.wire(rank), Columns.decode(columns.encode()))
-        assert sum(file.size for file in mine.files) == plan.loads()[rank]
         for one, other in zip(mine.files, again.files, strict=True):
             assert (one.key, one.header, one.size) == (other.key, other.header, other.size)
             for name in ("items", "starts", "stops", "offsets"):

@@ -78,7 +78,7 @@ def test_both_policies_are_measured_and_compared(file_root, tmp_path, ready):
     ref, metrics = evaluate(file_root, tmp_path, ready, *pins)
     assert ref.schema == "eval/1"
     assert ref.attributes["policy_version"] == 3
-    report = read_report(EvalReport, ref.uri, sha256=ref.manifest_sha256)
+    report = read_report(EvalReport, ref.uri)
     before = read_report(EvalReport, f"{layout.evaluation(file_root, 0)}/report.json")
     assert report.scalars["num_prompts"] == 12.0
     assert set(report.sources) == {"sums", "sums-high"}

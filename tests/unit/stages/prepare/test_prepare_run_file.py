@@ -359,7 +359,7 @@ def test_a_heartbeat_that_can_not_be_is_no_sign_of_life(file_root, heartbeat):
 def test_a_running_stage_beats_for_its_run(file_root, monkeypatch):
     monkeypatch.setattr(stage_log, "FLUSH_SECONDS", 0.02)
     acquire(file_root, current_holder(), now=1000.0)
-    with stage_log.StageLog(file_root, "train", 1, 0, log_format="%(message)s"):
+    with stage_log.StageLog(file_root, "train", 1, 0):
         wait_for(lambda: read_lock(file_root).heartbeat_seconds != 1000.0, 60.0)
     assert read_lock(file_root).heartbeat_seconds > 1_000_000
 

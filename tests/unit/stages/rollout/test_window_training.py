@@ -20,6 +20,7 @@ from planish.stages.train.progress import Progress
 from planish.stages.train.update import UpdateResult, run_update
 from planish.stages.train.window_values import earlier_values, values_to_store
 from tests import thin
+from tests.unit.records.samples import rows_of
 from tests.unit.stages.rollout import simulation
 from tests.unit.stages.rollout.simulation import Simulation
 from tests.unit.stages.rollout.test_window_property import RUNS, begin, check_nothing_is_lost
@@ -161,7 +162,7 @@ def test_every_finished_response_enters_exactly_one_critic_update_or_still_waits
         waiting = training.waiting or WaitingSet.empty()
         assert waiting.num_rows < min_finished
         assert result.scalars.get("num_waiting_responses", 0.0) == waiting.num_rows
-        left = Counter(tuple(tokens) for tokens in waiting.response_tokens.to_lists())
+        left = Counter(tuple(tokens) for tokens in rows_of(waiting.response_tokens))
         assert training.learned + left == training.finished
         # all or none: what an iteration leaves, it has not trained on
         assert training.learned.total() == before or waiting.num_rows == 0

@@ -15,6 +15,7 @@ from planish.stages.train.progress import Progress
 from planish.stages.train.update import run_update
 from planish.stages.train.wait import as_waiting, plan_steps, pooled_parts, with_waiting
 from tests.unit.algorithms.batches import make_batch, ragged_mask
+from tests.unit.records.samples import rows_of
 from tests.unit.stages.train.tables import TableTrainer, batch_of, table_config
 
 PLAIN = {"warmup_iterations": 0, "learning_rate": 0.1, "pretrain_iterations": 0}
@@ -62,10 +63,10 @@ def test_too_few_finished_responses_wait_and_train_the_critic_with_those_that_fo
     assert trainer.order == ["policy"]
     assert one.scalars["num_waiting_responses"] == one.waiting.num_rows == 2
     assert (one.scalars["num_finished"], one.progress.critic_iterations) == (2.0, 0)
-    assert one.waiting.response_tokens.to_lists() == [[2, 3, 4], [22, 23, 24]]
-    assert one.waiting.prompt_tokens.to_lists() == [[1], [21]]
-    assert one.waiting.values.to_lists() == [[0.5] * 3] * 2
-    assert one.waiting.returns.to_lists() == [[1.0] * 3, [0.0] * 3]
+    assert rows_of(one.waiting.response_tokens) == [[2, 3, 4], [22, 23, 24]]
+    assert rows_of(one.waiting.prompt_tokens) == [[1], [21]]
+    assert rows_of(one.waiting.values) == [[0.5] * 3] * 2
+    assert rows_of(one.waiting.returns) == [[1.0] * 3, [0.0] * 3]
     trainer.value_table = torch.full((4,), 0.75, requires_grad=True)
     two = update(
         trainer, responses([True, False]), one.progress, min_finished=3, waiting=one.waiting

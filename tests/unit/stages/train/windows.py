@@ -11,6 +11,7 @@ from planish.records import layout
 from planish.records.io import write_set
 from planish.records.ragged import Ragged
 from planish.records.rollouts import FinishReason, RolloutSet
+from tests.unit.records.samples import take_rows
 from tests.unit.stages.train.runs import random_rollouts, rewards_for
 
 NUM_GROUPS = 4
@@ -26,7 +27,7 @@ def window_of(whole, iteration, window):
     lengths = whole.response_tokens.lengths
     start, stop = window * (iteration - 1), window * iteration
     alive = np.flatnonzero(lengths > start)
-    made = whole.take_rows(alive)
+    made = take_rows(whole, alive)
     ends = np.minimum(lengths[alive], stop)
 
     def cut(ragged):
@@ -51,7 +52,7 @@ def add_window_iteration(tiny, iteration, window):
     for shard in range(tiny.num_shards):
         made, groups = window_of(whole_responses(tiny, shard), iteration, window)
         ordinals = [int(shard + tiny.num_shards * g) for g in groups]
-        goes_on = made.take_rows(made.finish == FinishReason.WINDOW)
+        goes_on = take_rows(made, made.finish == FinishReason.WINDOW)
         carry = write_set(
             layout.carry(tiny.root, iteration, shard), goes_on, parents={}, attributes=facts
         )
