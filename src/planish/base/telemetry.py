@@ -28,7 +28,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _BARE = re.compile(r"[^\s\"=\x00-\x1f]+")
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 REPLY_SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Upper bounds of the buckets of `planish_rollout_rank_reply_seconds`."""
+"""Upper bounds of the buckets of `_SHORT`."""
 
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -52,6 +52,9 @@ _COUNTERS = {
     "planish_checkpoint_failures_total": "Saves and loads that failed.",
     "planish_checkpoint_retries_total": "Store requests of checkpoints repeated.",
     "planish_checkpoint_stragglers_total": "Ranks far slower than the median.",
+    "planish_rollout_expert_rows_total": (
+        "Rows that an expert computed, on engines whose experts are apart."
+    ),
     "planish_rollout_groups_total": "Groups judged by dynamic sampling.",
     "planish_rollout_rank_frame_bytes_total": (
         "Bytes between attention and expert ranks, as the attention rank sends and receives them."
@@ -65,6 +68,7 @@ _COUNTERS = {
         "Seconds of iterations in which a rank waited for rows of others."
     ),
     "planish_reward_idle_iterations_total": "Iterations that could teach nothing.",
+    "planish_rollout_requests_total": "Requests that an engine has ended, by how.",
     "planish_rollout_tokens_total": "Response tokens sampled.",
     "planish_stage_failures_total": "Tasks that ended with an error.",
     "planish_stage_nonfinite_total": "Results that were NaN or infinite.",
@@ -105,6 +109,8 @@ _GAUGES = {
         "Sampled tokens per decode step and row of the engine."
     ),
     "planish_rollout_tokens_per_second": "Response tokens sampled per second since the start.",
+    "planish_rollout_update_seconds": "How long the last change of an engine's weights took.",
+    "planish_rollout_weight_version": "Policy version of an engine's weights.",
     "planish_stage_info": "Always 1; says what this process works on.",
     "planish_stage_iteration": "Iteration of the task; 0 outside iterations.",
     "planish_stage_iteration_limit_seconds": "How long an iteration may last before it is stalled.",
@@ -129,7 +135,10 @@ _HISTOGRAMS = {
     "planish_rollout_rank_reply_seconds": (
         "From the last rows of a layer that an attention rank sends to the last reply for them."
     ),
+    "planish_rollout_step_seconds": "One step of an engine, with the prompts that begin in it.",
 }
+_SHORT = ("planish_rollout_rank_reply_seconds", "planish_rollout_step_seconds")
+"""Histograms of durations that may be far below a second."""
 _LABELS: dict[str, tuple[str, ...]] = {
     "planish_checkpoint_bytes_total": ("op", "state"),
     "planish_checkpoint_failures_total": ("op", "reason"),
@@ -138,6 +147,7 @@ _LABELS: dict[str, tuple[str, ...]] = {
     "planish_checkpoint_stragglers_total": ("op", "stage"),
     "planish_records_read_seconds": ("schema",),
     "planish_records_write_seconds": ("schema",),
+    "planish_rollout_expert_rows_total": ("expert", "layer"),
     "planish_rollout_groups_total": ("fate",),
     **dict.fromkeys(
         ("planish_rollout_rank_frame_bytes_total", "planish_rollout_rank_frames_total"),
@@ -155,6 +165,7 @@ _LABELS: dict[str, tuple[str, ...]] = {
         ),
         ("rank", "role"),
     ),
+    "planish_rollout_requests_total": ("status",),
     "planish_stage_failures_total": ("code",),
     "planish_stage_info": ("rank", "stage"),
     "planish_store_read_bytes_total": ("scheme",),
@@ -183,10 +194,7 @@ METRICS: tuple[DeclaredMetric, ...] = tuple(
 """Every metric of this program, sorted by name."""
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
-_BOUNDS = {
-    name: REPLY_SECONDS if name == "planish_rollout_rank_reply_seconds" else _SECONDS
-    for name in _HISTOGRAMS
-}
+_BOUNDS = {name: REPLY_SECONDS if name in _SHORT else _SECONDS for name in _HISTOGRAMS}
 
 
 @dataclass

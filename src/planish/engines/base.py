@@ -151,6 +151,7 @@ class BaseEngine(ABC):
             with self._failing():
                 self._version = self._load(model)
             self._state = EngineState.READY
+            telemetry.set_level("planish_rollout_weight_version", self._version)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none.
@@ -276,6 +277,8 @@ class BaseEngine(ABC):
                 )
             report = self._replace_weights(source, version)
             self._version, self._state = version, EngineState.READY
+            telemetry.set_level("planish_rollout_weight_version", version)
+            telemetry.set_level("planish_rollout_update_seconds", report.seconds)
             logger.info("updated version=%d seconds=%.3f", version, report.seconds)
             return report
 
@@ -330,7 +333,7 @@ class BaseEngine(ABC):
 
     def _turn(self) -> None:
         """Start what fits, then make one step."""
-        with self._failing():
+        with self._failing(), telemetry.timed("planish_rollout_step_seconds"):
             free = min(self._free_rows(), len(self._queue)) if self._queue else 0
             if free:
                 batch = [self._queue.popleft() for _ in range(free)]
@@ -348,6 +351,8 @@ class BaseEngine(ABC):
             outputs = [o for o in outputs if o.request_id in wanted]
         for output in outputs:
             self._alive.discard(output.request_id)
+            status = "error" if output.error else output.finish_reason.name.lower()
+            telemetry.count("planish_rollout_requests_total", status=status)
         return outputs
 
     def _settle(self) -> None:

@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 LEVEL_SECONDS = 1.0
 """Seconds between levels."""
+MOST_EXPERT_SERIES = 512
+"""Experts of all layers of which each has a series of its own; of more only the imbalance shows."""
 LINE_SECONDS = 5.0
 """Seconds between lines of the log."""
 
@@ -78,6 +80,13 @@ class SamplingProgress:
         """Show the counters of an engine's ranks; an engine without ranks shows nothing."""
         if "imbalance" in stats:
             telemetry.set_level("planish_rollout_expert_imbalance_ratio", stats["imbalance"])
+        tokens = stats.get("expert_tokens", ())
+        if sum(map(len, tokens)) <= MOST_EXPERT_SERIES:
+            for layer, rows in enumerate(tokens):
+                for expert, value in enumerate(rows):
+                    grown = self._grown("experts", f"{layer} {expert}", value)
+                    labels = {"layer": str(layer), "expert": str(expert)}
+                    telemetry.count("planish_rollout_expert_rows_total", grown, **labels)
         for facts in stats.get("ranks", ()):
             rank = {"rank": str(facts["rank"]), "role": facts["role"]}
             number = rank["rank"]

@@ -65,12 +65,13 @@ def rank_stats(busy, seconds, rows=10):
         for number, spent in enumerate(busy)
     ]
     ranks = [{"wait_s": seconds - r["busy_s"], "rows": rows, **r} for r in (attention, *experts)]
-    return {"imbalance": 1.25, "step_seconds": seconds, "ranks": ranks}
+    shown = {"imbalance": 1.25, "expert_tokens": [[rows, 0], [1, rows]]}
+    return {**shown, "step_seconds": seconds, "ranks": ranks}
 
 
 def test_ranks_show_what_they_have_done_since_the_last_look():
     for metric in telemetry.METRICS:
-        if "_rank_" in metric.name:
+        if "_rank_" in metric.name or "_expert_" in metric.name:
             telemetry.forget(metric.name)
     progress = SamplingProgress(64)
     progress.show_ranks(rank_stats([2.0, 3.0], 4.0))
@@ -84,6 +85,8 @@ def test_ranks_show_what_they_have_done_since_the_last_look():
         return found[f'{name}{{rank="{rank}",role="{role}"}}']
 
     assert found["expert_imbalance_ratio"] == 1.25
+    assert found['expert_rows_total{expert="0",layer="0"}'] == 31
+    assert found['expert_rows_total{expert="0",layer="1"}'] == 1
     assert of("rank_busy_seconds_total", 0, "attention") == 9.0
     assert of("rank_busy_seconds_total", 1, "expert") == 4.0
     assert of("rank_busy_seconds_total", 2, "expert") == 6.0
