@@ -133,6 +133,12 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     add("--length", type=positive, default=650.5, help="cached tokens of a row (650.5)")
     add("--repeats", type=count, default=20, metavar="N", help="runs of a point at most (20)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
+    add(
+        "--transport",
+        choices=("sockets", "nixl"),
+        default="",
+        help="measure frames between two processes too",
+    )
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
 
     add_manifests_options(made["manifests"])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -19,11 +19,13 @@ from pydantic import (
 )
 
 from planish.base.errors import ConfigError
+from planish.engines.planner.cli import LARGEST
 from planish.engines.planner.deployment import Deployment, Profiles
 from planish.engines.planner.gpus import Gpu
 from planish.engines.planner.models import MoeModel
 from planish.engines.planner.performance import (
     Constants,
+    Cost,
     Measured,
     Workload,
     all_reduce,
@@ -118,11 +120,17 @@ class _ProfiledStage(_Stored):
         return self
 
 
+class _ProfiledFrames(_Stored):
+    slope: Annotated[float, Field(gt=1e-18, lt=LARGEST)]
+    offset: Cost
+
+
 class _Profile(_Stored):
     model: MoeModel
     gpu: Gpu
     length: float
     stages: list[_ProfiledStage]
+    network: _ProfiledFrames | None = None
 
 
 DocumentT = TypeVar("DocumentT", PlannedRun, _Profile)
@@ -149,11 +157,12 @@ def read_plan(path: Path) -> PlannedRun:
 
 def read_profile(
     path: Path, model: MoeModel, length: float, constants: Constants
-) -> tuple[Gpu, Profiles]:
+) -> tuple[Gpu, Constants, Profiles]:
     """Return the measured GPU and its stages; noise that makes more rows quicker is levelled out.
 
     What was not measured is added from the data sheet: sums over GPUs, norms and the router, and
-    the cache of a request that has another `length` in tokens than the measured one.
+    the cache of a request that has another `length` in tokens than the measured one. Where frames
+    were measured, the line through them takes the place of the network's rate and constants.
     """
     document = _read(_Profile, path, "planish rollout profile")
     gpu = document.gpu
@@ -163,6 +172,10 @@ def read_profile(
             f"`--profile` must be of the model that is planned, {model.name}, got one of "
             f"{document.model.name} in {path}; measure with `planish rollout profile`"
         )
+    if document.network is not None:
+        gpu = replace(gpu, network_rate=1 / document.network.slope)
+        line = {"network_seconds": document.network.offset, "half_rate_bytes": 0.0}
+        constants = replace(constants, **line)
     stages: dict[tuple[str, str, int], Measured] = {}
     for one in document.stages:
         per_row, latency = all_reduce(model.hidden_size, one.tp, gpu, constants)
@@ -173,4 +186,4 @@ def read_profile(
         seconds = tuple(itertools.accumulate(one.seconds, max))
         fixed = latency + constants.layer_seconds
         stages[one.stage, gpu.name, one.tp] = Measured(one.rows, seconds, per_row, fixed)
-    return gpu, stages
+    return gpu, constants, stages

@@ -1,7 +1,8 @@
 """Measures attention and one expert of a model on this machine, for `planish rollout plan`.
 
-One layer with random weights is enough: a stage's time depends on shapes alone. Only what one GPU
-computes is measured; sums over GPUs and the network stay computed.
+One layer with random weights is enough: a stage's time depends on shapes alone. What one GPU
+computes is measured, and with `--transport` what frames take to another process of this machine;
+sums over GPUs stay computed.
 
 Source: MegaScale-Infer, arXiv 2504.02263: T_a = k1 b_a + k2 and T_e = k3 b_e + k4 from profiling.
 """
@@ -27,6 +28,7 @@ from torch import Tensor
 from planish.base.errors import ConfigError
 from planish.base.text import Table
 from planish.engines.planner.cli import Progress, write_output
+from planish.engines.planner.frames import frame_seconds
 from planish.engines.planner.gpus import GPUS, Gpu
 from planish.engines.planner.models import BYTES, MoeModel, find_model
 from planish.engines.planner.performance import Constants, attention_stage, expert_stage
@@ -42,6 +44,8 @@ COLD_BYTES = 256 << 20
 MAX_COPIES = 64
 """Weights of a stage are copied until they exceed every cache, at most so often."""
 MIN_R2 = 0.98
+FRAME_SIZES = (4096, 16_384, 65_536, 262_144, 1 << 20, 4 << 20)
+"""Bytes of frames, multiples of `frames.ROW_BYTES`."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,10 @@ def profile(options: argparse.Namespace, progress: Progress) -> Iterator[Table |
             line = fit([float(rows) for rows in options.rows], seconds)
             measured = {"rows": list(options.rows), "seconds": seconds}
             stages.append({"stage": stage, "tp": tp, **measured, **asdict(line)})
+    network = None
+    if options.transport:
+        progress("network", len(points), len(points))
+        network = frames(options.transport, device, options.repeats)
     document = {
         "label": "measured-1gpu" if device.type == "cuda" else "measured-cpu",
         "model": asdict(model),
@@ -104,10 +112,16 @@ def profile(options: argparse.Namespace, progress: Progress) -> Iterator[Table |
         "dtype": options.dtype,
         "torch": torch.__version__,
         "stages": stages,
+        "network": network,
     }
     write_output("--out", options.out, json.dumps(document, indent=1, allow_nan=False) + "\n")
     for one in stages:
         yield comparison(model, gpu, one, options.length, dtype.itemsize)
+    if network is not None:
+        yield (
+            f"{network['transport']}: {1e6 * network['offset']:.0f} us and "
+            f"{1e-9 / network['slope']:.2f} GB/s, R2 {network['r2']:.4f}"
+        )
     low = [f"{one['stage']} tp={one['tp']}" for one in stages if one["r2"] < MIN_R2]
     if low:
         yield (
@@ -116,11 +130,27 @@ def profile(options: argparse.Namespace, progress: Progress) -> Iterator[Table |
         )
 
 
+def frames(transport: str, device: torch.device, repeats: int) -> dict[str, Any]:
+    """Return what frames of some sizes take, and the line through it."""
+    seconds = frame_seconds(transport, device, FRAME_SIZES, repeats)
+    slope, offset = linear_regression(FRAME_SIZES, seconds)
+    mean = fmean(seconds)
+    wrong = sum((offset + slope * x - y) ** 2 for x, y in zip(FRAME_SIZES, seconds, strict=True))
+    return {
+        "transport": transport,
+        "bytes": list(FRAME_SIZES),
+        "seconds": seconds,
+        "slope": max(slope, 1e-15),  # what noise made fall
+        "offset": max(offset, 0.0),
+        "r2": 1 - wrong / (sum((y - mean) ** 2 for y in seconds) or 1e-30),
+    }
+
+
 def describe_device(device: torch.device, dtype: torch.dtype) -> Gpu:
     """Return the data sheet of this device; measured rates where it stands in no table.
 
-    The link and the network of such a device are taken as 1 GB/s and its power as unknown: change
-    them with `--gpu-data`.
+    The link and the network of such a device are taken as 1 GB/s, unless frames are measured, and
+    its power as unknown: change them with `--gpu-data`.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device).lower()

@@ -90,7 +90,9 @@ def read_query(options: argparse.Namespace) -> Query:
     measured: Gpu | None = None
     profiles: Profiles = {}
     if options.profile is not None:
-        measured, profiles = read_profile(options.profile, model, workload.length, constants)
+        measured, constants, profiles = read_profile(
+            options.profile, model, workload.length, constants
+        )
 
     def gpus(names: str) -> list[Gpu]:
         return changed(find_gpus(names, measured), options.gpu_data)

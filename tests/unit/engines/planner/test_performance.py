@@ -387,6 +387,7 @@ def measured(tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(TINY))
     sizes = ["--rows", "2,4,8,16", "--tp", "1,2", "--length", "20", "--dtype", "float32"]
     out = ["--out", str(folder / "profile.json"), "--device", "cpu", "--repeats", "5"]
+    out += ["--transport", "sockets"]
     assert main(["rollout", "profile", "--model", str(folder), *sizes, *out]) == 0
     return folder
 
@@ -422,6 +423,10 @@ def test_a_plan_takes_the_measured_stages(measured, tmp_path):
         assert one["rows"] == [2, 4, 8, 16]
         assert min(one["seconds"]) > 0
         one["seconds"] = [1.0, 1.0, 2.0, 4.0] if one["stage"] == "experts" else [3.0] * 4
+    network = document["network"]
+    assert (network["transport"], len(network["bytes"])) == ("sockets", len(network["seconds"]))
+    assert all(seconds > 0 for seconds in network["seconds"])
+    document["network"] = {"slope": 0.001, "offset": 0.5}
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(document))
     gpus = ["--attention-gpus", "cpu", "--expert-gpus", "cpu", "--profile", str(path)]
@@ -434,6 +439,8 @@ def test_a_plan_takes_the_measured_stages(measured, tmp_path):
     assert made["plan"]["b_a"] == 16
     assert made["times_s"]["attention"] == pytest.approx(3.0, rel=1e-3)
     assert made["times_s"]["expert"] == pytest.approx(1.0, rel=1e-3)
+    # 16 rows go to two experts each, with 64 numbers of two bytes.
+    assert made["times_s"]["network"] == pytest.approx(0.5 + 0.001 * 16 * 2 * 64 * 2)
     assert made["per_watt"] is None
     assert main(["rollout", "simulate", str(tmp_path / "plan.json"), "--requests", "30"]) == 0
 
@@ -441,7 +448,7 @@ def test_a_plan_takes_the_measured_stages(measured, tmp_path):
 def test_another_length_is_corrected_by_the_cache(measured):
     path, model = measured / "profile.json", find_model(str(measured))
     slopes = [
-        read_profile(path, model, length, Constants())[1]["attention", "cpu", 1].slope
+        read_profile(path, model, length, Constants())[2]["attention", "cpu", 1].slope
         for length in (20, 40)
     ]
     assert slopes[0] == 0.0 < slopes[1]
@@ -455,6 +462,7 @@ def test_another_length_is_corrected_by_the_cache(measured):
         ({"stages": [{**STAGE, "stage": "x"}]}, "should be 'attention' or 'experts'"),
         ({"stages": [{"stage": "experts", "tp": 1}]}, "stages.0.rows: Field required"),
         ({"gpu": {"name": "cpu"}}, "gpu.memory_bytes: Field required"),
+        ({"network": {"slope": 0.0, "offset": 1.0}}, "network.slope: Input should be greater"),
     ],
 )
 def test_a_damaged_profile_is_refused(measured, tmp_path, change, message, capsys):
