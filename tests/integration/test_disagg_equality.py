@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from planish.engines.disagg import exchange, expert_model, expert_rank
+from planish.engines.disagg.placement import ExpertLayout
 from planish.engines.requests import Request, Sampling
 from planish.engines.weights import DictWeights
 from planish.models.experts import on_disk
@@ -21,15 +22,15 @@ from tests.unit.engines.tiny import prompt, start
 
 pytestmark = pytest.mark.slow
 
-MATRIX = list(product(FAMILIES, (1, 2), (1, 2), (1, 2, 3, 4)))
+MATRIX = list(product(FAMILIES, (1, 2), (1, 2), (1, 2, 3, 4), ("sockets", "nixl")))
 SAMPLE = [
-    ("Qwen3Moe", 1, 1, 1),
-    ("Qwen3Moe", 2, 2, 3),
-    ("Qwen3Moe", 1, 2, 4),
-    ("Mixtral", 2, 1, 2),
-    ("Mixtral", 2, 2, 4),
-    ("DeepseekV3", 2, 2, 2),
-    ("DeepseekV3", 1, 2, 3),
+    ("Qwen3Moe", 1, 1, 1, "nixl"),
+    ("Qwen3Moe", 2, 2, 3, "sockets"),
+    ("Qwen3Moe", 1, 2, 4, "sockets"),
+    ("Mixtral", 2, 1, 2, "nixl"),
+    ("Mixtral", 2, 2, 4, "sockets"),
+    ("DeepseekV3", 2, 2, 2, "nixl"),
+    ("DeepseekV3", 1, 2, 3, "sockets"),
 ]
 
 
@@ -74,8 +75,8 @@ def equal(outputs, expected) -> bool:
 
 
 def test_every_instance_gives_the_tokens_of_the_model_in_one_piece(case):
-    family, attention, expert, micro_batches = case
-    with disagg(moe_policy(family), attention, expert, micro_batches, max_rows=9) as engine:
+    family, *numbers, transport = case
+    with disagg(moe_policy(family), *numbers, max_rows=9, transport=transport) as engine:
         outputs = engine.generate(requests())
         assert equal(outputs, whole(family))
         sent = sum(sum(layer) for layer in engine.stats()["expert_tokens"])
@@ -101,12 +102,19 @@ def test_requests_that_arrive_while_others_run_change_nothing():
 def test_all_tokens_to_two_experts_of_one_rank_leave_the_other_without_rows():
     policy = moe_policy("DeepseekV3")
     for layer in policy.model.model.layers[1:]:
-        layer.mlp.gate.e_score_correction_bias[:2] = 10.0
+        layer.mlp.gate.e_score_correction_bias[[0, 2]] = 10.0
     expected = start(policy, max_rows=16).generate(requests())
     with disagg(policy, 2, 2, 2) as engine:
         assert equal(engine.generate(requests()), expected)
-        tokens = engine.stats()["expert_tokens"]
-    assert all(layer[0] == layer[1] > 0 and not any(layer[2:]) for layer in tokens)
+        tokens, before = engine.stats()["expert_tokens"], tokens_by_rank(engine)
+        # With the next weights the two experts part.
+        engine.update_weights(weights(policy), 1)
+        assert equal(engine.generate(requests()), expected)
+        after = tokens_by_rank(engine) - before
+    for layer in tokens:
+        assert layer[0] == layer[2] == sum(layer) / 2 > 0
+    assert not before[1].any()
+    assert after[0].sum() == after[1].sum() == before[0].sum() / 2
     assert not equal(expected, whole("DeepseekV3"))
 
 
@@ -120,8 +128,14 @@ def test_replicas_of_busy_experts_share_their_rows_and_change_no_token(family):
         assert engine.layout.layers != before.layers
         assert equal(engine.generate(requests()), whole(family, 1))
         counts = tokens_by_rank(engine) - counts
+        placed = engine.layout
+        engine.update_weights(weights(moe_policy(family)), 2)
+        # By the rows since the last change, and a row more of each.
+        loads = (1.0 + counts.sum(0)).tolist()
+        wanted = ExpertLayout.of(loads, num_nodes=2, num_redundant=3)
+        assert engine.layout.layers == wanted.layers
     assert ((counts > 0).sum(0) == 2).any()
-    for layer, placement in enumerate(engine.layout.layers):
+    for layer, placement in enumerate(placed.layers):
         for expert in range(8):
             holders = [node for node, _ in placement.replicas(expert)]
             assert not np.delete(counts[:, layer, expert], holders).any()
@@ -197,8 +211,8 @@ def test_another_order_of_the_sum_is_noticed_in_float32(monkeypatch):
 def test_the_experts_of_another_layer_are_noticed(monkeypatch):
     expected, compute = whole("Qwen3Moe"), expert_model.ExpertModel.compute
 
-    def stale(self, layer, counts, rows):
-        return compute(self, max(layer - 1, 0), counts, rows)
+    def stale(self, layer, *given):
+        compute(self, max(layer - 1, 0), *given)
 
     monkeypatch.setattr(expert_model.ExpertModel, "compute", stale)
     assert not equal(outputs_of(moe_policy("Qwen3Moe")), expected)

@@ -24,7 +24,8 @@ def seed():
 
 @pytest.mark.parametrize("engine", ["disagg", *(["vllm_disagg"] if find_spec("vllm") else [])])
 def test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit(engine, tmp_path, seed):
-    told = kill_ranks.sweep(engine, 1, seed, tmp_path, rehearse=False)
+    transport = random.Random(seed).choice(kill_ranks.TRANSPORTS)
+    told = kill_ranks.sweep(engine, transport, 1, seed, tmp_path, rehearse=False)
     assert not told["failures"], told
 
 

@@ -41,8 +41,9 @@ class EngineConfig(Section):
     redundant_experts: int = Field(default=0, ge=0)
     """Replicas of busy experts that each expert rank holds besides its own. Engines `disagg`,
     `vllm_disagg`."""
-    transport: Literal["sockets"] = "sockets"
-    """What carries rows between ranks. Engines `disagg`, `vllm_disagg`."""
+    transport: Literal["sockets", "nixl"] = "sockets"
+    """What carries rows between ranks: TCP by way of the host's memory, or NIXL from the memory of
+    one device into that of another. Engines `disagg`, `vllm_disagg`."""
     peers: tuple[str, ...] = Field(default=(), strict=False)
     """`host:port` of each rank that runs elsewhere as `planish rollout rank`, attention ranks
     first; empty starts the ranks beside the engine. Needs the token in PLANISH_RANKS_TOKEN.
@@ -87,6 +88,10 @@ class EngineConfig(Section):
             if getattr(self, name) == field.default
         ]
 
+
+FRAME_TOKENS = 512
+"""Most tokens of one forward over prompts, with engines apart, where `batch_tokens` leaves it open;
+frames between ranks are as large."""
 
 DEAD_S = 10.0
 """Silence of a rank, asked whether it lives, after which it counts as dead."""

@@ -16,8 +16,7 @@ from functools import partial
 from torch import Tensor
 
 from planish.base.errors import PlanishError
-from planish.engines.disagg.m2n.frames import Deliver, Frame, FrameHeader
-from planish.engines.disagg.m2n.sockets import SocketTransport
+from planish.engines.disagg.m2n.frames import Deliver, Frame, FrameHeader, Transport
 from planish.engines.disagg.processes import Launcher, launch
 from planish.engines.disagg.rank import open_transport, run
 from planish.engines.disagg.settings import RankSettings
@@ -31,7 +30,7 @@ class EmulatedLink:
     """
 
     def __init__(
-        self, transport: SocketTransport, latency_s: float, bytes_per_s: float = float("inf")
+        self, transport: Transport, latency_s: float, bytes_per_s: float = float("inf")
     ) -> None:
         """Wrap a transport; all ranks of an instance must do so alike."""
         self.address = transport.address
@@ -46,6 +45,10 @@ class EmulatedLink:
         """Connect the wrapped transport."""
         threading.Thread(target=self._bring, args=(deliver,), name="link", daemon=True).start()
         self._transport.connect(addresses, self.take)
+
+    def room(self, first: FrameHeader, num_rows: int) -> Tensor:
+        """Return memory of the wrapped transport."""
+        return self._transport.room(first, num_rows)
 
     def send(self, header: FrameHeader, counts: Tensor | None, rows: Tensor) -> None:
         """Send a frame."""

@@ -1,4 +1,7 @@
-"""Frames from M to N ranks and back: point to point against a collective, over loopback TCP.
+"""Frames from M to N ranks and back on one machine: point to point against a collective.
+
+Point to point they go over loopback TCP, or by NIXL from memory to memory; the collective is that
+of gloo.
 
 Processes do nothing but exchange. In each round every attention rank sends a frame to every expert
 rank, and gets one back from each when all of its frames are there. Two times are taken: of a frame,
@@ -7,6 +10,8 @@ to its last reply. In the delayed runs one frame in a hundred is sent late, and 
 from then: what counts is what the others suffer.
 """
 
+import itertools
+import json
 import multiprocessing
 import queue
 import random
@@ -19,7 +24,14 @@ from typing import Any
 import torch
 from torch.distributed import FileStore
 
-from planish.engines.disagg.m2n.frames import Frame, FrameHeader, FrameKind, FrameLimits
+from planish.engines.disagg.m2n.frames import (
+    Frame,
+    FrameHeader,
+    FrameKind,
+    FrameLimits,
+    Transport,
+)
+from planish.engines.disagg.m2n.nixl import NixlTransport
 from planish.engines.disagg.m2n.sockets import SocketTransport
 from tests.benchmarks.disagg.collective import CollectiveBaseline
 from tests.benchmarks.facts import RESULTS, require_idle_machine, write_result
@@ -29,7 +41,8 @@ SIZES = (2048, 8192, 32_768, 131_072, 262_144, 1_048_576)
 RANKS = (1, 2, 4)
 DELAYED = (0.0, 0.01)
 DELAY_S = 0.005
-MODES = ("sockets", "collective")
+DIRECT = ("sockets", "nixl")
+MODES = (*DIRECT, "collective")
 NAME = "disagg_m2n"
 P99 = 0.5
 """99th percentile of a frame over that of the collective, at most."""
@@ -40,7 +53,7 @@ class PointToPoint:
 
     def __init__(
         self,
-        transport: SocketTransport,
+        transport: Transport,
         arrived: queue.SimpleQueue[Frame],
         rank: int,
         num_ranks: int,
@@ -52,16 +65,19 @@ class PointToPoint:
     def attend(self, num_bytes: int, delays: list[float]) -> list[int]:
         """Send a round and wait for its replies; returns nothing of frames, whom experts time."""
         self.number += 1
-        rows = torch.zeros(num_bytes // ROW_BYTES, ROW_BYTES // 4)
-        counts = torch.tensor([len(rows)], dtype=torch.int32)
-        for target, delay in enumerate(delays, self.num_ranks):
+        size = num_bytes // ROW_BYTES
+        counts = torch.tensor([size], dtype=torch.int32)
+        first = FrameHeader(
+            FrameKind.DISPATCH, self.rank, self.num_ranks, 0, 0, self.number, 0, size, ROW_BYTES,
+            torch.float32, 1,
+        )  # fmt: skip
+        room = self.transport.room(first, size * self.num_ranks).fill_(self.number)
+        for target, (delay, rows) in enumerate(
+            zip(delays, room.split(size), strict=True), self.num_ranks
+        ):
             if delay:
                 time.sleep(delay)
-            header = FrameHeader(
-                FrameKind.DISPATCH, self.rank, target, 0, 0, self.number, 0, len(rows), ROW_BYTES,
-                torch.float32, 1,
-            )  # fmt: skip
-            self.transport.send(header, counts, rows)
+            self.transport.send(first._replace(target=target), counts, rows)
         for _ in range(self.num_ranks):
             self.arrived.get(timeout=60)
         return []
@@ -72,8 +88,10 @@ class PointToPoint:
         while len(frames) < self.num_ranks:
             frames.append(self.arrived.get(timeout=60))
             times.append(time.monotonic_ns() - frames[-1].header.sent_ns)
-        rows = torch.zeros(num_bytes // ROW_BYTES, ROW_BYTES // 4)
-        for frame in frames:
+        frames.sort(key=lambda frame: frame.header.source)
+        size = num_bytes // ROW_BYTES
+        room = self.transport.room(frames[0].header.reply(), size * self.num_ranks).zero_()
+        for frame, rows in zip(frames, room.split(size), strict=True):
             self.transport.send(frame.header.reply(), None, rows)
         return times
 
@@ -117,18 +135,22 @@ def rank_main(rank: int, num_ranks: int, folder: str, plan: list[tuple], results
     torch.set_num_threads(1)
     store = FileStore(f"{folder}/store", 2 * num_ranks)
     limits = FrameLimits(1, max(SIZES) // ROW_BYTES, ROW_BYTES, 1)
-    sockets = SocketTransport(rank, limits, folder)
-    store.set(f"address/{rank}", str(sockets.address[1]))
+    roles = range(num_ranks), range(num_ranks, 2 * num_ranks)
     is_attention = rank < num_ranks
-    peers = range(num_ranks, 2 * num_ranks) if is_attention else range(num_ranks)
-    addresses = {peer: ("127.0.0.1", int(store.get(f"address/{peer}"))) for peer in peers}
-    arrived: Any = queue.SimpleQueue()
-    sockets.connect(addresses, arrived.put)
-    baseline = CollectiveBaseline(store, rank, num_ranks, num_ranks)
-    ways = {
-        "sockets": PointToPoint(sockets, arrived, rank, num_ranks),
-        "collective": Collective(baseline, num_ranks),
+    own, peers = roles if is_attention else roles[::-1]
+    device = torch.device("cpu")
+    direct: dict[str, Transport] = {
+        "sockets": SocketTransport(rank, limits, folder),
+        "nixl": NixlTransport(rank, limits, folder, own=own, peers=peers, device=device),
     }
+    baseline = CollectiveBaseline(store, rank, num_ranks, num_ranks)
+    ways: dict[str, Any] = {"collective": Collective(baseline, num_ranks)}
+    for name, transport in direct.items():
+        store.set(f"{name}/{rank}", json.dumps(transport.address))
+        addresses = {peer: json.loads(store.get(f"{name}/{peer}")) for peer in peers}
+        arrived: Any = queue.SimpleQueue()
+        transport.connect(addresses, arrived.put)
+        ways[name] = PointToPoint(transport, arrived, rank, num_ranks)
     delayed = random.Random(rank)
     for place, (mode, num_bytes, share, rounds) in enumerate(plan):
         frames: list[int] = []
@@ -147,7 +169,8 @@ def rank_main(rank: int, num_ranks: int, folder: str, plan: list[tuple], results
                 frames, layers = [], []
         results.put((place, frames, layers))
     baseline.barrier()
-    sockets.close()
+    for transport in direct.values():
+        transport.close()
 
 
 def quantiles(times: list[int]) -> dict[str, float]:
@@ -200,11 +223,9 @@ def measure(num_ranks: int, rounds: int, blocks: int) -> dict[str, Any]:
                 }
                 for mode in MODES
             }
-            for name in ("median", "p99"):
-                row[f"sockets_over_collective_{name}"] = round(
-                    row["sockets"]["frame"][f"{name}_us"]
-                    / row["collective"]["frame"][f"{name}_us"],
-                    3,
+            for mode, name in itertools.product(DIRECT, ("median", "p99")):
+                row[f"{mode}_over_collective_{name}"] = round(
+                    row[mode]["frame"][f"{name}_us"] / row["collective"]["frame"][f"{name}_us"], 3
                 )
             table[f"{num_bytes}/{share:g}"] = row
     return table
@@ -225,10 +246,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
         grid.flat, [(share, n) for share in DELAYED for n in RANKS], strict=True
     ):
         table = result["ranks"][str(num_ranks)]
-        for mode, color in zip(MODES, ("tab:blue", "tab:red"), strict=True):
+        for mode, color in zip(MODES, ("tab:blue", "tab:green", "tab:red"), strict=True):
             rows = [table[f"{size}/{share:g}"][mode]["frame"] for size in SIZES]
-            label = "collective" if mode == "collective" else "point to point"
-            axes.plot(SIZES, [row["median_us"] for row in rows], color=color, label=label)
+            axes.plot(SIZES, [row["median_us"] for row in rows], color=color, label=mode)
             axes.plot(SIZES, [row["p99_us"] for row in rows], color=color, linestyle=":")
         axes.set(xscale="log", yscale="log", title=f"{num_ranks} to {num_ranks}, {share:.0%} late")
     for axes in grid[-1]:
@@ -241,9 +261,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def targets(ranks: dict[str, Any]) -> dict[str, Any]:
-    """Return for each share of late frames the ratios to the collective, over all settings."""
+    """Return for each way and share of late frames its ratios to the collective, over all settings.
+
+    Its name is `way/share`.
+    """
     found = {}
-    for share in DELAYED:
+    for mode, share in itertools.product(DIRECT, DELAYED):
         rows = [
             row
             for table in ranks.values()
@@ -251,9 +274,9 @@ def targets(ranks: dict[str, Any]) -> dict[str, Any]:
             if float(key.partition("/")[2]) == share
         ]
         medians, tails = (
-            [row[f"sockets_over_collective_{name}"] for row in rows] for name in ("median", "p99")
+            [row[f"{mode}_over_collective_{name}"] for row in rows] for name in ("median", "p99")
         )
-        found[f"{share:g}"] = {
+        found[f"{mode}/{share:g}"] = {
             "points": len(rows),
             "median": statistics.median(medians),
             "median_range": [min(medians), max(medians)],
@@ -275,7 +298,7 @@ def run(*, dry: bool) -> bool:
         require_idle_machine()
     rounds, blocks = (4, 2) if dry else (100, 4)
     result: dict[str, Any] = {
-        "link": "loopback TCP",
+        "link": "one machine: loopback TCP, and what UCX takes for NIXL",
         "rounds": rounds * blocks,
         "delay_s": DELAY_S,
         "ranks": {str(number): measure(number, rounds, blocks) for number in RANKS},
@@ -288,10 +311,10 @@ def run(*, dry: bool) -> bool:
                 for mode in MODES
             )
             print(f"{number} to {number}, bytes/late {key}: us of a frame, median / p99: {times}")
-    for share, row in result["targets"].items():
-        word = "met" if row["met"] else "MISSED"
+    for name, row in result["targets"].items():
+        word, (mode, share) = "met" if row["met"] else "MISSED", name.split("/")
         print(
-            f"{word:<7}{float(share):.0%} late: sockets over collective, median over "
+            f"{word:<7}{float(share):.0%} late: {mode} over collective, median over "
             f"{row['points']} settings: median {row['median']:.2f}x, p99 {row['p99']:.2f}x "
             f"({row['p99_range'][0]:.2f} to {row['p99_range'][1]:.2f}; at most {P99:g}x, which "
             f"{row['points_within']} settings reach)"

@@ -205,7 +205,7 @@ def test_a_folder_without_weights_is_refused(tmp_path):
         ),
         ({"name": "disagg", "memory_share": 0.5}, "got 0.5; it belongs to `vllm`"),
         ({"name": "disagg", "micro_batches": 5}, "less than or equal to 4"),
-        ({"name": "disagg", "transport": "gloo"}, "'sockets'"),
+        ({"name": "disagg", "transport": "gloo"}, "'sockets' or 'nixl'"),
         ({"name": "vllm", "tensor_paralel": 2}, "did you mean `tensor_parallel`"),
         ({"name": "vllm", "memory_share": 1.5}, "less than or equal to 1"),
         ({"name": "vllm", "quantization": "int3"}, "'none' or 'fp8'"),

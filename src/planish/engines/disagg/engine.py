@@ -22,10 +22,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
 from planish.base.errors import ConfigError, EngineError
 from planish.base.parallel import num_devices
 from planish.engines.base import BaseEngine
-from planish.engines.config import VLLM_SETTINGS, EngineConfig
+from planish.engines.config import FRAME_TOKENS, VLLM_SETTINGS, EngineConfig
 from planish.engines.deploy.connections import elsewhere
 from planish.engines.disagg.control import Message, decode_outputs, encode_request
 from planish.engines.disagg.placement import ExpertLayout
@@ -47,9 +49,6 @@ from planish.records.refs import is_pin
 from planish.records.rollouts import FinishReason
 
 logger = logging.getLogger(__name__)
-
-PREFILL_TOKENS = 512
-"""Most tokens of one forward over prompts where the settings leave it open; frames are as large."""
 
 
 def _check_pin(pin: str) -> None:
@@ -140,6 +139,8 @@ class DisaggEngine(BaseEngine):
         self._scratch = ExitStack()
         self._running: dict[str, _Place] = {}
         self._is_stepping = False
+        self._placed_tokens = np.zeros(1, dtype=np.int64)
+        """Rows by layer and expert when experts were placed last."""
         self._step_seconds = 0.0
         self._rank_stats: dict[int, Message] = {}
 
@@ -224,7 +225,7 @@ class DisaggEngine(BaseEngine):
             micro_batches=self._num_micro_batches,
             rows=self._limits.max_rows,
             max_model_len=self.max_model_len,
-            prefill_tokens=self._config.batch_tokens or PREFILL_TOKENS,
+            prefill_tokens=self._config.batch_tokens or FRAME_TOKENS,
             folder=str(folder),
             version=version,
             device=self._device,
@@ -238,6 +239,7 @@ class DisaggEngine(BaseEngine):
             timeout_s=self._timeout_s,
             layout=self.layout.plain(),
             routing=routing_dtype(model_config) if self.routing else "",
+            transport=self._config.transport,
             vllm=self._config.model_dump(include=set(VLLM_SETTINGS)) if self._is_vllm else None,
             stage_s=self._stage_s,
         )
@@ -435,20 +437,19 @@ class DisaggEngine(BaseEngine):
                 _check_pin(address if is_pin(address) else "")
             assert self._processes is not None
             ranks = list(self._processes.pids)
-            layout = replace(self.layout, version=self.layout.version + 1)
-            if self._config.redundant_experts:
-                # Replicas go to the experts that have computed most rows so far.
-                self._ask_for_stats()
-                layout = ExpertLayout.of(
-                    [[1.0 + rows for rows in layer] for layer in self._expert_tokens()],
-                    num_nodes=self._config.expert_ranks,
-                    num_redundant=self._config.redundant_experts,
-                    version=layout.version,
-                )
-            place = {"weights": address, "version": version, "layout": layout.plain()}
-            load: Message = {"op": "load", **place}
             wanted = source.fingerprint
             try:
+                self._rank_stats.update(self._ask({rank: {"op": "stats"} for rank in ranks}))
+                tokens = np.array(self._expert_tokens())
+                # Each expert has a row more, so that one without any has its part of a rank too.
+                layout = ExpertLayout.of(
+                    (1.0 + tokens - self._placed_tokens).tolist(),
+                    num_nodes=self._config.expert_ranks,
+                    num_redundant=self._config.redundant_experts,
+                    version=self.layout.version + 1,
+                )
+                load: Message = {"op": "load", "weights": address, "version": version}
+                load["layout"] = layout.plain()
                 acks = self._ask(dict.fromkeys(ranks, load))
             except _Broken as error:
                 if list(self._processes.pids) != ranks:
@@ -467,7 +468,7 @@ class DisaggEngine(BaseEngine):
             except _Broken as error:
                 self._finished.extend(self._break(error))
                 raise EngineError(f"every rank must use the new weights, got {error}") from None
-            self.layout = layout
+            self.layout, self._placed_tokens = layout, tokens
         num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in given.values())
         return WeightUpdate(version, len(given), num_bytes, time.monotonic() - begin)
 

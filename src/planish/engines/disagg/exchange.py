@@ -23,8 +23,7 @@ from torch import Tensor
 from planish.base.errors import EngineError, PeerLost, PlanishError, ProtocolError
 from planish.base.telemetry import REPLY_SECONDS
 from planish.engines.disagg.control import Message
-from planish.engines.disagg.m2n.frames import Frame, FrameHeader, FrameKind
-from planish.engines.disagg.m2n.sockets import SocketTransport
+from planish.engines.disagg.m2n.frames import Frame, FrameHeader, FrameKind, Transport
 from planish.engines.disagg.packing import combine, route_and_pack
 from planish.engines.disagg.placement import ExpertLayout, ReplicaChooser
 from planish.engines.disagg.settings import RankSettings
@@ -76,7 +75,7 @@ class TurnTaking(Protocol):
 class ExpertExchange:
     """Sends the rows of a layer to every expert rank, and combines what comes back."""
 
-    transport: SocketTransport
+    transport: Transport
 
     def __init__(self, settings: RankSettings, inbox: Inbox, turns: TurnTaking) -> None:
         self._settings, self._inbox, self._turns = settings, inbox, turns
@@ -92,7 +91,8 @@ class ExpertExchange:
     def use(self, layout: ExpertLayout, version: int) -> None:
         """Take over a layout and a version of the weights, between iterations."""
         self.layout, self.version = layout, version
-        self._chooser = ReplicaChooser(layout.layers, self._settings.rank)
+        device = torch.device(self._settings.device)
+        self._chooser = ReplicaChooser(layout.layers, self._settings.rank, device)
 
     def begin(self, iteration: int, *, is_prefill: bool) -> None:
         """Start an iteration, in which no frame of another one may arrive."""
@@ -113,43 +113,45 @@ class ExpertExchange:
         micro_batch = self._turns.current
         begin = time.monotonic()
         ranks = self._settings.expert_ranks
+        header = FrameHeader(
+            FrameKind.DISPATCH,
+            source=self._settings.rank,
+            target=ranks[0],
+            weight_version=self.version,
+            iteration=self._iteration,
+            layer=layer,
+            micro_batch=micro_batch,
+            num_rows=0,
+            row_bytes=hidden.shape[1] * hidden.element_size(),
+            dtype=hidden.dtype,
+            num_local_experts=self._chooser.num_local,
+            placement_version=self.layout.version,
+            is_prefill=self._is_prefill,
+        )
         packed = route_and_pack(
             hidden,
             index,
-            self._chooser.slots(layer, index).to(index.device),
+            self._chooser.slots(layer, index),
             num_nodes=len(ranks),
             num_local=self._chooser.num_local,
+            room=self.transport.room(header, index.numel()),
         )
         waiting = self._waiting[micro_batch] = _Waiting(layer)
         left = self._settings.stage_s[0] - (time.monotonic() - self._free_s)
         if left > 0 and (not self._is_prefill or self._settings.vllm is not None):
             time.sleep(left)
             begin += left
-        for rank, local, part in zip(ranks, packed.counts, packed.rows, strict=True):
-            rows = part.cpu()
-            header = FrameHeader(
-                FrameKind.DISPATCH,
-                source=self._settings.rank,
-                target=rank,
-                weight_version=self.version,
-                iteration=self._iteration,
-                layer=layer,
-                micro_batch=micro_batch,
-                num_rows=len(rows),
-                row_bytes=hidden.shape[1] * hidden.element_size(),
-                dtype=hidden.dtype,
-                num_local_experts=len(local),
-                placement_version=self.layout.version,
-                is_prefill=self._is_prefill,
-            )
-            self.transport.send(header, local, rows)
-            self.traffic.add(header)
+        for rank, local, rows in zip(ranks, packed.counts, packed.rows, strict=True):
+            one = header._replace(target=rank, num_rows=len(rows))
+            self.transport.send(one, local, rows)
+            self.traffic.add(one)
         self._free_s = waiting.sent_at = time.monotonic()
         self.seconds["dispatch"] += self._free_s - begin
         self._turns.pause()
         begin = self._free_s = time.monotonic()
         del self._waiting[micro_batch]
-        replies = [waiting.frames[rank].rows.to(hidden.device) for rank in ranks]
+        frames = (waiting.frames[rank] for rank in ranks)
+        replies = [frame.rows.to(hidden.device, non_blocking=True) for frame in frames]
         result = combine(replies, weights, packed)
         self.seconds["combine"] += time.monotonic() - begin
         return result
@@ -220,7 +222,7 @@ class Rank:
 
     has_work = False
     """Whether `serve` would compute something; attention ranks do all in answers."""
-    transport: SocketTransport
+    transport: Transport
     """Carries the rows; set once the rank has read its weights."""
     _next: tuple[int, ExpertLayout, Any]
     """Version, placement and weights that `commit` takes over."""
@@ -248,12 +250,12 @@ class ExchangingRank(Rank):
         self._busy_s = 0.0
 
     @property
-    def transport(self) -> SocketTransport:
+    def transport(self) -> Transport:
         """Carries the rows."""
         return self._exchange.transport
 
     @transport.setter
-    def transport(self, transport: SocketTransport) -> None:
+    def transport(self, transport: Transport) -> None:
         self._exchange.transport = transport
 
     @contextmanager

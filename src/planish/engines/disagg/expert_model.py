@@ -19,13 +19,30 @@ from planish.models.experts import expert_names
 from planish.models.policy import read_model_config
 
 
-class Expert(NamedTuple):
-    """Weights of one expert of width F on a residual stream of width H."""
+class Experts(NamedTuple):
+    """Weights of the N experts of one layer, of width F on a residual stream of width H."""
 
     gate_up: Tensor
-    """[2 F, H], the gate first."""
+    """[N, 2 F, H], the gates first."""
     down: Tensor
-    """[H, F]"""
+    """[N, H, F]"""
+
+
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Return the product of each row [n, in] with the matrix [N, out, in] of its expert, [n, out].
+
+    `ends` [N] says where the rows of each expert end. On accelerators all are one kernel; on the
+    CPU, where that knows no float64, each expert has a product of its own.
+    """
+    if not rows.is_cpu:
+        return functional.grouped_mm(rows, weights.transpose(1, 2), offs=ends.int())
+    result = rows.new_empty(len(rows), weights.shape[1])
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            result[start:end] = functional.linear(rows[start:end], weights[expert])
+        start = end
+    return result
 
 
 class ExpertModel:
@@ -36,9 +53,9 @@ class ExpertModel:
         self._config = read_model_config(folder)
         self._device = device
         self.num_bytes = 0
-        self._layers: list[list[Expert]] = []
+        self._layers: list[Experts] = []
 
-    def read(self, weights: WeightSource, held: Sequence[Sequence[int]]) -> list[list[Expert]]:
+    def read(self, weights: WeightSource, held: Sequence[Sequence[int]]) -> list[Experts]:
         """Return experts of some weights; those in use stay.
 
         `held` has the experts of each sparse layer, in local order. EngineError names a dense
@@ -54,48 +71,36 @@ class ExpertModel:
             )
         layers = []
         for layer, experts in zip(names, held, strict=True):
-            local = []
+            gate_up, down = [], []
             for expert in experts:
-                parts = []
-                for name in layer[expert]:
-                    parts.append(weights.read(name))
-                    self.num_bytes += parts[-1].nbytes
-                gate, up, down = parts
-                local.append(
-                    Expert(torch.cat([gate, up]).to(self._device), down.to(self._device, copy=True))
-                )
-            layers.append(local)
+                gate, up, last = (weights.read(name) for name in layer[expert])
+                self.num_bytes += gate.nbytes + up.nbytes + last.nbytes
+                gate_up.append(torch.cat([gate, up]).to(self._device))
+                down.append(last.to(self._device))
+            layers.append(Experts(torch.stack(gate_up), torch.stack(down)))
         return layers
 
-    def write(self, layers: list[list[Expert]]) -> None:
+    def write(self, layers: list[Experts]) -> None:
         """Take over experts that `read` gave."""
         self._layers = layers
 
     @torch.inference_mode()
-    def compute(self, layer: int, counts: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Return the unweighted outputs of the experts for the rows of several senders.
+    def compute(self, layer: int, counts: Tensor, rows: Sequence[Tensor], room: Tensor) -> None:
+        """Write the unweighted outputs of the experts for the rows of several senders to `room`.
 
-        Each sender has its rows [n, H] on the CPU, sorted by local expert, and gets outputs
-        likewise. `counts` [senders, local experts] int32 says how many are for each expert of
-        sparse `layer`; the rows of one expert are computed together, whoever sent them.
+        Each sender has its rows [n, H], sorted by local expert; `room` [sum of n, H] gets the
+        outputs likewise, one sender after another. `counts` [senders, local experts] int32 on the
+        CPU says how many are for each expert of sparse `layer`; the rows of one expert are computed
+        together, whoever sent them.
         """
-        outputs = [torch.empty_like(part) for part in rows]
-        starts = counts.cumsum(1) - counts
-        sizes, places = counts.tolist(), starts.tolist()
-        for local, expert in enumerate(self._layers[layer]):
-            spans = [
-                (sender, places[sender][local], sizes[sender][local])
-                for sender in range(len(rows))
-                if sizes[sender][local]
-            ]
-            if not spans:
-                continue
-            parts = [rows[sender][start : start + size] for sender, start, size in spans]
-            joint = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self._device)
-            gate, up = functional.linear(joint, expert.gate_up).chunk(2, dim=-1)
-            result = functional.linear(functional.silu(gate) * up, expert.down).to("cpu")
-            done = 0
-            for sender, start, size in spans:
-                outputs[sender][start : start + size] = result[done : done + size]
-                done += size
-        return outputs
+        experts = self._layers[layer]
+        joint = torch.cat([part.to(self._device, non_blocking=True) for part in rows])
+        if not len(room):
+            return
+        counts = counts[:, : len(experts.down)].to(self._device, non_blocking=True)
+        local = torch.arange(counts.shape[1], device=self._device).repeat(len(counts))
+        local = local.repeat_interleave(counts.flatten(), output_size=len(joint))
+        order, ends = local.argsort(stable=True), counts.sum(0).cumsum(0)
+        gate, up = grouped_product(joint[order], experts.gate_up, ends).chunk(2, dim=-1)
+        result = grouped_product(functional.silu(gate) * up, experts.down, ends)
+        room.index_copy_(0, order, result)

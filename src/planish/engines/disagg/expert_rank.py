@@ -18,7 +18,7 @@ import torch
 from planish.base.errors import PeerLost, ProtocolError
 from planish.engines.disagg.control import Message
 from planish.engines.disagg.exchange import Rank
-from planish.engines.disagg.expert_model import Expert, ExpertModel
+from planish.engines.disagg.expert_model import ExpertModel, Experts
 from planish.engines.disagg.m2n.frames import Frame
 from planish.engines.disagg.placement import ExpertLayout
 from planish.engines.disagg.settings import RankSettings
@@ -51,7 +51,7 @@ class ExpertRank(Rank):
 
     # Weights.
 
-    def _read(self, weights: WeightSource, layout: ExpertLayout) -> list[list[Expert]]:
+    def _read(self, weights: WeightSource, layout: ExpertLayout) -> list[Experts]:
         return self._model.read(weights, layout.held(self._node))
 
     def commit(self, _: Mapping[str, Any]) -> Message:
@@ -141,13 +141,15 @@ class ExpertRank(Rank):
         layer = frames[0].header.layer
         local = list(self.layout.layers[layer].experts[self._node])
         counts = torch.stack([frame.counts for frame in frames])
-        outputs = self._model.compute(layer, counts, [frame.rows for frame in frames])
+        sizes = [frame.header.num_rows for frame in frames]
+        room = self.transport.room(frames[0].header.reply(), sum(sizes))
+        self._model.compute(layer, counts, [frame.rows for frame in frames], room)
         self._counts[layer, local] += counts.sum(0)[: len(local)]
         left = self._settings.stage_s[1] - (time.monotonic() - begin)
         if left > 0 and is_decode:
             time.sleep(left)
         lost = {}
-        for frame, rows in zip(frames, outputs, strict=True):
+        for frame, rows in zip(frames, torch.split(room, sizes), strict=True):
             try:
                 self.transport.send(frame.header.reply(), None, rows)
             except PeerLost as error:

@@ -1,7 +1,8 @@
 """Sort rows by where their experts are, and sum what comes back in the order of the reference.
 
-Nothing here loops over experts or nodes. What is sent where is decided elsewhere: rows come with
-the slot that computes each, a flat number of node and local expert.
+Nothing here loops over experts or nodes, and rows stay on their device: the host learns how many
+there are of each expert, once a micro-batch. What is sent where is decided elsewhere: rows come
+with the slot that computes each, a flat number of node and local expert.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 6 (fused gating, counting and scatter).
 """
@@ -38,8 +39,26 @@ class Packed:
     """[b, K] int64: which of a token's K choices each of `places` belongs to."""
 
 
+def host_counts(counts: Tensor) -> Tensor:
+    """Return counts as int32 on the CPU, once all that was asked of their device has been done.
+
+    This is the only wait for a device on the way of a micro-batch's rows.
+    """
+    # A copy that does not block goes to page-locked memory.
+    host = counts.to("cpu", torch.int32, non_blocking=True)
+    if counts.is_cuda:
+        torch.cuda.current_stream(counts.device).synchronize()
+    return host
+
+
 def route_and_pack(
-    hidden: Tensor, expert_ids: Tensor, slots: Tensor, *, num_nodes: int, num_local: int
+    hidden: Tensor,
+    expert_ids: Tensor,
+    slots: Tensor,
+    *,
+    num_nodes: int,
+    num_local: int,
+    room: Tensor | None = None,
 ) -> Packed:
     """Gather the rows that each node gets; those of one expert keep the order of their tokens.
 
@@ -49,12 +68,13 @@ def route_and_pack(
         slots: [b, K] int64, `node * num_local + local expert` of the replica that computes it.
         num_nodes: expert ranks.
         num_local: experts of each, replicas included.
+        room: [b K, H] like `hidden`, gets the rows; None takes new memory.
     """
     top_k = expert_ids.shape[1]
-    order = torch.argsort(slots.flatten(), stable=True)
-    counts = torch.bincount(slots.flatten(), minlength=num_nodes * num_local)
-    counts = counts.view(num_nodes, num_local).to("cpu", torch.int32)
-    rows = hidden[order // top_k]
+    ordered, order = torch.sort(slots.flatten(), stable=True)
+    rows = torch.index_select(hidden, 0, order // top_k, out=room)
+    bounds = torch.arange(num_nodes * num_local + 1, device=order.device)
+    counts = host_counts(torch.searchsorted(ordered, bounds).diff()).view(num_nodes, num_local)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     choices = torch.argsort(expert_ids, dim=1)
@@ -69,19 +89,22 @@ def route_and_pack(
 def combine(replies: Sequence[Tensor], weights: Tensor, packed: Packed) -> Tensor:
     """Return the weighted sum of the experts of each token, [b, H] like the replies.
 
-    The sum starts from zeros and goes by ascending expert; each row is multiplied before it is
-    added, and each product and sum is rounded to the dtype of the rows. That is what the `eager`
-    experts of transformers do with `index_add_`, expert after expert, so equal rows give equal bits
-    however they were placed.
+    Each row is multiplied before it is added, and each product is rounded to the dtype of the
+    rows; the experts of a token are added in ascending order. On the CPU each sum is rounded too,
+    from zeros on. That is what the `eager` experts of transformers do with `index_add_`, expert
+    after expert, so equal rows give equal bits however they were placed. On accelerators it is one
+    sum, whose order depends on nothing but the shape; additions by atomics would change from call
+    to call.
 
     Replies are [rows of the node, H] in the order of `packed.rows`; weights [b, K] of any float
     dtype.
     """
     rows = torch.cat(list(replies))
-    ordered = weights.to(rows.device).gather(1, packed.choices.to(rows.device))
+    ordered = weights.gather(1, packed.choices)
+    products = (rows[packed.places] * ordered[:, :, None]).to(rows.dtype)
+    if not rows.is_cpu:
+        return products.sum(1)
     total = rows.new_zeros(len(weights), rows.shape[1])
-    for place, weight in zip(
-        packed.places.to(rows.device).unbind(1), ordered.unbind(1), strict=True
-    ):
-        total += (rows[place] * weight[:, None]).to(total.dtype)
+    for product in products.unbind(1):
+        total += product
     return total

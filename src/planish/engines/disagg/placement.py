@@ -181,37 +181,42 @@ class ReplicaChooser:
     choice is deterministic, and the sources begin at different places.
     """
 
-    def __init__(self, placements: Sequence[Placement], source_rank: int) -> None:
+    def __init__(
+        self, placements: Sequence[Placement], source_rank: int, device: torch.device
+    ) -> None:
         """Start all counters at zero; layers have equal numbers of experts and nodes."""
         self.num_local = max(placement.num_local for placement in placements)
         """Local experts of each node, by which slots are numbered."""
         num_experts = placements[0].num_experts
         table = [[p.replicas(e) for e in range(num_experts)] for p in placements]
         width = max(len(replicas) for layer in table for replicas in layer)
-        self._slots = torch.zeros(len(table), num_experts, width, dtype=torch.int64)
+        slots = torch.zeros(len(table), num_experts, width, dtype=torch.int64)
         shares = torch.zeros(len(table), num_experts, width, dtype=torch.float64)
         for layer, placement in enumerate(placements):
             for expert, replicas in enumerate(table[layer]):
                 for number, (node, local) in enumerate(replicas):
-                    self._slots[layer, expert, number] = node * self.num_local + local
+                    slots[layer, expert, number] = node * self.num_local + local
                     shares[layer, expert, number] = placement.shares[node][local]
-        self._bounds = shares.cumsum(2) / shares.sum(2, keepdim=True)
-        self._counters = torch.zeros(len(table), num_experts, dtype=torch.int64)
+        self._slots = slots.to(device)
+        self._bounds = (shares.cumsum(2) / shares.sum(2, keepdim=True)).to(device)
+        self._counters = torch.zeros(len(table), num_experts, dtype=torch.int64, device=device)
         self._start = source_rank * _GOLDEN // 3
 
     def slots(self, layer: int, expert_ids: Tensor) -> Tensor:
         """Return the slot that computes each row, and step the counters.
 
-        Experts are [b, K] int64; the slots, likewise and on the CPU, are `node * num_local + local
-        expert`.
+        Experts are [b, K] int64; the slots, likewise, are `node * num_local + local expert`.
         """
-        experts = expert_ids.flatten().cpu()
-        counts = torch.bincount(experts, minlength=self._counters.shape[1])
-        order = torch.argsort(experts, stable=True)
+        experts = expert_ids.flatten()
+        if self._slots.shape[2] == 1:
+            return self._slots[layer, experts, 0].view(expert_ids.shape)
+        ordered, order = torch.sort(experts, stable=True)
+        bounds = torch.arange(self._counters.shape[1] + 1, device=order.device)
+        starts = torch.searchsorted(ordered, bounds)
         number = torch.empty_like(order)
-        number[order] = torch.arange(len(order)) - (counts.cumsum(0) - counts)[experts[order]]
+        number[order] = torch.arange(len(order), device=order.device) - starts[ordered]
         number += self._counters[layer, experts]
-        self._counters[layer] += counts
+        self._counters[layer] += starts.diff()
         uniform = ((number * _GOLDEN + self._start) & 0xFFFFFFFF) * 2.0**-32
         replica = (uniform[:, None] >= self._bounds[layer, experts]).sum(1)
         return self._slots[layer, experts, replica].view(expert_ids.shape)

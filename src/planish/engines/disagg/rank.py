@@ -26,17 +26,30 @@ from planish.base.errors import PlanishError
 from planish.base.startup import spare_collections
 from planish.engines.disagg.control import Channel, Message
 from planish.engines.disagg.exchange import Inbox
-from planish.engines.disagg.m2n.frames import Frame
+from planish.engines.disagg.m2n.frames import Frame, Transport
+from planish.engines.disagg.m2n.nixl import NixlTransport
 from planish.engines.disagg.m2n.sockets import SocketTransport
 from planish.engines.disagg.settings import RankSettings
 from planish.records.io import fetch_files
 from planish.records.refs import parse_pin
 
 
-def open_transport(
-    settings: RankSettings, host: str = "127.0.0.1", port: int = 0
-) -> SocketTransport:
-    """Return a transport of this rank that listens at an address of this machine; port 0 is any."""
+def open_transport(settings: RankSettings, host: str = "127.0.0.1", port: int = 0) -> Transport:
+    """Return the transport of this rank.
+
+    That over sockets listens at an address of this machine, where port 0 is any.
+    """
+    if settings.transport == "nixl":
+        roles = settings.attention_ranks, settings.expert_ranks
+        own, peers = roles if settings.role == "attention" else roles[::-1]
+        return NixlTransport(
+            settings.rank,
+            settings.limits,
+            settings.token,
+            own=own,
+            peers=peers,
+            device=torch.device(settings.device),
+        )
     return SocketTransport(
         settings.rank,
         settings.limits,
@@ -44,7 +57,7 @@ def open_transport(
         host=host,
         port=port,
         connect_s=settings.timeout_s,
-        pin_memory=torch.device(settings.device).type == "cuda",
+        device=torch.device(settings.device),
     )
 
 
@@ -86,7 +99,7 @@ class HeldWeights:
 def serve(
     channel: Channel,
     on_end: Callable[[], None],
-    new_transport: Callable[[RankSettings], SocketTransport] = open_transport,
+    new_transport: Callable[[RankSettings], Transport] = open_transport,
     held: HeldWeights | None = None,
     device: str = "",
     *,
@@ -170,7 +183,7 @@ def _work(role: Any, channel: Channel, inbox: Inbox, held: HeldWeights) -> None:
             elif item["op"] == "close":
                 return
             elif item["op"] == "connect":
-                addresses = {int(rank): tuple(place) for rank, place in item["addresses"].items()}
+                addresses = {int(rank): place for rank, place in item["addresses"].items()}
                 role.transport.connect(addresses, inbox.put)
                 channel.send({"re": number})
             else:
@@ -208,7 +221,7 @@ def main() -> None:
 
 
 def run(
-    new_transport: Callable[[RankSettings], SocketTransport],
+    new_transport: Callable[[RankSettings], Transport],
     held: HeldWeights | None = None,
     device: str = "",
 ) -> None:

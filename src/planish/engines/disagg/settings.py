@@ -46,6 +46,8 @@ class RankSettings:
     layout: dict[str, Any]
     routing: str = ""
     """Integer type in which attention ranks keep the experts of each token; "" keeps none."""
+    transport: str = "sockets"
+    """What carries rows, a value of `engine.transport`."""
     pin: str = ""
     """Pinned URI by which a rank of another machine fetches the policy; empty for `folder`."""
     vllm: dict[str, Any] | None = None

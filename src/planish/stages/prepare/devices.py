@@ -311,26 +311,35 @@ def _engine_demands(
     remedy = "take a smaller model, `model.dtype=bfloat16`, or devices with more memory"
     more = f"lower `{stage}.max_rows` or `{stage}.max_response_tokens`, {remedy}"
     parts = memory.engine_parts(config, shape, stage, gpu_bytes, on_cpu=not pod.gpus)
-    others = [memory.expert_rank_part(config, shape)] if experts else []
+    others, num_frame_bytes = [], 0
+    if experts:
+        parts.insert(-1, memory.frames_part(config, shape, stage, experts))
+        num_frame_bytes = parts[-2].num_bytes
+        others.append(memory.expert_rank_part(config, shape))
+        others.append(memory.frames_part(config, shape, stage, attention))
     room = room_of_experts = _room(pod, 1 + is_apart * (attention + experts), gpu_bytes)
     if not pod.gpus:
         total = (*_times(parts, attention), *_times(others, experts))
         return [Demand(stage, HOST, total, room, more)]
     if name.startswith("vllm"):
-        room = int(memory.memory_share(config) * gpu_bytes)
+        # What vLLM takes is its share; frames come beside it.
+        share = int(memory.memory_share(config) * gpu_bytes)
+        room = min(share + num_frame_bytes, max(share, room))
         more = f"raise `engine.memory_share`, lower `{stage}.max_response_tokens`, {remedy}"
     device = f"each of {pod.gpus} GPUs" if pod.gpus > 1 else "a GPU"
     if not experts:
         return [Demand(stage, device, tuple(parts), room, more)]
-    device, of_experts = (
-        f"each of {attention} GPUs of attention",
-        f"each of {experts} GPUs of experts",
-    )
     remedy = f"raise `engine.expert_ranks`, {remedy}"
+    of_experts = f"{_gpus(attention, experts)} of experts"
     return [
-        Demand(stage, device, tuple(parts), room, more),
+        Demand(stage, f"{_gpus(0, attention)} of attention", tuple(parts), room, more),
         Demand(stage, of_experts, tuple(others), room_of_experts, remedy),
     ]
+
+
+def _gpus(first: int, count: int) -> str:
+    """Return the GPUs of ranks in words: rank i of a pod has GPU i."""
+    return f"GPU {first}" if count == 1 else f"each of GPUs {first} to {first + count - 1}"
 
 
 def _demands_in_turn(

@@ -19,7 +19,7 @@ from typing import Any
 
 from planish.base.config import parse_section
 from planish.engines import APART
-from planish.engines.config import EngineConfig
+from planish.engines.config import FRAME_TOKENS, EngineConfig
 from planish.models.shapes import ModelShape
 
 Config = Mapping[str, Mapping[str, Any]]
@@ -296,7 +296,7 @@ def engine_parts(
     held = shape.parameters
     if name in APART:
         held -= shape.expert_parameters
-        shared = " outside of experts"
+        shared = f" outside of experts{read_at_start(config, in_type * held)}"
         rows = -(-rows // settings_of_engine(config).attention_ranks)
     longest = config["rollout"]["max_prompt_tokens"] + settings["max_response_tokens"]
     limit = min(longest, shape.max_model_tokens)
@@ -346,4 +346,28 @@ def expert_rank_part(config: Config, shape: ModelShape) -> MemoryPart:
     each = shape.expert_parameters // max(1, shape.num_experts)
     count = shape.num_experts // engine.expert_ranks + engine.redundant_experts
     how = f"{count} experts of {shape.layers} layers x {wide} B x {each // shape.layers:,}"
-    return MemoryPart("weights of experts", wide * each * count, how)
+    size = wide * each * count
+    return MemoryPart("weights of experts", size, how + read_at_start(config, size))
+
+
+def read_at_start(config: Config, num_bytes: int) -> str:
+    """Return, in words, how fast a rank must read its weights so that its engine starts."""
+    seconds = 2 * settings_of_engine(config).rank_timeout_seconds
+    rate = num_bytes / seconds / 1e9
+    return f", read at {rate:.2g} GB/s or more (2 x `engine.rank_timeout_seconds` = {seconds:g} s)"
+
+
+def frames_part(config: Config, shape: ModelShape, section: str, peers: int) -> MemoryPart:
+    """Return what rows to and from the ranks of the other role take of a rank's device.
+
+    Each of them has, for each micro-batch, a place for the largest frame that leaves and one for
+    the largest that arrives; a token sends a rank at most one row for each of its experts there.
+    """
+    wide, engine = bytes_per_weight(config), settings_of_engine(config)
+    slots = engine.micro_batches if engine.name == "disagg" else 1
+    rows = -(-config[section]["max_rows"] // (engine.attention_ranks * slots))
+    tokens = max(rows, engine.batch_tokens or FRAME_TOKENS)
+    local = shape.num_experts // engine.expert_ranks + engine.redundant_experts
+    each = tokens * min(shape.experts_per_token, local) * shape.hidden_size * wide
+    how = f"2 x {peers} ranks x {slots} micro-batches x {each:,} B of {tokens:,} tokens"
+    return MemoryPart("rows on their way", 2 * peers * slots * each, how)

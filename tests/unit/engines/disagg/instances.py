@@ -96,9 +96,8 @@ def disagg(
     policy, attention=1, expert=1, micro_batches=1, *, max_rows=8, launcher=ThreadRank, **options
 ):
     """Return a started engine; the settings of `[engine]` are taken out of the options."""
-    settings = {
-        name: options.pop(name) for name in ("redundant_experts", "batch_tokens") if name in options
-    }
+    own = ("redundant_experts", "batch_tokens", "transport")
+    settings = {name: options.pop(name) for name in own if name in options}
     config = EngineConfig(
         name="disagg",
         attention_ranks=attention,

@@ -143,7 +143,7 @@ def counted(chooser, layer, ids, num_slots):
 
 def test_rows_follow_the_shares():
     placement = Placement(((0, 1), (0, 2), (0, 3)), ((0.5, 1.0), (0.2, 1.0), (0.3, 1.0)))
-    chooser = ReplicaChooser([placement], source_rank=1)
+    chooser = ReplicaChooser([placement], 1, torch.device("cpu"))
     counts = sum(counted(chooser, 0, torch.zeros(7, 1, dtype=torch.int64), 6) for _ in range(1000))
     assert counts.sum() == 7000
     assert (counts[[0, 2, 4]] - torch.tensor([3500, 1400, 2100])).abs().max() <= 8
@@ -153,7 +153,7 @@ def test_rows_follow_the_shares():
 def test_the_choice_does_not_depend_on_how_rows_are_batched():
     placements = [place(zipf(8, 1.0, seed), 4, 3) for seed in range(2)]
     ids = torch.randint(0, 8, (60, 3), generator=torch.Generator().manual_seed(0))
-    whole, parts = (ReplicaChooser(placements, 2) for _ in range(2))
+    whole, parts = (ReplicaChooser(placements, 2, torch.device("cpu")) for _ in range(2))
     at_once = whole.slots(1, ids)
     in_parts = torch.cat([parts.slots(1, part) for part in ids.split([1, 0, 30, 29])])
     assert torch.equal(at_once, in_parts)

@@ -392,13 +392,25 @@ def test_each_rank_of_attention_and_experts_has_a_device_of_its_own(engine, tmp_
     )
     faults, devices = planned("gpu-16x8")
     assert not [fault for fault in faults if "engine" in fault]
-    assert list(devices) == ["each of 1 GPUs of attention", "each of 2 GPUs of experts"]
+    assert list(devices) == ["GPU 0 of attention", "each of GPUs 1 to 2 of experts"]
     assert [fits for fits, _ in devices.values()] == [True, True]
     # 48 layers x 64 experts x 3 matrices of 2048 x 768, and all else of the model.
     experts = 48 * 64 * 3 * 2048 * 768
-    attention, (only,) = (parts for _, parts in devices.values())
-    assert only["num_bytes"] == 2 * experts
+    attention, (of_experts, arriving) = (parts for _, parts in devices.values())
+    assert of_experts["num_bytes"] == 2 * experts
+    assert "read at 0.24 GB/s or more (2 x `engine.rank_timeout_s" in of_experts["how"]
     assert attention[0]["num_bytes"] == 2 * (shape_of(EXPERTS).parameters - 2 * experts)
+    # Both ways, for each micro-batch: 512 tokens go to at most eight experts each, 2048 x 2 bytes.
+    slots = 2 if engine == "disagg" else 1
+    assert arriving["num_bytes"] == 2 * slots * 512 * 8 * 4096
+    assert attention[-2]["num_bytes"] == 2 * arriving["num_bytes"]
+    # The same in words, for pods of which evaluation has one device.
+    words[words.index("--json")] = "--profile=gpu-4x8"
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    for told in ("rollout, GPU 0 of attention", "rollout, each of GPUs 1 to 2 of experts"):
+        assert told in shown.out
+    assert "`evaluate` (1), got 3" in shown.err
 
 
 def test_ranks_elsewhere_take_no_device_of_the_pod(tmp_path):

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -119,3 +119,33 @@ class Frame:
 Deliver = Callable[[Frame | PlanishError], None]
 """Gets what arrives, from a thread of the transport: whole frames in the order of each peer, and
 `PeerLost` once for each peer that is lost, after its last frame."""
+
+
+class Transport(Protocol):
+    """Carries the frames of one rank."""
+
+    address: Any
+    """Where peers find this rank, as JSON holds it."""
+
+    def connect(self, addresses: Mapping[int, Any], deliver: Deliver) -> None:
+        """Connect with all peers; PeerLost where one does not do so too in time.
+
+        Addresses are by rank; `deliver` gets what arrives from now on.
+        """
+
+    def room(self, first: FrameHeader, num_rows: int) -> Tensor:
+        """Return memory for the rows of frames that one micro-batch sends next, [num_rows, width].
+
+        They stand one after another, in the order of their targets, of whom `first` names the
+        first; it also has width and dtype.
+        """
+
+    def send(self, header: FrameHeader, counts: Tensor | None, rows: Tensor) -> None:
+        """Send a frame to `header.target` without waiting until it is read, or raise PeerLost.
+
+        Counts are [num_local_experts] int32 on the CPU, or None where the header says 0; rows
+        [num_rows, width] are contiguous in `room`, and nobody changes them before the answer.
+        """
+
+    def close(self) -> None:
+        """End all connections in bounded time; a second call does nothing."""

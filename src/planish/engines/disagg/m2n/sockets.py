@@ -38,6 +38,7 @@ from planish.engines.disagg.m2n.frames import (
 
 logger = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
 CLOSE_S = 2.0
 """For what is already on its way to leave when a transport closes."""
 
@@ -123,9 +124,9 @@ def _loss(peer: _Peer, reason: str) -> PeerLost:
 
 
 def _views(*tensors: Tensor) -> list[memoryview]:
-    """Return the memory of contiguous tensors as bytes, without copying it."""
+    """Return the memory of contiguous tensors as bytes; only one of a device is copied."""
     # By way of bytes, since numpy has no bfloat16.
-    return [t.detach().view(torch.uint8).numpy().data.cast("B") for t in tensors if t.nbytes]
+    return [t.detach().cpu().view(torch.uint8).numpy().data.cast("B") for t in tensors if t.nbytes]
 
 
 def _advance(views: list[memoryview], num_bytes: int) -> None:
@@ -148,15 +149,16 @@ class SocketTransport:
         host: str = "127.0.0.1",
         port: int = 0,
         connect_s: float = 60.0,
-        pin_memory: bool = False,
+        device: torch.device = _CPU,
     ) -> None:
         """Listen at `host`, where port 0 takes a free one; nobody is called before `connect`.
 
         Limits and secret are equal on all ranks of this start, and all peers have `connect_s` to
-        answer. With `pin_memory` a GPU copies from the receive buffers directly.
+        answer. Rows leave from `device`; they arrive in the memory of the host, page-locked where
+        that is another.
         """
         self.rank, self._limits, self._secret = rank, limits, secret
-        self._connect_s, self._pin_memory = connect_s, pin_memory
+        self._connect_s, self._device = connect_s, device
         self._listener = socket.create_server((host, port))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         """Host and port where peers find this rank."""
@@ -165,10 +167,7 @@ class SocketTransport:
         self._thread = threading.Thread(target=self._run, name=f"m2n-{rank}", daemon=True)
 
     def connect(self, addresses: Mapping[int, tuple[str, int]], deliver: Deliver) -> None:
-        """Connect with all peers; PeerLost where one does not do so too in time.
-
-        Addresses are by rank; `deliver` gets what arrives from now on.
-        """
+        """Connect with all peers, as `Transport`."""
         self._deliver = deliver
         ends: dict[int, socket.socket] = {}
         deadline = time.monotonic() + self._connect_s
@@ -189,7 +188,8 @@ class SocketTransport:
         for peer, end in ends.items():
             keep_alive(end)
             end.setblocking(False)
-            self.peers[peer] = _Peer(peer, end, self._limits, self._pin_memory)
+            is_pinned = self._device.type == "cuda"
+            self.peers[peer] = _Peer(peer, end, self._limits, is_pinned)
             self._selector.register(end, selectors.EVENT_READ, self.peers[peer])
         self._thread.start()
 
@@ -230,13 +230,13 @@ class SocketTransport:
                 refused = f"{host} ({error})"
                 logger.warning("refused_caller rank=%d caller=%s", self.rank, refused)
 
-    def send(self, header: FrameHeader, counts: Tensor | None, rows: Tensor) -> None:
-        """Send a frame to `header.target` without waiting until it is read, or raise PeerLost.
+    def room(self, first: FrameHeader, num_rows: int) -> Tensor:
+        """Return new memory, as `Transport`: the kernel may still read what was sent before."""
+        width = first.row_bytes // first.dtype.itemsize
+        return torch.empty(num_rows, width, dtype=first.dtype, device=self._device)
 
-        Counts are [num_local_experts] int32, or None where the header says 0; rows [num_rows,
-        width] of `header.dtype`. Both are contiguous on the CPU, and nobody may change the rows
-        afterwards.
-        """
+    def send(self, header: FrameHeader, counts: Tensor | None, rows: Tensor) -> None:
+        """Send a frame, as `Transport`."""
         peer = self.peers[header.target]
         views = _views(rows) if counts is None else _views(counts, rows)
         try:
@@ -247,7 +247,7 @@ class SocketTransport:
             self._wake()
 
     def close(self) -> None:
-        """End all connections and the thread, in bounded time; a second call does nothing."""
+        """End all connections and the thread, as `Transport`."""
         self._is_closing = True
         self._listener.close()
         if self._thread.ident is not None:

@@ -1,0 +1,260 @@
+"""Frames by one-sided writes over NIXL: rows go from the memory of one rank into that of another.
+
+Each rank has an agent. What others must know of it, the address of its memory included, goes by the
+coordinator, so that nobody listens anywhere and nobody calls. All memory is registered once: for
+each peer and micro-batch a place for what leaves and one for what arrives. A write ends with a
+notification that carries the header and the counts. UCX chooses shared memory, CUDA IPC, RDMA or
+TCP. Nothing here tells that a peer is gone but a write that fails; the coordinator sees the others.
+
+A thread asks for notifications, and sleeps when there are none: NIXL's own threads spin, which on a
+machine with more ranks than cores takes milliseconds from whoever computes.
+
+Source: MegaScale-Infer, arXiv 2504.02263, section 5 (M2N); NIXL 1.5.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planish.base.errors import EngineError, PeerLost, ProtocolError
+from planish.engines.disagg.m2n.frames import (
+    HEADER_BYTES,
+    Deliver,
+    Frame,
+    FrameHeader,
+    FrameLimits,
+)
+
+_REST_S = (2e-5, 2e-4)
+"""Of the thread when nothing has come: at first, and at most, twice as long each time."""
+_CLOSE_S = 2.0
+_ALIGN = 256
+"""Bytes to a multiple of which each place begins."""
+
+
+def _new_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
+    """Return an agent with the back end UCX, and what NIXL raises.
+
+    Raises:
+        EngineError: the package or the back end is missing.
+    """
+    try:
+        from nixl_cu13 import _bindings
+        from nixl_cu13._api import nixl_agent, nixl_agent_config
+    except ImportError as error:
+        raise EngineError(
+            f"the transport 'nixl' needs the package nixl-cu13, got {error}; `pip install "
+            "planish[rollout]` installs it, or take `engine.transport = 'sockets'`"
+        ) from None
+    # It tells of each agent on standard output.
+    logging.getLogger("nixl").setLevel(logging.WARNING)
+    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+    if "UCX" not in agent.backends:
+        raise EngineError(
+            f"the transport 'nixl' needs the back end UCX, got {sorted(agent.backends)} of the "
+            f"plug-ins {agent.get_plugin_list()}; install nixl-cu13 anew, or take "
+            "`engine.transport = 'sockets'`"
+        )
+    faults = (fault for name, fault in vars(_bindings).items() if name.endswith("Error"))
+    return agent, tuple(faults)
+
+
+class NixlTransport:
+    """Carries frames of one rank to and from its peers."""
+
+    def __init__(
+        self,
+        rank: int,
+        limits: FrameLimits,
+        secret: str,
+        *,
+        own: range,
+        peers: range,
+        device: torch.device,
+    ) -> None:
+        """Register memory of `device` for all peers; nobody is written to before `connect`.
+
+        Limits and secret are equal on all ranks of this start; `own` are the ranks of this one's
+        role and `peers` those of the other.
+        """
+        self.rank, self._secret, self._own, self._peers = rank, secret, own, peers
+        self._is_vram = device.type == "cuda"
+        self._kind = "VRAM" if self._is_vram else "DRAM"
+        self._agent, self._faults = _new_agent(self._name(rank))
+        place_bytes = -(-limits.num_rows * limits.row_bytes // _ALIGN) * _ALIGN
+        shape = (limits.num_micro_batches, len(peers), place_bytes)
+        self._leaving, self._arriving = (
+            torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2)
+        )
+        places = [self._place(part, 0, part.nbytes) for part in (self._leaving, self._arriving)]
+        self._registered = self._agent.register_memory(
+            [(*place, "") for place in places], mem_type=self._kind
+        )
+        metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        self.address = [self._name(rank), metadata, list(shape), *places[1][::2]]
+        self._memory: dict[int, tuple[int, int]] = {}
+        """Of each peer that is connected: address and device of its place for the first of us."""
+        self._last: dict[tuple[int, int], int] = {}
+        """Of each peer and micro-batch: when its last frame was sent."""
+        self._lost: dict[int, str] = {}
+        self._under_way: list[tuple[int, Any]] = []
+        """Rank and write of those that have not ended."""
+        self._lock = threading.Lock()
+        """NIXL's calls are no more than one at a time."""
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=f"m2n-{rank}", daemon=True)
+
+    def _name(self, rank: int) -> str:
+        return f"{self._secret}-{rank}"
+
+    @staticmethod
+    def _place(memory: Tensor, offset: int, num_bytes: int) -> tuple[int, int, int]:
+        """Return address, length and device of a part of some memory."""
+        return memory.data_ptr() + offset, num_bytes, max(memory.get_device(), 0)
+
+    def connect(self, addresses: Mapping[int, Any], deliver: Deliver) -> None:
+        """Take up what peers have told of themselves, as `Transport`."""
+        self._deliver = deliver
+        for peer, (name, metadata, shape, start, device) in addresses.items():
+            slots, _, place_bytes = self._arriving.shape
+            if (name, shape) != (self._name(peer), [slots, len(self._own), place_bytes]):
+                reason = "tells of another start, or of memory of another size"
+                raise PeerLost(
+                    f"rank {peer} must be of the start of rank {self.rank} and have "
+                    f"{slots} x {len(self._own)} places of {place_bytes} bytes, got {shape} of "
+                    f"{name!r}; start all ranks anew, from one version of the package",
+                    per_rank={peer: reason},
+                )
+            with self._telling(peer):
+                self._agent.add_remote_agent(base64.b64decode(metadata))
+            self._memory[peer] = start, device
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def _telling(self, peer: int) -> Iterator[None]:
+        """Turn what NIXL raises inside into the loss of a peer."""
+        try:
+            yield
+        except self._faults as error:
+            self._lost.setdefault(peer, f"NIXL can not reach it ({error})")
+            raise self._loss(peer) from None
+
+    def _loss(self, peer: int) -> PeerLost:
+        reason = self._lost[peer]
+        return PeerLost(f"rank {peer} is lost: {reason}", per_rank={peer: reason})
+
+    def room(self, first: FrameHeader, num_rows: int) -> Tensor:
+        """Return registered memory, as `Transport`."""
+        places = self._leaving[first.micro_batch].view(-1)
+        start = (first.target - self._peers.start) * self._leaving.shape[2]
+        rows = places[start : start + num_rows * first.row_bytes].view(first.dtype)
+        return rows.view(num_rows, first.row_bytes // first.dtype.itemsize)
+
+    def send(self, header: FrameHeader, counts: Tensor | None, rows: Tensor) -> None:
+        """Write a frame into the memory of its target, as `Transport`."""
+        peer = header.target
+        if peer in self._lost or self._is_closing:
+            self._lost.setdefault(peer, "this transport is closed")
+            raise self._loss(peer)
+        told = header.encode() + (b"" if counts is None else counts.numpy().tobytes())
+        if self._is_vram:
+            # A write does not wait for what has yet to be computed.
+            torch.cuda.current_stream(rows.device).synchronize()
+        with self._lock, self._telling(peer):
+            if not header.num_rows:
+                self._agent.send_notif(self._name(peer), told)
+                return
+            start, device = self._memory[peer]
+            place = header.micro_batch * len(self._own) + self.rank - self._own.start
+            start += place * self._arriving.shape[2]
+            write = self._agent.initialize_xfer(
+                "WRITE",
+                self._agent.get_xfer_descs([self._place(rows, 0, rows.nbytes)], self._kind),
+                self._agent.get_xfer_descs([(start, rows.nbytes, device)], self._kind),
+                self._name(peer),
+                told,
+            )
+            self._agent.transfer(write)
+            self._under_way.append((peer, write))
+
+    def close(self) -> None:
+        """End the thread and give all memory back, as `Transport`."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_S + 1.0)
+        # A write to a rank that is gone is taken back, which may fail as well.
+        for _, write in self._under_way:
+            with contextlib.suppress(Exception):
+                self._agent.release_xfer_handle(write)
+        for peer in self._memory:
+            with contextlib.suppress(Exception):
+                self._agent.remove_remote_agent(self._name(peer))
+        self._agent.deregister_memory(self._registered)
+
+    # What the thread does.
+
+    def _run(self) -> None:
+        rest, close_by = _REST_S[0], float("inf")
+        try:
+            while not self._is_closing or (self._under_way and time.monotonic() < close_by):
+                if self._is_closing:
+                    close_by = min(close_by, time.monotonic() + _CLOSE_S)
+                has_come = self._turn()
+                rest = _REST_S[0] if has_come or self._under_way else min(2 * rest, _REST_S[1])
+                if not has_come:
+                    time.sleep(rest)
+        except Exception as error:
+            self._deliver(EngineError(f"receiving on rank {self.rank} ended: {error!r}"))
+            raise
+
+    def _turn(self) -> bool:
+        """Deliver what has come, and forget writes that have ended; tell whether anything came."""
+        with self._lock:
+            come = self._agent.get_new_notifs()
+            left, lost = [], []
+            for peer, write in self._under_way:
+                was_lost = peer in self._lost
+                try:
+                    with self._telling(peer):
+                        state = self._agent.check_xfer_state(write)
+                        if state == "PROC":
+                            left.append((peer, write))
+                        else:
+                            self._agent.release_xfer_handle(write)
+                except PeerLost as loss:
+                    lost += [loss] * (not was_lost)
+            self._under_way = left
+        for fault in lost:
+            self._deliver(fault)
+        for name, messages in come.items():
+            for told in messages:
+                self._deliver(self._arrived(name, told))
+        return bool(come)
+
+    def _arrived(self, name: str, told: bytes) -> Frame | ProtocolError:
+        """Return the frame that a notification is of."""
+        header = FrameHeader.decode(told[:HEADER_BYTES])
+        counts = np.frombuffer(told, np.int32, header.num_local_experts, HEADER_BYTES).copy()
+        key = header.source, header.micro_batch
+        if name != self._name(header.source) or header.sent_ns <= self._last.get(key, 0):
+            return ProtocolError(
+                f"rank {header.source} must send each frame of a micro-batch once, in turn and in "
+                f"its own name, got {header} from {name}"
+            )
+        self._last[key] = header.sent_ns
+        place = self._arriving[header.micro_batch, header.source - self._peers.start]
+        rows = place[: header.num_rows * header.row_bytes].view(header.dtype)
+        width = header.row_bytes // header.dtype.itemsize
+        return Frame(header, torch.from_numpy(counts), rows.view(header.num_rows, width))
