@@ -184,17 +184,18 @@ CPU_TINY = Profile(
 
 
 def _gpu_stages(gpus_per_engine: int = 1) -> dict[str, Resources]:
+    """Return stages for machines of 8 GPUs, 96 cores and 1 TB, beside what runs on every node."""
     light = Resources("4", "32Gi", timeout_seconds=4 * HOUR, retries=3)
     engine = Resources(
-        cpu=str(12 * gpus_per_engine),
-        memory=f"{160 * gpus_per_engine}Gi",
+        cpu=str(10 * gpus_per_engine),
+        memory=f"{100 * gpus_per_engine}Gi",
         timeout_seconds=12 * HOUR,
         retries=3,
         gpus=gpus_per_engine,
         shared_memory=f"{16 * gpus_per_engine}Gi",
     )
     eight_gpus = Resources(
-        "64", "1200Gi", timeout_seconds=DAY, retries=3, gpus=8, shared_memory="256Gi"
+        "80", "800Gi", timeout_seconds=DAY, retries=3, gpus=8, shared_memory="128Gi"
     )
     return {
         "prepare": Resources("500m", "2Gi", timeout_seconds=10 * MINUTE),

@@ -23,13 +23,15 @@ from pipelines.monitor import Monitor, monitor_of, monitor_options
 from pipelines.post_train import build_post_train, profile_named
 from pipelines.reshard import build_reshard
 from pipelines.share import name_tasks_apart, share_components
-from planish.submit.command import placement_options
+from planish.submit.command import gpu_nodes, placement_options
 from planish.submit.local.command import resident_option
 from planish.submit.pipeline import (
     CompiledPipeline,
     parse,
     parse_images,
     set_cache,
+    set_gpu_nodes,
+    set_network,
     set_placement,
     set_secrets,
 )
@@ -186,6 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 tolerations=arguments.toleration,
                 node_selectors=arguments.node_selector,
             )
+            set_network(compiled, arguments.network)
+            set_gpu_nodes(compiled, **gpu_nodes(arguments))
             faults = faults_of(compiled, release=arguments.release)
             texts.append((file_name(profile, pipeline), compiled.text(), faults))
     except ValueError as error:

@@ -18,6 +18,7 @@ from components import curate, evaluate, next_run, prepare, report, sft
 from components.images import (
     CPU_TINY,
     GPU,
+    GPU_NODE_LABEL,
     ITERATION_STAGES,
     MODEL_STAGES,
     PROFILES,
@@ -141,11 +142,13 @@ def largest_requests(profile: Profile) -> str:
     that run at the same time (rollout shards, pods that train together, or one pod); `stages` are
     GPUs and memory of each pod that runs a model (`iterate` in place of `rollout` and `train` where
     one task runs both), and `gpu_bytes` is the memory of one GPU;
-    `num_nodes` pods train together, and `rank` is what each of them requests.
+    `num_nodes` pods train together, and `rank` is what each of them requests; `moments` are other
+    pods that run at the same time, and `gpu_labels` those of nodes for pods with GPUs.
     """
     pod: dict[str, str] = {}
     total: dict[str, str] = {}
     counts = {"rollout": profile.parallelism or profile.num_shards, "train": profile.num_nodes}
+    moments: dict[str, Any] = {}
     unused: set[str] = {"iterate"}
     models: tuple[str, ...] = MODEL_STAGES
     if profile.iterations_per_task:
@@ -156,7 +159,10 @@ def largest_requests(profile: Profile) -> str:
             continue
         count = counts.get(stage, 1)
         gpus = {GPU: str(resources.gpus)} if resources.gpus else {}
-        for name, text in {"cpu": resources.cpu, "memory": resources.memory, **gpus}.items():
+        wanted = {"cpu": resources.cpu, "memory": resources.memory, **gpus}
+        if stage == "rollout":
+            moments[stage] = (count, wanted)
+        for name, text in wanted.items():
             if _amount(text) > _amount(pod.get(name, "0")):
                 pod[name] = text
             together = count * _amount(text)
@@ -173,7 +179,9 @@ def largest_requests(profile: Profile) -> str:
     if train.gpus:
         rank[GPU] = str(train.gpus)
     found = {"pod": pod, "total": total, "stages": stages, "gpu_bytes": gpu_bytes}
-    found |= {"num_nodes": profile.num_nodes, "rank": rank}
+    found |= {"num_nodes": profile.num_nodes, "rank": rank, "moments": moments}
+    if pod.keys() > {"cpu", "memory"}:
+        found["gpu_labels"] = dict([GPU_NODE_LABEL])
     return json.dumps(found, sort_keys=True)
 
 

@@ -23,20 +23,20 @@ LINK = re.compile(r"(?:\]\(|src=\")([^)\"#:]+)(?:#[^)\"]*)?[)\"]")
 
 CEILINGS = {
     "algorithms": 1_650,
-    "base": 1_530,
+    "base": 1_550,
     "checkpoint": 13_980,
     "engines": 10_660,
     "minder": 8_630,
-    "models": 2_785,
+    "models": 2_975,
     "records": 2_735,
-    "run": 2_700,
+    "run": 2_745,
     "show": 1_520,
-    "stages": 18_190,
+    "stages": 18_350,
     "store": 2_770,
-    "submit": 2_170,
+    "submit": 2_320,
     "verifiers": 2_880,
     "components": 1_185,
-    "pipelines": 1_700,
+    "pipelines": 1_710,
 }
 """Lines that a room may have. Who adds makes room in it first; who takes away lowers it."""
 

@@ -96,7 +96,7 @@ class Node:
 
     def _live(self) -> None:
         """Say again and again that this node is ready."""
-        room = {"cpu": self.cpu, "memory": self.memory, "pods": "20"}
+        room = {"cpu": self.cpu, "memory": self.memory, "pods": "20", "rdma/hca": "1"}
         while not self.stopped.is_set():
             now = _now()
             ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}

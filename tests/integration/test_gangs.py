@@ -26,7 +26,7 @@ from planish.records.io import read_manifest
 from planish.records.refs import parse_pin
 from planish.run.gang.cluster import PERMISSIONS, TRAINER_PERMISSIONS
 from planish.run.gang.launch import run_gang
-from planish.run.gang.manifests import GANG_LABEL, Gang, GangPods, job_manifest
+from planish.run.gang.manifests import GANG_LABEL, Gang, GangPods, Network, job_manifest
 from planish.run.kube import Kube
 from planish.stages.iterate.job import Block
 from planish.stages.iterate.stage import RANK as BLOCK
@@ -265,10 +265,24 @@ def test_a_killed_rank_ends_the_gang_and_its_log_reaches_the_stage(site, tmp_pat
     assert site.has_nothing_left()
 
 
-def test_a_drained_node_ends_the_gang(site):
-    thread, errors = run_in_thread(site.cluster(site.stage_pod()), stand_in("sleep 300", 2))
+def test_a_drained_node_ends_a_gang_with_a_network_of_its_own(site):
+    pods = {"container": {"resources": {"requests": {"cpu": "100m"}, "limits": {}}}}
+    network = {"resources": {"rdma/hca": "1"}, "capabilities": ["IPC_LOCK"], "host_network": True}
+    Network(**network, env={"NCCL_IB_HCA": "mlx5"}).join(pods)
+    gang = stand_in("sleep 300", 2, pods=GangPods(**pods))
+    enforce = ("label", "namespace", "planish", "--overwrite", "pod-security.kubernetes.io/enforce")
+    site.plane.kubectl(*enforce[:-1], f"{enforce[-1]}=privileged")
+    thread, errors = run_in_thread(site.cluster(site.stage_pod()), gang)
     wait_for(lambda: len(site.running()) == 2, 30)
     stays = site.running()
+    assert len({node_of(site, pod) for pod in stays}) == 2
+    spec = site.get("pod", stays[0])["spec"]
+    (container,) = spec["containers"]
+    assert spec["hostNetwork"]
+    assert container["resources"]["limits"] == {"rdma/hca": "1"}
+    assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
+    assert {"name": "NCCL_IB_HCA", "value": "mlx5"} in container["env"]
+    site.plane.kubectl(*enforce[:-1], f"{enforce[-1]}=baseline")
     # The pod of the stage is on one of them; the other is drained.
     stage = f"stage-{site.number}"
     away = next(node.name for node in site.nodes if node.name != node_of(site, stage))

@@ -1,4 +1,4 @@
-"""The trainer on megatron-core against the one on FSDP2: losses, and states that each resumes."""
+"""Grids of both trainers against one rank of FSDP2: losses, and states that each resumes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "sequence_parallel": True,
         "activation_checkpointing": True,
     },
+    "tp4": {"tensor_parallel": 4},
     "dp2": {},
     "pp2": {"pipeline_parallel": 2},
     "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
@@ -52,6 +53,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "activation_checkpointing": True,
         "expert_parallel": 4,
     },
+    "shards": {"trainer": "fsdp2"},
+    "replicas": {"trainer": "fsdp2", "replicas": 2},
+    "offload": {"trainer": "fsdp2", "offload": True},
+    "replicas-offload": {"trainer": "fsdp2", "replicas": 2, "offload": True},
 }
 
 
@@ -108,22 +113,26 @@ def pin(pins):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout", "algorithms"),
+    ("kind", "layout", "size", "algorithms"),
     [
-        ("wide", "tp2", WIDE_ALGORITHMS),
-        ("wide", "tp2-sequence", ["vapo"]),
-        ("wide", "dp2", ["dapo"]),
-        ("wide", "pp2", ["dapo", "vapo"]),
-        ("wide", "tp2-pp2", ["tppo"]),
-        ("experts", "tp1", ["vapo"]),
-        ("experts", "ep2", EXPERT_ALGORITHMS),
-        ("experts", "ep2-pp2", ["dapo"]),
-        ("experts", "tp2-ep4", ["vapo"]),
+        ("wide", "tp2", 2, WIDE_ALGORITHMS),
+        ("wide", "tp2-sequence", 2, ["vapo"]),
+        ("wide", "dp2", 2, ["dapo"]),
+        ("wide", "pp2", 2, ["dapo", "vapo"]),
+        ("wide", "tp2-pp2", 4, ["tppo"]),
+        ("wide", "shards", 4, ["vapo"]),
+        ("wide", "replicas", 2, ["dapo"]),
+        ("wide", "replicas", 4, ["dapo", "vapo"]),
+        ("wide", "offload", 1, ["vapo"]),
+        ("experts", "tp1", 1, ["vapo"]),
+        ("experts", "ep2", 2, EXPERT_ALGORITHMS),
+        ("experts", "ep2-pp2", 4, ["dapo"]),
+        ("experts", "tp2-ep4", 4, ["vapo"]),
+        ("experts", "replicas-offload", 4, ["vapo"]),
     ],
 )
-def test_ten_steps_have_the_losses_of_fsdp2(pins, tmp_path, kind, layout, algorithms):
+def test_ten_steps_have_the_losses_of_one_rank(pins, tmp_path, kind, layout, size, algorithms):
     pin, settings = pins[kind], {"trainer": "megatron", **LAYOUTS[layout]}
-    size = {"tp1": 1, "tp2-pp2": 4, "ep2-pp2": 4, "tp2-ep4": 4}.get(layout, 2)
     found = run_ranks(
         f"{__name__}:losses", size, tmp_path, pin=pin, algorithms=algorithms, settings=settings
     )
@@ -153,22 +162,22 @@ def save(trainer, uri, grid):
     ).pin()  # fmt: skip
 
 
-def hops(rank, size, folder, *, pin, state_pin, root, settings):
-    """Hand a state from trainer to trainer, then make ten steps; returns pins and numbers."""
+def hops(rank, size, folder, *, pin, state_pin, root, layouts):
+    """Hand a state from grid to grid, ten steps on the first at last; returns pins and numbers."""
     pins = []
-    for name in ("megatron", "fsdp2"):
-        config = TrainConfig(**TINY, trainer=name, **(settings if name == "megatron" else {}))
+    configs = [TrainConfig(**TINY, **{"trainer": "megatron", **LAYOUTS[name]}) for name in layouts]
+    for number, config in enumerate(configs):
         grid = config.grid(Ranks(rank, size))
         trainer = Trainer(
             config, pin, temperature=1.0, seed=1, grid=grid, device=CPU,
-            critic=CriticConfig(head_std=0.5),
+            critic=CriticConfig(head_std=0.5), sets_weights=False,
         )  # fmt: skip
         trainer.load(state_pin)
-        state_pin = save(trainer, f"{root}/{name}", grid)
+        state_pin = save(trainer, f"{root}/{number}", grid)
         trainer.close()
         pins.append(state_pin)
-    config = TrainConfig(**TINY, trainer="megatron", **settings)
-    _, steps = ten_steps("vapo", Run(pin), config, config.grid(Ranks(rank, size)), state_pin)
+    grid = configs[0].grid(Ranks(rank, size))
+    _, steps = ten_steps("vapo", Run(pin), configs[0], grid, state_pin)
     return pins, steps
 
 
@@ -177,31 +186,31 @@ def without_random(pin):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layouts", "matrix"),
+    ("kind", "size", "layouts", "matrix"),
     [
-        ("wide", ["tp2", "pp2"], "self_attn.q_proj.weight"),
-        ("experts", ["ep2"], "mlp.experts.gate_up_proj"),
+        ("wide", 2, ["tp2", "shards"], "self_attn.q_proj.weight"),
+        ("wide", 2, ["pp2", "offload", "replicas"], "self_attn.q_proj.weight"),
+        ("wide", 4, ["replicas", "tp2-pp2", "replicas-offload"], "self_attn.q_proj.weight"),
+        ("experts", 2, ["ep2", "shards"], "mlp.experts.gate_up_proj"),
     ],
 )
 def test_a_state_goes_from_trainer_to_trainer_without_a_changed_bit(
-    pins, tmp_path, kind, layouts, matrix
+    pins, tmp_path, kind, size, layouts, matrix
 ):
     pin, root = pins[kind], f"file://{tmp_path}"
     first = save(ten_steps("vapo", Run(pin), TrainConfig(**TINY), Grid())[0], root, Grid())
     _, wanted = ten_steps("vapo", Run(pin), TrainConfig(**TINY), Grid(), first)
-    before, state_pin = without_random(first), first
+    before = without_random(first)
     assert before[f"optimizer.model.layers.1.{matrix}.exp_avg_sq"].any()
-    for layout in layouts:
-        pins, steps = run_ranks(
-            f"{__name__}:hops", 2, tmp_path / layout, pin=pin, state_pin=state_pin,
-            root=f"{root}/{layout}", settings=LAYOUTS[layout],
-        )[0]  # fmt: skip
-        for hop in pins:
-            moved = without_random(hop)
-            assert moved.keys() == before.keys()
-            assert all(torch.equal(moved[name], tensor) for name, tensor in before.items())
-        np.testing.assert_allclose(steps, wanted, atol=TOLERANCE, rtol=TOLERANCE)
-        state_pin = pins[-1]
+    pins, steps = run_ranks(
+        f"{__name__}:hops", size, tmp_path / "ranks", pin=pin, state_pin=first,
+        root=f"{root}/hops", layouts=layouts,
+    )[0]  # fmt: skip
+    for hop in pins:
+        moved = without_random(hop)
+        assert moved.keys() == before.keys()
+        assert all(torch.equal(moved[name], tensor) for name, tensor in before.items())
+    np.testing.assert_allclose(steps, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 FAMILIES = {

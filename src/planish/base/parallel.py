@@ -6,6 +6,7 @@ One process never imports torch.distributed: `Ranks(0, 1)` answers every questio
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import re
 from dataclasses import dataclass
@@ -143,8 +144,13 @@ class Grid:
         return self.ranks.sum(tensor)
 
 
-def grid_fault(size: int, *, tp: int, pp: int, ep: int) -> str:
+def grid_fault(size: int, *, tp: int, pp: int, ep: int, replicas: int = 1) -> str:
     """Return why so many training processes cannot stand in a grid; "" when they can."""
+    if size % replicas:
+        return (
+            f"`train.replicas` must divide the number of training processes, got {replicas} for "
+            f"{size}; 1 shares one model over all of them"
+        )
     if size % (tp * pp):
         return (
             "`train.tensor_parallel` x `train.pipeline_parallel` must divide the number of "
@@ -232,25 +238,41 @@ def join(device: torch.device, *, timeout_seconds: float) -> Ranks:
     import torch
     import torch.distributed as dist
 
-    backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # Control messages and metadata travel over gloo, tensors over NCCL.
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_seconds))
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    dist.init_process_group(_backend(device), timeout=timeout)
     return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+def _backend(device: torch.device) -> str:
+    # Control messages and metadata travel over gloo, tensors over NCCL.
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def leave() -> None:
     """Leave the process group, if this process is in one."""
     import torch.distributed as dist
 
+    data_mesh.cache_clear()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def data_mesh(grid: Grid, device: torch.device) -> Any:
-    """Return the one-axis device mesh `dp` of a grid that has no other axis (a `DeviceMesh`)."""
+@functools.cache
+def data_mesh(grid: Grid, device: torch.device, replicas: int = 1) -> Any:
+    """Return the device mesh of a grid that has no axis but `dp` (a `DeviceMesh`), once a process.
+
+    With replicas it has two axes, and neighbours on the second one, `shard`, share a model. A
+    process without peers forms a group of its own.
+    """
+    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device.type, (grid.dp,), mesh_dim_names=("dp",))
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
+    if replicas == 1:
+        return init_device_mesh(device.type, (grid.dp,), mesh_dim_names=("dp",))
+    sizes, names = (replicas, grid.dp // replicas), ("replicate", "shard")
+    return init_device_mesh(device.type, sizes, mesh_dim_names=names)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from planish.base.errors import CheckpointError, ConfigError
 from planish.models.library import load_transformers
-from planish.models.policy import load_model
+from planish.models.policy import FolderBoxes, empty_model, load_model, without_weights
 from planish.models.pretrained import check_folder, find_folder
 
 _HEADS = ("ForSequenceClassification", "ForCausalLM")
@@ -59,29 +59,49 @@ def random_critic(model: Any, *, seed: int, head_std: float) -> Critic:
     return Critic(body, _new_head(body, seed, head_std)).eval()
 
 
-def load_critic_model(path: str, *, seed: int, head_std: float, vocab_size: int) -> Critic:
-    """Load a critic from a pretrained model, in float32.
+def open_critic_model(
+    path: str, *, seed: int, head_std: float, vocab_size: int
+) -> tuple[Critic, FolderBoxes | None]:
+    """Open a pretrained model as a critic, in float32.
 
     A reward model (`*ForSequenceClassification` with one label) gives backbone and head, a causal
     language model gives the backbone.
 
     `vocab_size` are the tokens of the policy, which the critic must know as well.
 
+    Returns:
+        The critic, and what the weights of its backbone are to be read from; None where they are
+        there, since the files have other names for them than the model.
+
     Raises:
         ConfigError: tells what is wrong with the name or the folder, and what to do.
     """
     folder = find_folder(path, key="critic.path")
     check_folder(folder)
-    model = load_model(folder, dtype=torch.float32, heads=_HEADS)
+    model = empty_model(folder, _HEADS)
+    boxes: FolderBoxes | None = None
+    try:
+        boxes = FolderBoxes(folder)
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        boxes.check(shapes)
+        for name, shape in shapes.items():
+            if name.startswith("score."):
+                value = boxes.read(name, shape, (0,) * len(shape), shape)
+                setattr(model.score, name.removeprefix("score."), nn.Parameter(value.float()))
+    except (ConfigError, ValueError, KeyError, TypeError):
+        # The library knows older names of its weights, and says what is wrong with a file.
+        boxes, model = None, load_model(folder, dtype=torch.float32, heads=_HEADS)
     body = _body(model)
     if body.config.vocab_size < vocab_size:
         raise ConfigError(
             f"the model of `critic.path` must know the {vocab_size} tokens of the policy, got "
             f"{body.config.vocab_size} in {path!r}; take one of the policy's family"
         )
-    if type(model).__name__.endswith("ForCausalLM"):
-        return Critic(body, _new_head(body, seed, head_std)).eval()
-    return Critic(body, _reward_head(model, path)).eval()
+    has_head = not type(model).__name__.endswith("ForCausalLM")
+    head = _reward_head(model, path) if has_head else _new_head(body, seed, head_std)
+    if boxes is not None:
+        boxes.body = ("body.", f"{model.base_model_prefix}.")
+    return Critic(body, head).eval(), boxes
 
 
 def describe_critic(critic: Critic) -> dict[str, Any]:
@@ -95,14 +115,13 @@ def describe_critic(critic: Critic) -> dict[str, Any]:
 def blank_critic(description: Mapping[str, Any]) -> Critic:
     """Build a critic whose weights are still to be loaded; where it once came from is not read.
 
-    `description` is what `describe_critic` returned.
+    `description` is what `describe_critic` returned. Parameters of its backbone are on the device
+    `meta`, as of `empty_model`.
 
     Raises:
         CheckpointError: this version of transformers has no such model.
     """
     transformers = load_transformers()
-    from transformers.initialization import no_init_weights
-
     name, config = description.get("architecture"), description.get("config")
     known = isinstance(name, str) and _BODY.fullmatch(name) and isinstance(config, dict)
     body_class = getattr(transformers, str(name), None) if known else None
@@ -113,7 +132,7 @@ def blank_critic(description: Mapping[str, Any]) -> Critic:
             "know; go on with the version that saved it"
         )
     made: Any = body_class
-    with no_init_weights():
+    with without_weights():
         body = made(made.config_class.from_dict(config))
     return Critic(body.float(), _blank_head(int(body.config.hidden_size))).eval()
 

@@ -25,8 +25,8 @@ def add_adapters(model: nn.Module, adapters: Adapters, *, seed: Sequence[int]) -
 
     Nothing else needs gradients afterwards. A is drawn, B is 0.
 
-    The model is on the CPU; `seed` is that of A, equal on all ranks, and the global random state is
-    left as it was.
+    The model is on the CPU, but for weights on `meta`, which stay there; `seed` is that of A, equal
+    on all ranks, and the global random state is left as it was.
 
     Raises:
         ConfigError: the model has no such layer.
@@ -44,9 +44,22 @@ def add_adapters(model: nn.Module, adapters: Adapters, *, seed: Sequence[int]) -
         r=adapters.rank, lora_alpha=adapters.alpha, target_modules=sorted(layers), lora_dropout=0.0
     )
     stream = np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)
+    # peft draws adapters where their weight is; one number stands for all of a weight on `meta`.
+    blank = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.is_meta
+    ]
+    for module, name, parameter in blank:
+        stand_in = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        module.register_parameter(name, nn.Parameter(stand_in))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(stream[0]))
         inject_adapter_in_model(config, model, _NAME)
+    for module, name, parameter in blank:
+        parameter.requires_grad_(False)
+        module.register_parameter(name, parameter)
     model.register_buffer(SCALE, torch.tensor(adapters.scale))
 
 

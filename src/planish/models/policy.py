@@ -6,20 +6,22 @@ written last. Weights are safetensors only; no model brings its own code.
 
 from __future__ import annotations
 
+import json
+import math
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from planish.base.errors import ConfigError, RecordError
 from planish.models.config import ModelConfig
-from planish.models.experts import on_disk
+from planish.models.experts import disk_tensors, on_disk
 from planish.models.headers import dtype_name, parse_config
 from planish.models.library import load_transformers, model_class
 from planish.models.tokens import Tokenizer, character_tokenizer, load_tokenizer
@@ -30,6 +32,15 @@ from planish.records.refs import Ref, parse_pin
 SCHEMA = "policy/1"
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Sizes = tuple[int, ...]
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Types of weights in the headers of files."""
 
 
 @dataclass
@@ -87,23 +98,35 @@ def build_policy(config: ModelConfig, seed: int) -> Policy:
 
 
 def load_policy(
-    pin: str,
-    *,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    sets_weights: bool = True,
+    pin: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> Policy:
     """Load a saved policy and check every file of it against its manifest.
 
-    `dtype` is that of the weights in memory, None the saved one. Without `sets_weights` they stay
-    unset, in float32, and no file of weights is read: for those that have others to put there.
+    `dtype` is that of the weights in memory, None the saved one.
 
     Raises:
         RecordError: damaged, or not a policy.
         ObjectMissing: nothing there.
     """
+    folder, version = _fetch(pin)
+    model = load_model(folder, dtype=dtype)
+    return Policy(model.to(device), load_tokenizer(folder), version, folder)
+
+
+def frame_policy(pin: str, *, with_weights: bool) -> Policy:
+    """Open a saved policy as `empty_model` does: for those that read or load weights by parts.
+
+    Args:
+        pin: as for `load_policy`; errors are the same.
+        with_weights: also fetch and check the files of weights; else none of them is read.
+    """
+    folder, version = _fetch(pin, "" if with_weights else ".safetensors")
+    return Policy(empty_model(folder), load_tokenizer(folder), version, folder)
+
+
+def _fetch(pin: str, without: str = "") -> tuple[Path, int]:
+    """Return the local folder of a policy and its version; `without` as `fetch_files` has it."""
     uri, digest = parse_pin(pin)
-    without = "" if sets_weights else ".safetensors"
     folder = fetch_files(uri, sha256=digest, schema=SCHEMA, without=without)
     version = read_manifest(uri, sha256=digest).attributes.get("policy_version")
     if not isinstance(version, int):
@@ -111,8 +134,7 @@ def load_policy(
             f"a policy's manifest must hold `policy_version` as an integer, got {version!r} at "
             f"{uri!r}; export the policy again"
         )
-    model = load_model(folder, dtype=dtype) if sets_weights else empty_model(folder, "cpu")
-    return Policy(model.to(device), load_tokenizer(folder), version, folder)
+    return folder, version
 
 
 def load_model(
@@ -157,22 +179,20 @@ def load_model(
     return model.eval()
 
 
-def empty_model(folder: Path, device: str = "meta") -> Any:
+def empty_model(folder: Path, heads: Sequence[str] = ("ForCausalLM",)) -> Any:
     """Return the model that config.json of a folder describes, in evaluation mode, without weights.
 
-    On the device `meta` no tensor has storage; elsewhere buffers are computed, and nobody has set
-    the weights. No file of weights is opened.
+    Its parameters are float32 on the device `meta` and have no storage; its buffers are computed,
+    on the CPU. No file of weights is opened.
 
     Raises:
         ConfigError: as `load_model`.
     """
-    made = model_class(read_model_config(folder))
-    from transformers.initialization import no_init_weights
-
+    made = model_class(read_model_config(folder), heads)
     try:
-        # It switches all threads at once, and on `meta` there is nothing to set.
-        with nullcontext() if device == "meta" else no_init_weights(), torch.device(device):
+        with without_weights():
             model = made(made.config_class.from_pretrained(str(folder))).eval()
+        model.config.dtype = torch.float32
     except Exception as error:
         raise ConfigError(
             "a model folder must hold a configuration that this version of transformers builds, "
@@ -180,6 +200,147 @@ def empty_model(folder: Path, device: str = "meta") -> Any:
         ) from None
     model.tie_weights()
     return model
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Let every module that is built meanwhile have its parameters on the device `meta`.
+
+    Modules keep the buffers that they compute, as under `include_buffers=False` of accelerate. It
+    switches all threads at once.
+    """
+    from transformers.initialization import no_init_weights
+
+    held = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        held(self, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        with no_init_weights():
+            yield
+    finally:
+        nn.Module.register_parameter = held  # type: ignore[method-assign]
+
+
+class _Entry(NamedTuple):
+    """One tensor of a file."""
+
+    path: Path
+    begin: int
+    """First byte in the file."""
+    dtype: str
+    shape: Sizes
+
+
+class FolderBoxes:
+    """The weights of a model of transformers by their names in memory, from `*.safetensors` files.
+
+    A file is read and never mapped: of it a process holds the box that it asked for, so a rank
+    opens its part of a model that no host could hold as often as it has ranks.
+
+    Source: the safetensors format: 8 bytes of length, a JSON header, the bytes of the tensors.
+    """
+
+    def __init__(self, folder: Path, body: tuple[str, str] = ("", "")) -> None:
+        """Read the headers of files that are whole.
+
+        `body` are the first letters of the names of a decoder in memory and in the files: those of
+        a critic differ.
+        """
+        self._folder, self.body = folder, body
+        self._config = read_model_config(folder)
+        self._entries: dict[str, _Entry] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                begin = 8 + length + entry["data_offsets"][0]
+                self._entries[name] = _Entry(path, begin, entry["dtype"], tuple(entry["shape"]))
+
+    def check(self, shapes: Mapping[str, Sizes]) -> None:
+        """Refuse a folder that lacks weights, or has them in other shapes or types.
+
+        Args:
+            shapes: name in memory to the shape of the whole weight.
+
+        Raises:
+            ConfigError: it does.
+        """
+        absent, others = [], []
+        for name, shape in shapes.items():
+            for part in disk_tensors(self._on_disk(name), shape, self._config):
+                entry = self._entries.get(part.name)
+                if entry is None:
+                    absent.append(part.name)
+                elif entry.shape != part.shape or entry.dtype not in _DTYPES:
+                    others.append(f"{part.name} of {entry.dtype} {entry.shape}")
+        if absent or others:
+            raise ConfigError(
+                f"the weights of a model must be complete, got none for {absent[:4]} "
+                f"({len(absent)} tensors) and other shapes for {others[:4]} ({len(others)}) in "
+                f"{str(self._folder)!r}; download or export it again"
+            )
+
+    def has(self, name: str, shape: Sizes) -> bool:
+        """Return whether the files hold a tensor of memory, such as a buffer that is saved."""
+        parts = disk_tensors(self._on_disk(name), shape, self._config)
+        return all(part.name in self._entries for part in parts)
+
+    def read(self, name: str, shape: Sizes, start: Sizes, extent: Sizes) -> Tensor:
+        """Return a box of a weight, in the type of the files.
+
+        Args:
+            name: in memory.
+            shape: of the whole weight.
+            start: first index of the box along each dimension.
+            extent: lengths of the box; one of no elements is not asked for.
+        """
+        found = None
+        for part in disk_tensors(self._on_disk(name), shape, self._config):
+            first = tuple(map(max, start, part.start))
+            ends = (
+                min(a + n, b + m)
+                for a, n, b, m in zip(start, extent, part.start, part.extent, strict=True)
+            )
+            lengths = tuple(end - begin for begin, end in zip(first, ends, strict=True))
+            if min(lengths, default=1) <= 0:
+                continue
+            # An expert of its own lacks the first dimension.
+            index = tuple(
+                slice(a - b, a - b + n) for a, b, n in zip(first, part.start, lengths, strict=True)
+            )[len(shape) - len(part.shape) :]
+            tensor = self._read(part.name, index).reshape(lengths)
+            if lengths == extent:
+                return tensor
+            found = tensor.new_empty(extent) if found is None else found
+            inside = zip(first, start, lengths, strict=True)
+            found[tuple(slice(a - b, a - b + n) for a, b, n in inside)] = tensor
+        assert found is not None
+        return found
+
+    def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """Return a box of a tensor of a file; rows are read whole."""
+        path, begin, dtype, shape = self._entries[name]
+        rows = index[0] if index else slice(0, 1)
+        tensor = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=_DTYPES[dtype])
+        if not shape:
+            tensor = tensor.reshape(())
+        row_bytes = math.prod(shape[1:]) * tensor.itemsize
+        with path.open("rb") as file:
+            file.seek(begin + rows.start * row_bytes)
+            count = file.readinto(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        assert count == tensor.nbytes
+        return tensor[(slice(None), *index[1:])] if index else tensor
+
+    def _on_disk(self, name: str) -> str:
+        there = self.body[1] + name.removeprefix(self.body[0])
+        return there if name.startswith(self.body[0]) else name
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:

@@ -107,13 +107,37 @@ def _add_operations(commands: Any, server: argparse.ArgumentParser) -> None:
 
 
 def placement_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `set_placement` takes, each of which may be given again."""
+    """Add what `set_placement` takes, options that may be given again, `set_network` and
+    `set_gpu_nodes`.
+    """
     for option, metavar, text in (
         ("--image-pull-secret", "NAME", "secret that opens the registry of the images"),
         ("--toleration", "KEY[=VALUE][:EFFECT]", "of every pod, for nodes with a taint"),
         ("--node-selector", "KEY=VALUE", "of every pod: a label of the nodes that it may go to"),
     ):
         parser.add_argument(option, action="append", default=[], metavar=metavar, help=text)
+    for option, text in (
+        ("--node-gpus", "GPUs of one machine (default 8)"),
+        ("--node-cpus", "cores of one machine for pods (default 80)"),
+        ("--node-memory", "host memory of one machine for pods, GiB (default 800)"),
+    ):
+        parser.add_argument(option, type=int, default=0, metavar="N", help=text)
+    parser.add_argument(
+        "--gpu-label", default="", metavar="KEY=VALUE", help="of nodes for pods with GPUs"
+    )
+    parser.add_argument(
+        "--network", type=Path, metavar="FILE", help="RDMA and NCCL of pods that train together"
+    )
+
+
+def gpu_nodes(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the parsed options that `set_gpu_nodes` takes."""
+    return {
+        "gpus": options.node_gpus,
+        "cpus": options.node_cpus,
+        "gibibytes": options.node_memory,
+        "label": options.gpu_label,
+    }
 
 
 def run(options: argparse.Namespace, _: Progress) -> Lines:
@@ -151,6 +175,8 @@ def _pipeline(options: argparse.Namespace, what: str) -> CompiledPipeline:
         tolerations=options.toleration,
         node_selectors=options.node_selector,
     )
+    pipelines.set_network(pipeline, options.network)
+    pipelines.set_gpu_nodes(pipeline, **gpu_nodes(options))
     if what != "post-train" and (options.iterations, options.gpu_memory) != (None, None):
         raise ConfigError(f"`--iterations` and `--gpu-memory` must be left out for {what}")
     if options.gpu_memory is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -16,8 +17,9 @@ from typing import Any
 import yaml
 
 from planish import __version__
-from planish.base.config import nearest
+from planish.base.config import nearest, parse_section
 from planish.base.errors import ConfigError
+from planish.run.gang.manifests import GANG_ENV, Network
 
 NAMES = ("post-train", "reshard")
 
@@ -31,6 +33,9 @@ VLLM_VARIABLE = "VLLM_CACHE_ROOT"
 """Variable with the folder of what vLLM compiles, in the pods with GPUs."""
 
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+
+GPU = "nvidia.com/gpu"
+"""Resource that pods with GPUs request."""
 
 CACHE = "/cache"
 """Where those pods see the claim for models and data sets; a folder in it is a path of a model."""
@@ -240,14 +245,139 @@ def set_placement(
                 pod[key] = [*pod.get(key, []), *(dict(each) for each in more)]
         if labels:
             pod.setdefault("nodeSelector", {}).setdefault("labels", {}).update(labels)
+    if labels and pipeline.name == "post-train":
+        _set_requests(pipeline, labels=labels)
+
+
+def set_network(pipeline: CompiledPipeline, path: Path | None) -> None:
+    """Give pods that train together what a TOML file says of their network; None is no file.
+
+    Raises:
+        ConfigError: the file is no `Network`, or no pods of the pipeline train together.
+    """
+    if path is None:
+        return
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"`--network` must be a TOML file, got {error}") from None
+    network = parse_section(Network, table, section="network")
+    gangs = _gangs(pipeline)
+    if not gangs:
+        raise ConfigError(
+            f"`--network` must be left out for a pipeline without pods that train together, got "
+            f"{str(path)!r}; profiles of several machines have such"
+        )
+    for variable, pods in gangs:
+        network.join(pods)
+        variable["value"] = json.dumps(pods, sort_keys=True)
+
+
+def set_gpu_nodes(
+    pipeline: CompiledPipeline, *, gpus: int = 0, cpus: int = 0, gibibytes: int = 0, label: str = ""
+) -> None:
+    """Say what one machine with GPUs gives to pods; 0 and "" keep what the profile says.
+
+    A pod of all its GPUs requests all of it, and one of fewer its part.
+
+    Args:
+        gpus: of a machine.
+        cpus: cores for pods.
+        gibibytes: host memory for pods, GiB.
+        label: `KEY=VALUE` of the nodes that pods with GPUs go to.
+
+    Raises:
+        ConfigError: no pod of the pipeline has GPUs, or the label is none.
+    """
+    if pipeline.name != "post-train" or not (gpus or cpus or gibibytes or label):
+        return
+    table = json.loads(pipeline.constants("prepare")["requests"]["constant"])
+    key, equals, value = label.partition("=")
+    if (
+        GPU not in table["pod"]
+        or min(gpus, cpus, gibibytes) < 0
+        or (label and not (key and equals))
+    ):
+        raise ConfigError(
+            "`--node-gpus`, `--node-cpus`, `--node-memory` must be above 0 and `--gpu-label` "
+            f"KEY=VALUE, for a profile with GPUs, got {gpus}, {cpus}, {gibibytes} and {label!r}"
+        )
+    before = int(table["pod"][GPU])
+    gpus, cpus = gpus or before, cpus or int(table["pod"]["cpu"])
+    gibibytes = gibibytes or int(table["pod"]["memory"].removesuffix("Gi"))
+    labels = {key: value} if label else table["gpu_labels"]
+
+    def share(count: str | int) -> dict[str, str]:
+        own = gpus if int(count) == before else min(int(count), gpus)
+        memory = f"{gibibytes * own // gpus}Gi"
+        return {"cpu": str(cpus * own // gpus), "memory": memory, GPU: str(own)}
+
+    for container, pod in pipeline.pods():
+        resources = container.get("resources", {})
+        if accelerator := resources.get("accelerator"):
+            own = share(accelerator["count"])
+            resources |= _as_compiled(own)
+            accelerator |= {"count": own[GPU], "resourceCount": own[GPU]}
+            selected = pod["nodeSelector"]["labels"]
+            for name in table["gpu_labels"]:
+                del selected[name]
+            selected |= labels
+    for variable, pods in _gangs(pipeline):
+        own = share(pods["gpus"])
+        pods["gpus"], pods["spec"]["nodeSelector"] = int(own[GPU]), labels
+        given = pods["container"]["resources"]
+        given["requests"] |= own
+        given["limits"] |= {name: own[name] for name in ("memory", GPU)}
+        variable["value"] = json.dumps(pods, sort_keys=True)
+    table["pod"] = table["rank"] = share(before)
+    table["moments"] = {
+        stage: (count, share(each[GPU])) for stage, (count, each) in table["moments"].items()
+    }
+    for stage in table["stages"].values():
+        if stage["gpus"]:
+            own = share(stage["gpus"])
+            stage |= {"gpus": int(own[GPU]), "memory": own["memory"]}
+    most = [(table["num_nodes"], table["rank"]), *table["moments"].values()]
+    table["total"] = {
+        "cpu": str(max(count * int(each["cpu"]) for count, each in most)),
+        "memory": f"{max(count * int(each['memory'][:-2]) for count, each in most)}Gi",
+        GPU: str(max(count * int(each[GPU]) for count, each in most)),
+    }
+    _set_requests(pipeline, **{**table, "gpu_labels": labels})
+
+
+def _as_compiled(own: Mapping[str, str]) -> dict[str, Any]:
+    """Return requests of a pod as kfp writes them: as text, and in cores and 10**9 bytes."""
+    size = int(own["memory"].removesuffix("Gi")) * 2**30 / 10**9
+    return {
+        "cpuRequest": float(own["cpu"]),
+        "resourceCpuRequest": own["cpu"],
+        **dict.fromkeys(("memoryLimit", "memoryRequest"), size),
+        **dict.fromkeys(("resourceMemoryLimit", "resourceMemoryRequest"), own["memory"]),
+    }
+
+
+def _gangs(pipeline: CompiledPipeline) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the variables that tell of pods that train together, and what they say."""
+    return [
+        (each, json.loads(each["value"]))
+        for container, _ in pipeline.pods()
+        for each in container.get("env", [])
+        if each["name"] == GANG_ENV
+    ]
 
 
 def set_gpu_memory(pipeline: CompiledPipeline, gigabytes: int) -> None:
     """Say what one GPU of the cluster has, in 10**9 bytes."""
     if not 1 <= gigabytes <= 10_000:
         raise ConfigError(f"`--gpu-memory` must be 1 to 10000 GB, got {gigabytes}; 80 is usual")
+    _set_requests(pipeline, gpu_bytes=gigabytes * 10**9)
+
+
+def _set_requests(pipeline: CompiledPipeline, **changes: Any) -> None:
+    """Change what `prepare` is told of the pods."""
     requests = pipeline.constants("prepare")["requests"]
-    table = {**json.loads(requests["constant"]), "gpu_bytes": gigabytes * 10**9}
+    table = {**json.loads(requests["constant"]), **changes}
     requests["constant"] = json.dumps(table, sort_keys=True)
 
 

@@ -90,15 +90,18 @@ def test_requests_of_a_gpu_profile_count_all_rollouts_at_once():
     found = json.loads(largest_requests(apart))
     assert found["pod"]["nvidia.com/gpu"] == "8"
     assert found["total"]["nvidia.com/gpu"] == "32"
-    assert found["total"]["cpu"] == f"{32 * 12 * 1000}m"
-    assert found["total"]["memory"] == str(32 * 160 * 2**30)
+    assert found["total"]["cpu"] == f"{32 * 10 * 1000}m"
+    assert found["total"]["memory"] == str(32 * 100 * 2**30)
     assert found["num_nodes"] == 4
-    assert found["rank"] == {"cpu": "64", "memory": "1200Gi", "nvidia.com/gpu": "8"}
+    assert found["rank"] == {"cpu": "80", "memory": "800Gi", "nvidia.com/gpu": "8"}
+    each = {"cpu": "10", "memory": "100Gi", "nvidia.com/gpu": "1"}
+    assert found["moments"] == {"rollout": [32, each]}
+    assert found["gpu_labels"] == {"nvidia.com/gpu.present": "true"}
     most = json.loads(largest_requests(GPU_16X8))
     assert most["total"]["nvidia.com/gpu"] == "128"
-    assert most["total"]["memory"] == str(32 * 640 * 2**30)
-    assert found["stages"]["train"] == {"gpus": 8, "memory": "1200Gi"}
-    assert found["stages"]["rollout"] == {"gpus": 1, "memory": "160Gi"}
+    assert most["total"]["memory"] == str(32 * 400 * 2**30)
+    assert found["stages"]["train"] == {"gpus": 8, "memory": "800Gi"}
+    assert found["stages"]["rollout"] == {"gpus": 1, "memory": "100Gi"}
     assert found["gpu_bytes"] == 80 * 10**9
     larger = json.loads(largest_requests(profile_named("gpu-1x8", gpu_memory_gb=141)))
     assert larger["gpu_bytes"] == 141 * 10**9
@@ -107,9 +110,9 @@ def test_requests_of_a_gpu_profile_count_all_rollouts_at_once():
 def test_requests_of_tasks_of_several_iterations_are_those_of_their_gang():
     found = json.loads(largest_requests(GPU_4X8))
     assert set(found["stages"]) == {"curate", "sft", "iterate", "evaluate"}
-    assert found["stages"]["iterate"] == {"gpus": 8, "memory": "1200Gi"}
+    assert found["stages"]["iterate"] == {"gpus": 8, "memory": "800Gi"}
     assert found["total"] == {
-        "cpu": f"{4 * 64 * 1000}m", "memory": str(4 * 1200 * 2**30), "nvidia.com/gpu": "32",
+        "cpu": f"{4 * 80 * 1000}m", "memory": str(4 * 800 * 2**30), "nvidia.com/gpu": "32",
     }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Gangs: their objects, what they have from the pod of the stage, and a server that is away."""
 
+import copy
 import json
 import threading
 from dataclasses import replace
@@ -16,7 +17,13 @@ from planish.run.gang import cluster as module
 from planish.run.gang import launch
 from planish.run.gang.cluster import GangCluster
 from planish.run.gang.launch import run_gang, serve, submit
-from planish.run.gang.manifests import Gang, GangPods, job_manifest, service_manifest
+from planish.run.gang.manifests import (
+    Gang,
+    GangPods,
+    Network,
+    job_manifest,
+    service_manifest,
+)
 
 GANG = Gang("ab" * 32, 4, 8, ("planish.stages.train.ranks.worker", "pin"))
 POD = {
@@ -79,16 +86,31 @@ def test_pods_are_cast_from_the_pod_of_the_stage():
 
 
 def test_what_a_profile_says_comes_on_top():
-    pods = GangPods.parse(json.dumps(gang_pods(GPU_4X8.stages["train"], GPU_4X8.num_nodes)))
+    told = gang_pods(GPU_4X8.stages["train"], GPU_4X8.num_nodes)
+    network = {"resources": {"rdma/hca": "1"}, "capabilities": ["IPC_LOCK"], "host_network": True}
+    Network(**network, env={"NCCL_IB_HCA": "mlx5"}).join(told)
+    pods = GangPods.parse(json.dumps(told))
     assert (pods.num_nodes, pods.gpus) == (4, 8)
     gang = Gang("ab" * 32, 4, 8, ("m",), pods=pods, queue="team")
-    job = job_manifest(gang, POD)
+    own = copy.deepcopy(POD)
+    own["spec"] |= {"nodeSelector": {"pool": "rl"}, "tolerations": [{"key": "dedicated"}]}
+    dropped = {"runAsUser": 1000, "capabilities": {"drop": ["ALL"]}}
+    next(each for each in own["spec"]["containers"] if each["name"] == "main")[
+        "securityContext"
+    ] = dropped
+    job = job_manifest(gang, own)
     assert job["spec"]["suspend"]
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
     spec = job["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    assert container["resources"]["limits"] == {"memory": "1200Gi", "nvidia.com/gpu": "8"}
-    assert spec["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+    rdma = {"rdma/hca": "1"}
+    assert container["resources"]["limits"] == {"memory": "800Gi", "nvidia.com/gpu": "8", **rdma}
+    assert container["resources"]["requests"].items() >= rdma.items()
+    capabilities = {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert container["securityContext"] == {**dropped, "capabilities": capabilities}
+    assert (spec["hostNetwork"], spec["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    assert spec["nodeSelector"] == {"nvidia.com/gpu.present": "true", "pool": "rl"}
+    assert [each["key"] for each in spec["tolerations"]] == ["dedicated", "nvidia.com/gpu"]
     assert [each["name"] for each in spec["volumes"]] == ["cache", "shm", "scratch"]
     assert {each["mountPath"] for each in container["volumeMounts"]} == {
         *("/cache", "/dev/shm", "/scratch"),
@@ -97,6 +119,7 @@ def test_what_a_profile_says_comes_on_top():
     # A claim with models stays where models are fetched to.
     assert variables["HF_HOME"] == "/cache/huggingface"
     assert variables["TRITON_CACHE_DIR"] == "/scratch/triton"
+    assert variables["NCCL_IB_HCA"] == "mlx5"
 
 
 def test_outside_a_pod_there_is_no_gang(monkeypatch):

@@ -474,6 +474,37 @@ def test_every_pod_gets_pull_secret_toleration_and_selector(capsys):
     assert train["nodeSelector"]["labels"]["nvidia.com/gpu.present"] == "true"
 
 
+def test_pods_that_train_together_get_the_network_and_the_share_of_a_machine(tmp_path, capsys):
+    network = tmp_path / "rdma.toml"
+    network.write_text('host_network = true\n[resources]\n"rdma/hca" = "1"\n')
+    words = ["submit", "s3://b/r", "-p", "preset=dapo-qwen2.5-0.5b", "--dry-run", "--profile"]
+    node = ["--node-gpus", "4", "--node-cpus", "40", "--node-memory", "400"]
+    node += ["--gpu-label", "pool=h100", "--node-selector", "zone=a"]
+    assert main([*words, "gpu-4x8", *node, "--network", str(network)]) == 0
+    told = pipeline.parse(capsys.readouterr().out)
+    for container, pod in told.pods():
+        resources = container["resources"]
+        if "accelerator" in resources:
+            assert resources["accelerator"]["count"] == "1"
+            assert resources["resourceCpuRequest"] == "10"
+            assert resources["resourceMemoryLimit"] == "100Gi"
+            assert resources["memoryLimit"] == 100 * 2**30 / 10**9
+            assert pod["nodeSelector"]["labels"] == {"pool": "h100", "zone": "a"}
+    ((_, gang),) = pipeline._gangs(told)
+    each = {"cpu": "40", "memory": "400Gi", "nvidia.com/gpu": "4"}
+    assert gang["gpus"] == 4
+    assert gang["container"]["resources"]["requests"] == {**each, "rdma/hca": "1"}
+    assert gang["spec"]["nodeSelector"] == {"pool": "h100"}
+    assert gang["spec"]["hostNetwork"]
+    requests = json.loads(told.constants("prepare")["requests"]["constant"])
+    assert requests["rank"] == requests["pod"] == each
+    assert requests["total"] == {"cpu": "160", "memory": "1600Gi", "nvidia.com/gpu": "16"}
+    assert requests["stages"]["iterate"] == {"gpus": 4, "memory": "400Gi"}
+    assert (requests["labels"], requests["gpu_labels"]) == ({"zone": "a"}, {"pool": "h100"})
+    assert main([*words, "gpu-1x8", "--network", str(network)]) == 2
+    assert main([*words, "cpu-tiny", "--node-gpus", "4"]) == 2
+
+
 def test_placement_is_written_as_the_sdk_of_kubeflow_writes_it():
     from kfp import compiler, dsl, kubernetes
 

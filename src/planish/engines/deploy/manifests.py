@@ -108,7 +108,7 @@ def check(planned: PlannedRun, options: argparse.Namespace) -> None:
             "`--micro-batches 3,4`"
         )
     kubernetes_name = "must be a name of Kubernetes of at most 40 characters"
-    quantity = "must be a quantity such as 12 or 160Gi"
+    quantity = "must be a quantity such as 10 or 100Gi"
     for option, form, rule in (
         *((name, _NAME, kubernetes_name) for name in ("name", "namespace", "secret")),
         ("image", _IMAGE, "must be a reference of an image"),

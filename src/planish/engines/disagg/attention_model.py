@@ -61,13 +61,8 @@ class AttentionModel:
             block.experts = RemoteExperts(layer, exchange)
         self.num_bytes = 0
         # What no file holds is computed, such as the frequencies of rotary embeddings.
-        for name, module in list(self.modules.named_modules()):
-            if module._non_persistent_buffers_set and any(
-                b.device.type == "meta" for b in module.buffers(recurse=False)
-            ):
-                parent = self.modules.get_submodule(name.rpartition(".")[0])
-                fresh = type(module)(self.modules.config).to(self._device)
-                setattr(parent, name.rpartition(".")[2], fresh)
+        for module in self.modules.modules():
+            module._buffers |= {name: b.to(device) for name, b in module.named_buffers("", False)}
         self.write(self.read(FolderWeights(folder)))
         self.modules.tie_weights()
         tensors = [*self.modules.named_parameters(), *self.modules.named_buffers()]

@@ -12,6 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic import Field
+
+from planish.base.config import Section
+
 Raw = Mapping[str, Any]
 
 Launcher = Literal["job", "trainjob"]
@@ -49,6 +53,37 @@ NOT_COPIED = ("ARGO_", "KFP_", GANG_ENV)
 """First letters of variables that are about the pod of the stage itself."""
 
 
+class Network(Section):
+    """How the pods of a gang reach each other beside the network of pods; none of it by default."""
+
+    resources: dict[str, str] = Field(default_factory=dict)
+    """Devices of each pod, such as `rdma/hca_shared_devices_a = "1"`."""
+    capabilities: list[str] = Field(default_factory=list)
+    """Of Linux, such as `IPC_LOCK`, by which a process may register memory for RDMA."""
+    host_network: bool = False
+    """The pods have the addresses of their nodes."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Variables, such as `NCCL_IB_HCA`."""
+
+    def join(self, pods: dict[str, Any]) -> None:
+        """Add this to the JSON of a `GangPods`, in place.
+
+        A TrainJob takes resources and variables alone; for it the rest stands in its runtime.
+        """
+        container = pods["container"]
+        for kind in ("requests", "limits"):
+            container["resources"][kind] |= self.resources
+        container["env"] = [
+            *container.get("env", ()),
+            *({"name": name, "value": value} for name, value in self.env.items()),
+        ]
+        if self.capabilities:
+            container["securityContext"] = {"capabilities": {"add": self.capabilities}}
+        if self.host_network:
+            known = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+            pods["spec"] = {**pods.get("spec", {}), **known}
+
+
 @dataclass(frozen=True)
 class GangPods:
     """How many pods a gang of the profile has, and what of each differs from the stage's pod.
@@ -63,10 +98,10 @@ class GangPods:
     gpus: int = 0
     """GPUs of one pod."""
     container: Raw = field(default_factory=dict)
-    """Fields of the container that replace those of the stage's; mounts are added to its own, and
-    variables where it lacks them."""
+    """Fields of the container that replace those of the stage's; mounts and capabilities are added
+    to its own, and variables where it lacks them."""
     spec: Raw = field(default_factory=dict)
-    """The same of the pod; volumes are added to its own."""
+    """The same of the pod; volumes, tolerations and labels of nodes are added to its own."""
 
     @classmethod
     def parse(cls, text: str) -> GangPods:
@@ -280,19 +315,23 @@ def pod_spec(gang: Gang, own: Raw) -> dict[str, Any]:
         "name": "GANG_INDEX",
         "valueFrom": {"fieldRef": {"fieldPath": of_index}},
     }
+    more = gang.pods.spec
     return {
         **{name: own[name] for name in POD_FIELDS if name in own},
-        **{name: value for name, value in gang.pods.spec.items() if name != "volumes"},
+        **more,
+        "nodeSelector": {**own.get("nodeSelector", {}), **more.get("nodeSelector", {})},
+        "tolerations": [*own.get("tolerations", ()), *more.get("tolerations", ())],
         "restartPolicy": "Never",
         "subdomain": gang.name,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         # Ranks ask the store, and never the API server.
         "automountServiceAccountToken": False,
-        "volumes": [*volumes, *gang.pods.spec.get("volumes", ())],
+        "volumes": [*volumes, *more.get("volumes", ())],
         "containers": [
             {
                 **{name: container[name] for name in CONTAINER_FIELDS if name in container},
                 **changed,
+                "securityContext": _joined(container, changed),
                 "name": "main",
                 "command": ["python", "-m", "planish.run.gang.node"],
                 "args": node_arguments(gang),
@@ -301,6 +340,13 @@ def pod_spec(gang: Gang, own: Raw) -> dict[str, Any]:
             }
         ],
     }
+
+
+def _joined(own: Raw, changed: Raw) -> dict[str, Any]:
+    """Return the security context of a container with the capabilities of another."""
+    mine, more = (each.get("securityContext", {}) for each in (own, changed))
+    kept = {**mine.get("capabilities", {}), **more.get("capabilities", {})}
+    return {**mine, **({"capabilities": kept} if kept else {})}
 
 
 def node_arguments(gang: Gang) -> list[str]:

@@ -77,13 +77,12 @@ class ClusterApi(Kube):
         return [{"hard": s.get("hard", {}), "used": s.get("used", {})} for s in states]
 
     def nodes(self) -> Sequence[Mapping[str, str]]:
-        """Return what each schedulable node can allocate, by resource, and `DRIVER_LABEL`."""
-        nodes = []
-        for node in self.items(self.core.list_node):
-            driver = node["metadata"].get("labels", {}).get(DRIVER_LABEL, "")
-            if not node["spec"].get("unschedulable"):
-                nodes.append({**node["status"].get("allocatable", {}), DRIVER_LABEL: driver})
-        return nodes
+        """Return what each schedulable node can allocate, by resource, and its labels by key."""
+        return [
+            {**node["metadata"].get("labels", {}), **node["status"].get("allocatable", {})}
+            for node in self.items(self.core.list_node)
+            if not node["spec"].get("unschedulable")
+        ]
 
     def run_is_active(self, run_id: str) -> bool:
         """Tell whether the workflow of a run exists and has not ended.
@@ -180,6 +179,12 @@ class PodRequests:
     """The pod of `train` only waits for pods with GPUs, where other profiles give it its own."""
     rank: Mapping[str, str] = field(default_factory=dict)
     launcher: str = "job"
+    moments: Mapping[str, tuple[int, Mapping[str, str]]] = field(default_factory=dict)
+    """Stage to how many pods of it run at the same time, and what each of them requests."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Of the nodes that every pod goes to."""
+    gpu_labels: Mapping[str, str] = field(default_factory=dict)
+    """Of the nodes that pods with GPUs go to, beside these."""
 
     @property
     def have_gpus(self) -> bool:
@@ -199,6 +204,9 @@ class PodRequests:
             num_nodes=num_nodes,
             has_gang_pods=num_nodes > 1,
             rank=raw.get("rank", {}),
+            moments=raw.get("moments", {}),
+            labels=raw.get("labels", {}),
+            gpu_labels=raw.get("gpu_labels", {}),
         )
 
     def pod_of(self, stage: str) -> Pod | None:
@@ -250,15 +258,17 @@ def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling:
             "without Kubeflow) and name its account, planish-runner"
         )
     room: list[str] = []
+    waiting: list[str] = []
     if Permission("", "resourcequotas", "list") not in missing:
         room += _quota_faults(api.quotas(), requests)
     if Permission("", "nodes", "list") not in missing:
         nodes = api.nodes()
         room += [*_node_faults(nodes, requests), *_driver_faults(nodes, requests)]
+        waiting = _waiting(nodes, requests)
     retries = retries_under(api.controller())
     if assume_autoscaling:
-        return Findings(tuple(faults), tuple(room), retries)
-    return Findings((*faults, *room), retries=retries)
+        return Findings(tuple(faults), (*room, *waiting), retries)
+    return Findings((*faults, *room), tuple(waiting), retries)
 
 
 def retries_under(settings: Mapping[str, str] | None) -> str:
@@ -318,13 +328,56 @@ def _quota_faults(
     return faults
 
 
+def _for_pods(
+    nodes: Sequence[Mapping[str, str]], requests: PodRequests, *, with_gpus: bool
+) -> list[Mapping[str, str]]:
+    """Return the nodes that pods may go to by their labels."""
+    labels = {**requests.labels, **(requests.gpu_labels if with_gpus else {})}
+    return [node for node in nodes if labels.items() <= node.items()]
+
+
+def _has_gpus(wanted: Mapping[str, str]) -> bool:
+    return not wanted.keys() <= {"cpu", "memory"}
+
+
+def _places(nodes: Sequence[Mapping[str, str]], wanted: Mapping[str, str]) -> int:
+    """Return how many pods of this size the nodes hold at the same time, with nothing else."""
+    each = {name: amount(text) for name, text in wanted.items()}
+    return sum(
+        int(min(amount(node.get(name, "0")) // size for name, size in each.items()))
+        for node in nodes
+        if each
+    )
+
+
+def _waiting(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[str]:
+    """Return of which stages some pods wait until others have ended."""
+    found = []
+    for stage, (count, wanted) in requests.moments.items():
+        room = _places(_for_pods(nodes, requests, with_gpus=_has_gpus(wanted)), wanted)
+        if room < count:
+            found.append(
+                f"`{stage}` runs {count} pods at the same time, each with {dict(wanted)}, and the "
+                f"nodes hold {room} of them: the others wait for their turn"
+            )
+    return found
+
+
 def _node_faults(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[str]:
     faults = []
+    ours = _for_pods(nodes, requests, with_gpus=_has_gpus(requests.pod))
+    if nodes and not ours:
+        labels = {**requests.labels, **requests.gpu_labels}
+        faults.append(
+            f"a node with the labels {labels} must exist, but none of the {len(nodes)} nodes has "
+            "them; label the nodes, or set `chain.assume_autoscaling=true`"
+        )
+        return faults
     for resource, wanted in sorted(requests.pod.items()):
-        largest = max((amount(node.get(resource, "0")) for node in nodes), default=0.0)
+        largest = max((amount(node.get(resource, "0")) for node in ours), default=0.0)
         if largest == 0 and resource not in ("cpu", "memory"):
             faults.append(
-                f"a node with `{resource}` must exist, but none of the {len(nodes)} nodes has it; "
+                f"a node with `{resource}` must exist, but none of the {len(ours)} nodes has it; "
                 "add one, compile another profile, or set `chain.assume_autoscaling=true`"
             )
         elif amount(wanted) > largest:
@@ -332,12 +385,7 @@ def _node_faults(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> l
                 f"a node must hold {wanted} of `{resource}` for the largest pod, but the largest "
                 f"has {largest:g}; compile another profile or set `chain.assume_autoscaling=true`"
             )
-    wanted_each = {name: amount(each) for name, each in requests.rank.items()}
-    at_once = sum(
-        int(min(amount(node.get(name, "0")) // each for name, each in wanted_each.items()))
-        for node in nodes
-        if wanted_each
-    )
+    at_once = _places(ours, requests.rank)
     if not faults and requests.num_nodes > 1 and at_once < requests.num_nodes:
         faults.append(
             f"the nodes must hold the {requests.num_nodes} pods that train together, each with "

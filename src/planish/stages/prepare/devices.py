@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -202,7 +202,8 @@ def _rank_faults(config: Config, requests: PodRequests) -> list[str]:
         )
     if pod:
         num_ranks = (processes or max(1, gpus)) * (num_nodes or requests.num_nodes or 1)
-        if fault := grid_fault(num_ranks, **grid_of(config)):
+        replicas = config["train"].get("replicas", 1)
+        if fault := grid_fault(num_ranks, **grid_of(config), replicas=replicas):
             faults.append(fault)
     return faults
 
@@ -363,7 +364,7 @@ def _demands_in_turn(
         return [replace(train, stage="iterate", parts=(*train.parts, *engines)), *others]
     apart = "or run iterations apart (`python -m pipelines.compile --resident 0`)"
     if not config["engine"].get("name", "").startswith("vllm"):
-        held = _at_rest(train.parts)
+        held = _at_rest(config, shape, ranks * num_nodes)
         at_rest = MemoryPart("the trainer at rest", held, "its weights and moments")
         asleep = replace(sampling.parts[0], name="weights of the engine")
         sampling = replace(sampling, parts=(*sampling.parts, at_rest))
@@ -380,19 +381,23 @@ def engine_share(config: Config, shape: ModelShape, num_ranks: int, gpu_bytes: i
 
     It is `engine.memory_share`, or less where weights and moments of the trainer need the memory.
     """
-    parts = memory.train_parts(config, shape, _sharing(config, num_ranks))
-    left = math.floor(100 * (USABLE - _at_rest(parts) / gpu_bytes)) / 100
+    left = math.floor(100 * (USABLE - _at_rest(config, shape, num_ranks) / gpu_bytes)) / 100
     return min(memory.memory_share(config), max(left, 0.01))
 
 
-def _at_rest(parts: Sequence[MemoryPart]) -> int:
-    """Return the bytes of weights and moments, the first two of `memory.train_parts`."""
-    return sum(part.num_bytes for part in parts[:2])
+def _at_rest(config: Config, shape: ModelShape, num_ranks: int) -> int:
+    """Return the bytes of weights and moments on a device."""
+    if config["train"].get("offload"):
+        return 0
+    weights, moments, _ = memory.state_parts(config, shape, _sharing(config, num_ranks))
+    return weights.num_bytes + moments.num_bytes
 
 
 def _sharing(config: Config, num_ranks: int) -> Sharing:
-    if config["train"]["trainer"] != "megatron":
-        return Sharing(num_ranks, num_ranks, gathers=num_ranks > 1)
+    train = config["train"]
+    if train["trainer"] != "megatron":
+        ranks = max(1, num_ranks // train.get("replicas", 1))
+        return Sharing(ranks, ranks, gathers=num_ranks > 1 or train.get("offload", False))
     # Its data-parallel ranks have a copy each.
     grid = grid_of(config)
     return Sharing(grid["tp"] * grid["pp"], grid["ep"] * grid["pp"], gathers=False)
@@ -407,35 +412,34 @@ def _times(parts: list[MemoryPart], ranks: int) -> list[MemoryPart]:
 def _train_demands(
     config: Config, shape: ModelShape, pod: Pod, gpu_bytes: int, num_nodes: int
 ) -> list[Demand]:
-    """Return what a step needs of a device of `num_nodes` pods, and what opening models needs."""
+    """Return what a step needs of a device of `num_nodes` pods, and what the host of one holds."""
     train = config["train"]
     ranks = train["num_processes"] or max(1, pod.gpus)
-    smaller = "lower `train.tokens_per_microbatch` and `rollout.max_response_tokens`"
-    if not train["activation_checkpointing"]:
-        smaller = f"set `train.activation_checkpointing=true`, {smaller}"
-    remedy = f"{smaller}, or take a smaller model or a profile with more memory"
-    is_megatron = train["trainer"] == "megatron"
+    steps = [
+        *["set `train.activation_checkpointing=true`"] * (not train["activation_checkpointing"]),
+        *["lower `train.replicas`"] * (train.get("replicas", 1) > 1),
+        *["set `train.offload=true`"] * (train["trainer"] == "fsdp2" and not train.get("offload")),
+        "lower `train.tokens_per_microbatch` and `rollout.max_response_tokens`",
+    ]
+    remedy = f"{', '.join(steps)}, or take a smaller model or a profile with more memory"
     sharing = _sharing(config, ranks * num_nodes)
     parts, room = memory.train_parts(config, shape, sharing), _room(pod, ranks, gpu_bytes)
+    state = memory.state_parts(config, shape, sharing)
     if not pod.gpus:
+        parts = [*state, *parts] if train.get("offload") else parts
         return [Demand("train", HOST, tuple(_times(parts, ranks)), room, remedy)]
     device = f"each of {num_nodes * pod.gpus} GPUs"
-    whole = "take a smaller model: one that a GPU can not hold in float32 is not opened"
     found = [Demand("train", device, tuple(parts), room, remedy)]
-    if not is_megatron:  # which takes its part of a model to the GPU
-        opened = MemoryPart(
-            "a model in float32 before it is shared, beside what is",
-            memory.opening_bytes(config, shape, sharing.ranks),
-            "while models are opened, one after the other",
-        )
-        found.append(Demand("train", device, (opened,), room, whole))
-    host = MemoryPart(
-        "models in float32 on their way to the GPUs",
-        4 * (shape.parameters + memory.critic_parameters(config, shape)) * ranks,
-        f"{ranks} processes x 4 B x parameters",
-    )
-    room_on_host = pod.memory_bytes - ranks * PROGRAM_BYTES
-    return [*found, Demand("train", HOST, (host,), room_on_host, whole)]
+    host: list[MemoryPart] = []
+    if train.get("offload"):
+        host = state
+    elif train["trainer"] == "megatron":
+        host = [replace(state[0], name="weights on their way to the GPUs")]
+    if host:
+        whole = "take a smaller model or a profile with more memory"
+        room = pod.memory_bytes - ranks * PROGRAM_BYTES
+        found.append(Demand("train", HOST, tuple(_times(host, ranks)), room, whole))
+    return found
 
 
 def memory_faults(

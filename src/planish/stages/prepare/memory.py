@@ -14,7 +14,7 @@ attention that keeps no scores (FlashAttention-2, arXiv 2307.08691).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.base.config import parse_section
@@ -121,10 +121,8 @@ def kept_by_layer(shape: ModelShape, precision: Precision) -> int:
     return norms + inputs + attention + feed_forward
 
 
-def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[MemoryPart]:
-    """Return what one training process holds at the busiest moment of a step."""
-    train, rollout = config["train"], config["rollout"]
-    precision = Precision.of(train["compute_dtype"], gathers=sharing.gathers)
+def state_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[MemoryPart]:
+    """Return weights, moments and gradients of one training process, wherever it keeps them."""
     policy, critic = shape.parameters, critic_parameters(config, shape)
     experts, models = shape.expert_parameters, 2 if critic else 1
     trained, largest = policy + critic, max(policy, critic)
@@ -136,6 +134,23 @@ def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
         trained, experts = largest * models, 0
     gradients = sharing.of(4 * largest, 4 * experts)
     moments = sharing.of(8 * trained, 8 * models * experts)
+    alone = ", one model at a time" * bool(critic)
+    return [
+        MemoryPart("weights, float32 masters", weights, f"4 B x {of}{sharing}"),
+        MemoryPart("AdamW moments, float32", moments, f"8 B x {trained:,}{sharing}"),
+        MemoryPart("gradients, float32", gradients, f"4 B x {largest:,}{sharing}{alone}"),
+    ]
+
+
+def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[MemoryPart]:
+    """Return what one training process holds on its device at the busiest moment of a step."""
+    train, rollout = config["train"], config["rollout"]
+    precision = Precision.of(train["compute_dtype"], gathers=sharing.gathers)
+    held = state_parts(config, shape, sharing)
+    if train.get("offload"):
+        # What a group of ranks has summed stays on the device until the groups add theirs.
+        sums = replace(held[2], name="gradients until groups add them up")
+        held = [sums] if train.get("replicas", 1) > 1 else []
     tokens = max(
         train["tokens_per_microbatch"],
         rollout["max_prompt_tokens"] + rollout["max_response_tokens"],
@@ -152,11 +167,8 @@ def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
         logits_moment(shape, precision, sharing, min(tokens, LOGIT_CHUNK)),
         layer_moment(shape, precision, sharing, again, tokens),
     ]
-    alone = ", one model at a time" * bool(critic)
     return [
-        MemoryPart("weights, float32 masters", weights, f"4 B x {of}{sharing}"),
-        MemoryPart("AdamW moments, float32", moments, f"8 B x {trained:,}{sharing}"),
-        MemoryPart("gradients, float32", gradients, f"4 B x {largest:,}{sharing}{alone}"),
+        *held,
         MemoryPart("activations kept", tokens * shape.layers * each, how),
         max(busiest, key=lambda part: part.num_bytes),
     ]
@@ -258,19 +270,6 @@ def layer_moment(
         copies = wide * sharing.of(copied, experts)
         how += ", bfloat16 copies of its weights"
     return MemoryPart("busiest moment: a layer", again + flow + copies, how)
-
-
-def opening_bytes(config: Config, shape: ModelShape, ranks: int) -> int:
-    """Return what a training process holds while a model is opened: whole, before it is shared.
-
-    The critic comes first, then the policy, and a reference beside both.
-    """
-    critic = critic_parameters(config, shape)
-    if ranks == 1:
-        return 12 * (shape.parameters + critic)
-    has_reference = bool(config["algorithm"].get("kl_coefficient"))
-    held = 12 * (critic + shape.parameters * has_reference) // ranks
-    return held + 4 * shape.parameters
 
 
 def settings_of_engine(config: Config) -> EngineConfig:

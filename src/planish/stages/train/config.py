@@ -14,6 +14,7 @@ from planish.store.sources import parse_source
 
 PLACEMENT = (
     *("trainer", "tensor_parallel", "pipeline_parallel", "expert_parallel", "sequence_parallel"),
+    *("replicas", "offload"),
     *("num_processes", "num_nodes", "launcher", "queue", "device", "num_threads"),
     *("tokens_per_microbatch", "packing", "activation_checkpointing", "timeout_seconds"),
     "commit_steps",
@@ -39,6 +40,14 @@ class TrainConfig(Section):
     sequence_parallel: bool = False
     """Ranks that share matrices also share the tokens between them: less memory. Needs
     `tensor_parallel` above 1, and models with experts need it there."""
+    replicas: int = Field(default=1, ge=1)
+    """Groups of neighbouring ranks that hold a whole model each, sharded inside of the group, as
+    many as machines where one machine holds it: gradients cross their borders once a step. Divides
+    the number of processes; 1 shards over all of them. Needs the trainer `fsdp2`; `megatron` has a
+    copy of its part on each data-parallel rank anyway."""
+    offload: bool = False
+    """Keep parameters, gradients and moments in host memory, and step the optimizer there: a device
+    holds the layers at work alone, and each pass waits for the bus. Needs the trainer `fsdp2`."""
     num_processes: int = Field(default=0, ge=0)
     """Training processes on this machine; above 1 they are started under torchrun. 0 is one for
     each accelerator that the stage sees, and one on the CPU."""
@@ -121,7 +130,7 @@ class TrainConfig(Section):
         """
         tp, pp, ep = self.tensor_parallel, self.pipeline_parallel, self.expert_parallel
         sizes = {"tp": tp, "pp": pp, "ep": ep}
-        if fault := grid_fault(ranks.size, **sizes):
+        if fault := grid_fault(ranks.size, **sizes, replicas=self.replicas):
             raise ConfigError(fault)
         return Grid(ranks, **sizes)
 
@@ -131,6 +140,8 @@ class TrainConfig(Section):
         off += [] if self.pipeline_parallel > 1 else ["pipeline_parallel"]
         off += [] if self.replay_routing else ["replay_routing"]
         off += [] if self.expert_parallel > 1 else ["expert_parallel"]
+        off += [] if self.replicas > 1 else ["replicas"]
+        off += [] if self.offload else ["offload"]
         off += ["packing"] if self.packing else []
         return off + ([] if self.reference_policy else ["reference_policy"])
 
@@ -146,6 +157,11 @@ class TrainConfig(Section):
             raise ValueError(
                 "`tensor_parallel`, `pipeline_parallel` and `expert_parallel` must be 1 for the "
                 f"trainer 'fsdp2', got {sizes}; `trainer = 'megatron'` cuts matrices"
+            )
+        if (self.replicas, self.offload) != (1, False) and self.trainer != "fsdp2":
+            raise ValueError(
+                "`replicas` must be 1 and `offload` false for a trainer other than 'fsdp2', got "
+                f"{self.replicas} and {self.offload} for {self.trainer!r}"
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError(

@@ -1,15 +1,19 @@
 """The FSDP2 trainer's part: parameters, gradients and moments sharded over data-parallel ranks.
 
-With one rank the model stays as it is, since sharding over one rank is the identity.
+Ranks may stand in several groups that hold a whole model each (`train.replicas`): gradients are
+summed inside of a group after every micro-batch, which keeps no rank waiting for a slower network
+and no whole gradient in memory, and across groups once a step. With one rank the model stays as it
+is, since sharding over one rank is the identity.
 
-Source: ZeRO-3, arXiv 1910.02054, section 5 (sharded parameters, gradients and optimizer).
+Source: ZeRO-3, arXiv 1910.02054, section 5 (sharded parameters, gradients and optimizer); PyTorch
+FSDP, arXiv 2304.11277, section 3.2.2 (hybrid sharding).
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,9 +56,21 @@ class Fsdp2Sharding:
             for layer in decoder_layers(body):
                 layer.training = True
         scorer: nn.Module = ValueScorer(model) if is_critic else TokenScorer(model)
-        self.scorer = scorer.to(device)
-        if grid.dp > 1:
+        self.scorer = scorer
+        self.is_sharded = grid.dp > 1 or config.offload
+        if self.is_sharded:
             self._shard(body, model.head if is_critic else None)
+        home = torch.device("cpu") if config.offload else device
+
+        def move(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return torch.empty_like(tensor, device=home)
+            return tensor if self.is_sharded else tensor.to(device)
+
+        # As `to_empty`, which would drop what buffers hold.
+        scorer._apply(move)  # type: ignore[no-untyped-call]
+        if not is_critic:
+            model.tie_weights()
         self.parameters: dict[str, Tensor] = {
             plain_name(name): parameter for name, parameter in model.named_parameters()
         }
@@ -63,9 +79,13 @@ class Fsdp2Sharding:
 
     def _shard(self, body: Any, exact: nn.Module | None) -> None:
         """Shard each layer; `exact` stays in float32 whatever `compute_dtype` says."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        options: dict[str, Any] = {"mesh": data_mesh(self.grid, self.device)}
+        mesh = data_mesh(self.grid, self.device, self.config.replicas)
+        options: dict[str, Any] = {"mesh": mesh}
+        if self.config.offload:
+            is_apart = self.device.type != "cpu"
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_apart)
         if exact is not None:
             fully_shard(exact, **options)
         if self.config.compute_dtype == "bfloat16":
@@ -88,8 +108,11 @@ class Fsdp2Sharding:
     ) -> None:
         """Compute micro-batches one by one."""
         # Sharded models compute in half precision by themselves.
-        half = self.config.compute_dtype == "bfloat16" and self.grid.dp == 1
-        for micro in micros:
+        half = self.config.compute_dtype == "bfloat16" and not self.is_sharded
+        sharded: Any = self.scorer
+        for micro, is_last in _marked(micros):
+            if learns and self.config.replicas > 1:
+                sharded.set_requires_all_reduce(is_last)
             recorded = micro.batch.routing_by_column()
             if recorded is not None:
                 packing = micro.packing
@@ -103,10 +126,9 @@ class Fsdp2Sharding:
             if learns:
                 # Sharded gradients are averaged over ranks; parts of the loss are to be summed.
                 torch.autograd.backward(loss * self.grid.dp)
-        if not learns and self.grid.dp > 1:
+        if not learns and self.is_sharded:
             # Without a backward pass the outermost module keeps what it gathered, and would go on
             # with it after a load has filled the shards.
-            sharded: Any = self.scorer
             sharded.reshard()
 
     def clip(self, limit: float) -> float:
@@ -118,6 +140,17 @@ class Fsdp2Sharding:
     def stored(self, values: Mapping[str, Tensor], suffix: str = "") -> dict[str, Any]:
         """Return values under their names with a suffix: shards say themselves where they lie."""
         return {f"{name}{suffix}": value for name, value in values.items()}
+
+
+def _marked(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
+    """Yield micro-batches, and whether each is the last."""
+    held: list[Micro] = []
+    for micro in micros:
+        if held:
+            yield held.pop(), False
+        held.append(micro)
+    for micro in held:
+        yield micro, True
 
 
 def decoder_layers(body: Any) -> list[Any]:

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from planish.algorithms.base import LossOutput, TrainBatch
 from planish.base.parallel import Grid
+from planish.checkpoint.adapters.placement import place
+from planish.models.lora import plain_name
 from planish.models.packing import Packing, pack_rows
+from planish.models.policy import FolderBoxes
 from planish.models.routing import RoutingReplay
 from planish.stages.train.batching import (
     Rows,
@@ -67,6 +70,8 @@ class Sharding(Protocol):
         self, model: Any, *, config: TrainConfig, grid: Grid, device: torch.device, is_frozen: bool
     ) -> None:
         """Take over a causal LM of transformers (untyped, hence Any), or a critic, on the CPU.
+
+        Weights that are on the device `meta` get memory for this rank's part, and no values.
 
         Raises:
             ConfigError: such a model can not be sharded like this.
@@ -118,14 +123,43 @@ class ShardedModel:
         grid: Grid,
         device: torch.device,
         is_frozen: bool = False,
+        boxes: FolderBoxes | None = None,
     ) -> None:
-        """Shard a model by `shard`, and build its optimizer."""
+        """Shard a model by `shard`, and build its optimizer.
+
+        Weights on the device `meta` are read from `boxes`, of each the part that is here; without
+        it they are to be loaded.
+
+        Raises:
+            ConfigError: such a model can not be sharded like this, or `boxes` lacks weights.
+        """
         self.config, self.grid, self.device = config, grid, device
+        named = model.named_parameters()
+        blank = {plain_name(name): tuple(p.shape) for name, p in named if p.is_meta}
+        if boxes is not None:
+            boxes.check(blank)
         self.sharding = shard(model, config=config, grid=grid, device=device, is_frozen=is_frozen)
         self.scorer = self.sharding.scorer
         self.parameters = self.sharding.parameters
+        if boxes is not None:
+            self._read(boxes, blank)
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.optimizer = None if is_frozen else self._build_optimizer()
+
+    def _read(self, boxes: FolderBoxes, blank: Mapping[str, tuple[int, ...]]) -> None:
+        """Fill the parts of weights that are here, and buffers that are saved with them."""
+        stored = self.sharding.stored(self.parameters)
+        buffers = self.sharding.buffers
+        saved = {name: tuple(x.shape) for name, x in buffers.items()}
+        saved = {name: shape for name, shape in saved.items() if boxes.has(name, shape)}
+        with torch.no_grad():
+            for name, shape in {**blank, **saved}.items():
+                # A pipeline stage lacks layers of others, and may hold several parts of a tensor.
+                found = stored.get(name, buffers.get(name, []))
+                for part in found if isinstance(found, list) else [found]:
+                    _, whereabouts, data = place(name, part)
+                    for start, extent in whereabouts:
+                        data.copy_(boxes.read(name, shape, start, extent))
 
     def _build_optimizer(self) -> torch.optim.AdamW:
         config = self.config
@@ -140,7 +174,7 @@ class ShardedModel:
         # Moments exist from the start, so that a load always finds tensors to fill.
         for parameter in self.trained.values():
             optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=self.device),
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }

@@ -30,11 +30,11 @@ from planish.models.critic import (
     blank_critic,
     critic_from_policy,
     describe_critic,
-    load_critic_model,
+    open_critic_model,
     random_critic,
 )
 from planish.models.lora import add_adapters
-from planish.models.policy import load_policy
+from planish.models.policy import FolderBoxes, Policy, frame_policy
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.sharded_model import Micro, ShardedModel, Sharding, Tally
 
@@ -74,7 +74,9 @@ class Trainer:
         adapters: Adapters | None = None,
         sets_weights: bool = True,
     ) -> None:
-        """Load the policy in float32, build its critic, shard both and build their optimizers.
+        """Open the policy in float32, build its critic, shard both and build their optimizers.
+
+        Every rank reads its own part of the weights.
 
         Args:
             config: of the train stage.
@@ -108,24 +110,29 @@ class Trainer:
         self._shared: dict[str, Any] = {"shard": shard, "config": config, "grid": grid}
         self._shared["device"] = device
         # A new critic may begin as a copy of the policy.
-        sets_weights |= critic is not None and not critic_shape
-        loaded = load_policy(policy_pin, dtype=torch.float32, sets_weights=sets_weights)
-        model, self.tokenizer = loaded.model, loaded.tokenizer
+        copies = critic is not None and not critic_shape and critic.init == "policy"
+        policy = frame_policy(policy_pin, with_weights=sets_weights or copies)
+        model, self.tokenizer = policy.model, policy.tokenizer
         self.critic: ShardedModel | None = None
         self._critic_shape: dict[str, Any] = {}
         if critic is not None:
-            made = blank_critic(critic_shape) if critic_shape else build_critic(critic, model, seed)
+            boxes: FolderBoxes | None = None
+            if critic_shape:
+                made = blank_critic(critic_shape)
+            else:
+                made, boxes = build_critic(critic, policy, seed)
             # sharding gives the classes of modules other names
             self._critic_shape = describe_critic(made)
             if adapters is not None:
                 add_adapters(made, adapters, seed=(seed, 1))
                 made.head.requires_grad_(True)
-            self.critic = ShardedModel(made, **self._shared)
+            self.critic = ShardedModel(made, **self._shared, boxes=boxes)
             if critic.init == "state" and not critic_shape:
                 self._take_critic(critic.path)
         if adapters is not None:
             add_adapters(model, adapters, seed=(seed, 0))
-        self.policy = ShardedModel(model, **self._shared)
+        boxes = _boxes_of(policy) if sets_weights else None
+        self.policy = ShardedModel(model, **self._shared, boxes=boxes)
 
     def _take_critic(self, pin: str) -> None:
         """Load the weights of another run's critic; adapters begin anew on one without them."""
@@ -198,8 +205,8 @@ class Trainer:
         Raises:
             ConfigError: its tokens are not those of the policy in training.
         """
-        loaded = load_policy(pin, dtype=torch.float32)
-        theirs, ours = (x.backend.get_vocab() for x in (loaded.tokenizer, self.tokenizer))
+        policy = frame_policy(pin, with_weights=True)
+        theirs, ours = (x.backend.get_vocab() for x in (policy.tokenizer, self.tokenizer))
         if theirs != ours:
             raise ConfigError(
                 "the reference policy must have the tokens of the policy in training "
@@ -207,7 +214,8 @@ class Trainer:
                 f"others, in {pin!r}; pin a policy of the same tokenizer by "
                 "`train.reference_policy`"
             )
-        reference = ShardedModel(loaded.model, **self._shared, is_frozen=True)
+        boxes = _boxes_of(policy)
+        reference = ShardedModel(policy.model, **self._shared, is_frozen=True, boxes=boxes)
 
         def score(micro: Micro) -> tuple[Tensor]:
             ids, select = micro.batch.input_ids, micro.select
@@ -364,26 +372,38 @@ def _sharding(name: str) -> type[Sharding]:
     return shard
 
 
-def build_critic(config: CriticConfig, policy: Any, seed: int) -> Critic:
+def _boxes_of(policy: Policy) -> FolderBoxes:
+    assert policy.folder is not None
+    return FolderBoxes(policy.folder)
+
+
+def build_critic(
+    config: CriticConfig, policy: Policy, seed: int
+) -> tuple[Critic, FolderBoxes | None]:
     """Build the critic that a run starts with; every rank builds the same.
 
     Args:
-        config: of the critic; for init `state` the weights are still those of the policy.
-        policy: causal LM of transformers on CPU, in float32.
+        config: of the critic; for init `state` the weights are still to be loaded.
+        policy: of `frame_policy`.
         seed: of the run.
+
+    Returns:
+        The critic, and what the weights of its backbone are to be read from; None where they are
+        there already, drawn, or are to be loaded.
 
     Raises:
         ConfigError: `critic.path` names no model that will do.
     """
+    how: dict[str, Any] = {"seed": seed, "head_std": config.head_std}
+    model = policy.model
     if config.init == "model":
-        return load_critic_model(
-            config.path,
-            seed=seed,
-            head_std=config.head_std,
-            vocab_size=int(policy.config.vocab_size),
-        )
-    build = random_critic if config.init == "random" else critic_from_policy
-    return build(policy, seed=seed, head_std=config.head_std)
+        return open_critic_model(config.path, **how, vocab_size=int(model.config.vocab_size))
+    if config.init == "random":
+        return random_critic(model, **how), None
+    boxes = _boxes_of(policy) if config.init == "policy" else None
+    if boxes is not None:
+        boxes.body = ("body.", f"{model.base_model_prefix}.")
+    return critic_from_policy(model, **how), boxes
 
 
 def set_up_torch(config: TrainConfig, device: torch.device) -> None:

@@ -70,8 +70,8 @@ def test_every_role_has_its_replicas_gpus_and_service(plan, kind):
         assert container["image"] == IMAGE
         assert container["command"] == ["planish", "rollout", "rank"]
         assert container["resources"] == {
-            "requests": {"cpu": "12", "memory": "160Gi"},
-            "limits": {"memory": "160Gi", "nvidia.com/gpu": 1},
+            "requests": {"cpu": "10", "memory": "100Gi"},
+            "limits": {"memory": "100Gi", "nvidia.com/gpu": 1},
         }
         assert template["spec"]["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
         assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "probes"}
@@ -111,7 +111,7 @@ def test_ranks_on_the_cpu_ask_for_no_gpu(plan):
     pod = made["StatefulSet", "ranks-expert"]["spec"]["template"]["spec"]
     assert "nodeSelector" not in pod
     (container,) = pod["containers"]
-    assert container["resources"]["limits"] == {"memory": "160Gi"}
+    assert container["resources"]["limits"] == {"memory": "100Gi"}
     assert container["args"][-2:] == ["--device", "cpu"]
     assert [volume["name"] for volume in pod["volumes"]] == ["scratch"]
 

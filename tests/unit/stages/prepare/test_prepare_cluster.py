@@ -185,6 +185,26 @@ def _item(**facts):
     return {"metadata": {"name": "x"}, **facts}
 
 
+def test_pods_are_counted_on_the_nodes_that_their_labels_choose():
+    machine, each = {"cpu": "96", "memory": "2000Gi", GPU: "8"}, {"cpu": "10", GPU: "2"}
+    wanted = replace(
+        of_nodes(2),
+        labels={"zone": "a"},
+        gpu_labels={"pool": "h100"},
+        moments={"rollout": (9, each)},
+    )
+    ours = {**machine, "zone": "a", "pool": "h100"}
+    for machines, fault in (
+        ((machine, ours), "only 1 of them fit"),
+        ((machine, {**machine, "zone": "a"}), "with the labels {'zone': 'a', 'pool': 'h100'} must"),
+    ):
+        cluster = FakeCluster(machines=machines)
+        assert fault in check_cluster(cluster, wanted, assume_autoscaling=False).faults[0]
+    told = check_cluster(FakeCluster(machines=(ours, ours)), wanted, assume_autoscaling=False)
+    assert told.faults == ()
+    assert "the nodes hold 8 of them: the others wait" in told.warnings[0]
+
+
 def test_the_real_client_sends_what_the_api_expects():
     from kubernetes import client
 
@@ -219,7 +239,7 @@ def test_the_real_client_sends_what_the_api_expects():
         assert api.controller() is None
         answers[f"{core}/namespaces/team/configmaps/{CONTROLLER}"] = {"data": {"a": "b"}}
         assert api.controller() == {"a": "b"}
-        assert api.nodes() == [{"cpu": "8", DRIVER_LABEL: "580"}]
+        assert api.nodes() == [{"cpu": "8", DRIVER_LABEL: "580", "zone": "a"}]
         assert api.run_is_active("7f3a") is True
         answers[workflows] = {"items": [{"status": {"phase": "Failed"}}]}
         assert api.run_is_active("7f3a") is False

@@ -139,12 +139,15 @@ def fill_pieces(
 ) -> None:
     """Copy this rank's boxes of the weights of transformers; rows of padding become 0.
 
-    A local parameter whose name is also in `weights` is left as it is.
+    A local parameter whose name is also in `weights` is left as it is, and what is on the device
+    `meta` is to be read later.
     """
     with torch.no_grad():
         for name in parameters.keys() - weights.keys():
             parameters[name].zero_()
             for piece in pieces[name]:
+                if weights[piece.name].is_meta:
+                    continue
                 ends = zip(piece.offset, piece.extent, strict=True)
                 box = tuple(slice(start, start + length) for start, length in ends)
                 piece.of(parameters[name]).copy_(weights[piece.name][box])
