@@ -120,9 +120,13 @@ def kind(annotation: Any) -> str:
         return f"list of {kind(options[0])}"
     if issubclass(annotation, Section):
         return "tables or texts"
-    return {"str": "text", "int": "integer", "float": "number", "bool": "true, false"}.get(
-        annotation.__name__, annotation.__name__
-    )
+    return {
+        "str": "text",
+        "int": "integer",
+        "float": "number",
+        "bool": "true, false",
+        "NoneType": "none",
+    }.get(annotation.__name__, annotation.__name__)
 
 
 def default(field: FieldInfo) -> str:

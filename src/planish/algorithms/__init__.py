@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 ALGORITHMS: dict[str, str] = {
     "dapo": "planish.algorithms.dapo:RECIPE",
+    "cispo": "planish.algorithms.cispo:RECIPE",
     "grpo": "planish.algorithms.grpo:RECIPE",
+    "gspo": "planish.algorithms.gspo:RECIPE",
     "ppo": "planish.algorithms.ppo:RECIPE",
     "tppo": "planish.algorithms.tppo:RECIPE",
     "vapo": "planish.algorithms.vapo:RECIPE",

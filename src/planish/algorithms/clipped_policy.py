@@ -1,4 +1,4 @@
-"""The clipped policy loss that all recipes share, with its metrics and its constants.
+"""The policy loss that all recipes share, clipped token by token, with its metrics and constants.
 
 Advantages come from elsewhere: whether a group or a critic made them makes no difference here. A
 penalty on the divergence from a reference policy can be added to the loss of any recipe; it is off
@@ -10,7 +10,7 @@ of GRPO, arXiv 2402.03300, equations 3 and 4.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import Field, model_validator
 
@@ -97,14 +97,41 @@ def with_old_policy(batch: TrainBatch, config: ClippedPolicyConfig) -> TrainBatc
     return batch.updated(old_logprobs=batch.rollout_logprobs)
 
 
+class TokenLosses(Protocol):
+    """What a recipe makes of log-probabilities and advantages, token by token."""
+
+    def __call__(
+        self, new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ratio that is compared with the clips and the loss of each token.
+
+        All tensors are [B, S] and 0 outside `mask`; `config` is the recipe's.
+        """
+
+
+def clipped_token_losses(
+    new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: ClippedPolicyConfig
+) -> tuple[Tensor, Tensor]:
+    """Return each token's own ratio and its clipped surrogate; meets `TokenLosses`."""
+    ratio = policy_ratio(new, old)
+    return ratio, clipped_surrogate(
+        ratio,
+        advantages,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+    )
+
+
 def clipped_policy_loss(
     logprobs: Tensor,
     entropy: Tensor,
     batch: TrainBatch,
     denominators: Denominators,
     config: ClippedPolicyConfig,
+    token_losses: TokenLosses = clipped_token_losses,
 ) -> LossOutput:
-    """Return one micro-batch's part of the clipped policy loss, with its metrics.
+    """Return one micro-batch's part of a policy loss, with its metrics.
 
     `logprobs` and `entropy` are [B, S] float32 under the current policy. The batch has old
     log-probabilities, advantages and, with a penalty, log-probabilities of the reference policy.
@@ -113,14 +140,7 @@ def clipped_policy_loss(
     count = mask.sum()
     new, old = hidden(logprobs, mask), hidden(batch.old_logprobs, mask)
     advantages = hidden(batch.advantages, mask)
-    ratio = policy_ratio(new, old)
-    losses = clipped_surrogate(
-        ratio,
-        advantages,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
-    )
+    ratio, losses = token_losses(new, old, advantages, mask, config)
     metrics = _clip_metrics(ratio.detach(), advantages, old, mask, config)
     if config.correction not in ("off", "bypass"):
         weights = correction_weights(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from planish.algorithms import build_algorithm
 from planish.algorithms.advantages import (
     adaptive_lambda,
     explained_variance,
@@ -26,7 +27,7 @@ from planish.algorithms.tppo import Tppo, TppoConfig, expected_lengths
 from planish.algorithms.vapo import Vapo, VapoConfig
 from planish.stages.evaluate.score import pass_at_k
 from planish.verifiers.shaping import overlong_penalty
-from tests.unit.algorithms.batches import make_batch, value_step, whole_step
+from tests.unit.algorithms.batches import make_batch, ragged_mask, value_step, whole_step
 
 NUMBERS = Path(__file__).parents[2] / "golden" / "numbers"
 
@@ -162,6 +163,23 @@ def test_vapo_adds_the_golden_positive_loss_to_the_golden_policy_loss():
     total, count = output.means["nll_loss"]
     close(total / count, case["positive_nll"])
     close(output.loss, case["with_nll"])
+
+
+@pytest.mark.parametrize("case", golden("ratio_losses"), ids=lambda case: case["name"])
+def test_gspo_and_cispo_give_the_loss_and_the_gradient_of_verl_and_trl(case):
+    mask = ragged_mask(case["lengths"], len(case["new"][0]))
+    advantages = torch.tensor(case["advantages"])[:, None].expand(mask.shape)
+    batch = make_batch(mask, old=case["old"], advantages=advantages)
+    constants = {"clip_low": case["clip_low"], "clip_high": case["clip_high"]}
+    algorithm = build_algorithm({"name": case["name"], **constants})
+    new = torch.tensor(case["new"], requires_grad=True)
+    step = whole_step(algorithm, batch)
+    output = algorithm.loss(new, torch.zeros_like(new), batch, step)
+    output.loss.backward()
+    close(output.loss, case["loss"])
+    close(new.grad, case["gradient"])
+    low, high = (output.means[f"clipfrac_{end}"] for end in ("low", "high"))
+    close([low[0] / low[1], high[0] / high[1]], case["clipped"])
 
 
 def test_whitening_gives_the_golden_numbers():

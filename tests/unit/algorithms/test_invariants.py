@@ -14,8 +14,10 @@ from planish.algorithms.advantages import (
     terminal_rewards,
 )
 from planish.algorithms.base import Denominators
+from planish.algorithms.cispo import Cispo, CispoConfig
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.algorithms.grpo import GrpoConfig
+from planish.algorithms.gspo import Gspo, GspoConfig
 from planish.algorithms.losses import aggregate, clipped_surrogate, loss_counts, policy_ratio
 from planish.algorithms.tppo import Tppo, TppoConfig
 from planish.algorithms.vapo import Vapo, VapoConfig
@@ -74,6 +76,8 @@ def check_split_order_and_padding(loss, batch, new, step, seed):
 
 
 TPPO = Tppo(TppoConfig(window_tokens=7, ignored_tail_tokens=1))
+GSPO = Gspo(GspoConfig(clip_low=0.1, clip_high=0.1))
+CISPO = Cispo(CispoConfig(clip_high=0.2))
 PENALISED = [
     Dapo(GrpoConfig(kl_coefficient=0.5, kl_estimator="k1")),
     Dapo(DapoConfig(kl_coefficient=0.5, kl_estimator="k2", correction="token_truncate")),
@@ -85,7 +89,8 @@ PENALISED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "algorithm", [Dapo(DapoConfig()), Dapo(GrpoConfig()), Vapo(VapoConfig()), TPPO, *PENALISED]
+    "algorithm",
+    [Dapo(DapoConfig()), Dapo(GrpoConfig()), Vapo(VapoConfig()), TPPO, GSPO, CISPO, *PENALISED],
 )
 @given(seed=SEEDS)
 @FAST

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from planish.algorithms import algorithm_config, build_algorithm
+from planish.algorithms.cispo import CispoConfig
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.algorithms.grpo import GrpoConfig
+from planish.algorithms.gspo import GspoConfig
 from planish.base.config import parse_section
 from planish.base.errors import ConfigError
 from tests.unit.algorithms.batches import make_batch, ragged_mask, whole_step
@@ -125,6 +127,31 @@ def test_correction_scales_the_loss_of_each_token():
     assert loss == pytest.approx((-2 * a + a) / 2, abs=1e-6)
 
 
+def test_gspo_and_cispo_defaults_are_the_published_ones():
+    gspo, cispo = GspoConfig(), CispoConfig()
+    assert (gspo.clip_low, gspo.clip_high) == (3e-4, 4e-4)
+    assert gspo.aggregation == "seq-mean-token-mean"
+    assert (cispo.clip_low, cispo.clip_high, cispo.aggregation) == (1.0, 4.0, "token-mean")
+    with pytest.raises(ConfigError, match="dual_clip"):
+        build_algorithm({"name": "cispo", "dual_clip": 3.0})
+
+
+def test_gspo_clips_a_response_whole_and_cispo_leaves_every_token_a_gradient():
+    mask = ragged_mask([2, 2], 2)
+    # Ratios of tokens 4, 1/2 and 1, 8; of responses the roots of 2 and 8.
+    new = torch.tensor([[math.log(4), -math.log(2)], [0.0, math.log(8)]], requires_grad=True)
+    batch = make_batch(mask, advantages=[[1.0, 1.0], [-1.0, -1.0]])
+    gradients = {}
+    for name in ("gspo", "cispo", "dapo"):
+        algorithm = build_algorithm({"name": name, "clip_high": 0.28})
+        output = algorithm.loss(new, torch.zeros(2, 2), batch, whole_step(algorithm, batch))
+        gradients[name] = torch.autograd.grad(output.loss, new)[0].flatten().tolist()
+    half = math.sqrt(8) / 4
+    assert gradients["gspo"] == pytest.approx([0.0, 0.0, half, half])
+    assert gradients["cispo"] == pytest.approx([-0.32, -0.125, 0.25, 0.32])
+    assert gradients["dapo"] == pytest.approx([0.0, -0.125, 0.25, 2.0])
+
+
 def test_picker_follows_the_name_and_names_the_nearest_key():
     assert algorithm_config({"name": "grpo"}) is GrpoConfig
     assert algorithm_config({}) is DapoConfig
@@ -152,7 +179,7 @@ def test_impossible_constants_are_refused(table, message):
 def test_algorithms_and_their_configurations_import_without_torch():
     code = (
         "import sys; from planish.algorithms import ALGORITHMS, build_algorithm\n"
-        "assert len([build_algorithm({'name': name}) for name in ALGORITHMS]) == 6\n"
+        "assert len([build_algorithm({'name': name}) for name in ALGORITHMS]) == 8\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

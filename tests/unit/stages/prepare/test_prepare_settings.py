@@ -8,6 +8,7 @@ import pytest
 
 from planish import store
 from planish.__main__ import main
+from planish.algorithms import ALGORITHMS
 from planish.base.config import (
     load_preset,
     parse_override,
@@ -332,7 +333,7 @@ def test_a_tiny_preset_shapes_rewards_and_keeps_groups_as_the_published_form_doe
         }
 
     forms = dict(name.split("-", 1) for name in preset_names() if name.endswith("-paper"))
-    assert set(forms) == {"grpo", "dapo", "ppo", "vc_ppo", "vapo", "tppo"}
+    assert set(forms) == set(ALGORITHMS)
     for name in preset_names():
         algorithm, _, form = name.partition("-")
         assert of(algorithm, form) == of(algorithm, "paper"), name

@@ -1,0 +1,66 @@
+"""GSPO: one ratio for a whole response, the geometric mean of those of its tokens.
+
+A response is clipped as a whole, and every response weighs the same. The ratio of a mean over
+thousands of tokens stays much nearer to 1 than that of one token, and so do its clips.
+
+Source: GSPO, arXiv 2507.18071, sections 4.1 (equations 5 and 7) and 5.1 (constants).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from planish.algorithms.base import Denominators, LossOutput, Recipe, TrainBatch
+from planish.algorithms.clipped_policy import (
+    ClippedPolicyConfig,
+    clipped_policy_loss,
+    clipped_token_losses,
+)
+from planish.algorithms.dapo import Dapo, GroupPolicyConfig
+from planish.algorithms.losses import Aggregation
+from planish.algorithms.masked import masked_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GspoConfig(GroupPolicyConfig):
+    """Published constants of GSPO."""
+
+    name: Literal["gspo"] = "gspo"
+    """Key in the table of algorithms."""
+    clip_low: float = Field(default=3e-4, ge=0.0, le=1.0)
+    """The ratio of a response is clipped below 1 - clip_low (section 5.1)."""
+    clip_high: float = Field(default=4e-4, ge=0.0)
+    """And above 1 + clip_high; shorter responses need wider clips."""
+    aggregation: Aggregation = "seq-mean-token-mean"
+    """Every response weighs the same (equation 5)."""
+
+
+class Gspo(Dapo):
+    """Group-relative advantages and a policy loss that is clipped response by response."""
+
+    def loss(
+        self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch, denominators: Denominators
+    ) -> LossOutput:
+        """Return one micro-batch's part of the loss (equation 5)."""
+        return clipped_policy_loss(
+            logprobs, entropy, batch, denominators, self.config, response_losses
+        )
+
+
+def response_losses(
+    new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: ClippedPolicyConfig
+) -> tuple[Tensor, Tensor]:
+    """Return the ratio of its response and the surrogate clipped by it at every token.
+
+    The ratio is exp of the mean difference of log-probabilities over the tokens in `mask`
+    (equation 7); the mean of the losses over these has value and gradient of equation 5.
+    """
+    mean = masked_mean(new - old, mask, 1).unsqueeze(1).expand_as(new)
+    return clipped_token_losses(mean, mean.new_zeros(()), advantages, mask, config)
+
+
+RECIPE = Recipe(GspoConfig, Gspo)
