@@ -86,7 +86,8 @@ class Section(BaseModel):
 def _is_none(cls: type[BaseModel], key: str, value: object) -> bool:
     if value != "none" or key not in cls.model_fields:
         return False
-    kinds = get_args(cls.model_fields[key].annotation)
+    annotation = cls.model_fields[key].annotation
+    kinds = get_args(annotation) or (annotation,)
     has_text = any(kind is str or get_origin(kind) is Literal for kind in kinds)
     return NoneType in kinds and not has_text
 
