@@ -27,7 +27,7 @@ CEILINGS = {
     "checkpoint": 13_980,
     "engines": 10_660,
     "minder": 8_630,
-    "models": 2_975,
+    "models": 2_985,
     "records": 2_735,
     "run": 2_745,
     "show": 1_520,

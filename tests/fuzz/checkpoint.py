@@ -137,7 +137,7 @@ def use_header(data):
     """Parse a safetensors header as a reader does: the length first."""
     size = len(data) + 64
     header = parse_header(data[: header_bytes(data[:8], size)], size)
-    assert sum(entry.stop - entry.start for entry in header.entries.values()) <= size
+    assert sum(entry.stop - entry.start for entry in header.values()) <= size
 
 
 def with_head(prefix, place):

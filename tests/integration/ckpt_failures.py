@@ -99,6 +99,9 @@ class Site:
         assert all(one.step == seeds[one.path.rpartition("/")[2]] for one in found)
         return seeds
 
+    def remove(self, name):
+        catalog.delete(self.storage, f"run/{name}")
+
     def gc(self, grace_s=0.0):
         return catalog.gc(self.storage, "run", grace_s=grace_s)
 

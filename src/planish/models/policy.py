@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import google_crc32c
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from planish.base.errors import ConfigError, RecordError
 from planish.models.config import ModelConfig
@@ -202,28 +204,37 @@ def empty_model(folder: Path, heads: Sequence[str] = ("ForCausalLM",)) -> Any:
     return model
 
 
+class _Blank(threading.local):
+    """Whether this thread builds modules without weights."""
+
+    is_on = False
+
+
+_blank = _Blank()
+
+
+def _without_storage(_: nn.Module, __: str, param: nn.Parameter | None) -> nn.Parameter | None:
+    if param is None or param.is_meta or not _blank.is_on:
+        return None
+    return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+
+
+# It stays: torch does not bear that a hook comes or goes while another thread builds a module. The
+# hook may return another parameter, which its type does not say.
+register_module_parameter_registration_hook(_without_storage)  # type: ignore[arg-type]
+
+
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Let every module that is built meanwhile have its parameters on the device `meta`.
+    """Let every module that this thread builds meanwhile have its parameters on the device `meta`.
 
-    Modules keep the buffers that they compute, as under `include_buffers=False` of accelerate. It
-    switches all threads at once.
+    Modules keep the buffers that they compute, as under `include_buffers=False` of accelerate.
     """
-    from transformers.initialization import no_init_weights
-
-    held = nn.Module.register_parameter
-
-    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        held(self, name, param)
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    _blank.is_on = True
     try:
-        with no_init_weights():
-            yield
+        yield
     finally:
-        nn.Module.register_parameter = held  # type: ignore[method-assign]
+        _blank.is_on = False
 
 
 class _Entry(NamedTuple):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from planish.base.errors import ConfigError
 from planish.models.adapters import Adapters, is_adapter
@@ -18,6 +20,7 @@ from planish.models.policy import (
     frame_policy,
     load_policy,
     save_policy,
+    without_weights,
 )
 
 KINDS = {"dense": {}, "experts": {"num_experts": 4, "expert_intermediate_size": 24}}
@@ -88,3 +91,25 @@ def test_adapters_of_a_frame_are_drawn_as_those_of_a_model(pin):
         assert parameter.is_meta != is_adapter(name)
         assert parameter.requires_grad == drawn[name].requires_grad
         assert not is_adapter(name) or torch.equal(parameter, drawn[name])
+
+
+def test_what_threads_build_without_weights_leaves_other_modules_theirs():
+    begun = threading.Barrier(3)
+
+    def build(order):
+        with without_weights():
+            begun.wait()
+            assert nn.Linear(2, 2).weight.is_meta
+            order.wait()
+
+    # The first that begins ends first, too.
+    first, second = threading.Event(), threading.Event()
+    threads = [threading.Thread(target=build, args=[order]) for order in (first, second)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    assert not nn.Linear(2, 2).weight.is_meta
+    for order, thread in zip((first, second), threads, strict=True):
+        order.set()
+        thread.join()
+    assert not nn.Linear(2, 2).weight.is_meta
