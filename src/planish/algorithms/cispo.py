@@ -8,12 +8,12 @@ tuned, to a value that is not told; the default is that of ScaleRL, arXiv 2510.1
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from planish.algorithms.base import Denominators, LossOutput, Recipe, TrainBatch
-from planish.algorithms.clipped_policy import ClippedPolicyConfig, clipped_policy_loss
+from planish.algorithms.base import Recipe
+from planish.algorithms.clipped_policy import ClippedPolicyConfig, TokenLosses
 from planish.algorithms.dapo import Dapo, GroupPolicyConfig
 from planish.algorithms.losses import policy_ratio
 
@@ -34,18 +34,6 @@ class CispoConfig(GroupPolicyConfig):
     """No loss here grows with the ratio without a limit."""
 
 
-class Cispo(Dapo):
-    """Group-relative advantages and a policy loss whose ratios are clipped weights."""
-
-    def loss(
-        self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch, denominators: Denominators
-    ) -> LossOutput:
-        """Return one micro-batch's part of the loss (equation 4)."""
-        return clipped_policy_loss(
-            logprobs, entropy, batch, denominators, self.config, weighted_losses
-        )
-
-
 def weighted_losses(
     new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: ClippedPolicyConfig
 ) -> tuple[Tensor, Tensor]:
@@ -53,6 +41,12 @@ def weighted_losses(
     ratio = policy_ratio(new.detach(), old)
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     return ratio, -weight * advantages * new
+
+
+class Cispo(Dapo):
+    """Group-relative advantages and a policy loss whose ratios are clipped weights (equation 4)."""
+
+    token_losses: ClassVar[TokenLosses] = staticmethod(weighted_losses)
 
 
 RECIPE = Recipe(CispoConfig, Cispo)

@@ -17,7 +17,9 @@ from planish.algorithms.base import Denominators, LossOutput, Recipe, TrainBatch
 from planish.algorithms.clipped_policy import (
     ClippedPolicy,
     ClippedPolicyConfig,
+    TokenLosses,
     clipped_policy_loss,
+    clipped_token_losses,
     with_old_policy,
 )
 from planish.algorithms.losses import Aggregation, loss_counts
@@ -55,6 +57,7 @@ class Dapo(ClippedPolicy):
 
     config: GroupPolicyConfig
     needs_values: ClassVar[bool] = False
+    token_losses: ClassVar[TokenLosses] = staticmethod(clipped_token_losses)
 
     def __init__(self, config: GroupPolicyConfig) -> None:
         self.config = config
@@ -84,7 +87,9 @@ class Dapo(ClippedPolicy):
         self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch, denominators: Denominators
     ) -> LossOutput:
         """Return one micro-batch's part of the clipped loss (sections 3.1 and 3.3)."""
-        return clipped_policy_loss(logprobs, entropy, batch, denominators, self.config)
+        return clipped_policy_loss(
+            logprobs, entropy, batch, denominators, self.config, self.token_losses
+        )
 
 
 RECIPE = Recipe(DapoConfig, Dapo)

@@ -8,14 +8,14 @@ Source: GSPO, arXiv 2507.18071, sections 4.1 (equations 5 and 7) and 5.1 (consta
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from planish.algorithms.base import Denominators, LossOutput, Recipe, TrainBatch
+from planish.algorithms.base import Recipe
 from planish.algorithms.clipped_policy import (
     ClippedPolicyConfig,
-    clipped_policy_loss,
+    TokenLosses,
     clipped_token_losses,
 )
 from planish.algorithms.dapo import Dapo, GroupPolicyConfig
@@ -39,18 +39,6 @@ class GspoConfig(GroupPolicyConfig):
     """Every response weighs the same (equation 5)."""
 
 
-class Gspo(Dapo):
-    """Group-relative advantages and a policy loss that is clipped response by response."""
-
-    def loss(
-        self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch, denominators: Denominators
-    ) -> LossOutput:
-        """Return one micro-batch's part of the loss (equation 5)."""
-        return clipped_policy_loss(
-            logprobs, entropy, batch, denominators, self.config, response_losses
-        )
-
-
 def response_losses(
     new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: ClippedPolicyConfig
 ) -> tuple[Tensor, Tensor]:
@@ -61,6 +49,12 @@ def response_losses(
     """
     mean = masked_mean(new - old, mask, 1).unsqueeze(1).expand_as(new)
     return clipped_token_losses(mean, mean.new_zeros(()), advantages, mask, config)
+
+
+class Gspo(Dapo):
+    """Group-relative advantages and a policy loss that is clipped by the response (equation 5)."""
+
+    token_losses: ClassVar[TokenLosses] = staticmethod(response_losses)
 
 
 RECIPE = Recipe(GspoConfig, Gspo)

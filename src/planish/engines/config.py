@@ -81,6 +81,11 @@ class EngineConfig(Section):
         """Ranks of an engine whose attention and experts are apart."""
         return self.attention_ranks + self.expert_ranks
 
+    @property
+    def frame_tokens(self) -> int:
+        """Most tokens of one forward over prompts, with engines apart; frames are as large."""
+        return self.batch_tokens or 512
+
     def _off(self) -> list[str]:
         return [
             name
@@ -88,10 +93,6 @@ class EngineConfig(Section):
             if getattr(self, name) == field.default
         ]
 
-
-FRAME_TOKENS = 512
-"""Most tokens of one forward over prompts, with engines apart, where `batch_tokens` leaves it open;
-frames between ranks are as large."""
 
 DEAD_S = 10.0
 """Silence of a rank, asked whether it lives, after which it counts as dead."""

@@ -27,7 +27,7 @@ import numpy as np
 from planish.base.errors import ConfigError, EngineError
 from planish.base.parallel import num_devices
 from planish.engines.base import BaseEngine
-from planish.engines.config import FRAME_TOKENS, VLLM_SETTINGS, EngineConfig
+from planish.engines.config import VLLM_SETTINGS, EngineConfig
 from planish.engines.deploy.connections import elsewhere
 from planish.engines.disagg.control import Message, decode_outputs, encode_request
 from planish.engines.disagg.placement import ExpertLayout
@@ -225,7 +225,7 @@ class DisaggEngine(BaseEngine):
             micro_batches=self._num_micro_batches,
             rows=self._limits.max_rows,
             max_model_len=self.max_model_len,
-            prefill_tokens=self._config.batch_tokens or FRAME_TOKENS,
+            prefill_tokens=self._config.frame_tokens,
             folder=str(folder),
             version=version,
             device=self._device,

@@ -62,15 +62,20 @@ class FittedLine:
 def fit(rows: Sequence[float], seconds: Sequence[float]) -> FittedLine:
     """Return the best line with a floor, by least squares over every place of its bend."""
     found: list[FittedLine] = []
-    mean = fmean(seconds)
-    spread = sum((y - mean) ** 2 for y in seconds) or 1e-30
     for bend in rows[:-1]:
-        above = [max(0.0, x - bend) for x in rows]
-        slope, floor = linear_regression(above, seconds)
-        wrong = sum((floor + slope * u - y) ** 2 for u, y in zip(above, seconds, strict=True))
-        found.append(FittedLine(slope, floor - slope * bend, floor, 1 - wrong / spread))
+        slope, floor, r2 = straight([max(0.0, x - bend) for x in rows], seconds)
+        found.append(FittedLine(slope, floor - slope * bend, floor, r2))
     # The first of those that are as good.
     return max(found, key=lambda line: round(line.r2, 9))
+
+
+def straight(places: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Return slope and offset of the line of least squares, and the variance that it explains."""
+    slope, offset = linear_regression(places, seconds)
+    mean = fmean(seconds)
+    spread = sum((y - mean) ** 2 for y in seconds) or 1e-30
+    wrong = sum((offset + slope * x - y) ** 2 for x, y in zip(places, seconds, strict=True))
+    return slope, offset, 1 - wrong / spread
 
 
 def profile(options: argparse.Namespace, progress: Progress) -> Iterator[Table | str]:
@@ -133,16 +138,14 @@ def profile(options: argparse.Namespace, progress: Progress) -> Iterator[Table |
 def frames(transport: str, device: torch.device, repeats: int) -> dict[str, Any]:
     """Return what frames of some sizes take, and the line through it."""
     seconds = frame_seconds(transport, device, FRAME_SIZES, repeats)
-    slope, offset = linear_regression(FRAME_SIZES, seconds)
-    mean = fmean(seconds)
-    wrong = sum((offset + slope * x - y) ** 2 for x, y in zip(FRAME_SIZES, seconds, strict=True))
+    slope, offset, r2 = straight(FRAME_SIZES, seconds)
     return {
         "transport": transport,
         "bytes": list(FRAME_SIZES),
         "seconds": seconds,
         "slope": max(slope, 1e-15),  # what noise made fall
         "offset": max(offset, 0.0),
-        "r2": 1 - wrong / (sum((y - mean) ** 2 for y in seconds) or 1e-30),
+        "r2": r2,
     }
 
 

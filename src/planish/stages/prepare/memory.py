@@ -19,7 +19,7 @@ from typing import Any
 
 from planish.base.config import parse_section
 from planish.engines import APART
-from planish.engines.config import FRAME_TOKENS, EngineConfig
+from planish.engines.config import EngineConfig
 from planish.models.shapes import ModelShape
 
 Config = Mapping[str, Mapping[str, Any]]
@@ -365,7 +365,7 @@ def frames_part(config: Config, shape: ModelShape, section: str, peers: int) -> 
     wide, engine = bytes_per_weight(config), settings_of_engine(config)
     slots = engine.micro_batches if engine.name == "disagg" else 1
     rows = -(-config[section]["max_rows"] // (engine.attention_ranks * slots))
-    tokens = max(rows, engine.batch_tokens or FRAME_TOKENS)
+    tokens = max(rows, engine.frame_tokens)
     local = shape.num_experts // engine.expert_ranks + engine.redundant_experts
     each = tokens * min(shape.experts_per_token, local) * shape.hidden_size * wide
     how = f"2 x {peers} ranks x {slots} micro-batches x {each:,} B of {tokens:,} tokens"
