@@ -28,8 +28,16 @@ class ModelConfig(Section):
     stop_strings: list[str] = Field(default_factory=list)
     """Texts that end a response with the token that completes them, beside the end tokens; every
     export of the policy names them in its generation_config.json."""
+    end_tokens: list[str] = Field(default_factory=list)
+    """Tokens of a pretrained model that end a response, such as `["<|im_end|>"]`; empty takes the
+    ends that its tokenizer and its configurations name, and the token by which its chat template
+    closes an assistant's turn."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights as saved and as rollout engines run them."""
+    head_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which trainer and engines compute the LM head; float32 keeps their log-probabilities
+    closer (MiniMax-M1, arXiv 2506.13585, section 3.2) and costs time. Policies carry it in their
+    config.json, where vLLM reads it."""
     lora_rank: int = Field(default=0, ge=0)
     """Rank of low-rank adapters (LoRA), which are trained in place of the weights; 0 trains all
     weights. Policies are exported with the adapters merged into their weights."""
@@ -91,7 +99,9 @@ class ModelConfig(Section):
     def _off(self) -> list[str]:
         dense = () if self.num_experts else ("experts_per_token", "expert_intermediate_size")
         whole = () if self.lora_rank else ("lora_rank", "lora_alpha", "lora_target_modules")
-        return [*dense, *whole, *(() if self.stop_strings else ("stop_strings",))]
+        off = [*dense, *whole, *(() if self.stop_strings else ("stop_strings",))]
+        off += [] if self.end_tokens else ["end_tokens"]
+        return off + (["head_dtype"] if self.head_dtype == self.dtype == "float32" else [])
 
     @model_validator(mode="after")
     def _heads_fit(self) -> ModelConfig:

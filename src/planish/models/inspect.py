@@ -115,7 +115,10 @@ def open_tokenizer(folder: SourceFolder, settings: ModelConfig) -> Tokenizer:
             if folder.path is None and file.endswith(_SMALL) and size <= MAX_SMALL_BYTES:
                 (local / file).write_bytes(folder.read(file, 0, size))
         return load_tokenizer(
-            local, chat_template=settings.chat_template, stop_strings=settings.stop_strings
+            local,
+            chat_template=settings.chat_template,
+            stop_strings=settings.stop_strings,
+            end_tokens=settings.end_tokens,
         )
 
 

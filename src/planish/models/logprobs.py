@@ -10,16 +10,18 @@ of the state before each action as in generalised advantage estimation, arXiv 15
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional
 
 from planish.models import selected_states
 from planish.models.packing import Packing
+from planish.models.policy import DTYPES
 
-TOKENS_PER_CHUNK = 4096
+TOKENS_PER_CHUNK = 1024
 """Selected tokens whose logits exist in memory at once."""
 
 
@@ -31,11 +33,33 @@ class VocabularyPart(Protocol):
     size: int
     """How many there are; scores behind them are those of no token."""
 
+    def share(self, hidden: Tensor) -> Tensor:
+        """Return hidden states that all parts read; their gradient is the sum over all parts."""
+
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add up over all parts; the gradient of the sum is that of each part."""
+        """Add up over all parts, without a gradient."""
 
     def max(self, tensor: Tensor) -> Tensor:
         """Take the largest value of each element over all parts, without a gradient."""
+
+
+class WholeVocabulary:
+    """All tokens in one part."""
+
+    first = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def share(self, hidden: Tensor) -> Tensor:
+        """Return what is given: nobody else reads it."""
+        return hidden
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return what is given: there is no other part."""
+        return tensor
+
+    max = sum
 
 
 def hidden_before(body: Any, input_ids: Tensor, packing: Packing | None, select: Tensor) -> Tensor:
@@ -116,65 +140,153 @@ class TokenScorer(nn.Module):
         body = getattr(self.model, self.model.base_model_prefix)
         hidden = hidden_before(body, input_ids, packing, select)
         targets = input_ids[select]
-        return self._score(hidden, targets, temperature, with_entropy)
-
-    def _score(
-        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        step = self.tokens_per_chunk
-        if len(targets) <= step:
-            return self._score_chunk(hidden, targets, temperature, with_entropy)
-        parts: list[tuple[Tensor, Tensor]] = []
-        for start in range(0, len(targets), step):
-            piece = (hidden[start : start + step], targets[start : start + step])
-            if torch.is_grad_enabled():
-                # Keeping the logits of all chunks for backward would undo the chunking.
-                parts.append(
-                    checkpoint(
-                        self._score_chunk, *piece, temperature, with_entropy, use_reentrant=False
-                    )
-                )
-            else:
-                parts.append(self._score_chunk(*piece, temperature, with_entropy))
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-    def _score_chunk(
-        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        scores = logits(self.model, hidden).float()
-        if temperature != 1.0:
-            scores = scores / temperature
-        part = self.vocabulary
-        if part is None:
-            logprobs = torch.log_softmax(scores, dim=-1)
-            chosen = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        else:
-            logprobs, chosen = log_softmax_of_part(scores, targets, part)
-        if not with_entropy:
-            return chosen, torch.zeros_like(chosen.detach())
-        with torch.no_grad():
-            # p * log p is 0, not NaN, where a token is masked out with a logit of -inf. torch's own
-            # `entr` takes ten times as long on CPU.
-            finite = logprobs.detach().clamp(min=torch.finfo(logprobs.dtype).min)
-            entropy = -finite.mul_(logprobs.detach().exp()).sum(-1)
-            return chosen, entropy if part is None else part.sum(entropy)
+        head, dtype = self.model.get_output_embeddings(), head_dtype(self.model.config)
+        vocabulary = self.vocabulary or WholeVocabulary(head.weight.shape[0])
+        bias = getattr(head, "bias", None)
+        computation = Head(
+            self.model.config, temperature, vocabulary, self.tokens_per_chunk, with_entropy
+        )
+        apply: Any = _Scores.apply  # untyped in torch
+        with torch.autocast(hidden.device.type, enabled=False):
+            scored: tuple[Tensor, Tensor] = apply(
+                computation,
+                targets,
+                vocabulary.share(hidden).to(dtype),
+                head.weight.to(dtype),
+                None if bias is None else bias.to(dtype),
+            )
+        return scored
 
 
-def log_softmax_of_part(
-    scores: Tensor, targets: Tensor, part: VocabularyPart
-) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of a part's tokens, [K, part], and of the targets, [K].
+def head_dtype(config: Any) -> torch.dtype:
+    """Return the type in which trainers compute the LM head of a model of this configuration."""
+    return DTYPES[getattr(config, "head_dtype", "float32")]
+
+
+@dataclass(frozen=True)
+class Head:
+    """How an LM head turns hidden states into log-probabilities, beside its weights."""
+
+    config: Any
+    """Of the model: its family's scaling of logits."""
+    temperature: float
+    vocabulary: VocabularyPart
+    chunk: int
+    """Tokens whose scores exist at once."""
+    with_entropy: bool
+
+    def scores(self, products: Tensor) -> Tensor:
+        """Return the scores of [K, part] products of hidden states and weights, in float32."""
+        scores = scaled(products.float(), self.config)
+        if self.temperature != 1.0:
+            scores = scores / self.temperature
+        columns = torch.arange(scores.shape[-1], device=scores.device)
+        if self.vocabulary.size < len(columns):
+            scores = scores.masked_fill(columns >= self.vocabulary.size, -torch.inf)
+        return scores
+
+    def places(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns of targets, [K] int64, and which of them are in this part."""
+        places = targets - self.vocabulary.first
+        is_here = (places >= 0) & (places < self.vocabulary.size)
+        return places.where(is_here, 0), is_here
+
+    def measure(self, targets: Tensor, products: Tensor) -> Tensor:
+        """Return what is known of [k] tokens by their [k, part] products, which are overwritten.
+
+        Returns:
+            [4, k] float32: log-probabilities, entropies, the largest score, and the logarithm of
+            the sum of all exponentials below it.
+        """
+        part, scores = self.vocabulary, self.scores(products)
+        top = part.max(scores.amax(-1, keepdim=True))
+        shares = scores.sub_(top).exp()
+        total = part.sum(shares.sum(-1, keepdim=True))
+        norm = total.log()
+        logprobs = scores.sub_(norm)
+        places, is_here = self.places(targets)
+        chosen = part.sum(logprobs.gather(-1, places[:, None]).where(is_here[:, None], 0.0))
+        entropy = torch.zeros_like(chosen)
+        if self.with_entropy:
+            # p * log p is 0, not NaN, where a token is masked out with a score of -inf.
+            finite = logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
+            entropy = part.sum(-shares.mul_(finite).sum(-1, keepdim=True)) / total
+        return torch.cat([chosen, entropy, top, norm], 1).mT
+
+    def slopes(
+        self, products: Tensor, targets: Tensor, top: Tensor, norm: Tensor, gradient: Tensor
+    ) -> Tensor:
+        """Return the gradient of [k, part] products from those of [k] log-probabilities.
+
+        With respect to the scores it is a one-hot vector less the softmax.
+        """
+        with torch.enable_grad():
+            scores = self.scores(products.requires_grad_())
+        slopes = scores.detach() - top[:, None]
+        slopes = slopes.sub_(norm[:, None]).exp_().mul_(-gradient[:, None])
+        places, is_here = self.places(targets)
+        each = torch.arange(len(places), device=places.device)
+        slopes[each, places] += gradient * is_here
+        return torch.autograd.grad(scores, products, slopes)[0]
+
+
+class _Scores(torch.autograd.Function):
+    """Log-probabilities and entropies, chunk by chunk; the backward pass computes scores again.
 
     Source: Megatron-LM, arXiv 1909.08053, section 3 (cross-entropy over parts of a vocabulary).
     """
-    is_padding = torch.arange(scores.shape[-1], device=scores.device) >= part.size
-    scores = scores.masked_fill(is_padding, -torch.inf)
-    top = part.max(scores.detach().amax(-1, keepdim=True))
-    total = part.sum((scores - top).exp().sum(-1, keepdim=True)).log() + top
-    place = (targets - part.first).unsqueeze(-1)
-    is_here = (place >= 0) & (place < part.size)
-    own = scores.gather(-1, place.clamp(0, scores.shape[-1] - 1)).where(is_here, 0.0)
-    return scores - total, (part.sum(own) - total).squeeze(-1)
+
+    @staticmethod
+    def forward(
+        ctx: Any, head: Head, targets: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        chunks = zip(*(torch.split(x, head.chunk) for x in (hidden, targets)), strict=True)
+        measured = torch.cat(
+            [head.measure(t, functional.linear(h, weight, bias)) for h, t in chunks], 1
+        )
+        chosen, entropy, tops, norms = measured
+        ctx.head = head
+        ctx.save_for_backward(targets, tops, norms, hidden, weight, bias)
+        ctx.mark_non_differentiable(entropy)
+        return chosen, entropy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        head: Head = ctx.head
+        targets, tops, norms, hidden, weight, bias = ctx.saved_tensors
+        _, _, needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        # Chunks are summed in float32, whatever the type of the products.
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        of_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(hidden), head.chunk):
+                rows = slice(start, start + head.chunk)
+                products = functional.linear(hidden[rows], weight, bias)
+                per_token = targets[rows], tops[rows], norms[rows], gradient[rows]
+                slopes = head.slopes(products, *per_token)
+                if of_hidden is not None:
+                    torch.mm(slopes, weight, out=of_hidden[rows])
+                if of_weight is not None:
+                    _add_product(of_weight, slopes.mT, hidden[rows])
+                if of_bias is not None:
+                    of_bias += slopes.sum(0)
+                # The next chunk needs their room.
+                del products, slopes
+        return (
+            None,
+            None,
+            of_hidden,
+            *(None if total is None else total.to(weight.dtype) for total in (of_weight, of_bias)),
+        )
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product to a float32 matrix, without another one of its size in float32."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 class ValueScorer(nn.Module):
@@ -203,18 +315,8 @@ class ValueScorer(nn.Module):
         return scores.squeeze(-1)
 
 
-def logits(model: Any, hidden: Tensor) -> Tensor:
-    """Apply the LM head to hidden states with the scaling that the model's family defines.
-
-    Args:
-        model: causal LM of transformers.
-        hidden: [K, H] last hidden states, after the final norm.
-
-    Returns:
-        [K, V] in the model's type.
-    """
-    scores: Tensor = model.get_output_embeddings()(hidden)
-    config = model.config
+def scaled(scores: Tensor, config: Any) -> Tensor:
+    """Return [K, V] products of an LM head with the scaling that the model's family defines."""
     for name in ("logit_scale", "logits_scale"):
         if getattr(config, name, None) is not None:
             scores = scores * getattr(config, name)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import google_crc32c
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from planish.base.errors import ConfigError, RecordError
@@ -26,7 +27,7 @@ from planish.models.config import ModelConfig
 from planish.models.experts import disk_tensors, on_disk
 from planish.models.headers import dtype_name, parse_config
 from planish.models.library import load_transformers, model_class
-from planish.models.tokens import Tokenizer, character_tokenizer, load_tokenizer
+from planish.models.tokens import ALL_ENDS, Tokenizer, character_tokenizer, load_tokenizer
 from planish.records.files import WEIGHTS, weights_checksum
 from planish.records.io import fetch_files, read_manifest, write_files
 from planish.records.refs import Ref, parse_pin
@@ -97,6 +98,37 @@ def build_policy(config: ModelConfig, seed: int) -> Policy:
     model = model.to(DTYPES[config.dtype]).eval()
     model.config.dtype = DTYPES[config.dtype]
     return Policy(model=model, tokenizer=tokenizer)
+
+
+def name_head_dtype(config: Any, wanted: ModelConfig) -> None:
+    """Write the type of the LM head into a configuration of transformers, where it says anything.
+
+    A model without a word is computed in float32 by trainers and in its own type by engines.
+    """
+    if (wanted.dtype, wanted.head_dtype) != ("float32", "float32") or hasattr(config, "head_dtype"):
+        config.head_dtype = wanted.head_dtype
+
+
+class TypedHead(nn.Linear):
+    """An LM head that computes in a type of its own, as vLLM does (`LogitsProcessor`, 0.32)."""
+
+    dtype: torch.dtype
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the scores of [..., H] hidden states in that type."""
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return functional.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
+
+
+def _type_head(model: Any) -> None:
+    """Let the LM head compute in the type that its configuration names, where it names one."""
+    dtype = DTYPES.get(str(getattr(model.config, "head_dtype", "")))
+    head = model.get_output_embeddings()
+    if dtype is not None and type(head) is nn.Linear:
+        # Unlike a hook, a class goes along with copies of the model.
+        head.__class__ = TypedHead
+        typed: Any = head
+        typed.dtype = dtype
 
 
 def load_policy(
@@ -178,6 +210,7 @@ def load_model(
             f"the weights of a model must be complete, got none for {absent[:4]} ({len(absent)} "
             f"tensors) in {str(folder)!r}; download or export it again"
         )
+    _type_head(model)
     return model.eval()
 
 
@@ -201,6 +234,7 @@ def empty_model(folder: Path, heads: Sequence[str] = ("ForCausalLM",)) -> Any:
             f"got {type(error).__name__}: {str(error)[:300]}; check its config.json"
         ) from None
     model.tie_weights()
+    _type_head(model)
     return model
 
 
@@ -392,6 +426,8 @@ def save_policy(
         generation = policy.model.generation_config
         if generation is not None:
             generation.eos_token_id = list(policy.tokenizer.eos_token_ids)
+            if policy.tokenizer.has_all_ends:
+                setattr(generation, ALL_ENDS, generation.eos_token_id)
             generation.stop_strings = list(policy.tokenizer.stop_strings) or None
             generation.save_pretrained(folder)
         policy.tokenizer.save(folder)

@@ -24,11 +24,12 @@ def load_pretrained(
     revision: str = "main",
     chat_template: str = "",
     stop_strings: Sequence[str] = (),
+    end_tokens: Sequence[str] = (),
 ) -> Policy:
     """Load a pretrained causal language model and its tokenizer.
 
     `chat_template` is used only where the tokenizer has none; `stop_strings` end a response beside
-    those of its generation config.
+    those of its generation config; `end_tokens` are as for `load_tokenizer`.
 
     Raises:
         ConfigError: tells what is wrong with the name or the folder, and what to do.
@@ -36,7 +37,9 @@ def load_pretrained(
     folder = find_folder(path, revision=revision)
     check_folder(folder)
     model = load_model(folder)
-    tokenizer = load_tokenizer(folder, chat_template=chat_template, stop_strings=stop_strings)
+    tokenizer = load_tokenizer(
+        folder, chat_template=chat_template, stop_strings=stop_strings, end_tokens=end_tokens
+    )
     return Policy(model=model, tokenizer=tokenizer, version=0, folder=folder)
 
 

@@ -26,6 +26,9 @@ MINIMAL_CHAT_TEMPLATE = (
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
+ALL_ENDS = "all_eos_token_ids"
+"""Key of a policy's generation_config.json: all ends, whatever else its files name."""
+
 MAX_STOP_BYTES = 256
 """Limit of all stop strings of a policy together, in UTF-8."""
 
@@ -49,7 +52,12 @@ class Tokenizer:
     """
 
     def __init__(
-        self, backend: Any, eos_token_ids: Sequence[int] = (), stop_strings: Sequence[str] = ()
+        self,
+        backend: Any,
+        eos_token_ids: Sequence[int] = (),
+        stop_strings: Sequence[str] = (),
+        *,
+        has_all_ends: bool = False,
     ) -> None:
         """Wrap `backend`, a fast tokenizer of transformers.
 
@@ -57,12 +65,13 @@ class Tokenizer:
             backend: holds the chat template and the special tokens.
             eos_token_ids: further ids that end a response, e.g. of a generation config.
             stop_strings: texts that end a response with the token that completes them.
+            has_all_ends: `eos_token_ids` are all ends, whatever the backend's own is.
 
         Raises:
             ConfigError: no end token, no chat template, or stop strings that can not be used.
         """
         check_stop_strings(stop_strings)
-        own = [] if backend.eos_token_id is None else [int(backend.eos_token_id)]
+        own = [int(i) for i in [backend.eos_token_id] if i is not None and not has_all_ends]
         ids = tuple(dict.fromkeys([*own, *(int(i) for i in eos_token_ids)]))
         if not ids:
             raise ConfigError(
@@ -76,6 +85,7 @@ class Tokenizer:
             )
         self.backend = backend
         self.eos_token_ids: tuple[int, ...] = ids
+        self.has_all_ends = has_all_ends
         self.stop_strings: tuple[str, ...] = tuple(dict.fromkeys(stop_strings))
         pad = backend.pad_token_id
         self.pad_token_id: int = ids[0] if pad is None else int(pad)
@@ -240,17 +250,22 @@ def character_tokenizer(alphabet: str, *, stop_strings: Sequence[str] = ()) -> T
 
 
 def load_tokenizer(
-    folder: Path, *, chat_template: str = "", stop_strings: Sequence[str] = ()
+    folder: Path,
+    *,
+    chat_template: str = "",
+    stop_strings: Sequence[str] = (),
+    end_tokens: Sequence[str] | None = None,
 ) -> Tokenizer:
     """Open the tokenizer of a model folder; its two configs say what else ends a response.
 
     `chat_template` is used only where the tokenizer has none; `stop_strings` come beside those of
-    the generation config.
+    the generation config. `end_tokens` are all tokens that end a response; empty adds the one by
+    which the chat template closes an assistant's turn to those that the folder names, None none.
 
     Raises:
         ConfigError: no readable tokenizer, no end token or no chat template.
     """
-    ends, texts = _generation_ends(folder)
+    ends, texts, has_all = _generation_ends(folder)
     try:
         if not any((folder / name).is_file() for name in _VOCABULARIES):
             # transformers would hand out an empty tokenizer of the model's family.
@@ -260,7 +275,11 @@ def load_tokenizer(
         )
         if not backend.chat_template and chat_template:
             backend.chat_template = chat_template
-        tokenizer = Tokenizer(backend, ends, [*texts, *stop_strings])
+        if end_tokens:
+            ends, has_all = _token_ids(backend, end_tokens), True
+        elif end_tokens is not None and not has_all:
+            ends += _closing_tokens(backend)
+        tokenizer = Tokenizer(backend, ends, [*texts, *stop_strings], has_all_ends=has_all)
         # Some strange settings break nothing before the first use.
         tokenizer.decode(tokenizer.encode_response("1"))
     except ConfigError:
@@ -291,8 +310,36 @@ def _backend_class(folder: Path) -> Any:
     return AutoTokenizer
 
 
-def _generation_ends(folder: Path) -> tuple[list[int], list[str]]:
-    """Return the end tokens and the stop strings of a folder's generation and model configs."""
+def _token_ids(backend: Any, tokens: Sequence[str]) -> list[int]:
+    """Return the ids of `model.end_tokens`."""
+    vocabulary = backend.get_vocab()
+    if strange := [token for token in tokens if token not in vocabulary]:
+        raise ConfigError(
+            f"`model.end_tokens` must be tokens of the model, got {strange[:4]!r:.200}; its "
+            f"special ones are {sorted(backend.all_special_tokens)!r:.200}"
+        )
+    return [vocabulary[token] for token in tokens]
+
+
+def _closing_tokens(backend: Any) -> list[int]:
+    """Return the token behind an assistant's text in the chat template; none where text follows."""
+    content = "planish"
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": content}]
+    try:
+        rendered = backend.apply_chat_template(turns, tokenize=False)
+    except Exception:
+        # A template is a program, and this one wants other conversations.
+        return []
+    _, _, behind = rendered.rpartition(content)
+    ids = backend(behind.lstrip(), add_special_tokens=False)["input_ids"]
+    return [int(i) for i in ids[:1] if i in backend.added_tokens_decoder]
+
+
+def _generation_ends(folder: Path) -> tuple[list[int], list[str], bool]:
+    """Return the end tokens and the stop strings of a folder's generation and model configs.
+
+    The last is True where these are all ends: a policy whose run has named them.
+    """
     ids: list[int] = []
     texts: list[str] = []
     for name in ("generation_config.json", "config.json"):
@@ -301,10 +348,12 @@ def _generation_ends(folder: Path) -> tuple[list[int], list[str]]:
             continue
         try:
             raw = json.loads(path.read_text("utf-8"))
+            texts += _listed(raw.get("stop_strings"), str)
+            if ALL_ENDS in raw:
+                return _listed(raw[ALL_ENDS], int), texts, True
             # Models of text and pictures keep those of their text apart.
             for table in (raw, raw.get("text_config") or {}):
                 ids += _listed(table.get("eos_token_id"), int)
-            texts += _listed(raw.get("stop_strings"), str)
             if not all(0 <= token < 2**31 for token in ids):
                 raise ValueError(f"ids of tokens can not be {ids!r:.80}")
         except (OSError, ValueError, AttributeError, RecursionError) as error:
@@ -312,7 +361,7 @@ def _generation_ends(folder: Path) -> tuple[list[int], list[str]]:
                 f"{name} must be a JSON object with ids of tokens and texts, got {str(path)!r} "
                 f"({error}); save the model again"
             ) from None
-    return ids, texts
+    return ids, texts, False
 
 
 def _listed(found: Any, kind: type[Entry]) -> list[Entry]:

@@ -13,7 +13,7 @@ from planish.engines.disagg.engine import DisaggEngine
 from planish.engines.requests import EngineState, ModelRef
 from planish.engines.vllm.engine import VllmEngine
 from planish.engines.weights import DictWeights
-from planish.models.policy import save_policy
+from planish.models.policy import DTYPES, save_policy
 from planish.records.rollouts import FinishReason
 from tests.contract.engines.conftest import FAMILIES
 from tests.contract.engines.test_control import weights
@@ -44,6 +44,16 @@ def test_a_width_of_heads_that_the_kernels_lack_is_refused():
     text = refused(qwen3_policy(head_dim=16))
     assert "`head_dim` must be one of [32, 64" in text
     assert "got 16 for vLLM on the CPU; take the engine `transformers`" in text
+
+
+@pytest.mark.parametrize("head", ["float32", "bfloat16"])
+def test_the_head_computes_in_the_type_that_the_policy_names(head):
+    policy = qwen3_policy(dtype="bfloat16")
+    policy.model.config.head_dtype = head
+    engine = VllmEngine(max_rows=2, config=SMALL)
+    with engine:
+        engine.start(ModelRef(policy=policy))
+        assert engine.apply(lambda model: model.logits_processor.head_dtype) == DTYPES[head]
 
 
 def test_a_device_that_this_build_is_not_for_is_refused():

@@ -6,6 +6,7 @@ from planish.base.errors import EngineError
 from planish.engines.requests import ModelRef
 from planish.engines.transformers import fused_decoder
 from planish.engines.transformers.engine import TransformersEngine
+from planish.models.policy import DTYPES, save_policy
 from tests.unit.engines.tiny import (
     family_policy,
     qwen3_policy,
@@ -114,6 +115,23 @@ def test_half_precision_gives_nearly_the_log_probabilities_of_single_precision()
             expected = reference_logprobs(exact, one.prompt_ids, output.token_ids)
             assert np.abs(np.array(output.logprobs) - expected).mean() < 0.05
             assert output.num_tokens == 10
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("head", ["float32", "bfloat16"])
+def test_the_head_computes_in_the_type_that_the_policy_names(tmp_path, fused, head):
+    policy = qwen3_policy(dtype="bfloat16")
+    policy.model.config.head_dtype = head
+    pin = save_policy(f"file://{tmp_path}/p", policy, version=0, parents={}, attributes={}).pin()
+    engine = TransformersEngine(max_rows=2, fused=fused)
+    engine.start(ModelRef(pin=pin))
+    decoder = engine._running().decoder
+    decoder.cache.reserve(2)
+    rows = torch.arange(2)
+    ids, where, bias = torch.tensor([5, 6]), torch.zeros_like(rows), torch.zeros(2, 1)
+    with torch.inference_mode():
+        logits = decoder.decode(ids, where, rows * decoder.cache.width, bias)
+    assert logits.dtype == DTYPES[head]
 
 
 def test_a_model_with_state_space_layers_is_refused():

@@ -8,9 +8,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from planish.models.logprobs import TokenScorer, ValueScorer
 from planish.models.packing import pack_rows
+from planish.models.policy import DTYPES
 
 SMALL = {
     "vocab_size": 23,
@@ -128,28 +131,80 @@ def test_scores_equal_the_naive_computation(temperature, tokens_per_chunk):
         ("Gemma2", {"final_logit_softcapping": 0.5}),
         ("Cohere", {"logit_scale": 0.25}),
         ("Granite", {"logits_scaling": 3.0}),
+        ("Qwen3", {"tie_word_embeddings": True}),
+        ("Phi", {"partial_rotary_factor": 1.0}),
     ],
 )
-def test_families_that_scale_their_logits_score_as_their_own_forward_does(family, changes):
-    model = make_model(family, **changes)
-    ids, select = make_batch()
-    with torch.no_grad():
-        logprobs, entropy = TokenScorer(model)(ids, None, select, 1.0)
-        expected_logprobs, expected_entropy = naive(model, ids, select, 1.0)
-    assert torch.allclose(logprobs, expected_logprobs, atol=2e-6)
-    assert torch.allclose(entropy, expected_entropy, atol=2e-6)
-
-
 @pytest.mark.parametrize("tokens_per_chunk", [2, 4096])
-def test_gradients_equal_those_of_the_naive_computation(tokens_per_chunk):
+@pytest.mark.parametrize("temperature", [1.0, 0.9])
+def test_scores_and_gradients_of_families_are_those_of_their_own_forward(
+    family, changes, tokens_per_chunk, temperature
+):
+    model, twin = make_model(family, **changes), make_model(family, **changes)
     ids, select = make_batch()
     weights = torch.linspace(-1.0, 1.0, int(select.sum()))
-    model, twin = make_model(), make_model()
-    logprobs, _ = TokenScorer(model, tokens_per_chunk=tokens_per_chunk)(ids, None, select, 0.9)
+    scorer = TokenScorer(model, tokens_per_chunk=tokens_per_chunk)
+    logprobs, entropy = scorer(ids, None, select, temperature)
+    expected_logprobs, expected_entropy = naive(twin, ids, select, temperature)
+    assert torch.allclose(logprobs, expected_logprobs, atol=2e-6)
+    assert torch.allclose(entropy, expected_entropy, atol=2e-6)
     (logprobs * weights).sum().backward()
-    (naive(twin, ids, select, 0.9)[0] * weights).sum().backward()
+    (expected_logprobs * weights).sum().backward()
     for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.allclose(mine.grad, theirs.grad, atol=1e-5), name
+
+
+class Scores(TorchDispatchMode):
+    """Rows of the largest tensor over a vocabulary of 23."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            # [16, 23] is the head itself.
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (23,):
+                rows = tensor.numel() // 23
+                self.rows = max(self.rows, rows if rows != 16 else 0)
+        return made
+
+
+def test_no_scores_of_more_tokens_than_a_chunk_exist_forward_or_backward():
+    model = make_model()
+    ids, select = make_batch()
+    assert select.sum() > 12
+    with Scores() as seen:
+        logprobs, _ = TokenScorer(model, tokens_per_chunk=3)(ids, None, select, 0.9)
+        logprobs.sum().backward()
+    assert seen.rows == 3
+
+
+def test_adapters_train_under_a_head_that_stays():
+    model, twin = make_model(), make_model()
+    for side in (model, twin):
+        side.lm_head.requires_grad_(False)
+    ids, select = make_batch()
+    TokenScorer(model, tokens_per_chunk=2)(ids, None, select, 1.0)[0].sum().backward()
+    naive(twin, ids, select, 1.0)[0].sum().backward()
+    assert model.lm_head.weight.grad is None
+    seen, wanted = (side.model.layers[0].mlp.up_proj.weight.grad for side in (model, twin))
+    assert torch.allclose(seen, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "first"), [("float32", 1.0009765625), ("bfloat16", 1.0)])
+def test_the_head_computes_in_the_type_that_its_configuration_names(dtype, first):
+    # bfloat16 rounds the weight of the first token to 1.
+    hidden = torch.ones(1, 2, 1)
+    model = FixedModel(hidden, torch.tensor([[1.0009765625], [0.0]]))
+    model.config = SimpleNamespace(head_dtype=dtype)
+    ids, select = torch.tensor([[0, 0]]), torch.tensor([[False, True]])
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, _ = TokenScorer(model)(ids, None, select, 1.0)
+        logprobs.sum().backward()
+    assert logprobs.item() == pytest.approx(-math.log1p(math.exp(-first)), abs=1e-6)
+    slope = 1 / (1 + math.exp(first))
+    rounded = torch.tensor([slope, -slope]).to(DTYPES[dtype]).float()
+    assert torch.allclose(model.head.weight.grad.flatten(), rounded, atol=1e-6)
 
 
 def test_entropy_carries_no_gradient_and_can_be_left_out():

@@ -1,11 +1,13 @@
 """Policies: built, saved, loaded, exported; refused when they do not fit."""
 
+import copy
 import json
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
 from planish.base.errors import CheckpointError, ConfigError, ObjectMissing, RecordError
 from planish.models.config import ModelConfig
@@ -16,8 +18,16 @@ from planish.models.critic import (
     open_critic_model,
     random_critic,
 )
-from planish.models.logprobs import ValueScorer
-from planish.models.policy import build_policy, load_model, load_policy, save_policy
+from planish.models.logprobs import ValueScorer, head_dtype
+from planish.models.policy import (
+    DTYPES,
+    build_policy,
+    load_model,
+    load_policy,
+    name_head_dtype,
+    save_policy,
+)
+from planish.models.tokens import Tokenizer
 from planish.records.io import read_manifest, write_files
 from planish.records.refs import parse_pin
 
@@ -50,6 +60,35 @@ def test_equal_seeds_give_equal_weights_and_leave_the_global_noise_alone():
     assert torch.equal(torch.rand(3), expected)
     assert same_weights(first.model, second.model)
     assert not same_weights(first.model, other.model)
+
+
+def test_a_policy_keeps_the_ends_that_its_run_has_named(tmp_path):
+    policy = build_policy(TINY, seed=1)
+    policy.tokenizer = Tokenizer(policy.tokenizer.backend, [9, 3], has_all_ends=True)
+    loaded = load_policy(save(tmp_path / "p", policy).pin())
+    again = load_policy(save(tmp_path / "again", loaded).pin())
+    assert again.tokenizer.eos_token_ids == (9, 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head", "named"),
+    [("float32", "float32", None), ("bfloat16", "float32", "float32"),
+     ("float32", "bfloat16", "bfloat16"), ("bfloat16", "bfloat16", "bfloat16")],
+)  # fmt: skip
+def test_a_policy_names_the_type_of_its_head_and_copies_of_it_compute_in_it(
+    tmp_path, dtype, head, named
+):
+    config = TINY.model_copy(update={"dtype": dtype, "head_dtype": head})
+    policy = build_policy(config, seed=1)
+    name_head_dtype(policy.model.config, config)
+    pin = save(tmp_path / "p", policy).pin()
+    assert json.loads((tmp_path / "p" / "config.json").read_text()).get("head_dtype") == named
+    model = copy.deepcopy(load_policy(pin).model)
+    ids = torch.arange(1, 7)[None]
+    states = model.model(input_ids=ids).last_hidden_state
+    wanted = functional.linear(*(x.to(DTYPES[head]) for x in (states, model.lm_head.weight)))
+    assert torch.equal(model(input_ids=ids).logits, wanted)
+    assert head_dtype(model.config) == DTYPES[head]
 
 
 def test_saved_policy_loads_with_equal_weights_and_tokens(tmp_path):

@@ -100,6 +100,34 @@ def test_end_tokens_that_the_model_config_alone_names_count(tmp_path, generation
         load_tokenizer(tmp_path)
 
 
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHATML, (2, 17)),
+        ("{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}", (2,)),
+        ("{% for m in messages %}{{ 'User: ' + m['content'] }}{% endfor %}", (2,)),
+        ("{{ raise_exception('no assistants here') if messages[1:] else '1' }}", (2,)),
+    ],
+)
+def test_the_token_that_closes_an_assistants_turn_ends_a_response(tmp_path, template, ends):
+    backend = character_tokenizer(DIGITS).backend
+    backend.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    backend.chat_template = template
+    backend.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path, end_tokens=()).eos_token_ids == ends
+    assert load_tokenizer(tmp_path).eos_token_ids == (2,)
+    named = load_tokenizer(tmp_path, end_tokens=["<|im_end|>"])
+    assert (named.eos_token_ids, named.encode_response("1")) == ((17,), [5, 17])
+    with pytest.raises(ConfigError, match=r"`model\.end_tokens` must be tokens of the model"):
+        load_tokenizer(tmp_path, end_tokens=["<|im_stop|>"])
+
+
 @pytest.mark.parametrize("is_special", [False, True])
 def test_an_end_token_at_the_end_is_no_text_whatever_its_flags(tmp_path, is_special):
     from tokenizers import AddedToken

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from planish.engines.transformers.kv_cache import KeyValueCache
+from planish.models.policy import DTYPES
 
 FAMILIES = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -177,6 +178,7 @@ class FusedDecoder:
         self._config = config
         self._embedding = tensors["model.embed_tokens.weight"]
         self._head = tensors.get("lm_head.weight", self._embedding)
+        self._head_dtype = DTYPES.get(str(config.get("head_dtype")), self._head.dtype)
         self._last_norm = tensors["model.norm.weight"]
         self._eps: float = config["rms_norm_eps"]
         self._eps_tensor = torch.tensor(self._eps)
@@ -272,4 +274,5 @@ class FusedDecoder:
             weights = torch.softmax(scores, -1, dtype=torch.float32).to(x.dtype)
             attended = torch.bmm(weights, all_values.flatten(0, 1))
             x = self._finish(layer, x, attended.reshape(num, -1))
-        return functional.linear(self._norm(x, self._last_norm), self._head)
+        x = self._norm(x, self._last_norm).to(self._head_dtype)
+        return functional.linear(x, self._head.to(self._head_dtype))

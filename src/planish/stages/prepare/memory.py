@@ -24,12 +24,10 @@ from planish.models.shapes import ModelShape
 
 Config = Mapping[str, Mapping[str, Any]]
 
-LOGIT_CHUNK = 4096
+LOGIT_CHUNK = 1024
 """Tokens whose logits exist at once: `planish.models.logprobs.TOKENS_PER_CHUNK`."""
-LOGIT_BYTES = 16
-"""Bytes of each: scaled logits, log-probabilities, and two copies for the entropy."""
-COLD_LOGIT_BYTES = 12
-"""The same in a cold start, which wants no entropy."""
+LOGIT_BYTES = 8
+"""Bytes of each: itself and its gradient; a temperature other than 1 makes a copy of both."""
 DRAWN_LOGIT_BYTES = 32
 """Bytes of each logit from which the engine `transformers` draws: from the model, in float32, as
 log-probabilities, as probabilities, and twice in float64 while these are summed."""
@@ -89,13 +87,15 @@ class Precision:
     stream: int
     casts: int
     """1 where each product makes a copy of its input in its own type, else 0."""
+    head: int = 4
+    """Embedding and LM head where they are gathered."""
 
     @classmethod
-    def of(cls, compute_dtype: str, *, gathers: bool) -> Precision:
+    def of(cls, compute_dtype: str, *, gathers: bool, head_dtype: str = "float32") -> Precision:
         """Return those of the trainer: what is gathered is in bfloat16 already, else autocast."""
         if compute_dtype == "float32":
             return cls(4, 4, 0)
-        return cls(2, 2, 0) if gathers else cls(2, 4, 1)
+        return cls(2, 2, 0, 4 if head_dtype == "float32" else 2) if gathers else cls(2, 4, 1)
 
 
 def kept_by_layer(shape: ModelShape, precision: Precision) -> int:
@@ -145,7 +145,11 @@ def state_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
 def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[MemoryPart]:
     """Return what one training process holds on its device at the busiest moment of a step."""
     train, rollout = config["train"], config["rollout"]
-    precision = Precision.of(train["compute_dtype"], gathers=sharing.gathers)
+    precision = Precision.of(
+        train["compute_dtype"],
+        gathers=sharing.gathers,
+        head_dtype=config["model"].get("head_dtype", "float32"),
+    )
     held = state_parts(config, shape, sharing)
     if train.get("offload"):
         # What a group of ranks has summed stays on the device until the groups add theirs.
@@ -164,7 +168,7 @@ def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
         why, again = "their inputs", tokens * layer
     how = f"{tokens:,} tokens x {shape.layers} layers x {each:,} B, {why}"
     busiest = [
-        logits_moment(shape, precision, sharing, min(tokens, LOGIT_CHUNK)),
+        logits_moment(shape, precision, sharing, min(tokens, LOGIT_CHUNK), rollout["temperature"]),
         layer_moment(shape, precision, sharing, again, tokens),
     ]
     return [
@@ -197,7 +201,7 @@ def cold_start_parts(
     layer = kept_by_layer(shape, precision)
     how = f"{sft['traces_per_minibatch']} traces x {longest:,} tokens x {shape.layers} layers x "
     busiest = [
-        logits_moment(shape, precision, alone, min(tokens, LOGIT_CHUNK), COLD_LOGIT_BYTES),
+        logits_moment(shape, precision, alone, min(tokens, LOGIT_CHUNK)),
         layer_moment(shape, precision, alone, 0, tokens),
     ]
     engine = dict(config["engine"])
@@ -224,18 +228,15 @@ def _outer(shape: ModelShape) -> int:
 
 
 def logits_moment(
-    shape: ModelShape,
-    precision: Precision,
-    sharing: Sharing,
-    chunk: int,
-    logit_bytes: int = LOGIT_BYTES,
+    shape: ModelShape, precision: Precision, sharing: Sharing, chunk: int, temperature: float = 1.0
 ) -> MemoryPart:
     """Return what the LM head takes while it scores a chunk of tokens."""
-    logits = logit_bytes * chunk * shape.vocab_size
-    how = f"{chunk:,} tokens x {shape.vocab_size:,} logits x {logit_bytes} B"
+    each = LOGIT_BYTES * (1 if temperature == 1.0 else 2)
+    logits = each * chunk * shape.vocab_size
+    how = f"{chunk:,} tokens x {shape.vocab_size:,} logits x {each} B"
     copies = 0
     if sharing.gathers:
-        copies = precision.product * _outer(shape)
+        copies = precision.head * _outer(shape)
         how += ", gathered embedding and head"
     elif precision.casts:
         # Autocast keeps its copies of the weights until the forward pass ends.
@@ -261,7 +262,7 @@ def layer_moment(
     if sharing.gathers:
         # Two layers gathered, a third in the buffer it arrives in, gradients in both types.
         copies = (4 * wide + 8) * shape.layer_parameters
-        copies += wide * (_outer(shape) + shape.embedding_parameters)
+        copies += precision.head * (_outer(shape) + shape.embedding_parameters)
         how += ", weights gathered"
     elif precision.casts:
         checkpointed = 1 if again else shape.layers

@@ -92,7 +92,7 @@ def first_policy(context: Context, prompts: Ref) -> Outcome:
         return _outcome(done, dict(known), already_done=True)
     import torch
 
-    from planish.models.policy import DTYPES, build_policy, save_policy
+    from planish.models.policy import DTYPES, build_policy, name_head_dtype, save_policy
     from planish.models.pretrained import load_pretrained
 
     torch.set_num_threads(config.num_threads)
@@ -102,9 +102,11 @@ def first_policy(context: Context, prompts: Ref) -> Outcome:
             revision=model_config.revision,
             chat_template=model_config.chat_template,
             stop_strings=model_config.stop_strings,
+            end_tokens=model_config.end_tokens,
         )
     else:
         policy = build_policy(model_config, context.seed)
+    name_head_dtype(policy.model.config, model_config)
     if imports:
         logger.info("cold start skipped: `model.path` gives a trained model")
         numbers = {"imported": 1.0}

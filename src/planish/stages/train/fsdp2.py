@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from planish.base.parallel import Grid, data_mesh
 from planish.models.critic import Critic
-from planish.models.logprobs import TokenScorer, ValueScorer
+from planish.models.logprobs import TokenScorer, ValueScorer, head_dtype
 from planish.models.lora import plain_name
 from planish.models.packing import pack_attention
 from planish.models.routing import replay_in
@@ -96,6 +96,10 @@ class Fsdp2Sharding:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         for layer in decoder_layers(body):
             fully_shard(layer, **options)
+        scorer = self.scorer
+        if isinstance(scorer, TokenScorer) and head_dtype(scorer.model.config) == torch.float32:
+            # Head and embedding, one matrix where they are tied; layers cast what they are given.
+            options.pop("mp_policy", None)
         fully_shard(self.scorer, **options)
 
     def run(

@@ -124,12 +124,12 @@ def rows_and_tokens(model):
     def count_body(_, args):
         seen["tokens"] += args[0].numel()
 
-    def count_head(_, args):
-        seen["scored"] += args[0].shape[0]
+    def count_scores(_, __, scores):
+        seen["scored"] += len(scores[0])
 
     body.embed_tokens.register_forward_pre_hook(count_body)
     if hasattr(inner, "lm_head"):
-        inner.lm_head.register_forward_pre_hook(count_head)
+        model.scorer.register_forward_hook(count_scores)
     return seen
 
 

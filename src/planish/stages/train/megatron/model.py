@@ -27,7 +27,6 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.moe.router import TopKRouter
@@ -471,15 +470,22 @@ class Vocabulary:
         self.first = grid.tp_rank * rows
         self.size = max(0, min(rows, size - self.first))
 
+    def share(self, hidden: Tensor) -> Tensor:
+        """Return the states that all parts read; their gradients are added up."""
+        shared: Tensor = copy_to_tensor_model_parallel_region(hidden)
+        return shared
+
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add up over the parts; each part's gradient is that of the sum."""
-        total: Tensor = reduce_from_tensor_model_parallel_region(tensor)
-        return total
+        """Add up over the parts, in place."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def max(self, tensor: Tensor) -> Tensor:
         """Take the largest over the parts, in place."""
+        return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def _reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         group = parallel_state.get_tensor_model_parallel_group()
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(tensor, op=operation, group=group)
         return tensor
 
 
@@ -495,13 +501,8 @@ class LanguageModel(nn.Module):
         self.config = config
 
     def get_output_embeddings(self) -> Any:
-        """Return the function from [K, H] hidden states to the scores of this rank's tokens."""
-        return self.scores
-
-    def scores(self, hidden: Tensor) -> Tensor:
-        """Return [K, part of the vocabulary] of [K, H]."""
+        """Return what holds the `weight` of this rank's tokens, [part of the vocabulary, H]."""
         gpt = self.body.gpt
-        weight = gpt.output_layer.weight
         if gpt.share_embeddings_and_output_weights:
-            weight = gpt.shared_embedding_or_output_weight()
-        return functional.linear(copy_to_tensor_model_parallel_region(hidden), weight)
+            return SimpleNamespace(weight=gpt.shared_embedding_or_output_weight())
+        return gpt.output_layer
