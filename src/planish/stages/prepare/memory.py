@@ -227,6 +227,14 @@ def _outer(shape: ModelShape) -> int:
     return shape.parameters - shape.layers * shape.layer_parameters
 
 
+def _gathered_outer(shape: ModelShape, precision: Precision) -> int:
+    """Return the bytes of embedding and LM head where they are whole, and of the head's gradient.
+
+    FSDP2 keeps them from the forward pass to the end of the backward pass.
+    """
+    return precision.head * (_outer(shape) + shape.embedding_parameters)
+
+
 def logits_moment(
     shape: ModelShape, precision: Precision, sharing: Sharing, chunk: int, temperature: float = 1.0
 ) -> MemoryPart:
@@ -236,8 +244,8 @@ def logits_moment(
     how = f"{chunk:,} tokens x {shape.vocab_size:,} logits x {each} B"
     copies = 0
     if sharing.gathers:
-        copies = precision.head * _outer(shape)
-        how += ", gathered embedding and head"
+        copies = _gathered_outer(shape, precision)
+        how += ", gathered embedding, head and its gradient"
     elif precision.casts:
         # Autocast keeps its copies of the weights until the forward pass ends.
         copied = shape.layers * shape.layer_parameters + shape.embedding_parameters
@@ -262,7 +270,7 @@ def layer_moment(
     if sharing.gathers:
         # Two layers gathered, a third in the buffer it arrives in, gradients in both types.
         copies = (4 * wide + 8) * shape.layer_parameters
-        copies += precision.head * (_outer(shape) + shape.embedding_parameters)
+        copies += _gathered_outer(shape, precision)
         how += ", weights gathered"
     elif precision.casts:
         checkpointed = 1 if again else shape.layers

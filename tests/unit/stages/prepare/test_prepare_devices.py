@@ -201,7 +201,8 @@ def test_an_estimate_of_a_gpu_only_warns_before_a_run():
     shape["max_position_embeddings"] = 32768
     rows, warnings = memory_rows(config, shape, requests)
     assert len(rows) == 3
-    assert "`rollout` must fit in the 38.0 GiB that each of 8 GPUs leaves" in warnings[0]
+    assert "`train` must fit in the 68.5 GiB that each of 8 GPUs leaves" in warnings[0]
+    assert "`rollout` must fit in the 38.0 GiB that each of 8 GPUs leaves" in warnings[1]
     assert all(line.endswith("(an estimate)") for line in warnings)
     # The host's memory is a limit that kills.
     shape["num_hidden_layers"] = 280
@@ -437,9 +438,13 @@ def test_offload_and_replicas_say_where_the_state_lies():
     state = 16 * shape.parameters
     parts = found["train", "each of 128 GPUs"]
     assert sum(part.num_bytes for part in parts[:3]) == pytest.approx(state / 128, abs=128)
-    _, found = planned("engine.tensor_parallel=4 train.replicas=8", "gpu-16x8")
+    _, found = planned("engine.tensor_parallel=4 train.replicas=4", "gpu-16x8")
     parts = found["train", "each of 128 GPUs"]
-    assert sum(part.num_bytes for part in parts[:3]) == pytest.approx(state / 16, abs=128)
+    assert sum(part.num_bytes for part in parts[:3]) == pytest.approx(state / 32, abs=128)
+    # Embedding, head and its gradient are whole on each GPU, in the type of the head.
+    half = "engine.tensor_parallel=4 train.replicas=4 model.head_dtype=bfloat16"
+    less = planned(half, "gpu-16x8")[1]["train", "each of 128 GPUs"][-1]
+    assert parts[-1].num_bytes - less.num_bytes == 2 * (3 * 152_064 + 1) * 5120
     shape, found = planned("train.offload=true", "gpu-4x8", shape_of(EXPERTS))
     assert not any("masters" in part.name for part in found["train", "each of 32 GPUs"])
     host = found["train", "the host memory"]
