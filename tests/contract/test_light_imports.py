@@ -26,6 +26,7 @@ LIGHT = [
     "planish.records",
     "planish.store",
     "planish.run.stage",
+    "planish.models.tokens",
     "planish.verifiers",
     "planish.verifiers.shaping",
     "planish.base.telemetry",

@@ -175,15 +175,6 @@ def test_a_pipeline_that_was_compiled_with_a_monitor_is_submitted_as_it_is(tmp_p
     assert "mirror/team/monitor:0.1.0" in told
 
 
-def test_a_changed_default_is_a_drift(tmp_path):
-    text = (GOLDEN / file_name(PROFILES["cpu-tiny"])).read_text()
-    path = tmp_path / "old.yaml"
-    path.write_text(text.replace("defaultValue: dapo-tiny", "defaultValue: grpo-tiny"))
-    lines = drift(path, text)
-    assert "+        defaultValue: dapo-tiny" in lines
-    assert drift(tmp_path / "absent.yaml", text)
-
-
 def test_another_sdk_version_is_no_drift():
     text = "a: 1\nsdkVersion: kfp-2.17.0\nb: 2\n"
     assert normalised(text) == "a: 1\nb: 2\n"
@@ -299,13 +290,6 @@ def test_restarts_keep_every_pod_away_from_the_nodes_that_prepare_names():
         spec["root"]["dag"]["tasks"]["report"]["inputs"]["parameters"]["max_restarts"],
     )
     assert [one["runtimeValue"]["constant"] for one in inputs] == [3.0, 3.0]
-
-
-@pytest.mark.slow
-def test_without_restarts_no_pod_has_an_affinity():
-    profile = profile_named("cpu-tiny", num_iterations=1)
-    for monitor in (None, Monitor("s3://b/minder.toml")):
-        assert "nodeAffinity" not in compile_text(profile, monitor=monitor)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,11 @@ import psutil
 import pytest
 import torch
 
-from planish.base.errors import SaveFailed
 from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import default_engine
 from planish.store import open_store
-from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_states import (
     assert_holds,
     attempts,
@@ -24,7 +22,6 @@ from tests.integration.ckpt_states import (
     state_of,
 )
 from tests.integration.waiting import wait_for
-from tests.processes import shared_memory_of
 
 HERE = "tests.integration.test_ckpt_save_faults"
 BIG = {"rows": 900, "cols": 1000, "tensors": 8}
@@ -39,43 +36,9 @@ def tell(folder, name, value):
     partial.rename(folder / name)
 
 
-def held_up(rank, size, folder, root, held):
-    """Save once; hold the next save up on some ranks until something is killed; save again."""
-    engine = default_engine()
-    engine.save(state_of(rank, size, seed=1, **BIG), SaveOptions(f"{root}/1", step=1)).result(60)
-    if rank in held:
-        os.kill(engine.uploader.pid, signal.SIGSTOP)
-    state = state_of(rank, size, seed=2, **BIG)
-    handle = engine.save(state, SaveOptions(f"{root}/2", step=2, timeout_s=60))
-    if rank in held:
-        # Killed before it has the job it would only be started anew.
-        wait_for(lambda: engine.uploader._working is not None, 60, "the job at its uploader")
-    tell(folder, f"held-{rank}", engine.uploader.pid)
-    begin = time.monotonic()
-    try:
-        handle.result(90)
-        outcome = None
-    except SaveFailed as error:
-        outcome = [str(error), sorted(error.per_rank)]
-    seconds = time.monotonic() - begin
-    tell(folder, f"outcome-{rank}", [outcome, seconds])
-    if (folder / "go-on").exists():
-        engine.save(state_of(rank, size, seed=3, **BIG), SaveOptions(f"{root}/3")).result(60)
-        default_engine().close()
-    else:
-        # The coordinator or a rank is gone: this job ends.
-        os._exit(0)
-
-
 def pids_of(folder, size):
     names = [folder / f"held-{rank}" for rank in range(size)]
     wait_for(lambda: all(path.exists() for path in names), 300, "a save that is held up")
-    return [json.loads(path.read_text()) for path in names]
-
-
-def outcomes_of(folder, ranks):
-    names = [folder / f"outcome-{rank}" for rank in ranks]
-    wait_for(lambda: all(path.exists() for path in names), 300, "the outcome of every rank")
     return [json.loads(path.read_text()) for path in names]
 
 
@@ -83,47 +46,6 @@ def gone(pid):
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     return True
-
-
-def collect(root):
-    storage, path = open_store(root)
-    catalog.gc(storage, path, grace_s=0.0)
-
-
-@pytest.mark.parametrize("dead", [(2,), (0,), (0, 1, 2)], ids=["a-rank", "rank-0", "all"])
-def test_killed_ranks_leave_the_old_checkpoint_and_nothing_else(forks, store_root, tmp_path, dead):
-    folder = tmp_path / "ranks"
-    scenario = f"{HERE}:held_up"
-    # Whoever is killed must not have done its part before, or nobody needs it any more.
-    held = (1, 2)
-    ranks = forks.start(scenario, 3, tmp_path, own=folder, root=store_root, held=held)
-    uploaders = pids_of(folder, 3)
-    # What has no name cannot outlive its processes.
-    assert not shared_memory_of([*ranks.pids, *uploaders])
-    for rank in dead:
-        ranks.kill(rank)
-    wait_for(lambda: all(gone(ranks.pids[rank]) for rank in dead), 20, "the end of those killed")
-    if len(dead) < 3:
-        # A rank waits for its stopped uploader until it hears of the end.
-        alive = [rank for rank in range(3) if rank not in dead]
-        for outcome, seconds in outcomes_of(folder, alive):
-            assert outcome is not None
-            assert outcome[1] == list(dead)
-            assert seconds < 40
-    assert not shared_memory_of([*ranks.pids, *uploaders])
-    for rank in held:
-        with contextlib.suppress(ProcessLookupError):  # killed by its rank, or by the end of that
-            os.kill(uploaders[rank], signal.SIGCONT)
-    ranks.wait(200.0)
-    wait_for(lambda: all(map(gone, uploaders)), 30, "the end of every uploading process")
-    assert not attempts(f"{store_root}/2")[1]
-    assert_holds(f"{store_root}/1", seed=1, **BIG)
-    collect(store_root)
-    assert attempts(f"{store_root}/2") == ([], False)
-    kinds = [("2", BIG, {})]
-    module = "tests.integration.test_ckpt_save:save_all"
-    run_ranks(module, 3, tmp_path / "again", root=store_root, kinds=kinds, timeout=300)
-    assert_holds(f"{store_root}/2", seed=3, **BIG)
 
 
 def loop(rank, size, folder, root, grace_s):

@@ -4,6 +4,7 @@ import datetime
 import os
 
 import pytest
+from minio.credentials import AssumeRoleProvider
 
 from planish import store
 from planish.base.errors import (
@@ -16,12 +17,10 @@ from planish.base.errors import (
     StoreUnavailable,
     exit_code,
 )
-from planish.store import retry, s3_client
-from tests.servers.faulty_proxy import FaultyProxy, http_answer
+from planish.store import open_store, retry, s3_client
+from tests.servers.http_proxy import HttpProxy, Rule
 
 pytestmark = pytest.mark.server
-
-BLOCK = bytes(range(256)) * 4096
 
 
 @pytest.fixture(autouse=True)
@@ -31,28 +30,29 @@ def _short_waits(monkeypatch):
 
 @pytest.fixture
 def through(minio, monkeypatch):
-    """Put a proxy between the store and the server: `through(fault, cut_bytes=...)`."""
-    proxies = []
+    """Put a proxy between the store and the server: so many requests suffer, 0 is all."""
+    with HttpProxy(minio.endpoint) as proxy:
 
-    def start(fault, **options):
-        proxies.append(FaultyProxy(minio.endpoint, fault, **options))
-        monkeypatch.setenv("MINIO_ENDPOINT", proxies[-1].endpoint)
-        return proxies[-1]
+        def start(fault, times=0):
+            monkeypatch.setenv("MINIO_ENDPOINT", proxy.endpoint)
+            proxy.rules = [Rule(fault, times=times)]
+            return proxy
 
-    yield start
-    for proxy in proxies:
-        proxy.close()
+        yield start
 
 
-def first(fault, count):
-    """The first `count` connections suffer `fault`, later ones none."""
-    return lambda number: fault if number <= count else ""
+def answer_of(status, body, kind="application/xml"):
+    """Return a whole HTTP answer."""
+    return (
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+        f"Date: Sat, 01 Jan 2000 00:00:00 GMT\r\nConnection: close\r\n\r\n{body}"
+    )
 
 
-def ok_answer(body):
-    """A whole HTTP answer of status 200."""
-    head = "HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\nConnection: close\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}"
+def refusal(status, code):
+    """Return an error of S3."""
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>m</Message></Error>"
+    return answer_of(status, body)
 
 
 @pytest.mark.parametrize(
@@ -66,25 +66,25 @@ def ok_answer(body):
 def test_an_answer_that_turns_out_to_be_an_error_is_asked_for_again(through, s3_root, body):
     uri = f"{s3_root}/x"
     store.write(uri, b"data")
-    proxy = through(first(ok_answer(body), 2))
+    proxy = through(answer_of("200 OK", body), 2)
     store.delete(uri)
-    assert proxy.connections == 3
+    assert proxy.total() == 3
     assert store.list_uris(s3_root) == []
 
 
 def test_a_key_that_can_not_be_deleted_is_an_error(through, s3_root):
     body = "<DeleteResult><Error><Key>x</Key><Code>AccessDenied</Code></Error></DeleteResult>"
-    through(lambda _: ok_answer(body))
+    through(answer_of("200 OK", body))
     with pytest.raises(AccessRefused, match="give the user a policy"):
         store.delete(f"{s3_root}/x")
 
 
 def test_after_the_retry_seconds_the_store_counts_as_unavailable(through, s3_root, monkeypatch):
-    proxy = through(lambda _: "reset")
+    proxy = through("reset")
     monkeypatch.setenv("MINIO_RETRY_SECONDS", "1.0")
     with pytest.raises(StoreUnavailable, match="must be a server that answers") as raised:
         store.read(f"{s3_root}/x")
-    assert proxy.connections > 3
+    assert proxy.total() > 3
     assert exit_code(raised.value) == EXIT_TRANSIENT
 
 
@@ -92,12 +92,12 @@ def test_after_the_retry_seconds_the_store_counts_as_unavailable(through, s3_roo
 def test_an_answer_of_503_for_ever_is_unavailable_whatever_its_code(
     through, s3_root, monkeypatch, code
 ):
-    proxy = through(lambda _: http_answer("503 Service Unavailable", code))
+    proxy = through(refusal("503 Service Unavailable", code))
     monkeypatch.setenv("MINIO_RETRY_SECONDS", "0.3")
     with pytest.raises(StoreUnavailable, match=f"keeps answering {code}") as raised:
         store.write(f"{s3_root}/x", b"")
     assert exit_code(raised.value) == EXIT_TRANSIENT
-    assert proxy.connections > 1
+    assert proxy.total() > 1
     monkeypatch.setenv("MINIO_RETRY_SECONDS", "0.05")
     with pytest.raises(StoreUnavailable, match="keeps answering HTTP 503"):
         store.size(f"{s3_root}/x")
@@ -198,23 +198,61 @@ def test_a_wrong_clock_is_told_with_both_times(s3_root, monkeypatch, tmp_path, h
     ("answer", "error", "words"),
     [
         (
-            http_answer("507 Insufficient Store", "XMinioStorageFull"),
+            refusal("507 Insufficient Store", "XMinioStorageFull"),
             StoreError,
             "server is full",
         ),
-        (http_answer("403 Forbidden", "AccessDenied"), AccessRefused, "give the user a policy"),
-        (http_answer("418 Teapot", "Odd"), StoreError, "the server answers Odd"),
+        (refusal("403 Forbidden", "AccessDenied"), AccessRefused, "give the user a policy"),
+        (refusal("418 Teapot", "Odd"), StoreError, "the server answers Odd"),
         (
-            "HTTP/1.1 404 Not Found\r\nContent-Type: text/html\r\nContent-Length: 2\r\n\r\nhi",
+            answer_of("404 Not Found", "hi", "text/html"),
             ConfigError,
             "must be the S3 port of a server",
         ),
     ],
 )
 def test_other_answers_are_not_tried_again(through, s3_root, answer, error, words):
-    proxy = through(lambda _: answer)
+    proxy = through(answer)
     with pytest.raises(error, match=words):
         store.write(f"{s3_root}/x", b"1")
-    assert proxy.connections == 1
+    assert proxy.total() == 1
     with pytest.raises(StoreError if error is ConfigError else error):
         store.create(f"{s3_root}/x", b"1")
+
+
+@pytest.fixture(name="token")
+def _token(minio, monkeypatch):
+    """The token of temporary keys; the environment is set to use them."""
+    given = AssumeRoleProvider(
+        sts_endpoint=f"http://{minio.endpoint}",
+        access_key=minio.access_key,
+        secret_key=minio.secret_key,
+        duration_seconds=900,
+        region="us-east-1",
+    ).retrieve()
+    monkeypatch.setenv("MINIO_ACCESS_KEY", given.access_key)
+    monkeypatch.setenv("MINIO_SECRET_KEY", given.secret_key)
+    monkeypatch.setenv("MINIO_SESSION_TOKEN", given.session_token)
+    return given.session_token
+
+
+def test_temporary_keys_write_and_read(s3_root, token):
+    storage, key = open_store(f"{s3_root}/run")
+    storage.put(f"{key}/small", b"one")
+    parts = storage.open_multipart(f"{key}/large", 3)
+    parts.write(1, b"two")
+    parts.complete()
+    assert storage.get(f"{key}/large", 3)[0] == b"two"
+    assert store.read(f"{s3_root}/run/small") == b"one"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda _: "", lambda _: "no token", lambda old: old[:-9]],
+    ids=["none", "other", "cut"],
+)
+def test_a_token_that_is_not_one_is_named(s3_root, token, monkeypatch, change):
+    monkeypatch.setenv("MINIO_SESSION_TOKEN", change(token))
+    with pytest.raises(AccessRefused, match="MINIO_SESSION_TOKEN") as error:
+        store.write(f"{s3_root}/run/x", b"1")
+    assert token[:20] not in str(error.value)

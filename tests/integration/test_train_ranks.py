@@ -1,27 +1,38 @@
-"""Two gloo ranks against one: what a step measures, and what stays in float32."""
+"""Two gloo ranks against one: what a step measures, float32 kept, packed rows as padded ones."""
 
+import numpy as np
 import pytest
 import torch
 
+from planish.algorithms import build_algorithm
 from planish.algorithms.base import Denominators
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.base.parallel import Grid, Ranks
-from planish.stages.train.batching import split_by_gradient
+from planish.stages.train.batching import split_by_gradient, train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.trainer import Trainer
+from tests.golden.write import WIDE, ten_steps
 from tests.integration.ckpt_forks import run_ranks
+from tests.integration.test_megatron_training import CPU, Run, preload
 from tests.unit.algorithms.batches import make_batch, ragged_mask
-from tests.unit.stages.train.runs import TINY, start_run
+from tests.unit.stages.train.runs import TINY, random_rollouts, rewards_for, start_run
+from tests.unit.stages.train.test_trainer import policy_step, value_step
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.slow
 ALGORITHM = Dapo(DapoConfig())
 VALUE = 1.0009765625
 """bfloat16 rounds it to 1."""
-
-
-def preload():
-    """Import what loads a policy, which takes long, before ranks are forked."""
-    from transformers import Qwen3ForCausalLM  # noqa: F401
+TOLERANCE = 1e-5
+LAYOUTS = {
+    "fsdp2": {"trainer": "fsdp2", "activation_checkpointing": True},
+    "megatron-tp2": {
+        "trainer": "megatron",
+        "tensor_parallel": 2,
+        "sequence_parallel": True,
+        "activation_checkpointing": True,
+    },
+    "megatron-dp2": {"trainer": "megatron"},
+}
 
 
 def constant_values(rank, size, folder, *, pin):
@@ -55,7 +66,6 @@ def half_of_a_step(rank, size, folder, *, pin):
     return trainer.step(moving, loss_fn, learning_rate=5e-4, still=still)
 
 
-@pytest.mark.slow
 def test_two_ranks_measure_rows_without_an_advantage_as_one_does(tmp_path):
     pin = start_run(f"file://{tmp_path}/root").policy_pin
     found = []
@@ -69,9 +79,46 @@ def test_two_ranks_measure_rows_without_an_advantage_as_one_does(tmp_path):
         assert metrics == pytest.approx(alone, abs=1e-6, rel=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_value_head_stays_in_float32_on_any_number_of_ranks(tmp_path, size):
     pin = start_run(f"file://{tmp_path}/root").policy_pin
     found = run_ranks(f"{__name__}:constant_values", size, tmp_path / "ranks", pin=pin)
     assert found == [[VALUE]] * size
+
+
+def steps(rank, size, folder, *, pin, settings):
+    """Ten steps on padded and on packed rows, then steps on one row, which one rank has alone."""
+    preload()
+    run = Run(pin)
+    rollouts = random_rollouts(run.policy, 5)
+    batch = train_batch(rollouts, rewards_for(rollouts, 6))
+    found = {}
+    for packing in (False, True):
+        config = TrainConfig(**TINY, **settings, packing=packing)
+        grid = config.grid(Ranks(rank, size))
+        numbers = []
+        for algorithm in ("dapo", "tppo"):
+            trainer, rows = ten_steps(algorithm, run, config, grid)
+            assert trainer.policy.sharding.packs is packing
+            trainer.close()
+            numbers += [x for row in rows for x in row]
+        trainer = Trainer(
+            config, pin, temperature=1.0, seed=3, grid=grid, device=CPU, critic=CriticConfig()
+        )
+        alone = build_algorithm({"name": "vapo"}).advantages(batch).take(torch.tensor([3]))
+        for step in (policy_step, value_step):
+            metrics = step(trainer, alone)
+            numbers += [metrics["loss"], metrics["grad_norm"]]
+        numbers.append(float(trainer.values(alone).sum() + trainer.logprobs(alone)[0].sum()))
+        trainer.close()
+        found[str(packing)] = numbers
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_rows_have_the_losses_and_gradients_of_padded_ones(tmp_path, layout):
+    pin = start_run(f"file://{tmp_path}/root", **WIDE).policy_pin
+    for found in run_ranks(f"{__name__}:steps", 2, tmp_path, pin=pin, settings=LAYOUTS[layout]):
+        padded, packed = np.array(found["False"]), np.array(found["True"])
+        print(f"{layout}: largest difference {np.abs(padded - packed).max():.1e}")
+        np.testing.assert_allclose(packed, padded, atol=TOLERANCE, rtol=TOLERANCE)

@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 
 from planish.checkpoint.train_state import read_state_info
-from planish.records import layout
-from planish.records.io import read_manifest, read_set
-from planish.records.rollouts import FinishReason, RolloutSet
 from planish.records.stream import parse_data
 from tests.integration import runs
 
@@ -49,38 +46,3 @@ def test_an_iteration_killed_twice_with_responses_in_flight_equals_an_undisturbe
     found = learned(root)
     assert any(path.startswith("policies/00002/") for path in found)
     assert found.items() <= learned(three).items(), f"killed {pauses} s into rollout and train"
-
-
-def test_every_token_is_in_one_window_and_every_sample_finishes_once_or_goes_on(three: str) -> None:
-    tokens: dict[tuple[int, int], list[int]] = {}
-    finished: list[tuple[int, int]] = []
-    consumed: list[int] = []
-    for number in range(1, 4):
-        for shard in range(SHARDS):
-            uri = layout.rollouts(three, number, shard)
-            rollouts, attributes = read_set(RolloutSet, uri), read_manifest(uri).attributes
-            assert attributes["metrics"]["num_live_slots"] == SLOTS / SHARDS
-            consumed += attributes["consumed"]
-            for row in range(rollouts.num_rows):
-                ordinal = attributes["ordinals"][rollouts.group_index[row]]
-                key = (ordinal, int(rollouts.sample_index[row]))
-                start = int(rollouts.window_start[row])
-                found = rollouts.response_tokens.row(row).tolist()
-                assert found[:start] == tokens.get(key, [])
-                assert len(found) - start <= WINDOW
-                # the policy of an iteration is one version behind its number
-                assert set(rollouts.policy_version.row(row)[start:].tolist()) <= {number - 1}
-                tokens[key] = found
-                finished += [key] if rollouts.finish[row] != FinishReason.WINDOW else []
-    assert len(consumed) == len(set(consumed))
-    assert len(finished) == len(set(finished)) > 8
-    carried = set()
-    for shard in range(SHARDS):
-        uri = layout.carry(three, 3, shard)
-        carry, ordinals = read_set(RolloutSet, uri), read_manifest(uri).attributes["ordinals"]
-        for row in range(carry.num_rows):
-            key = (ordinals[carry.group_index[row]], int(carry.sample_index[row]))
-            carried.add(key)
-            assert carry.response_tokens.row(row).tolist() == tokens.get(key, [])
-    assert carried | set(finished) == {(k, s) for k in consumed for s in range(4)}
-    assert not carried & set(finished)

@@ -55,7 +55,7 @@ class Rule:
     """
 
     fault: str
-    """Key of `FAULTS`."""
+    """Key of `FAULTS`, or a whole HTTP answer that is sent in place of the server's."""
     at: int = 1
     """The first of the matching requests that suffers."""
     times: int = 1
@@ -124,6 +124,8 @@ class HttpProxy:
         self.victim = victim
         self.counts: Counter[str] = Counter()
         """Requests by kind."""
+        self.answered_bytes = 0
+        """Bytes of the bodies of the server's answers."""
         self.log: list[_Seen] = []
         self.is_closed = False
         self._lock = threading.Lock()
@@ -216,6 +218,10 @@ class HttpProxy:
             return False
         if fault == "reset":
             return _reset(client)
+        if fault.startswith("HTTP/"):
+            client.skip(head)
+            client.send(fault.encode())
+            return False
         if fault == "stop" and rule.after:
             self._wait_for(rule.after, rule.seconds)
         if fault in {"kill", "stop"}:
@@ -251,6 +257,8 @@ class HttpProxy:
             if fault == "kill after":
                 os.kill(rule.pid or self.victim, signal.SIGKILL)
             return _reset(client)
+        with self._lock:
+            self.answered_bytes += max(0, answer.length)
         client.send(answer.raw)
         return relay(server, client, answer, "" if fault in _ON_REQUESTS else fault)
 

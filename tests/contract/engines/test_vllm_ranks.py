@@ -15,7 +15,7 @@ from planish.engines.vllm.engine import VllmEngine
 from planish.models.policy import save_policy
 from tests.contract.engines.test_control import weights
 from tests.processes import below
-from tests.servers.faulty_proxy import FaultyProxy
+from tests.servers.http_proxy import HttpProxy
 from tests.unit.engines.pinned import PinnedWeights
 from tests.unit.engines.tiny import qwen3_policy, reference_greedy, request
 
@@ -62,7 +62,7 @@ def test_one_rank_reads_new_weights_from_a_bucket_and_a_lost_one_fails_the_engin
     bucket = f"weights-{marked['run']}"
     (minio.data / bucket).mkdir()
     ref = save_policy(f"s3://{bucket}/p", second, version=1, parents={}, attributes=marked)
-    proxy = FaultyProxy(minio.endpoint, lambda number: "")
+    proxy = HttpProxy(minio.endpoint)
     monkeypatch.setenv("MINIO_ENDPOINT", proxy.endpoint)
     with VllmEngine(max_rows=4, config=CONFIG) as engine:
         engine.start(ModelRef(policy=first))

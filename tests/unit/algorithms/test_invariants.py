@@ -21,7 +21,6 @@ from planish.algorithms.gspo import Gspo, GspoConfig
 from planish.algorithms.losses import aggregate, clipped_surrogate, loss_counts, policy_ratio
 from planish.algorithms.tppo import Tppo, TppoConfig
 from planish.algorithms.vapo import Vapo, VapoConfig
-from planish.verifiers.shaping import overlong_penalty
 from tests.thin import examples
 from tests.unit.algorithms.batches import make_batch, ragged_mask, value_step, whole_step
 
@@ -222,19 +221,6 @@ def test_i7_token_mean_ignores_duplication_and_equals_seq_mean_at_equal_lengths(
     assert aggregated(x, full, "token-mean") == pytest.approx(
         aggregated(x, full, "seq-mean-token-mean"), abs=1e-6
     )
-
-
-@given(limit=st.integers(2, 5000), data=st.data())
-@FAST
-def test_i8_length_penalty_never_rises_stays_in_range_and_is_continuous(limit, data):
-    buffer = data.draw(st.integers(1, limit))
-    lengths = np.arange(limit + 3)
-    penalty = overlong_penalty(lengths, max_tokens=limit, buffer_tokens=buffer)
-    steps = np.diff(penalty)
-    assert (steps <= 0).all()
-    assert penalty.min() >= -1
-    assert penalty.max() == 0
-    assert -steps.min() <= 1 / buffer + 1e-6
 
 
 @given(seed=SEEDS, width=st.integers(2, 6))

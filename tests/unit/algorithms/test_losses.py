@@ -3,15 +3,14 @@ import math
 import pytest
 import torch
 
+from planish.algorithms.advantages import group_advantages
 from planish.algorithms.base import Denominators
 from planish.algorithms.losses import (
     aggregate,
-    clipped_surrogate,
-    kl_estimate,
     loss_counts,
     policy_ratio,
-    value_losses,
 )
+from planish.algorithms.masked import masked_mean, masked_sum
 from planish.algorithms.mismatch import correction_weights, mismatch_metrics
 
 X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 9.0, 9.0], [7.0, 7.0, 7.0]])
@@ -39,50 +38,6 @@ def test_each_aggregation_by_hand_leaves_out_the_empty_sequence(mode, wanted):
     denominators = Denominators(counts, {"tokens": 40.0, "sequences": 9.0}, 5)
     seen = aggregate(X, MASK, mode, denominators, norm_tokens=50)
     assert seen.item() == pytest.approx(wanted)
-
-
-def test_an_empty_mask_aggregates_to_zero():
-    none = torch.zeros_like(MASK)
-    counts = loss_counts(none)
-    assert aggregate(X, none, "token-mean", Denominators(counts, counts, 1)).item() == 0.0
-
-
-def test_gradient_vanishes_only_where_the_clip_bites():
-    # Ratio above 1 + high: no gradient for a positive advantage, some for a negative one.
-    for advantage, flows in ((1.0, False), (-1.0, True)):
-        logprob = torch.tensor(0.5, requires_grad=True)
-        loss = clipped_surrogate(
-            policy_ratio(logprob, torch.tensor(0.0)), torch.tensor(advantage),
-            clip_low=0.2, clip_high=0.28,
-        )  # fmt: skip
-        loss.backward()
-        assert (logprob.grad.item() != 0.0) is flows
-
-
-def test_dual_clip_takes_the_gradient_of_far_tokens_with_negative_advantage():
-    logprob = torch.tensor(math.log(12.0), requires_grad=True)
-    clipped_surrogate(
-        policy_ratio(logprob, torch.tensor(0.0)), torch.tensor(-1.0),
-        clip_low=0.2, clip_high=0.28, dual_clip=3.0,
-    ).backward()  # fmt: skip
-    assert logprob.grad.item() == 0.0
-
-
-def test_kl_estimators_by_hand_and_k3_is_never_negative():
-    policy, reference = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -0.5])
-    assert kl_estimate(policy, reference, "k1").tolist() == [0.5, -0.5]
-    assert kl_estimate(policy, reference, "k2").tolist() == [0.125, 0.125]
-    k3 = kl_estimate(policy, reference, "k3")
-    assert k3.tolist() == pytest.approx([math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5])
-    assert kl_estimate(torch.tensor([-99.0]), torch.tensor([0.0]), "k3").item() == 10.0
-
-
-def test_asymmetric_value_clip_by_hand():
-    # old 0; new 1 is cut to 0.6: errors (1 - 2)^2 = 1 and (0.6 - 2)^2 = 1.96.
-    seen = value_losses(
-        torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([2.0]), clip_low=0.5, clip_high=0.6
-    )
-    assert seen.item() == pytest.approx(0.98)
 
 
 OLD = torch.tensor([[0.0, math.log(0.5), math.log(0.9)]])
@@ -124,3 +79,29 @@ def test_mismatch_metrics_by_hand():
 
 def test_mismatch_of_nothing_is_left_out():
     assert mismatch_metrics(OLD, ENGINE, torch.zeros(1, 3)) == {}
+
+
+@pytest.mark.parametrize("reward", [1.0, 1 - 1 / 12, -1.7, 0.1])
+def test_a_group_of_equal_rewards_has_exactly_zero_advantage(reward):
+    seen = group_advantages(torch.full((8,), reward), torch.zeros(8))
+    assert seen.tolist() == [0.0] * 8
+
+
+def test_a_group_of_one_keeps_its_reward():
+    seen = group_advantages(torch.tensor([0.7, 1.0, 0.0]), torch.tensor([3, 4, 4]), epsilon=0.0)
+    assert seen.tolist() == pytest.approx([0.7, math.sqrt(0.5), -math.sqrt(0.5)], abs=1e-6)
+
+
+def test_no_rollouts_have_no_advantages():
+    assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+def test_half_precision_is_summed_in_float32():
+    total = masked_sum(torch.ones(1, 4096, dtype=torch.bfloat16), torch.ones(1, 4096))
+    assert (total.dtype, total.item()) == (torch.float32, 4096.0)
+
+
+def test_an_empty_mask_has_mean_zero_per_row_and_over_all():
+    x = torch.tensor([[1.0, 3.0], [5.0, 7.0]])
+    assert masked_mean(x, torch.tensor([[0, 0], [1, 1]]), 1).tolist() == [0.0, 6.0]
+    assert masked_mean(x, torch.zeros(2, 2)).item() == 0.0

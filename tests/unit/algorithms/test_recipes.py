@@ -92,41 +92,6 @@ def test_overlong_filtering_masks_truncated_rows_but_keeps_them_in_the_statistic
     assert apart.advantages(batch).advantages[0, 0].item() == pytest.approx(math.sqrt(0.5))
 
 
-def test_a_group_that_differs_by_length_penalty_alone_gets_advantages():
-    batch = make_batch(ragged_mask([1, 2], 2), reward=[-1.0, -1.5])
-    seen = Dapo(DapoConfig(advantage_epsilon=0.0)).advantages(batch).advantages
-    assert seen[:, 0].tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
-
-
-def test_nan_in_padding_has_no_effect_on_loss_or_gradient():
-    mask = ragged_mask([1, 2], 2)
-    new = torch.tensor([[-1.0, float("nan")], [-1.0, -2.0]], requires_grad=True)
-    batch = make_batch(mask, old=[[-1.0, float("inf")], [-1.0, -2.0]], reward=[1.0, -1.0])
-    output = run_loss(Dapo(DapoConfig()), batch, new)
-    output.loss.backward()
-    assert math.isfinite(output.loss.item())
-    assert new.grad[0, 1].item() == 0.0
-
-
-def test_bypass_takes_the_engines_logprobs_as_the_old_policy():
-    mask = ragged_mask([1, 1], 1)
-    batch = make_batch(mask, old=[[-1.0], [-1.0]], rollout=[[-2.0], [-1.5]], reward=[1.0, -1.0])
-    filled = Dapo(DapoConfig(correction="bypass")).advantages(batch)
-    assert filled.old_logprobs.tolist() == [[-2.0], [-1.5]]
-
-
-def test_correction_scales_the_loss_of_each_token():
-    mask = ragged_mask([1, 1], 1)
-    old = [[math.log(0.4)], [math.log(0.5)]]
-    batch = make_batch(
-        mask, old=old, rollout=[[math.log(0.1)], [math.log(0.5)]], reward=[1.0, -1.0]
-    )
-    algorithm = Dapo(DapoConfig(correction="token_truncate", advantage_epsilon=0.0))
-    a = 1 / math.sqrt(2)
-    loss = run_loss(algorithm, batch, batch.old_logprobs).loss.item()
-    assert loss == pytest.approx((-2 * a + a) / 2, abs=1e-6)
-
-
 def test_gspo_and_cispo_defaults_are_the_published_ones():
     gspo, cispo = GspoConfig(), CispoConfig()
     assert (gspo.clip_low, gspo.clip_high) == (3e-4, 4e-4)

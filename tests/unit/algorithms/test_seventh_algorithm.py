@@ -1,13 +1,18 @@
 """A new algorithm is one file and one line in the table: no other file knows its name."""
 
 import json
+from typing import Literal
 
 import pytest
 import torch
 
 from planish import store
 from planish.algorithms import ALGORITHMS, build_algorithm
-from planish.base.config import load_preset, merge, resolve_config
+from planish.algorithms.advantages import spread
+from planish.algorithms.base import LossOutput, Recipe
+from planish.algorithms.losses import aggregate, loss_counts
+from planish.algorithms.masked import hidden
+from planish.base.config import Section, load_preset, merge, resolve_config
 from planish.base.errors import ConfigError
 from planish.records import layout
 from tests.unit.algorithms.batches import make_batch, ragged_mask, whole_step
@@ -18,7 +23,9 @@ OVERRIDES = ["algorithm.name=leave_one_out", "algorithm.scale=0.5"]
 
 @pytest.fixture(autouse=True)
 def _in_the_table(monkeypatch):
-    monkeypatch.setitem(ALGORITHMS, "leave_one_out", "tests.unit.algorithms.leave_one_out:RECIPE")
+    monkeypatch.setitem(
+        ALGORITHMS, "leave_one_out", "tests.unit.algorithms.test_seventh_algorithm:RECIPE"
+    )
 
 
 def test_its_constants_are_checked_with_the_rest_of_the_configuration():
@@ -52,3 +59,40 @@ def test_the_train_stage_runs_it(tmp_path):
     assert len(losses) == 4
     assert all(loss != 0 for loss in losses)
     assert report["scalars"]["updates"] == 4
+
+
+class LeaveOneOutConfig(Section):
+    """Constants of the recipe."""
+
+    name: Literal["leave_one_out"] = "leave_one_out"
+    """Key in the table of algorithms."""
+    scale: float = 1.0
+    """Factor of every advantage."""
+
+
+class LeaveOneOut:
+    """Advantage n / (n - 1) * (reward - mean of the group), loss -advantage * log p."""
+
+    needs_values = False
+    needs_old_logprobs = True
+    needs_reference = False
+
+    def __init__(self, config):
+        self.config = config
+
+    def advantages(self, batch):
+        same = (batch.group_index[:, None] == batch.group_index[None]).float()
+        size = same.sum(1)
+        centred = batch.reward - same @ batch.reward / size
+        per_row = self.config.scale * centred * size / (size - 1).clamp(min=1)
+        return batch.updated(advantages=spread(per_row, batch.policy_mask))
+
+    def counts(self, batch):
+        return loss_counts(batch.policy_mask)
+
+    def loss(self, logprobs, entropy, batch, denominators):
+        losses = -batch.advantages * hidden(logprobs, batch.policy_mask)
+        return LossOutput(aggregate(losses, batch.policy_mask, "seq-mean-token-sum", denominators))
+
+
+RECIPE = Recipe(LeaveOneOutConfig, LeaveOneOut)

@@ -174,17 +174,6 @@ def test_holes_in_the_mask_carry_the_estimate_over_and_are_not_trained():
     assert holes.returns.tolist() == [[1, 0, 1, 1, 0]]
 
 
-def test_a_truncated_right_response_trains_both_and_counts_as_right():
-    # Accuracy 1 and a length penalty of -1: reward 0 at the last token.
-    batch = make_batch(
-        ragged_mask([2], 2), values=[[0.5, 0.5]], reward=[0.0], accuracy=[1.0], truncated=[True]
-    )
-    filled = vapo().advantages(batch)
-    assert filled.positive_mask.tolist() == [[True, True]]
-    assert filled.advantages[0, 1].item() == pytest.approx(-0.5)
-    assert filled.returns.tolist() == [[0, 0]]
-
-
 def test_a_row_that_a_window_cut_short_takes_no_part():
     batch = two_rows(finished=[True, False], accuracy=[1.0, 1.0])
     filled = vapo(whiten_advantages=True).advantages(batch)

@@ -55,31 +55,6 @@ def test_choose_never_takes_a_forbidden_token():
     assert set(ids.tolist()) <= {1, 3}
 
 
-def test_temperature_divides_the_logits():
-    logits = torch.tensor([[1.0, 3.0]])
-    _, logprob = choose(
-        logits, torch.tensor([0.999], dtype=torch.float64), Choice(torch.tensor([2.0]))
-    )
-    assert logprob.item() == pytest.approx(math.log(1 / (1 + math.exp(-1))), abs=1e-6)
-
-
-def test_greedy_rows_report_the_log_probability_of_temperature_one():
-    logits = torch.tensor([[1.0, 3.0], [1.0, 3.0]])
-    choice = Choice(torch.tensor([1.0, 2.0]), greedy=torch.tensor([True, False]))
-    ids, logprobs = choose(logits, torch.tensor([0.01, 0.01], dtype=torch.float64), choice)
-    assert ids.tolist() == [1, 0]
-    assert logprobs[0].item() == pytest.approx(-math.log(1 + math.exp(-2)), abs=1e-6)
-    assert logprobs[1].item() == pytest.approx(-math.log(1 + math.exp(1)), abs=1e-6)
-
-
-def test_top_k_renormalises_over_the_kept_tokens():
-    logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]])).expand(2, 4)
-    choice = Choice(top_k=torch.tensor([2, 4]))
-    ids, logprobs = choose(logits, torch.tensor([0.99, 0.05], dtype=torch.float64), choice)
-    assert ids.tolist() == [3, 0]
-    assert logprobs.exp().tolist() == pytest.approx([0.3 / 0.7, 0.1], abs=1e-6)
-
-
 def test_top_p_keeps_the_smallest_set_that_reaches_it():
     logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]])).expand(3, 4)
     choice = Choice(top_p=torch.tensor([0.69, 0.71, 1.0]))

@@ -6,15 +6,13 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from planish.base.config import parse_section
 from planish.base.errors import ConfigError, EngineError, RecordError
 from planish.engines import open_engine
 from planish.engines.base import TurnLock
 from planish.engines.config import EngineConfig
-from planish.engines.requests import FinishReason, ModelRef
+from planish.engines.requests import ModelRef
 from planish.engines.transformers.served_model import open_model
 from planish.engines.vllm.engine import VllmEngine, check_cpu_sizes
 from planish.engines.weights import DictWeights, FolderWeights
@@ -22,7 +20,6 @@ from planish.models.logprobs import TokenScorer
 from planish.models.policy import save_policy
 from planish.records.refs import parse_pin
 from tests.integration.waiting import wait_for
-from tests.thin import examples
 from tests.unit.engines.pinned import PinnedWeights
 from tests.unit.engines.tiny import (
     family_policy,
@@ -94,36 +91,6 @@ def test_rows_grow_beyond_the_first_allocation():
     tail = tuple(outputs[0].token_ids[:1090])
     again = engine.generate([request(0, 10, temperature=0.0, prefix=tail)])[0]
     assert again.token_ids == outputs[0].token_ids[1090:]
-
-
-@pytest.mark.slow
-@settings(max_examples=examples(25), deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=12),
-    max_rows=st.integers(1, 6),
-    steps=st.lists(st.integers(0, 14), max_size=3),
-)
-def test_any_schedule_with_aborts_gives_prefixes_of_the_same_responses(lengths, max_rows, steps):
-    requests = [request(i, n) for i, n in enumerate(lengths)]
-    engine = SHARED[max_rows]
-    whole = {o.request_id: o.token_ids for o in engine.generate(requests)}
-    engine.submit(requests)
-    outputs = []
-    for index, count in enumerate(steps):
-        for _ in range(count):
-            outputs += engine.poll(0.0)
-        outputs += engine.abort([f"r{index * 2}"])
-    while engine.state == "running":
-        outputs += engine.poll(0.0)
-    outputs += engine.poll(0.0)
-    assert sorted(o.request_id for o in outputs) == sorted(whole)
-    for output in outputs:
-        assert output.token_ids == whole[output.request_id][: output.num_tokens]
-        if output.finish_reason is not FinishReason.ABORT:
-            assert output.token_ids == whole[output.request_id]
-
-
-SHARED = {rows: start(qwen3_policy(), max_rows=rows) for rows in range(1, 7)}
 
 
 @pytest.mark.long

@@ -84,22 +84,6 @@ class FixedModel(nn.Module):
         return self.head
 
 
-def test_two_token_vocabulary_by_hand():
-    # Hidden state t is (1, 0) or (0, 1); the head turns it into logits (ln 3, 0) or (0, 0).
-    hidden = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]])
-    head = torch.tensor([[math.log(3.0), 0.0], [0.0, 0.0]])
-    scorer = TokenScorer(FixedModel(hidden, head))
-    ids = torch.tensor([[0, 0, 1]])
-    select = torch.tensor([[False, True, True]])
-    logprobs, entropy = scorer(ids, None, select, 1.0)
-    assert logprobs.tolist() == pytest.approx([math.log(0.75), math.log(0.5)])
-    expected = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-    assert entropy.tolist() == pytest.approx([expected, math.log(2.0)])
-    halved, _ = scorer(ids, None, select, 2.0)
-    root = math.sqrt(3.0)
-    assert halved[0].item() == pytest.approx(math.log(root / (1 + root)))
-
-
 def test_impossible_token_gives_no_nan_in_the_entropy():
     hidden = torch.tensor([[[1.0], [1.0]]])
     head = torch.tensor([[0.0], [float("-inf")]])
@@ -215,18 +199,6 @@ def test_entropy_carries_no_gradient_and_can_be_left_out():
     assert not entropy.requires_grad
     _, nothing = scorer(ids, None, select, 1.0, with_entropy=False)
     assert nothing.tolist() == [0.0] * int(select.sum())
-
-
-def test_right_padding_does_not_change_scores():
-    scorer = TokenScorer(make_model())
-    ids, select = make_batch(batch=2, length=6)
-    padded_ids = torch.cat([ids, torch.zeros(2, 5, dtype=torch.long)], dim=1)
-    padded_select = torch.cat([select, torch.zeros(2, 5, dtype=torch.bool)], dim=1)
-    with torch.no_grad():
-        short = scorer(ids, None, select, 1.0)
-        long = scorer(padded_ids, None, padded_select, 1.0)
-    assert torch.allclose(short[0], long[0], atol=1e-6)
-    assert torch.allclose(short[1], long[1], atol=1e-6)
 
 
 def test_packed_sequences_score_as_if_they_were_alone():

@@ -1,5 +1,6 @@
 """Limits of profiles, image tables and what a pipeline asks of a cluster."""
 
+import copy
 import dataclasses
 import json
 
@@ -16,6 +17,7 @@ from components.images import (
 )
 from pipelines.compile import parse_images
 from pipelines.post_train import build_post_train, check_profile, largest_requests, profile_named
+from pipelines.share import name_tasks_apart, share_components
 
 
 @pytest.mark.parametrize(
@@ -141,3 +143,71 @@ def test_images_are_replaced_by_name():
 def test_unknown_and_empty_images_are_refused(images, words):
     with pytest.raises(ValueError, match=words):
         resolve_images(images)
+
+
+def graph(*names):
+    tasks = {f"task-{n}": {"componentRef": {"name": name}} for n, name in enumerate(names)}
+    return {"dag": {"tasks": tasks}}
+
+
+def spec_of(images, **graphs):
+    """Return a pipeline with a component for each image, and graphs of them."""
+    leaves = {f"comp-{name}": {"executorLabel": f"exec-{name}"} for name in images}
+    executors = {f"exec-{name}": {"container": {"image": image}} for name, image in images.items()}
+    components = {**leaves, **graphs}
+    return {
+        "components": components,
+        "deploymentSpec": {"executors": executors},
+        "root": graph(*graphs),
+    }
+
+
+def refs(node):
+    return [task["componentRef"]["name"] for task in node["dag"]["tasks"].values()]
+
+
+SHARED = {"a": "x", "a-2": "x", "b": "y"}
+
+
+def test_equal_graphs_of_equal_components_stand_once():
+    spec = spec_of(SHARED, one=graph("comp-a", "comp-b"), two=graph("comp-a-2", "comp-b"))
+    pods = {f"exec-{name}": {"timeout": 1} for name in SHARED}
+    share_components(spec, pods)
+    assert set(spec["deploymentSpec"]["executors"]) == set(pods) == {"exec-a", "exec-b"}
+    assert set(spec["components"]) == {"comp-a", "comp-b", "one"}
+    assert refs(spec["root"]) == ["one", "one"]
+    assert refs(spec["components"]["one"]) == ["comp-a", "comp-b"]
+
+
+def test_other_pod_settings_keep_components_and_their_graphs_apart():
+    spec = spec_of(SHARED, one=graph("comp-a"), two=graph("comp-a-2"))
+    pods = {"exec-a": {"timeout": 1}, "exec-a-2": {"timeout": 2}, "exec-b": {}}
+    before = copy.deepcopy((spec, pods))
+    share_components(spec, pods)
+    assert (spec, pods) == before
+
+
+def test_tasks_of_an_iteration_and_what_names_them_get_its_number():
+    of_task = {
+        "inputs": {"artifacts": {"state": {"taskOutputArtifact": {"producerTask": "train"}}}}
+    }
+    after = {"dependentTasks": ["train"], "componentRef": {"name": "a"}}
+    subtask = {"valueFromParameter": {"producerSubtask": "train"}}
+    tasks = {"train": {"componentRef": {"name": "a"}}, "checkpoint": {**after, **of_task}}
+    one = {"dag": {"tasks": tasks, "outputs": {"parameters": {"pin": subtask}}}}
+    two = graph("a")
+    root = {
+        "iteration-12": {"componentRef": {"name": "one"}},
+        "other": {"componentRef": {"name": "two"}},
+    }
+    spec = {"root": {"dag": {"tasks": root}}, "components": {"one": one, "two": two, "a": {}}}
+    name_tasks_apart(spec)
+    dag = one["dag"]
+    assert list(dag["tasks"]) == ["train-i12", "checkpoint-i12"]
+    last = dag["tasks"]["checkpoint-i12"]
+    assert last["dependentTasks"] == ["train-i12"]
+    assert last["inputs"]["artifacts"]["state"]["taskOutputArtifact"]["producerTask"] == "train-i12"
+    assert (
+        dag["outputs"]["parameters"]["pin"]["valueFromParameter"]["producerSubtask"] == "train-i12"
+    )
+    assert two == graph("a")

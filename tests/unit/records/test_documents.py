@@ -261,24 +261,6 @@ def test_the_first_iteration_takes_the_policy_that_training_begins_with(file_roo
     assert find_reference("", policy_pin=first, state_pin="", info={}) == first
 
 
-def test_later_iterations_take_the_one_that_their_train_state_names(file_root):
-    first, later = a_policy(file_root, 0), a_policy(file_root, 3)
-    info = {KEY: first.removeprefix(f"{file_root}/")}
-    found = find_reference("", policy_pin=later, state_pin=state_of(file_root), info=info)
-    assert found == first
-
-
-def test_a_fork_finds_what_the_other_root_began_with_and_so_does_its_own_fork(file_root):
-    first = a_policy(file_root, 0)
-    info = {KEY: first.removeprefix(f"{file_root}/")}
-    fork = f"{file_root}/fork"
-    later = a_policy(fork, 2)
-    # The fork's first state is that of the other root; its own states name the whole pin.
-    assert find_reference("", policy_pin=later, state_pin=state_of(file_root), info=info) == first
-    own = {KEY: first}
-    assert find_reference("", policy_pin=later, state_pin=state_of(fork), info=own) == first
-
-
 def test_a_pinned_policy_wins(file_root):
     first, other = a_policy(file_root, 0), a_policy(file_root, 5)
     info = {KEY: first.removeprefix(f"{file_root}/")}

@@ -14,7 +14,7 @@ from planish import store
 from planish.base.errors import RecordError
 from planish.records import fetch_files, read_manifest, write_files
 from planish.records import files as files_module
-from tests.servers.faulty_proxy import FaultyProxy
+from tests.servers.http_proxy import HttpProxy
 
 FILES = {"config.json": b"{}", "sub/.metadata": b"m", "model.safetensors": b"w" * 5000}
 
@@ -111,7 +111,7 @@ def test_a_fetched_set_is_fetched_once_and_mended_when_damaged(s3_root):
 def test_processes_of_one_machine_take_a_set_from_its_bucket_once(s3_root, minio, tmp_path):
     size = 3 << 20
     ref = write(s3_root, {"model.safetensors": os.urandom(size)})
-    proxy = FaultyProxy(minio.endpoint, lambda number: "")
+    proxy = HttpProxy(minio.endpoint)
     code = f"from planish.records import fetch_files; fetch_files({ref.uri!r})"
     changes = {"MINIO_ENDPOINT": proxy.endpoint, "TMPDIR": str(tmp_path / "tmp")}
     running = [

@@ -203,23 +203,7 @@ def test_prompts_can_be_taken_in_another_order():
     taken.validate()
 
 
-def test_values_are_sorted_by_ordinal_and_sample_and_come_back_by_key():
-    assert VALUES.ordinal.tolist() == [2, 2, 7, 2**40]
-    assert VALUES.sample_index.tolist() == [1, 3, 0, 0]
-    assert rows_of(VALUES.values) == [[], [1.0], [0.5, -0.25], [3.0, 4.0, 5.0]]
-    assert VALUES.to_rows()[7, 0].tolist() == [0.5, -0.25]
-    assert ValueSet.from_rows({}).to_rows() == {}
-
-
 ROWS = st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=6), max_size=8)
-
-
-def test_rows_lie_one_after_another():
-    ragged = Ragged.from_lists([[1, 2, 3], [], [4]], np.int32)
-    assert ragged.values.tolist() == [1, 2, 3, 4]
-    assert ragged.offsets.tolist() == [0, 3, 3, 4]
-    assert (len(ragged), ragged.values.dtype, ragged.offsets.dtype) == (3, np.int32, np.int64)
-    assert ragged.row(1).tolist() == []
 
 
 @given(ROWS)
@@ -353,13 +337,6 @@ def test_sets_with_and_without_experts_join_with_unknown_ones():
     assert (joined.routing_of(25) == one.routing_of(5)).all()
     assert RolloutSet.concat([other, RolloutSet.empty()]).routing is None
     assert RolloutSet.concat([RolloutSet.empty(), one]) == one
-
-
-def test_experts_take_about_their_entropy_on_disk():
-    rollouts = routed(groups=64, group_size=8, high=8)
-    extra = len(file_of(rollouts)) - len(file_of(random_rollouts(groups=64, group_size=8)))
-    # Three bits for each choice of one expert in eight.
-    assert extra < 0.55 * len(rollouts.routing.values)
 
 
 def test_show_names_the_column_only_where_it_is(tmp_path):

@@ -100,14 +100,6 @@ def test_a_read_beyond_the_end_and_one_over_the_limit_are_refused(place):
     assert not storage.retries
 
 
-def test_a_conditional_create_refuses_what_exists(place):
-    storage, root = place
-    first = storage.put(f"{root}/x", b"first", if_none_match=True)
-    with pytest.raises(ObjectExists, match="must not exist yet"):
-        storage.put(f"{root}/x", b"second", if_none_match=True)
-    assert storage.get(f"{root}/x", 9) == (b"first", first)
-
-
 def test_a_conditional_update_takes_the_named_version_only(place):
     storage, root = place
     first = storage.put(f"{root}/x", b"first")

@@ -480,33 +480,6 @@ def test_shared_instructions_make_no_near_duplicates():
     assert rows[0] in near(rows)[0]
 
 
-def many(count):
-    rng = random.Random(5)
-    vocabulary = [f"w{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(400)]
-    texts = [" ".join(rng.choices(vocabulary, k=30)) for _ in range(count)]
-    return [
-        asked(t, origin=f"line {i}") for i, t in enumerate([*texts, *(t + " x" for t in texts)])
-    ]
-
-
-@pytest.mark.slow
-def test_near_duplicates_do_not_depend_on_the_number_of_workers():
-    rows = many(40)
-    one, three = near(rows, workers=1), near(rows, workers=3)
-    assert one == three
-    assert one[0] == rows[:40]
-
-
-def test_a_training_problem_that_equals_a_held_out_one_is_dropped():
-    kept, drops = remove_contaminated(
-        [asked("1+1="), asked("1+2=")],
-        [asked("1 + 1 =")],
-        ngram=13,
-    )
-    assert [p.question for p in kept] == ["1+2="]
-    assert drops[0].reason == "equals_held_out"
-
-
 def test_thirteen_words_in_a_row_are_a_leak_and_twelve_are_not():
     row = TEXT.split()
     held = [asked(TEXT)]

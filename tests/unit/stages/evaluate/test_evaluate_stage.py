@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 
 import numpy as np
 import pytest
@@ -27,13 +26,9 @@ from planish.stages.evaluate import iteration
 from planish.stages.evaluate.config import EvaluateConfig
 from planish.stages.evaluate.score import (
     Judged,
-    average,
     bootstrap,
-    consensus,
     majority,
-    mean_pass_at_k,
     pass_at_k,
-    sampling_error,
     scalars,
 )
 from planish.stages.evaluate.stage import compare, run
@@ -412,14 +407,6 @@ def test_report_show_tracker_and_card_name_each_set(file_root, tmp_path, two_set
 TABLE = np.array([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
 
 
-def test_average_and_sampling_error_by_hand():
-    assert average(TABLE) == pytest.approx((0.5 + 1.0 + 0.25) / 3)
-    # Sample variances: 4 * 0.25 / 3 = 1/3, 0, and 4 * 0.25 * 0.75 / 3 = 1/4.
-    assert sampling_error(TABLE) == pytest.approx(math.sqrt((1 / 3 + 0 + 1 / 4) / 4) / 3)
-    assert sampling_error(np.ones((5, 3))) == 0.0
-    assert math.isnan(sampling_error(np.ones((5, 1))))
-
-
 def test_bootstrap_spread_is_that_of_the_mean_over_prompts_and_follows_from_its_seed():
     accuracy = np.repeat(np.array([[0.0], [1.0]]), 50, axis=0)
     error, (low, high) = bootstrap(accuracy, num_resamples=4000, seed=3)
@@ -442,11 +429,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(case):
     assert pass_at_k(200, 1, 100) == pytest.approx(0.5)
 
 
-def test_mean_pass_at_one_is_the_average():
-    assert mean_pass_at_k(TABLE, 1) == pytest.approx(average(TABLE))
-    assert mean_pass_at_k(TABLE, 2) == pytest.approx((5 / 6 + 1.0 + 0.5) / 3)
-
-
 @pytest.mark.parametrize(
     ("answers", "position"),
     [
@@ -465,12 +447,6 @@ def test_mean_pass_at_one_is_the_average():
 )
 def test_majority_takes_the_first_of_the_largest_class(answers, position):
     assert majority(answers) == position
-
-
-def test_consensus_counts_prompts_whose_majority_is_right():
-    accuracy = np.array([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
-    answers = [["1", "2", "2"], ["5", "6", "6"], [None, None, "4"]]
-    assert consensus(accuracy, answers) == pytest.approx(2 / 3)
 
 
 def rollouts_of(lengths, num_samples, finish):

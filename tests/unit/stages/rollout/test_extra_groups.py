@@ -4,11 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.records.io import write_set
 from planish.records.stream import advance, assign, fresh_cursor
 from planish.stages.rollout.config import RolloutConfig
-from planish.stages.rollout.extra_groups import group_facts, read_surplus, settle, share, take_over
-from planish.stages.rollout.groups import as_set
+from planish.stages.rollout.extra_groups import group_facts, settle, share, take_over
 from planish.stages.rollout.metrics import batch_metrics
 from planish.stages.rollout.sampler import draw_batch
 from tests.unit.stages.rollout.test_sampler import group, ordinals
@@ -56,17 +54,6 @@ def test_the_age_of_a_group_is_that_of_its_oldest_token():
     mixed = group(4, "m", 6)
     mixed.slots[1].versions[0] = 4
     assert group_facts([mixed, group(5, "m", 6)])["versions"] == [4, 6]
-
-
-def test_groups_come_back_from_disk_as_they_were_sampled(tmp_path):
-    made = surplus((9, 2), (4, 3))
-    facts = group_facts(made)
-    ref = write_set((tmp_path / "s").as_uri(), as_set(made), parents={}, attributes=facts)
-    back = read_surplus([ref.pin()])
-    assert group_facts(back) == {"ordinals": [9, 4], "versions": [2, 3], "num_right": [1, 1]}
-    assert as_set(back) == as_set(made)
-    assert as_set(back[1:]).policy_version.values.tolist() == [3] * 6
-    assert read_surplus([]) == []
 
 
 def test_metrics_count_reused_groups_in():

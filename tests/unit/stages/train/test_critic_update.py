@@ -274,15 +274,6 @@ def test_equal_returns_leave_the_explained_variance_undefined():
     assert (found["explained_variance"], found["ev_undefined"]) == (0.0, 1.0)
 
 
-def test_explained_variance_of_the_golden_numbers():
-    batch = make_batch(
-        torch.ones(1, 5),
-        returns=[[1.0, 1.0, -1.0, -1.0, 1.0]],
-        values=[[0.8, 0.2, -0.5, 0.0, 0.6]],
-    )
-    assert value_metrics(batch)["explained_variance"] == pytest.approx(0.565, abs=1e-6)
-
-
 def test_counters_of_the_critic_are_in_the_state_only_where_there_is_one():
     plain = Progress(1, 2, 3, 4, 5)
     assert set(plain.to_json()) == {

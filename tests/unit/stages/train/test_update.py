@@ -72,13 +72,6 @@ def test_the_number_formats_say_how_far_apart_engine_and_trainer_may_be(changes,
     assert mismatch_limit(changes) == limit
 
 
-def test_the_first_step_sees_ratio_one_and_the_second_does_not():
-    result = update(TableTrainer(3), batch_of())
-    errors = [m["ratio_error_max"] for m in result.minibatches]
-    assert errors[0] == 0.0
-    assert errors[1] > 1e-4
-
-
 def test_denominators_count_the_whole_minibatch_not_the_group():
     # One mini-batch: both groups together; the loss at ratio 1 is minus the token-mean advantage.
     result = update(TableTrainer(3), batch_of(), cfg=table_config(rollouts_per_minibatch=4))
