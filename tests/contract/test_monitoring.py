@@ -15,7 +15,6 @@ from planish.minder.detect.metrics_table import JOB_SELECTOR, PUBLISHED_ORDER
 from planish.minder.detect.metrics_table import METRICS as MINDER_METRICS
 from planish.minder.service.config import service_settings
 from planish.minder.service.own_metrics import OwnMetrics
-from tests.contract.promql import metric_names
 from tests.golden.write_rules import (
     MONITORING,
     MONITORS,
@@ -35,6 +34,34 @@ PAUSE_FRAMES = re.compile(EXPORTERS["node_exporter"]["pattern"])
 COUNTERS = MONITORING / "exporters" / "dcgm-counters.csv"
 UNITS = {"none", "s", "percent", "percentunit", "ops", "pps", "cps", "Bps", "watt", "GBs"}
 PER_METRIC = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_SELECTOR = re.compile(r"\{[^{}]*\}")
+_RANGE = re.compile(r"\[[^\[\]]*\]")
+_GROUPING = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^()]*\)")
+_OFFSET = re.compile(r"\boffset\s+\w+")
+_FUNCTION = re.compile(r"(?<![\w:])\w+\s*(?=\()")
+_NUMBER = re.compile(r"(?<![\w:])\d[\w.]*(-\d+)?")
+_NAME = re.compile(r"[a-zA-Z_:][\w:]*")
+_WORDS = {"and", "or", "unless", "bool", "by", "without", "on", "ignoring", "group_left", "inf"}
+
+
+def metric_names(expression: str) -> set[str]:
+    """Return the names of the metrics that an expression reads.
+
+    Example:
+        >>> sorted(metric_names('sum by (a) (rate(x_total{b="c"}[5m])) / on (a) y:z offset 2h'))
+        ['x_total', 'y:z']
+    """
+    named = re.findall(r'__name__\s*=\s*"([\w:]+)"', expression)
+    text = _STRING.sub("", expression)
+    for pattern in (_SELECTOR, _RANGE, _OFFSET, _GROUPING):
+        text = pattern.sub(" ", text)
+    # An aggregation keeps its word when the grouping stands between it and the bracket.
+    text = re.sub(r"(?<![\w:])(sum|min|max|avg|count|quantile|topk)\b(?![\w:])", " ", text)
+    text = _NUMBER.sub(" ", _FUNCTION.sub(" ", text))
+    return set(_NAME.findall(text)) - _WORDS | set(named)
 
 
 def rules(kind):

@@ -1,12 +1,31 @@
+import shutil
+import subprocess
+
 import numpy as np
 import pytest
 
 from planish.run.stage import PathArtifact
 from planish.stages.report.stage import run
-from tests.integration.browser import NEEDS_BROWSER, chromium
 from tests.unit.stages.report.synthetic_run import build_run, disturb
 
-pytestmark = NEEDS_BROWSER
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--hide-scrollbars",
+)  # fmt: skip
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install -y chromium"),
+]
+
+
+def chromium(page, *flags):
+    """Open a local page; its profile lies beside it."""
+    profile = f"--user-data-dir={page.parent}/profile"
+    command = [CHROMIUM, *FLAGS, profile, *flags, page.as_uri()]
+    return subprocess.run(command, capture_output=True, timeout=120, check=True)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,19 @@ from planish.minder.lab.cases import (
 from planish.minder.lab.files import write_frame, write_samples
 from planish.minder.service.config import load_service_config
 from tests.minder_lab.simulator import simulate
-from tests.unit.minder.cli.command import run, simulated
+
+
+def run(capsys, *arguments):
+    """Return exit code, and what was printed."""
+    code = main(["minder", *map(str, arguments)])
+    return code, capsys.readouterr()
+
+
+def simulated(path, seed=0, **options):
+    """Write a simulated job and return its truth."""
+    case = simulate(seed, **options)
+    write_frame(path, case.frame)
+    return case.truth
 
 
 @pytest.mark.slow
