@@ -58,6 +58,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "offload": {"trainer": "fsdp2", "offload": True},
     "replicas-offload": {"trainer": "fsdp2", "replicas": 2, "offload": True},
 }
+for name, ranks in (
+    *(("tp1", 2), ("tp1", 4), ("tp2-sequence", 2), ("pp2", 2), ("ep2", 2)),
+    *(("shards", 2), ("shards", 4), ("replicas-offload", 2)),
+):
+    again = {"activation_checkpointing": ranks == 4}
+    LAYOUTS[f"{name}-cp{ranks}"] = {**again, **LAYOUTS[name], "context_parallel": ranks}
 
 
 @dataclass
@@ -129,6 +135,16 @@ def pin(pins):
         ("experts", "ep2-pp2", 4, ["dapo"]),
         ("experts", "tp2-ep4", 4, ["vapo"]),
         ("experts", "replicas-offload", 4, ["vapo"]),
+        # Ranks that share tokens; four are more than there are heads of keys and values.
+        ("wide", "tp1-cp2", 2, ["vapo"]),
+        ("wide", "tp1-cp4", 4, ["dapo"]),
+        ("wide", "tp2-sequence-cp2", 4, ["tppo"]),
+        ("wide", "pp2-cp2", 4, ["grpo_penalty"]),
+        ("experts", "ep2-cp2", 2, ["vapo"]),
+        ("wide", "shards-cp2", 2, WIDE_ALGORITHMS),
+        ("wide", "shards-cp4", 4, ["vapo"]),
+        ("experts", "shards-cp2", 4, ["dapo"]),
+        ("wide", "replicas-offload-cp2", 4, ["dapo"]),
     ],
 )
 def test_ten_steps_have_the_losses_of_one_rank(pins, tmp_path, kind, layout, size, algorithms):
@@ -191,6 +207,12 @@ def without_random(pin):
         ("wide", 2, ["tp2", "shards"], "self_attn.q_proj.weight"),
         ("wide", 2, ["pp2", "offload", "replicas"], "self_attn.q_proj.weight"),
         ("wide", 4, ["replicas", "tp2-pp2", "replicas-offload"], "self_attn.q_proj.weight"),
+        (
+            "wide",
+            4,
+            ["shards-cp4", "tp2-sequence-cp2", "replicas-offload-cp2"],
+            "self_attn.q_proj.weight",
+        ),
         ("experts", 2, ["ep2", "shards"], "mlp.experts.gate_up_proj"),
     ],
 )
@@ -278,7 +300,7 @@ def test_every_family_has_the_log_probabilities_of_transformers(tmp_path):
 
 def test_a_model_that_does_not_divide_is_refused(pin):
     config = TrainConfig(**TINY, trainer="megatron", tensor_parallel=2)
-    with pytest.raises(ConfigError, match=r"must divide .* 2 x 1 for 1"):
+    with pytest.raises(ConfigError, match=r"must divide .* 2 x 1 x 1 for 1"):
         config.grid(Ranks(0, 1))
     with pytest.raises(ConfigError, match="heads, heads of keys and values"):
         build_gpt_of(tiny_model("qwen2").config, tensor_parallel=4)

@@ -54,7 +54,7 @@ def states(rank, size, folder, *, pin, root, layouts):
     ("sizes", "size", "layouts"),
     [
         (WIDE, 2, ["tp2", "shards", "offload"]),
-        (WIDE, 4, ["replicas", "tp2-pp2"]),
+        (WIDE, 4, ["replicas", "tp2-pp2", "shards-cp4"]),
         (EXPERTS, 2, ["ep2", "shards"]),
         (EXPERTS, 4, ["tp2-ep4", "replicas-offload"]),
         (EXPERTS, 1, ["offload", "tp1"]),

@@ -81,13 +81,16 @@ SINGLE = Ranks(0, 1)
 class Grid:
     """Where the processes of a training stand: which rows and which part of the model each has.
 
-    Ranks count through tensor parallelism first, then data parallelism, then pipeline stages, so
-    that those who talk most are neighbours. Experts are spread over the ranks of a stage in the
-    same order, whole ones to each, and every `ep`-th rank has the same.
+    Ranks count through tensor parallelism first, then context parallelism, data parallelism and
+    pipeline stages, so that those who talk most are neighbours. Experts are spread over the ranks
+    of a stage in the same order, whole ones to each, and every `ep`-th rank has the same.
 
     Example:
         >>> grid = Grid(Ranks(5, 8), tp=2, pp=2)
         >>> grid.dp, (grid.pp_rank, grid.dp_rank, grid.tp_rank)
+        (2, (1, 0, 1))
+        >>> grid = Grid(Ranks(5, 8), tp=2, cp=2)
+        >>> grid.dp, (grid.dp_rank, grid.cp_rank, grid.tp_rank)
         (2, (1, 0, 1))
         >>> [Grid(Ranks(rank, 4), tp=2, ep=2).ep_rank for rank in range(4)]
         [0, 1, 0, 1]
@@ -100,12 +103,19 @@ class Grid:
     pp: int = 1
     """Stages of consecutive layers."""
     ep: int = 1
-    """Ranks of a stage that share the experts of a layer; divides `tp` x `dp`."""
+    """Ranks of a stage that share the experts of a layer; divides `tp` x `cp` x `dp`."""
+    cp: int = 1
+    """Ranks that share the tokens of every row."""
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.ranks.size // self.pp
 
     @property
     def dp(self) -> int:
         """Parts that each batch is split into."""
-        return self.ranks.size // (self.tp * self.pp)
+        return self.stage_size // (self.tp * self.cp)
 
     @property
     def tp_rank(self) -> int:
@@ -113,48 +123,55 @@ class Grid:
         return self.ranks.rank % self.tp
 
     @property
+    def cp_rank(self) -> int:
+        """Which part of the tokens of every row is here."""
+        return self.ranks.rank // self.tp % self.cp
+
+    @property
     def dp_rank(self) -> int:
         """Which rows of every batch are computed here."""
-        return self.ranks.rank // self.tp % self.dp
+        return self.ranks.rank // (self.tp * self.cp) % self.dp
 
     @property
     def pp_rank(self) -> int:
         """Which stage is here."""
-        return self.ranks.rank // (self.tp * self.dp)
+        return self.ranks.rank // self.stage_size
 
     @property
     def ep_rank(self) -> int:
         """Which part of the experts of each layer is here."""
-        return self.ranks.rank % (self.tp * self.dp) % self.ep
+        return self.ranks.rank % self.stage_size % self.ep
 
     @property
     def has_first_experts(self) -> bool:
         """True on the first of the ranks that have the same experts."""
-        return self.ranks.rank % (self.tp * self.dp) < self.ep
+        return self.ranks.rank % self.stage_size < self.ep
 
     def to_json(self) -> dict[str, int]:
         """Return all sizes, as a manifest names them."""
         sizes = {"tp": self.tp, "pp": self.pp, "ep": self.ep}
+        sizes |= {"cp": self.cp} if self.cp > 1 else {}
         return {"world": self.ranks.size, "dp": self.dp, **sizes}
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Add up over data-parallel ranks what all ranks of one model know, in place."""
-        if self.tp_rank or self.pp_rank:
+        if self.tp_rank or self.cp_rank or self.pp_rank:
             tensor.zero_()
         return self.ranks.sum(tensor)
 
 
-def grid_fault(size: int, *, tp: int, pp: int, ep: int, replicas: int = 1) -> str:
+def grid_fault(size: int, *, tp: int, pp: int, ep: int, cp: int, replicas: int = 1) -> str:
     """Return why so many training processes cannot stand in a grid; "" when they can."""
     if size % replicas:
         return (
             f"`train.replicas` must divide the number of training processes, got {replicas} for "
             f"{size}; 1 shares one model over all of them"
         )
-    if size % (tp * pp):
+    if size % (tp * pp * cp):
         return (
-            "`train.tensor_parallel` x `train.pipeline_parallel` must divide the number of "
-            f"training processes, got {tp} x {pp} for {size}; `train.num_processes` sets it"
+            "`train.tensor_parallel` x `train.pipeline_parallel` x `train.context_parallel` must "
+            f"divide the number of training processes, got {tp} x {pp} x {cp} for {size}; "
+            "`train.num_processes` sets it"
         )
     if size // pp % ep:
         return (
@@ -255,13 +272,14 @@ def leave() -> None:
     import torch.distributed as dist
 
     data_mesh.cache_clear()
+    neighbours.cache_clear()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 @functools.cache
 def data_mesh(grid: Grid, device: torch.device, replicas: int = 1) -> Any:
-    """Return the device mesh of a grid that has no axis but `dp` (a `DeviceMesh`), once a process.
+    """Return the device mesh of all ranks of a grid of one stage (a `DeviceMesh`), once a process.
 
     With replicas it has two axes, and neighbours on the second one, `shard`, share a model. A
     process without peers forms a group of its own.
@@ -272,7 +290,17 @@ def data_mesh(grid: Grid, device: torch.device, replicas: int = 1) -> Any:
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
+    size = grid.ranks.size
     if replicas == 1:
-        return init_device_mesh(device.type, (grid.dp,), mesh_dim_names=("dp",))
-    sizes, names = (replicas, grid.dp // replicas), ("replicate", "shard")
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))
+    sizes, names = (replicas, size // replicas), ("replicate", "shard")
     return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+
+
+@functools.cache
+def neighbours(size: int) -> Any:
+    """Return the process group of so many neighbours that this rank is in, once a process."""
+    import torch.distributed as dist
+
+    group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
+    return group

@@ -75,19 +75,37 @@ def hidden_before(body: Any, input_ids: Tensor, packing: Packing | None, select:
         select: [B, S] bool; column 0 has no token before it and must be False.
 
     Returns:
-        [K, H] in the body's type, of the K selected tokens in row-major order.
+        [K, H] in the body's type, of the K selected tokens in row-major order; of a packing with a
+        context, of those that are here.
     """
     extra: dict[str, Any] = {}
     before = select.roll(-1, 1)
     if packing is not None:
         input_ids, before = packing.take(input_ids)[None], packing.take(before)[None]
-        extra = {"position_ids": packing.positions[None], "packing": packing}
+        extra = {"position_ids": packing.own(packing.positions)[None], "packing": packing}
     if selected_states.fits(body):
         where = before.flatten().nonzero().flatten()
         return selected_states.hidden_at(body, input_ids, where, packing)
     output = body(input_ids=input_ids, use_cache=False, **extra)
     hidden: Tensor = output.last_hidden_state[before]
     return hidden
+
+
+def targets_here(input_ids: Tensor, packing: Packing | None, select: Tensor) -> Tensor:
+    """Return the selected tokens before which `hidden_before` gives the states, [K] int64."""
+    if packing is None or packing.context is None:
+        return input_ids[select]
+    return packing.take(input_ids.roll(-1, 1))[packing.take(select.roll(-1, 1))]
+
+
+def joined(values: Tensor, packing: Packing | None, select: Tensor) -> Tensor:
+    """Return the [K] values of all selected tokens from those of `targets_here`."""
+    if packing is None or packing.context is None:
+        return values
+    before = select.roll(-1, 1)
+    here = packing.take(before)
+    every = packing.context.join(values.new_zeros(len(here)).index_put((here,), values))
+    return every[: len(packing.tokens)][before.flatten()[packing.tokens]]
 
 
 class TokenScorer(nn.Module):
@@ -139,7 +157,7 @@ class TokenScorer(nn.Module):
         """
         body = getattr(self.model, self.model.base_model_prefix)
         hidden = hidden_before(body, input_ids, packing, select)
-        targets = input_ids[select]
+        targets = targets_here(input_ids, packing, select)
         head, dtype = self.model.get_output_embeddings(), head_dtype(self.model.config)
         vocabulary = self.vocabulary or WholeVocabulary(head.weight.shape[0])
         bias = getattr(head, "bias", None)
@@ -148,14 +166,14 @@ class TokenScorer(nn.Module):
         )
         apply: Any = _Scores.apply  # untyped in torch
         with torch.autocast(hidden.device.type, enabled=False):
-            scored: tuple[Tensor, Tensor] = apply(
+            logprobs, entropy = apply(
                 computation,
                 targets,
                 vocabulary.share(hidden).to(dtype),
                 head.weight.to(dtype),
                 None if bias is None else bias.to(dtype),
             )
-        return scored
+        return joined(logprobs, packing, select), joined(entropy, packing, select)
 
 
 def head_dtype(config: Any) -> torch.dtype:
@@ -312,7 +330,7 @@ class ValueScorer(nn.Module):
         # Values are subtracted from each other: half precision would drown small advantages.
         with torch.autocast(hidden.device.type, enabled=False):
             scores: Tensor = self.critic.head(hidden.float())
-        return scores.squeeze(-1)
+        return joined(scores.squeeze(-1), packing, select)
 
 
 def scaled(scores: Tensor, config: Any) -> Tensor:

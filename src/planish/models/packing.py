@@ -2,25 +2,99 @@
 
 Everything in a decoder but attention looks at one token at a time, so it is computed for one long
 row. Attention is given each row alone: by a kernel for rows of any length on accelerators, and in
-groups of rows of similar length elsewhere. Which of the two is decided in `attend` alone.
+groups of rows of similar length elsewhere. Which of the two is decided in `attend` alone. Ranks
+that share the tokens trade them for a part of the heads there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
-"""`model_type` of decoders of transformers that call `attend` once they are told to."""
+from planish.models.shapes import PACKED_FAMILIES
 
 GROUP_SPREAD = 0.8
 """Rows of a group are at least this share of its longest one."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Ranks that have the same rows, and an equal part of their tokens each.
+
+    Before attention each rank gives the others their heads of its tokens and gets its heads of
+    theirs; afterwards they trade back.
+
+    Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3.
+    """
+
+    group: Any
+    """Process group."""
+    rank: int
+    """This process in it."""
+    size: int
+
+    def part(self, per_token: Tensor, fill: int = 0) -> Tensor:
+        """Return this rank's part of [T, ...]; `fill` stands behind the last token."""
+        missing = -len(per_token) % self.size
+        blank = per_token.new_full((missing, *per_token.shape[1:]), fill)
+        return torch.cat([per_token, blank]).chunk(self.size)[self.rank]
+
+    def to_heads(self, own: Tensor, num_tokens: int) -> Tensor:
+        """Return this rank's heads of all tokens, [T, heads of a rank, head size].
+
+        Args:
+            own: [tokens of a rank, heads, head size]; fewer heads than ranks are repeated.
+            num_tokens: T.
+        """
+        if own.shape[1] < self.size:
+            own = own.repeat_interleave(self.size // own.shape[1], 1)
+        parts = own.reshape(len(own), self.size, -1, own.shape[2]).transpose(0, 1)
+        return _trade(parts, self.group).flatten(0, 1)[:num_tokens]
+
+    def to_tokens(self, heads: Tensor) -> Tensor:
+        """Return all heads of this rank's tokens: the way back of `to_heads`."""
+        missing = heads.new_zeros((-len(heads) % self.size, *heads.shape[1:]))
+        parts = torch.cat([heads, missing]).view(self.size, -1, *heads.shape[1:])
+        return _trade(parts, self.group).transpose(0, 1).flatten(1, 2)
+
+    def join(self, own: Tensor) -> Tensor:
+        """Return the parts of all ranks, one after the other, of this rank's [t].
+
+        Every rank knows the gradient of all of it, and takes that of its own part.
+        """
+        every = own.new_empty(self.size * len(own))
+        dist.all_gather_into_tensor(every, own.detach(), group=self.group)
+        start = self.rank * len(own)
+        every[start : start + len(own)] = own
+        return every
+
+
+def _trade(parts: Tensor, group: Any) -> Tensor:
+    """Give part `i` of [ranks, ...] to rank `i` of a group; return what all have given."""
+    apply: Any = _Trade.apply  # untyped in torch
+    traded: Tensor = apply(parts, group)
+    return traded
+
+
+class _Trade(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        given = parts.contiguous()
+        got = torch.empty_like(given)
+        dist.all_to_all_single(got, given, group=group)
+        return got
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Trade.forward(ctx, gradient, ctx.group), None
 
 
 @dataclass(frozen=True)
@@ -47,24 +121,32 @@ class Packing:
     """Rows and columns of each group of rows of similar length."""
     slots: Tensor
     """[T] int64, of each token its place in all groups, flattened, one after the other."""
+    context: Context | None = None
+    """Ranks that share the tokens; None: all of them are here."""
 
-    def take(self, per_token: Tensor) -> Tensor:
-        """Return [T, ...], the packed tokens of [B, S, ...]."""
-        return per_token.flatten(0, 1).index_select(0, self.tokens)
+    def own(self, per_token: Tensor, fill: int = 0) -> Tensor:
+        """Return those that are here of [T, ...]; `fill` stands for tokens that there are not."""
+        return per_token if self.context is None else self.context.part(per_token, fill)
+
+    def take(self, per_token: Tensor, fill: int = 0) -> Tensor:
+        """Return the packed tokens of [B, S, ...] that are here."""
+        return self.own(per_token.flatten(0, 1).index_select(0, self.tokens), fill)
 
     def to(self, device: torch.device) -> Packing:
         """Return the packing on another device."""
-        moved = (x.to(device) for x in (self.tokens, self.positions, self.bounds))
-        tokens, positions, bounds = moved
-        return Packing(tokens, positions, bounds, self.longest, self.groups, self.slots.to(device))
+        names = ("tokens", "positions", "bounds", "slots")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
-def pack_rows(lengths: npt.NDArray[np.int64], num_columns: int) -> Packing:
+def pack_rows(
+    lengths: npt.NDArray[np.int64], num_columns: int, context: Context | None = None
+) -> Packing:
     """Return how to lay rows end to end.
 
     Args:
         lengths: [B] int64, columns up to the last token whose score is needed, at least 2.
         num_columns: S of the padded batch.
+        context: ranks that share the tokens; None is this one alone.
     """
     counts = lengths - 1
     columns = np.concatenate([np.arange(count) for count in counts])
@@ -86,6 +168,7 @@ def pack_rows(lengths: npt.NDArray[np.int64], num_columns: int) -> Packing:
         longest=int(counts.max()),
         groups=tuple(groups),
         slots=torch.from_numpy(firsts[rows] + columns),
+        context=context,
     )
 
 
@@ -95,16 +178,19 @@ def attend(
     """Attend to the tokens before, in the same row.
 
     Args:
-        query: [T, heads, head size].
+        query: [T, heads, head size]; of a packing with a context the tokens that are here.
         key: as `query`, with a head for each group of heads.
         value: as `key`.
         packing: of the T tokens.
         scale: of the products; None is 1 over the root of the head size.
 
     Returns:
-        [T, heads, head size].
+        As `query`.
     """
     parts = (query, key, value)
+    if packing.context is not None:
+        q, k, v = (packing.context.to_heads(part, len(packing.tokens)) for part in parts)
+        return packing.context.to_tokens(attend(q, k, v, replace(packing, context=None), scale))
     is_grouped = query.shape[1] != key.shape[1]
     kind = query.dtype
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
@@ -154,7 +240,7 @@ def pack_attention(body: Any) -> bool:
     options = body.config
     windows = "sliding_attention" in (getattr(options, "layer_types", None) or ())
     windows |= options.model_type in ("mistral", "mixtral") and options.sliding_window is not None
-    if options.model_type not in FAMILIES or windows:
+    if options.model_type not in PACKED_FAMILIES or windows:
         return False
     from transformers import AttentionInterface
 

@@ -20,6 +20,9 @@ from planish.models.headers import UNLIMITED, config_size, language_config
 MEGATRON_FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """`model_type` of the models that megatron-core computes as transformers does."""
 
+PACKED_FAMILIES = frozenset({*MEGATRON_FAMILIES, "mistral"})
+"""`model_type` of decoders of transformers that compute rows that lie end to end, if told to."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -140,6 +143,29 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         has_qk_norm=family.startswith("qwen3"),
         family=family,
     )
+
+
+def context_fault(family: str, heads: int, kv_heads: int, ranks: int) -> str:
+    """Return why so many ranks cannot share the tokens of rows of a decoder; "" when they can.
+
+    Example:
+        >>> context_fault("qwen2", 32, 8, 4), context_fault("qwen2", 32, 2, 4)
+        ('', '')
+        >>> context_fault("qwen2", 12, 4, 8)[:60]
+        '`train.context_parallel` must divide the heads of a model, a'
+    """
+    if ranks > 1 and family not in PACKED_FAMILIES:
+        return (
+            "`train.context_parallel` must be 1 for a model whose rows can not be packed, got "
+            f"{ranks} for {family!r}; take one of {', '.join(sorted(PACKED_FAMILIES))}"
+        )
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        return (
+            "`train.context_parallel` must divide the heads of a model, and its heads of keys and "
+            f"values or be a multiple of them, got {ranks} for {heads} and {kv_heads} (on each of "
+            "`train.tensor_parallel` ranks); choose another number of ranks"
+        )
+    return ""
 
 
 def built_shape(config: ModelConfig) -> ModelShape:

@@ -9,7 +9,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planish.models.logprobs import hidden_before
-from planish.models.packing import FAMILIES, attend, pack_attention, pack_rows
+from planish.models.packing import attend, pack_attention, pack_rows
+from planish.models.shapes import PACKED_FAMILIES
 
 LENGTHS = np.array([5, 13, 2, 9, 12, 6])
 SHAPE = {
@@ -106,7 +107,7 @@ def test_on_accelerators_attention_is_one_kernel_for_all_rows():
     assert not any("dot_product" in name for name in seen)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(PACKED_FAMILIES))
 @pytest.mark.parametrize("by_modules", [True, False])
 def test_packed_states_and_gradients_are_those_of_padded_rows(family, by_modules):
     body = body_of(*CLASSES[family])

@@ -19,7 +19,14 @@ from planish.engines import APART
 from planish.models.config import ModelConfig
 from planish.models.experts import sharing_fault
 from planish.models.headers import read_config
-from planish.models.shapes import MEGATRON_FAMILIES, ModelShape, built_shape, known_shape, shape_of
+from planish.models.shapes import (
+    MEGATRON_FAMILIES,
+    ModelShape,
+    built_shape,
+    context_fault,
+    known_shape,
+    shape_of,
+)
 from planish.stages.prepare import memory
 from planish.stages.prepare.cluster import Pod, PodRequests
 from planish.stages.prepare.memory import Config, MemoryPart, Sharing
@@ -215,22 +222,25 @@ def ranks_apart(config: Config) -> tuple[int, int]:
 
 
 def grid_of(config: Config) -> dict[str, int]:
-    """Return over how many ranks the trainer cuts matrices, layers and experts."""
+    """Return over how many ranks the trainer cuts matrices, layers, experts and rows."""
     keys = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "ep": "expert_parallel"}
+    keys["cp"] = "context_parallel"
     return {axis: config["train"].get(key, 1) for axis, key in keys.items()}
 
 
 def trainer_faults(config: Config, shape: ModelShape) -> list[str]:
     """Return why the configured trainer can not share a model over its ranks."""
-    train = config["train"]
-    if train["trainer"] != "megatron":
-        return []
-    grid = grid_of(config)
+    train, grid = config["train"], grid_of(config)
     parts = grid["tp"]
+    heads = shape.num_heads // parts, max(1, shape.num_kv_heads // parts)
+    fault = context_fault(shape.family, *heads, grid["cp"])
+    faults = [fault] if fault else []
+    if train["trainer"] != "megatron":
+        return faults
     counts = {"heads": shape.num_heads, "heads of keys and values": shape.num_kv_heads}
     if not shape.num_experts:
         counts["features between the projections of a layer"] = shape.intermediate_size
-    faults = [
+    faults += [
         f"`train.tensor_parallel` must divide the {count} {name} of the model, got {parts}"
         for name, count in counts.items()
         if count % parts
@@ -415,11 +425,13 @@ def _train_demands(
     """Return what a step needs of a device of `num_nodes` pods, and what the host of one holds."""
     train = config["train"]
     ranks = train["num_processes"] or max(1, pod.gpus)
+    is_long = train["tokens_per_microbatch"] < memory.tokens_of_rank(config)
     steps = [
         *["set `train.activation_checkpointing=true`"] * (not train["activation_checkpointing"]),
         *["lower `train.replicas`"] * (train.get("replicas", 1) > 1),
         *["set `train.offload=true`"] * (train["trainer"] == "fsdp2" and not train.get("offload")),
         "lower `train.tokens_per_microbatch` and `rollout.max_response_tokens`",
+        *["raise `train.context_parallel`"] * is_long,
     ]
     remedy = f"{', '.join(steps)}, or take a smaller model or a profile with more memory"
     sharing = _sharing(config, ranks * num_nodes)

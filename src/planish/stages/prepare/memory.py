@@ -98,8 +98,11 @@ class Precision:
         return cls(2, 2, 0, 4 if head_dtype == "float32" else 2) if gathers else cls(2, 4, 1)
 
 
-def kept_by_layer(shape: ModelShape, precision: Precision) -> int:
+def kept_by_layer(shape: ModelShape, precision: Precision, context: int = 1) -> int:
     """Return the bytes of a token that one layer keeps for its backward pass.
+
+    Of `context` ranks that share the tokens each keeps its heads of all of them, and once more what
+    was read, of its tokens; it has at least one head of keys and values.
 
     Example:
         >>> from planish.models.shapes import known_shape
@@ -107,13 +110,15 @@ def kept_by_layer(shape: ModelShape, precision: Precision) -> int:
         220
     """
     width, heads = shape.hidden_size, shape.q_size + shape.kv_size
+    repeated = shape.kv_size * (max(1, context // shape.num_kv_heads) - 1)
     wide, stream = precision.product, precision.stream
     # Both norms keep their input in float32, its normalised form and a scale; their results are the
     # inputs of products. Autocast makes a copy for each product, kept in place of the result.
     norms = 2 * ((4 + stream) * width + 4)
     inputs = (5 * wide * precision.casts or 2 * wide) * width
     # Rotated queries, keys, values, what was read, and a number a head to redo the softmax.
-    attention = 2 * wide * heads + 4 * shape.num_heads
+    attention = 2 * wide * (heads + repeated) + 4 * shape.num_heads
+    attention += wide * shape.q_size if context > 1 else 0
     if shape.has_qk_norm:
         attention += (4 + wide) * heads + 4 * (shape.num_heads + shape.num_kv_heads)
     # Gate, activated gate, up, and their product.
@@ -142,6 +147,14 @@ def state_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
     ]
 
 
+def tokens_of_rank(config: Config) -> int:
+    """Return the tokens of the largest micro-batch that are on one rank."""
+    train, rollout = config["train"], config["rollout"]
+    longest: int = rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
+    own = -(-longest // int(train.get("context_parallel", 1)))
+    return max(int(train["tokens_per_microbatch"]), own)
+
+
 def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[MemoryPart]:
     """Return what one training process holds on its device at the busiest moment of a step."""
     train, rollout = config["train"], config["rollout"]
@@ -155,13 +168,11 @@ def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
         # What a group of ranks has summed stays on the device until the groups add theirs.
         sums = replace(held[2], name="gradients until groups add them up")
         held = [sums] if train.get("replicas", 1) > 1 else []
-    tokens = max(
-        train["tokens_per_microbatch"],
-        rollout["max_prompt_tokens"] + rollout["max_response_tokens"],
-    )
+    tokens = tokens_of_rank(config)
     # Ranks that share tokens keep their part of what a layer keeps (Korthikanti et al., eq. 4).
     parts_of_tokens = train.get("tensor_parallel", 1) if train.get("sequence_parallel") else 1
-    each = layer = kept_by_layer(shape, precision) // parts_of_tokens
+    each = layer = kept_by_layer(shape, precision, train.get("context_parallel", 1))
+    each = layer = layer // parts_of_tokens
     why, again = "no checkpointing", 0
     if train["activation_checkpointing"]:
         each = precision.stream * shape.hidden_size // parts_of_tokens

@@ -82,5 +82,6 @@ def _alert(alert: MachineAlert) -> Iterator[Event]:
 
 
 def _grid(record: Mapping[str, Any]) -> str:
-    sizes = ", ".join(f"{name} {record[name]}" for name in ("tp", "pp", "dp"))
+    names = [name for name in ("tp", "cp", "pp", "dp") if name in record]
+    sizes = ", ".join(f"{name} {record[name]}" for name in names)
     return f"{record['trainer']} {sizes}"

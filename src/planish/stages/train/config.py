@@ -14,7 +14,7 @@ from planish.store.sources import parse_source
 
 PLACEMENT = (
     *("trainer", "tensor_parallel", "pipeline_parallel", "expert_parallel", "sequence_parallel"),
-    *("replicas", "offload"),
+    *("context_parallel", "replicas", "offload"),
     *("num_processes", "num_nodes", "launcher", "queue", "device", "num_threads"),
     *("tokens_per_microbatch", "packing", "activation_checkpointing", "timeout_seconds"),
     "commit_steps",
@@ -40,6 +40,11 @@ class TrainConfig(Section):
     sequence_parallel: bool = False
     """Ranks that share matrices also share the tokens between them: less memory. Needs
     `tensor_parallel` above 1, and models with experts need it there."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Neighbouring ranks that share the tokens of every row, for responses whose activations one
+    device does not hold; in attention each has a part of the heads (DeepSpeed Ulysses, arXiv
+    2309.14509). Divides the heads and the number of processes, and divides the heads of keys and
+    values or is a multiple of them. Needs `packing`."""
     replicas: int = Field(default=1, ge=1)
     """Groups of neighbouring ranks that hold a whole model each, sharded inside of the group, as
     many as machines where one machine holds it: gradients cross their borders once a step. Divides
@@ -93,8 +98,8 @@ class TrainConfig(Section):
     """Groups of an iteration that train the policy; None is no limit. Needed by `mixed_first`; the
     public code of T-PPO's authors: 510 of 1536."""
     tokens_per_microbatch: int = Field(default=24_576, ge=1)
-    """Tokens of one forward pass on one rank, with padding where there is any; a longer sequence
-    goes alone."""
+    """Tokens of one forward pass on one rank, with padding where there is any; a sequence with more
+    (of all ranks that share its tokens) goes alone."""
     packing: bool = True
     """Lay sequences end to end in place of padding them to the longest of the micro-batch;
     attention never crosses them. Decoders whose attention can not be told so are padded."""
@@ -129,7 +134,7 @@ class TrainConfig(Section):
             ConfigError: there are too few processes, or some would be left over.
         """
         tp, pp, ep = self.tensor_parallel, self.pipeline_parallel, self.expert_parallel
-        sizes = {"tp": tp, "pp": pp, "ep": ep}
+        sizes = {"tp": tp, "pp": pp, "ep": ep, "cp": self.context_parallel}
         if fault := grid_fault(ranks.size, **sizes, replicas=self.replicas):
             raise ConfigError(fault)
         return Grid(ranks, **sizes)
@@ -140,6 +145,7 @@ class TrainConfig(Section):
         off += [] if self.pipeline_parallel > 1 else ["pipeline_parallel"]
         off += [] if self.replay_routing else ["replay_routing"]
         off += [] if self.expert_parallel > 1 else ["expert_parallel"]
+        off += [] if self.context_parallel > 1 else ["context_parallel"]
         off += [] if self.replicas > 1 else ["replicas"]
         off += [] if self.offload else ["offload"]
         off += ["packing"] if self.packing else []
@@ -167,6 +173,11 @@ class TrainConfig(Section):
             raise ValueError(
                 "`sequence_parallel` must be false with `tensor_parallel = 1`, got true; tokens "
                 "are shared by the ranks that share matrices"
+            )
+        if self.context_parallel > 1 and not self.packing:
+            raise ValueError(
+                "`packing` must be true with `context_parallel` above 1, got false; ranks share "
+                "the tokens of rows that lie end to end"
             )
         if self.num_processes % self.tensor_parallel:
             raise ValueError(

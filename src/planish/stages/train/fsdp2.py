@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planish.base.parallel import Grid, data_mesh
+from planish.base.errors import ConfigError
+from planish.base.parallel import Grid, data_mesh, neighbours
 from planish.models.critic import Critic
 from planish.models.logprobs import TokenScorer, ValueScorer, head_dtype
 from planish.models.lora import plain_name
-from planish.models.packing import pack_attention
+from planish.models.packing import Context, pack_attention
 from planish.models.routing import replay_in
 from planish.stages.train.config import TrainConfig
 from planish.stages.train.sharded_model import Micro
@@ -39,12 +40,24 @@ class Fsdp2Sharding:
     def __init__(
         self, model: Any, *, config: TrainConfig, grid: Grid, device: torch.device, is_frozen: bool
     ) -> None:
-        """Shard a causal LM of transformers, or a critic."""
+        """Shard a causal LM of transformers, or a critic.
+
+        Raises:
+            ConfigError: `train.context_parallel` ranks can not share its rows.
+        """
         self.config, self.grid, self.device = config, grid, device
         is_critic = isinstance(model, Critic)
         body = model.body if is_critic else getattr(model, model.base_model_prefix)
         self.routing = replay_in(body, forces=config.replay_routing)
         self.packs = config.packing and pack_attention(body)
+        self.context: Context | None = None
+        if grid.cp > 1:
+            if not self.packs:
+                raise ConfigError(
+                    "`train.context_parallel` must be 1 for a model whose rows can not be packed, "
+                    f"as with sliding windows, got {grid.cp} for {body.config.model_type!r}"
+                )
+            self.context = Context(neighbours(grid.cp), grid.cp_rank, grid.cp)
         if config.packing and not self.packs:
             logger.info("packing=off model_type=%s", body.config.model_type)
         if config.activation_checkpointing and not is_frozen:
@@ -57,7 +70,7 @@ class Fsdp2Sharding:
                 layer.training = True
         scorer: nn.Module = ValueScorer(model) if is_critic else TokenScorer(model)
         self.scorer = scorer
-        self.is_sharded = grid.dp > 1 or config.offload
+        self.is_sharded = grid.ranks.size > 1 or config.offload
         if self.is_sharded:
             self._shard(body, model.head if is_critic else None)
         home = torch.device("cpu") if config.offload else device
@@ -120,7 +133,7 @@ class Fsdp2Sharding:
             recorded = micro.batch.routing_by_column()
             if recorded is not None:
                 packing = micro.packing
-                recorded = recorded.flatten(0, 1) if packing is None else packing.take(recorded)
+                recorded = recorded.flatten(0, 1) if packing is None else packing.take(recorded, -1)
             with (
                 torch.autocast(self.device.type, torch.bfloat16, enabled=half),
                 self.routing.using(recorded),
@@ -129,7 +142,7 @@ class Fsdp2Sharding:
             loss = take(micro, results)
             if learns:
                 # Sharded gradients are averaged over ranks; parts of the loss are to be summed.
-                torch.autograd.backward(loss * self.grid.dp)
+                torch.autograd.backward(loss * self.grid.ranks.size)
         if not learns and self.is_sharded:
             # Without a backward pass the outermost module keeps what it gathered, and would go on
             # with it after a load has filled the shards.

@@ -19,7 +19,7 @@ from planish.algorithms.base import LossOutput, TrainBatch
 from planish.base.parallel import Grid
 from planish.checkpoint.adapters.placement import place
 from planish.models.lora import plain_name
-from planish.models.packing import Packing, pack_rows
+from planish.models.packing import Context, Packing, pack_rows
 from planish.models.policy import FolderBoxes
 from planish.models.routing import RoutingReplay
 from planish.stages.train.batching import (
@@ -65,6 +65,8 @@ class Sharding(Protocol):
     """The replay that the routers of the model ask."""
     packs: bool
     """The scorer takes a `Packing`."""
+    context: Context | None
+    """The ranks that share the tokens of this one's rows; None where it has all of them."""
 
     def __init__(
         self, model: Any, *, config: TrainConfig, grid: Grid, device: torch.device, is_frozen: bool
@@ -263,7 +265,8 @@ class ShardedModel:
         def micros() -> Iterator[Micro]:
             lengths = selected_lengths(mask)
             make_plan = plan_packed if self.sharding.packs else plan_microbatches
-            plan = make_plan(lengths, self.config.tokens_per_microbatch, self.grid.dp)
+            budget = self.config.tokens_per_microbatch * self.grid.cp
+            plan = make_plan(lengths, budget, self.grid.dp)
             for rows in plan[self.grid.dp_rank]:
                 width = int(lengths[rows].max(initial=2))
                 micro = gather_rows(batch, rows, num_columns=width).to(self.device)
@@ -277,7 +280,7 @@ class ShardedModel:
                 if self.sharding.packs:
                     # One token before the one that is needed, also where there is none.
                     counts = lengths[rows] if len(rows) else np.full(1, 2)
-                    packing = pack_rows(counts, width).to(self.device)
+                    packing = pack_rows(counts, width, self.sharding.context).to(self.device)
                 yield Micro(rows, micro, select, packing)
 
         self.sharding.run(micros(), forward, take, learns=learns)

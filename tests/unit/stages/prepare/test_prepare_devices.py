@@ -260,6 +260,11 @@ SPARSE = "model.num_heads=8 model.num_kv_heads=4 model.num_experts=4"
             "model.num_heads=8 model.num_kv_heads=4 train.expert_parallel=2",
             ("`train.expert_parallel` must be 1 for a model without experts, got 2",),
         ),
+        ("model.num_heads=8 model.num_kv_heads=4 train.context_parallel=2", ()),
+        (
+            "model.num_heads=8 model.num_kv_heads=4 train.context_parallel=4",
+            ("`train.context_parallel` must divide the heads of a model, and its heads",),
+        ),
     ],
 )
 def test_a_model_that_ranks_can_not_share_is_refused_before_any_is_opened(changes, words):
@@ -279,6 +284,7 @@ def test_a_model_that_ranks_can_not_share_is_refused_before_any_is_opened(change
         ("train.expert_parallel=2", "the trainer 'fsdp2', got (1, 1, 2)"),
         (MEGATRON + " train.num_processes=6", "a multiple of `tensor_parallel` (4), got 6"),
         ('train.trainer="megatron" train.sequence_parallel=true', "with `tensor_parallel = 1`"),
+        ("train.context_parallel=2 train.packing=false", "`packing` must be true with `context_p"),
     ],
 )
 def test_a_grid_that_is_none_is_refused(settings, words):
@@ -292,7 +298,8 @@ def test_a_grid_that_is_none_is_refused(settings, words):
         ("gpu-1x8", "train.expert_parallel=16", "got 16 for 8; lower it"),
         ("gpu-4x8", "train.expert_parallel=16", ""),
         ("gpu-4x8", "train.expert_parallel=16 train.pipeline_parallel=4", "got 16 for 8; lower it"),
-        ("gpu-1x8", "train.tensor_parallel=3", "got 3 x 1 for 8; `train.num_processes` sets it"),
+        ("gpu-1x8", "train.tensor_parallel=3", "got 3 x 1 x 1 for 8; `train.num_processes` sets"),
+        ("gpu-1x8", "train.context_parallel=3", "got 1 x 1 x 3 for 8; `train.num_processes` sets"),
         ("cpu-tiny", "train.expert_parallel=2", "got 2 for 1; lower it"),
         ("cpu-tiny", "train.expert_parallel=2 train.num_processes=2", ""),
     ],
@@ -334,6 +341,9 @@ def test_a_family_that_megatron_does_not_train_is_refused_by_name():
     deep = {"model_type": "deepseek_v3", "kv_lora_rank": 512}
     with pytest.raises(ConfigError, match=r"'fsdp2' for such a model.*'deepseek_v3'"):
         memory_rows(config, deep, this_machine())
+    config = configured("dapo-qwen2.5-7b", "train.context_parallel=2")
+    with pytest.raises(ConfigError, match="rows can not be packed, got 2 for 'gemma2'; take one"):
+        memory_rows(config, {"model_type": "gemma2", **sizes}, this_machine())
 
 
 def test_ranks_that_share_experts_hold_their_part_of_them():
@@ -463,3 +473,14 @@ def test_ranks_that_share_tokens_keep_their_part_of_the_activations(checkpointin
         return found
 
     assert kept("false") == 4 * kept("true") > 0
+
+
+def test_ranks_that_share_rows_hold_their_part_of_a_long_response():
+    def planned(ranks):
+        overrides = f"rollout.max_response_tokens=98304 train.context_parallel={ranks}"
+        config = configured("dapo-qwen2.5-7b", overrides)
+        return demands(config, find_shape(config), profile_requests(GPUS))[0]
+
+    assert "`rollout.max_response_tokens`, raise `train.context_parallel`, or" in planned(1).fault
+    assert planned(4).parts[3].num_bytes == 98_304 // 4 * 28 * 3584 * 2 + 2048 // 4 * 28 * 7168
+    assert not planned(4).fault

@@ -141,6 +141,10 @@ def test_a_layer_keeps_the_bytes_that_are_counted(family, dtype, ranks):
         kept.append(sum(x.untyped_storage().nbytes() for x in saved.values()))
     counted = kept_by_layer(shape_of(config.to_dict()), Precision.of(dtype, gathers=ranks > 1))
     assert (kept[1] - kept[0]) / tokens == counted
+    # Of 2 heads of keys and values, 16 wide, four ranks hold one each, and twice what was read.
+    wide = 4 if dtype == "float32" else 2
+    shared = kept_by_layer(shape_of(config.to_dict()), Precision.of(dtype, gathers=ranks > 1), 4)
+    assert shared - counted == wide * (2 * 2 * 16 + 4 * 16)
 
 
 class Live(TorchDispatchMode):

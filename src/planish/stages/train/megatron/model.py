@@ -42,15 +42,15 @@ from torch.nn import functional
 from planish.base.errors import ConfigError
 from planish.base.parallel import Grid
 from planish.models.experts import num_experts, sharing_fault
-from planish.models.packing import Packing, attend
+from planish.models.packing import Context, Packing, attend
 from planish.models.routing import RoutingReplay
 from planish.models.selected_states import rms_norm
 from planish.models.shapes import MEGATRON_FAMILIES
 from planish.stages.train.config import TrainConfig
 
 
-def join_grid(grid: Grid, timeout_seconds: float) -> None:
-    """Make the process groups of the library; once in a process.
+def join_grid(grid: Grid, timeout_seconds: float) -> Context | None:
+    """Make the process groups of the library, once in a process; return who shares rows with it.
 
     Raises:
         ConfigError: they are there already for another grid.
@@ -64,6 +64,7 @@ def join_grid(grid: Grid, timeout_seconds: float) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=grid.tp,
             pipeline_model_parallel_size=grid.pp,
+            context_parallel_size=grid.cp,
             expert_model_parallel_size=grid.ep,
             expert_tensor_parallel_size=1,
             create_gloo_process_groups=False,
@@ -75,12 +76,16 @@ def join_grid(grid: Grid, timeout_seconds: float) -> None:
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),
         "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
     }
-    if sizes != {"tp": grid.tp, "pp": grid.pp, "ep": grid.ep}:
+    if sizes != {"tp": grid.tp, "pp": grid.pp, "ep": grid.ep, "cp": grid.cp}:
         raise ConfigError(
             f"a process can be part of one grid only, got {grid.to_json()} in one of {sizes}; "
             "start another process"
         )
+    if grid.cp == 1:
+        return None
+    return Context(parallel_state.get_context_parallel_group(), grid.cp_rank, grid.cp)
 
 
 @contextlib.contextmanager
@@ -141,7 +146,7 @@ class _Attention(nn.Module):
         """Attend; [S, B, heads, head size] each, keys and values with a head for each group."""
         if packed_seq_params is not None:
             packing = packed_seq_params.packing
-            end = len(packing.tokens)
+            end = len(packing.own(packing.tokens))
             q, k, v = (part[:end, 0] for part in (query, key, value))
             read = attend(q, k, v, packing)
             # What sequence parallelism has added behind the last row is never read.
@@ -298,6 +303,7 @@ def build_gpt(
         kv_channels=head_size(model),
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
+        context_parallel_size=grid.cp,
         pipeline_dtype=torch.float32,
         variable_seq_lengths=grid.pp > 1,
         num_moe_experts=experts or None,
@@ -444,7 +450,8 @@ class Decoder(nn.Module):
         packed = None
         if packing is not None:
             # The library only hands it on: a format of None has it do nothing by itself.
-            positions, packed = packing.positions, SimpleNamespace(qkv_format=None, packing=packing)
+            positions = packing.own(packing.positions)
+            packed = SimpleNamespace(qkv_format=None, packing=packing)
         if options.sequence_parallel:
             # Every rank has as many tokens; attention is causal, so those added change nothing.
             ids, positions = (

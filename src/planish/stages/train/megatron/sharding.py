@@ -56,7 +56,7 @@ class MegatronSharding:
         Raises:
             ConfigError: the library does not compute such a model, or has no place for a weight.
         """
-        join_grid(grid, config.timeout_seconds)
+        self.context = join_grid(grid, config.timeout_seconds)
         self.config, self.grid, self.device = config, grid, device
         self.packs = config.packing
         is_critic = isinstance(model, Critic)
@@ -157,7 +157,7 @@ class MegatronSharding:
         routing, packing = micro.batch.routing_by_column(), micro.packing
         if routing is None:
             return nullcontext()
-        routing = routing.transpose(0, 1) if packing is None else packing.take(routing)[:, None]
+        routing = routing.transpose(0, 1) if packing is None else packing.take(routing, -1)[:, None]
         if self.body.gpt.config.sequence_parallel:
             added = routing.new_full((-len(routing) % self.grid.tp, *routing.shape[1:]), -1)
             routing = torch.cat([routing, added]).chunk(self.grid.tp)[self.grid.tp_rank]
@@ -176,8 +176,9 @@ class MegatronSharding:
 
         def take_scores(micro: Micro, results: list[Tensor]) -> tuple[Tensor, None]:
             found.append(torch.stack(results).detach())
-            # The schedule takes the mean over micro-batches; the parts of the loss are summed.
-            return take(micro, results) * len(micros), None
+            # The schedule takes the mean over micro-batches, times the ranks that share tokens; the
+            # parts of the loss are summed.
+            return take(micro, results) * (len(micros) / self.grid.cp), None
 
         def step(waiting: Iterator[Micro], model: Any) -> tuple[Any, Any]:
             micro = next(waiting)
@@ -217,7 +218,7 @@ class MegatronSharding:
             parallel_state.get_tensor_model_parallel_group(),
         )
         for is_expert, group in (
-            (False, parallel_state.get_data_parallel_group()),
+            (False, parallel_state.get_data_parallel_group(with_context_parallel=True)),
             (True, parallel_state.get_expert_data_parallel_group()),
         ):
             _sum((p.grad for n, p in trained.items() if (EXPERTS in n) == is_expert), group)
@@ -228,7 +229,7 @@ class MegatronSharding:
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for name, parameter in trained.items():
             is_copy = name == twin or bool(self.grid.tp_rank and name in self.copies)
-            is_counted = not self.grid.dp_rank and not is_copy
+            is_counted = not (self.grid.dp_rank or self.grid.cp_rank or is_copy)
             if self.grid.has_first_experts if EXPERTS in name else is_counted:
                 assert parameter.grad is not None
                 square += parameter.grad.double().square().sum()
