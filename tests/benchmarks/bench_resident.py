@@ -42,7 +42,8 @@ def run_seconds(folder: Path, engine: str, iterations: int, resident: int) -> di
     """Run the preset `dapo-tiny` once; return seconds of an iteration, and what else it does."""
     line = [sys.executable, "-m", "pipelines.local", "--root", str(folder)]
     line += ["--preset", "dapo-tiny", "--iterations", str(iterations)]
-    line += ["--resident", str(resident), "-o", f"engine.name={engine}"]
+    # One process samples in both ways.
+    line += ["--shards", "1", "--resident", str(resident), "-o", f"engine.name={engine}"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     if done.returncode or "failed stage=" in done.stdout:
         raise SystemExit(done.stdout[-3000:] + done.stderr)

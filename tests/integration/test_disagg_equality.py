@@ -31,6 +31,7 @@ SAMPLE = [
     ("Mixtral", 2, 2, 4, "sockets"),
     ("DeepseekV3", 2, 2, 2, "nixl"),
     ("DeepseekV3", 1, 2, 3, "sockets"),
+    ("Qwen2Moe", 2, 2, 2, "sockets"),
 ]
 
 

@@ -36,6 +36,7 @@ class _Names(NamedTuple):
 
 
 FAMILIES = {
+    "qwen2_moe": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
     "qwen3_moe": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
     "deepseek_v3": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": _Names("block_sparse_moe", "w1", "w3", "w2"),

@@ -4,6 +4,7 @@ import math
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from planish.base.errors import EngineError
 from planish.engines.config import EngineConfig
@@ -13,7 +14,13 @@ from planish.models.experts import is_expert
 from tests.contract.engines.conftest import FAMILIES
 from tests.contract.engines.test_control import weights
 from tests.unit.engines.disagg.instances import ThreadRank
-from tests.unit.engines.tiny import qwen3_policy, reference_greedy, request
+from tests.unit.engines.tiny import (
+    exact_logits,
+    family_policy,
+    qwen3_policy,
+    reference_greedy,
+    request,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -63,6 +70,53 @@ def test_no_request_is_answered_with_the_zeros_of_the_start(monkeypatch, caplog)
         assert "experts must be connected before vLLM computes rows of a request" in output.error
         assert (engine.state, len(answers)) == ("failed", num_answers)
     assert "failed engine=vllm_disagg reason=rank 0" in caplog.text
+
+
+SPARSE_ALIKE = ("Qwen3Moe", "Mixtral")
+"""Families whose layers the others have too."""
+SPARSE = {
+    "Qwen3Moe": {"num_experts": 8, "head_dim": 32},
+    "Qwen2Moe": {"num_experts": 8, "hidden_size": 128, "shared_expert_intermediate_size": 48},
+    "Mixtral": {"num_local_experts": 8, "hidden_size": 128, "sliding_window": None},
+    "DeepseekV3": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        # As published; the class of transformers has no other.
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["Qwen2Moe", "DeepseekV3", *(pytest.param(f, marks=pytest.mark.full) for f in SPARSE_ALIKE)],
+)
+def test_every_family_gives_the_log_probabilities_of_a_float64_forward(family):
+    sizes = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, **SPARSE[family]}
+    policy = family_policy(family, **sizes)
+    requests = [request(row, 16, temperature=0.5 * row) for row in range(4)]
+    with start(policy, launcher=ThreadRank, expert_ranks=2) as engine:
+        outputs = engine.generate(requests)
+    for one, output in zip(requests, outputs, strict=True):
+        tokens = [*one.prompt_ids, *output.token_ids]
+        logits = torch.from_numpy(exact_logits(policy, tokens[:-1]))[len(one.prompt_ids) - 1 :]
+        heat = one.sampling.temperature
+        exact = (logits / (heat or 1.0)).log_softmax(-1)
+        new = torch.tensor(output.token_ids)
+        found = torch.tensor(output.logprobs, dtype=torch.float64)
+        torch.testing.assert_close(found, exact.gather(-1, new[:, None])[:, 0], rtol=0, atol=1e-5)
+        if not heat:
+            assert new.tolist() == logits.argmax(-1).tolist()
 
 
 @pytest.mark.full

@@ -178,7 +178,7 @@ class VllmEngine(BaseEngine):
             os.environ.setdefault(name, value)
         try:
             from vllm import EngineArgs
-            from vllm.config import WeightTransferConfig
+            from vllm.config import CompilationConfig, WeightTransferConfig
             from vllm.envs import disable_envs_cache
             from vllm.platforms import current_platform
             from vllm.v1.engine.llm_engine import LLMEngine
@@ -227,6 +227,9 @@ class VllmEngine(BaseEngine):
             gpu_memory_utilization=settings.memory_share,
             kv_cache_memory_bytes=cache_bytes or None,
             enforce_eager=is_cpu or not settings.compile,
+            # The kernel of the CPU (`csrc/cpu/pos_encoding.cpp` of vLLM) takes each head of a query
+            # [tokens, heads, width], as in latent attention, for a token; torch's way does not.
+            compilation_config=CompilationConfig(custom_ops=["-rotary_embedding"] * is_cpu),
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
             worker_extension_cls="planish.engines.vllm.taken.TellsTaken",

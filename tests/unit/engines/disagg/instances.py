@@ -18,6 +18,11 @@ from tests.unit.engines.tiny import family_policy
 
 FAMILIES = {
     "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "Qwen2Moe": {
+        "num_experts": 8,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
     "Mixtral": {"num_local_experts": 8, "sliding_window": None},
     "DeepseekV3": {
         "n_routed_experts": 8,

@@ -188,7 +188,7 @@ def test_experts_that_no_policy_could_be_saved_of_are_refused(tmp_path):
     save_policy(f"file://{folder}", policy, version=0, parents={}, attributes={})
     path = jsonl(tmp_path, *sums(3, verifier="trace"))
     inspect(path, folder, dataset_map=MAP)
-    for kind in ("qwen2_moe", "gpt_oss"):
+    for kind in ("olmoe", "gpt_oss"):
         message = refused(path, with_config(folder, model_type=kind), dataset_map=MAP)
         assert f"got the `model_type` '{kind}'; choose another model" in message
 
@@ -411,7 +411,7 @@ def test_a_vocabulary_that_does_not_fit_is_refused(model):
 
 def test_an_architecture_that_trainer_or_engine_do_not_know_is_refused(model):
     assert "whose version of vLLM does not" not in str(inspect(path=model, engine="vllm").warnings)
-    assert "takes models with experts of deepseek_v3, mixtral, qwen3_moe" in refused(
+    assert "takes models with experts of deepseek_v3, mixtral, qwen2_moe" in refused(
         path=model, engine="disagg"
     )
     with_config(model, architectures=["OwnForCausalLM"])
