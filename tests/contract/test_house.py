@@ -23,7 +23,7 @@ LINK = re.compile(r"(?:\]\(|src=\")([^)\"#:]+)(?:#[^)\"]*)?[)\"]")
 
 CEILINGS = {
     "algorithms": 1_775,
-    "base": 1_580,
+    "base": 1_640,
     "checkpoint": 13_980,
     "engines": 10_660,
     "minder": 8_630,
@@ -31,7 +31,7 @@ CEILINGS = {
     "records": 2_735,
     "run": 2_745,
     "show": 1_520,
-    "stages": 18_430,
+    "stages": 19_005,
     "store": 2_770,
     "submit": 2_320,
     "verifiers": 2_880,

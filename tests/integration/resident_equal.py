@@ -40,7 +40,7 @@ def run(root: Path, preset: str, iterations: int, settings: Sequence[str], *opti
     """Run a preset; raises CalledProcessError where it fails."""
     line = [sys.executable, "-m", "pipelines.local", "--root", str(root), "--preset", preset]
     line += ["--iterations", str(iterations), *options]
-    line += [word for setting in (*QUICK, *settings) for word in ("-o", setting)]
+    line += [word for setting in settings for word in ("-o", setting)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     # A task that failed is tried again, and would hide what failed.
@@ -54,7 +54,7 @@ def compare(
     folder: Path, preset: str, iterations: int, settings: Sequence[str], sizes: Sequence[int]
 ) -> list[str]:
     """Return the records that blocks of these sizes write otherwise than tasks apart."""
-    apart = folder / "apart"
+    apart, settings = folder / "apart", (*QUICK, *settings)
     run(apart, preset, iterations, settings, "--resident", "0")
     wanted = records(apart)
     faults = []

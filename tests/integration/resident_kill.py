@@ -26,7 +26,7 @@ from planish.checkpoint import api
 from planish.records import layout
 from planish.records.manifest import MANIFEST, read_manifest
 from planish.run.stage import read_run
-from tests.integration.resident_equal import WAYS, records, run
+from tests.integration.resident_equal import QUICK, WAYS, records, run
 from tests.processes import below, marked, marks, shared_memory_of, wait_until_none
 from tests.servers.http_proxy import HttpProxy
 from tests.servers.minio_files import open_uploads
@@ -83,14 +83,19 @@ class Site:
 
 
 @contextlib.contextmanager
-def site_of(folder: Path, preset: str, way: str, iterations: int) -> Iterator[Site]:
-    """Start a server, and run a preset in tasks apart on files, for the length of a block."""
+def site_of(
+    folder: Path, preset: str, settings: Sequence[str], iterations: int, size: int = 0
+) -> Iterator[Site]:
+    """Start a server, and run a preset on files, for the length of a block.
+
+    That run is of tasks apart, or of tasks of `size` iterations.
+    """
     server = Minio(folder / "minio" / "data")
     server.start()
     os.environ.update(server.environment)
     server.make_bucket("kill")
     apart = folder / "apart"
-    run(apart, preset, iterations, WAYS[way], "--resident", "0")
+    run(apart, preset, iterations, (*QUICK, *settings), "--resident", str(size))
     try:
         with HttpProxy(server.endpoint) as proxy:
             yield Site(server, proxy, apart, iterations)
@@ -188,7 +193,7 @@ def main(argv: Sequence[str]) -> int:
     for way in options.ways.split(","):
         with (
             tempfile.TemporaryDirectory() as name,
-            site_of(Path(name), options.preset, way, options.iterations) as site,
+            site_of(Path(name), options.preset, WAYS[way], options.iterations) as site,
         ):
             folder = Path(name)
             count_requests(site, folder)

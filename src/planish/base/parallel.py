@@ -19,6 +19,7 @@ from planish.base.errors import ConfigError
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 
@@ -250,16 +251,76 @@ def local_rank() -> int:
     return int(os.environ["LOCAL_RANK"])
 
 
-def join(device: torch.device, *, timeout_seconds: float) -> Ranks:
-    """Join the process group that the launcher (torchrun) describes in the environment."""
+def join(
+    device: torch.device, *, timeout_seconds: float, part: tuple[Any, Ranks] | None = None
+) -> Ranks:
+    """Join the process group that the launcher (torchrun) describes in the environment.
+
+    `part` is a store in which some of its processes meet, and this one among them; None are all.
+    """
     import torch
     import torch.distributed as dist
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    here: dict[str, Any] = {}
+    if part is not None:
+        store, ranks = part
+        here = {"store": store, "rank": ranks.rank, "world_size": ranks.size}
+        # An engine that joins them reads this.
+        os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size)}
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    dist.init_process_group(_backend(device), timeout=timeout)
+    dist.init_process_group(_backend(device), timeout=timeout, **here)
     return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+def launcher_store(timeout_seconds: float) -> tuple[Any, Ranks]:
+    """Return the store of the launcher (torchrun), and this process among all it has started."""
+    from torch.distributed.rendezvous import rendezvous
+
+    limit = datetime.timedelta(seconds=timeout_seconds)
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    return store, Ranks(rank, size)
+
+
+def open_group(
+    store: Any, ranks: Ranks, device: torch.device, *, timeout_seconds: float
+) -> ProcessGroup:
+    """Return a process group beside the default one, of processes that meet in a store.
+
+    Its tensors lie on `device`. Torch itself knows nothing of it: its own methods broadcast.
+    Source: vLLM 0.32, `distributed/utils.py`, makes groups beside the default one in this way.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    limit = datetime.timedelta(seconds=timeout_seconds)
+    place = store, ranks.rank, ranks.size
+    kind = c10d.ProcessGroup.BackendType.GLOO
+    if device.type == "cuda":
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        kind = c10d.ProcessGroup.BackendType.NCCL
+        backend: c10d.Backend = c10d.ProcessGroupNCCL(*place, options)
+    else:
+        backend = c10d.ProcessGroupGloo(*place, limit)
+    backend._set_sequence_number_for_group()
+    group = c10d.ProcessGroup(*place)
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
+    return group
+
+
+def num_trainers(split: str, size: int) -> int:
+    """Return how many of `size` processes train where the others sample ahead of them.
+
+    `split` is that of `TrainConfig`; 0 where it does not divide them.
+
+    Example:
+        >>> num_trainers("3:1", 32), num_trainers("3:1", 6)
+        (8, 0)
+    """
+    samplers, trainers = map(int, split.split(":"))
+    return 0 if size % (samplers + trainers) else size // (samplers + trainers) * trainers
 
 
 def _backend(device: torch.device) -> str:

@@ -69,7 +69,8 @@ class ServedModel:
         check_weights(
             given, {name: tuple(t.shape) for name, t in wanted.items()}, refuse_others=False
         )
-        fresh = ((name, source.read(name)) for name in wanted)
+        # In the order of the source, which may be one in which they come.
+        fresh = ((name, source.read(name)) for name in given if name in wanted)
         # What is in memory cannot fail half-way, and would be there twice.
         with torch.no_grad():
             for name, tensor in list(fresh) if source.address else fresh:

@@ -7,6 +7,7 @@ them by their digests.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
 
@@ -29,25 +30,37 @@ from planish.stages.train.ranks.worker import Trained
 
 LIMIT_SECONDS = 12 * 3600.0
 """Longest that ranks wait for those that still sample, judge or export."""
+LEAVE_SECONDS = 10.0
+"""What is still being committed has so long to end when the task ends too early."""
 
 
 class Commit(Start):
     """What an iteration starts from while the update before it is still on its way to the store."""
 
-    def __init__(self, job: TrainJob, trained: Trained) -> None:
-        """Begin to wait for the state, and to export behind it; every rank does so."""
+    def __init__(
+        self, job: TrainJob, trained: Trained, told: Callable[[str], None] = lambda pin: None
+    ) -> None:
+        """Begin to wait for the state, and to export behind it; every rank does so.
+
+        A thread calls `told` with the pin of the policy.
+        """
         super().__init__(Pins(job.policy_pin, ""))
         self.held_version = job.iteration
-        self._job, self._trained = job, trained
+        self._job, self._trained, self._told = job, trained, told
         subject = f"export of iteration {job.iteration}"
         call = control_of().call(subject, LIMIT_SECONDS)
         self._call = call.twin(missing=SaveFailed)
+        self._saved: Future[str] = Future()
         self._ended: Future[Pins] = Future()
         threading.Thread(target=self._end, name="commit", daemon=True).start()
 
     def data(self) -> StreamState:
         """Return cursor and sets as the state will have them."""
         return whole_pins(self._trained.stream, self._job.root)
+
+    def state_pin(self) -> str:
+        """Return the pin of the state, behind which the policy is exported."""
+        return self._saved.result()
 
     def leave(self, seconds: float) -> None:
         """Wait for the end, whatever it is, for so long."""
@@ -61,7 +74,9 @@ class Commit(Start):
             state_pin = self._trained.commit().pin()
             # The record of the state is there once the first rank comes here.
             self._call.decide(bytes, "state")
+            self._saved.set_result(state_pin)
             policy_pin = export_policy(self._job, state_pin, self._call)
+            self._told(policy_pin)
             self._ended.set_result(Pins(policy_pin, state_pin))
         except BaseException as error:
             reason = error if isinstance(error, Exception) else SaveFailed(repr(error))
@@ -69,6 +84,8 @@ class Commit(Start):
                 self._call.abort(reason)
             finally:
                 # Whoever waits for the pins raises it.
+                if not self._saved.done():
+                    self._saved.set_exception(reason)
                 self._ended.set_exception(reason)
 
 

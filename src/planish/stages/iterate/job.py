@@ -13,3 +13,5 @@ class Block(TrainJob):
 
     count: int = 1
     """Iterations of the block."""
+    earlier_pin: str = ""
+    """Policy before `policy_pin`, by which rollouts that are ahead begin; "" for no such."""

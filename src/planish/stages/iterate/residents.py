@@ -40,30 +40,51 @@ from planish.stages.train.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 
-class TrainerWeights(WeightSource):
+class SummedWeights(WeightSource):
+    """Weights in memory with a checksum, whose parts are computed by different ranks."""
+
+    def __init__(self, names: Names, files: WeightSource, ranks: Ranks) -> None:
+        """Know the tensors by name; `files` of an earlier policy may hold one of them twice."""
+        self._names, self._ranks = names, ranks
+        # An LM head that is the embedding.
+        self._tied = [name for name in files.names() if name not in names]
+        self._sums = dict.fromkeys(names, 0)
+        self._mine = set(names)
+
+    def names(self) -> Names:
+        """Return shape and dtype by name."""
+        return self._names
+
+    def _sum(self, parts: Mapping[str, Tensor]) -> None:
+        """Take tensors into the checksum that are this rank's to sum."""
+        self._sums |= {key: checksum(part) for key, part in parts.items() if key in self._mine}
+
+    def checksum(self) -> str:
+        """Return the checksum of all weights once they have been read; every rank calls it."""
+        sums = self._ranks.sum(torch.tensor(list(self._sums.values()))).tolist()
+        found = dict(zip(self._sums, sums, strict=True))
+        embedding = next((n for n in found if n.endswith("embed_tokens.weight")), "")
+        return weights_checksum(found | dict.fromkeys(self._tied, found.get(embedding, 0)))
+
+
+class TrainerWeights(SummedWeights):
     """The policy in training under the names of its files; all ranks read alike, in one order."""
 
     def __init__(self, trainer: Trainer, files: WeightSource, ranks: Ranks = SINGLE) -> None:
         """Gather nothing yet; `files` of an earlier policy give types and configuration."""
         self._tensors: Mapping[str, Any] = trainer.policy.weights()
-        self._config = read_model_config(Path(files.address))
-        self._ranks, like = ranks, files.names()
+        self._config, like = read_model_config(Path(files.address)), files.names()
         self._owner: dict[str, str] = {}
-        self._names: Names = {}
+        names: Names = {}
         for owner, tensor in self._tensors.items():
             blank = {owner: torch.empty(tensor.shape, device="meta")}
             for name, part in on_disk(blank, self._config).items():
                 self._owner[name] = owner
-                self._names[name] = (tuple(part.shape), like[name][1])
-        # Files may hold an LM head that is the embedding.
-        self._tied = [name for name in like if name not in self._names]
-        self._mine = set(list(self._tensors)[ranks.rank :: ranks.size])
-        self._sums = dict.fromkeys(self._names, 0)
+                names[name] = (tuple(part.shape), like[name][1])
+        super().__init__(names, files, ranks)
+        mine = set(list(self._tensors)[ranks.rank :: ranks.size])
+        self._mine = {name for name in names if self._owner[name] in mine}
         self._gathered, self._parts = "", dict[str, Tensor]()
-
-    def names(self) -> Names:
-        """Return shape and dtype by name."""
-        return self._names
 
     def read(self, name: str, index: Index = ()) -> Tensor:
         """Return a box of one tensor, which every rank gathers."""
@@ -76,25 +97,36 @@ class TrainerWeights(WeightSource):
             parts = on_disk({owner: whole}, self._config)
             self._parts = {key: part.to(self._names[key][1]) for key, part in parts.items()}
             self._gathered = owner
-            if owner in self._mine:
-                self._sums |= {key: checksum(part) for key, part in self._parts.items()}
+            self._sum(self._parts)
         return self._parts[name][index]
 
-    def checksum(self) -> str:
-        """Return the checksum of all weights once they have been read; every rank calls it."""
-        sums = self._ranks.sum(torch.tensor(list(self._sums.values()))).tolist()
-        found = dict(zip(self._sums, sums, strict=True))
-        embedding = next((n for n in found if n.endswith("embed_tokens.weight")), "")
-        return weights_checksum(found | dict.fromkeys(self._tied, found.get(embedding, 0)))
+
+def held_weights(
+    held: HeldTrainer, start: Start, files: WeightSource, ranks: Ranks
+) -> TrainerWeights | None:
+    """Return the weights in training, from which an iteration starts; None where files have them.
+
+    Other shards have other names or are to be merged: engines read their export.
+    """
+    trainer = held.trainer
+    if trainer is None or start.held_version is None or trainer.adapters is not None:
+        return None
+    return TrainerWeights(trainer, files, ranks) if trainer.config.trainer == "fsdp2" else None
 
 
 class Residents:
     """What one rank keeps; all ranks call `refresh` and `rest` alike."""
 
     def __init__(
-        self, ranks: Ranks, device: torch.device, config: Mapping[str, Mapping[str, Any]]
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        config: Mapping[str, Mapping[str, Any]],
+        *,
+        trains: bool = True,
     ) -> None:
-        self._ranks, self._device, self._config = ranks, device, config
+        """Hold nothing yet; `trains` is False where these ranks sample alone."""
+        self._ranks, self._device, self._config, self._trains = ranks, device, config, trains
         self.trainer = HeldTrainer()
         self._engine: BaseEngine | None = None
         self._kind: tuple[Any, ...] = ()
@@ -118,22 +150,24 @@ class Residents:
         if settings.name == "vllm" and self._ranks.size > 1 and self._engine is None:
             with self.serve(settings, ModelRef(), start, **self._vllm_options()):
                 pass
-        trainer = self.trainer.trainer
-        # Other shards have other names or are to be merged: engines read their export.
-        if (
-            trainer is None
-            or start.held_version is None
-            or trainer.adapters is not None
-            or trainer.config.trainer != "fsdp2"
-        ):
+        lacks_engine = torch.tensor([float(not self.is_open)])
+        if start.held_version is None or bool(self._ranks.max(lacks_engine)):
             return
-        lacks_engine = torch.tensor([float(self._engine is None)])
-        if bool(self._ranks.max(lacks_engine)):
-            return
-        assert self._engine is not None
         assert self._files is not None
-        _free_device()
-        source = TrainerWeights(trainer, self._files, self._ranks)
+        source = held_weights(self.trainer, start, self._files, self._ranks)
+        if source is not None:
+            _free_device()
+            self.take(source, start)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an engine is here."""
+        return self._engine is not None
+
+    def take(self, source: SummedWeights, start: Start) -> None:
+        """Give the open engine the weights that an iteration starts from."""
+        assert self._engine is not None
+        assert start.held_version is not None
         self._engine.update_weights(source, start.held_version)
         start.weights = source.checksum()
         self._served = start
@@ -160,7 +194,7 @@ class Residents:
             _free_device()
             model = ModelRef(pin=start.pins().policy_pin)
             self._files = fetch_weights(model.pin)
-            if config.name == "vllm" and self._device.type == "cuda":
+            if config.name == "vllm" and self._device.type == "cuda" and self._trains:
                 config = self._beside_trainer(config)
             self._engine, self._kind = open_engine(config, model, **options), kind
         elif start is not self._served or self._engine.state is EngineState.ASLEEP:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 
-from planish.base.errors import PlanishError, exit_code
+from planish.base.errors import ObjectMissing, PlanishError, exit_code
 from planish.base.parallel import leave
+from planish.records import layout
+from planish.records.manifest import read_manifest
 from planish.run.stage import load_run
 from planish.run.update import Pins
 from planish.stages.iterate.job import Block
@@ -47,6 +50,8 @@ def run(
             root, run["config"], config_sha256, iteration, run["num_shards"], policy_pin, state_pin,
             "", count=count,
         )  # fmt: skip
+        if block.is_ahead:
+            block = replace(block, earlier_pin=_earlier_pin(block, run["origin"]["policy"]))
         told = in_ranks(block, RANK)
         if told is not None:
             return Pins(*json.loads(told))
@@ -59,3 +64,19 @@ def run(
     except PlanishError as error:
         logger.error("failed stage=iterate iteration=%d error=%s", iteration, error)
         raise SystemExit(exit_code(error)) from None
+
+
+def _earlier_pin(block: Block, origin: str) -> str:
+    """Return the policy before that of a block; its own where there is none, or none any more.
+
+    `origin` is the policy that the root began with, if it was one of another root.
+    """
+    version = max(block.iteration - 2, 0)
+    if version == 0 and origin:
+        return origin
+    try:
+        place = layout.policy(block.root, version)
+        return read_manifest(place).ref(place).pin()
+    except ObjectMissing:
+        # The run was stopped before, or somebody has removed it.
+        return block.policy_pin

@@ -18,7 +18,7 @@ Sections = Mapping[str, Any]
 
 def check_config(parsed: Sections) -> list[str]:
     """Return every fault that only shows when sections are seen together."""
-    checks = (_limits, _batches, _windows, _training, _ranks)
+    checks = (_limits, _batches, _windows, _ahead, _training, _ranks)
     return [fault for check in checks for fault in check(parsed)]
 
 
@@ -90,6 +90,14 @@ def _windows(parsed: Sections) -> Iterator[str]:
             "`algorithm.correction` must not be 'off' with `rollout.window_tokens` below "
             "`rollout.max_response_tokens`, got 'off'; the tokens of a response come from several "
             "policies: take 'bypass' or 'token_truncate'"
+        )
+
+
+def _ahead(parsed: Sections) -> Iterator[str]:
+    if parsed["rollout"].ahead and getattr(parsed["algorithm"], "correction", "off") == "off":
+        yield (
+            "`algorithm.correction` must not be 'off' with `rollout.ahead`, got 'off'; responses "
+            "come from the policy before the one that trains: take 'token_truncate' or 'bypass'"
         )
 
 

@@ -179,6 +179,8 @@ class PodRequests:
     """The pod of `train` only waits for pods with GPUs, where other profiles give it its own."""
     rank: Mapping[str, str] = field(default_factory=dict)
     launcher: str = "job"
+    in_turn: bool = False
+    """Several iterations are one task, which has the pod of `iterate`."""
     moments: Mapping[str, tuple[int, Mapping[str, str]]] = field(default_factory=dict)
     """Stage to how many pods of it run at the same time, and what each of them requests."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -196,14 +198,16 @@ class PodRequests:
         """Parse the JSON that the compiled pipeline passes; empty for none."""
         raw: dict[str, Any] = json.loads(text or "{}")
         num_nodes = int(raw.get("num_nodes", 1))
+        stages = {name: Pod(**pod) for name, pod in raw.get("stages", {}).items()}
         return cls(
             raw.get("pod", {}),
             raw.get("total", {}),
-            {name: Pod(**pod) for name, pod in raw.get("stages", {}).items()},
+            stages,
             int(raw.get("gpu_bytes", cls.gpu_bytes)),
             num_nodes=num_nodes,
             has_gang_pods=num_nodes > 1,
             rank=raw.get("rank", {}),
+            in_turn="iterate" in stages,
             moments=raw.get("moments", {}),
             labels=raw.get("labels", {}),
             gpu_labels=raw.get("gpu_labels", {}),

@@ -13,7 +13,7 @@ from typing import Any
 
 from planish.base.config import nearest, parse_section
 from planish.base.errors import ConfigError
-from planish.base.parallel import grid_fault, trainer_fault
+from planish.base.parallel import grid_fault, num_trainers, trainer_fault
 from planish.base.text import bytes_text
 from planish.engines import APART
 from planish.models.config import ModelConfig
@@ -109,10 +109,11 @@ def this_machine(*, in_turn: bool = False) -> PodRequests:
     `in_turn`: rollout and train share their processes.
     """
     if any(Path("/dev").glob("nvidia[0-9]*")):
-        return PodRequests({}, {}, num_nodes=0)
+        return PodRequests({}, {}, num_nodes=0, in_turn=in_turn)
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     stages = [*DEVICES, *["iterate"] * in_turn]
-    return PodRequests({}, {}, dict.fromkeys(stages, Pod(0, str(size))), num_nodes=0)
+    pods = dict.fromkeys(stages, Pod(0, str(size)))
+    return PodRequests({}, {}, pods, num_nodes=0, in_turn=in_turn)
 
 
 def find_shape(config: Config) -> ModelShape:
@@ -166,12 +167,18 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
                 "--cold-start`, then `planish submit --pipeline FILE`)"
             )
     ranks, setting = config["engine"].get("tensor_parallel", 1), "`engine.tensor_parallel`"
-    if "iterate" in requests.stages and (config["engine"].get("name") in APART or ranks > 1):
+    if requests.in_turn and (config["engine"].get("name") in APART or ranks > 1):
         faults.append(
             "a task of several iterations needs an engine in each training process: "
             f"`engine.name` = {config['engine'].get('name')!r} and {setting} = {ranks} need "
             "iterations apart (`python -m pipelines.compile --resident 0`, then `planish submit "
             "--pipeline FILE`)"
+        )
+    if is_ahead(config) and not requests.in_turn:
+        faults.append(
+            "`rollout.ahead` must be 0 where every stage of an iteration is a task of its own, got "
+            "1; run several iterations in one task (`--resident` of `planish run` and of `python "
+            "-m pipelines.compile`, as the profiles gpu-1x8 and gpu-4x8 have it)"
         )
     if config["engine"].get("name") in APART:
         ranks = sum(ranks_apart(config))
@@ -210,9 +217,29 @@ def _rank_faults(config: Config, requests: PodRequests) -> list[str]:
     if pod:
         num_ranks = (processes or max(1, gpus)) * (num_nodes or requests.num_nodes or 1)
         replicas = config["train"].get("replicas", 1)
+        if is_ahead(config):
+            split = split_of(config)
+            if not num_trainers(split, num_ranks):
+                return [
+                    *faults,
+                    f"`train.split` = {split!r} must divide the number of training processes with "
+                    f"`rollout.ahead`, got {num_ranks}; `train.num_processes` sets it, or take "
+                    "another split",
+                ]
+            num_ranks = num_trainers(split, num_ranks)
         if fault := grid_fault(num_ranks, **grid_of(config), replicas=replicas):
             faults.append(fault)
     return faults
+
+
+def is_ahead(config: Config) -> bool:
+    """Return whether some processes sample while the others train."""
+    return bool(config["rollout"].get("ahead"))
+
+
+def split_of(config: Config) -> str:
+    """Return how many processes sample, and how many train, where rollouts are ahead."""
+    return str(config["train"].get("split", "3:1"))
 
 
 def ranks_apart(config: Config) -> tuple[int, int]:
@@ -287,7 +314,7 @@ def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[De
     """
     found, gpu_bytes = [], requests.gpu_bytes
     num_nodes = config["train"]["num_nodes"] or requests.num_nodes or 1
-    in_turn = "iterate" in requests.stages and config["engine"].get("name") not in APART
+    in_turn = requests.in_turn and config["engine"].get("name") not in APART
     if in_turn and (pod := requests.pod_of("train")):
         found += _demands_in_turn(config, shape, pod, gpu_bytes, num_nodes)
     elif pod := requests.pod_of("train"):
@@ -359,10 +386,17 @@ def _demands_in_turn(
     """Return what a device needs on which an engine and a trainer work in turn.
 
     While the engine samples, the trainer keeps its weights and moments. While the trainer works,
-    vLLM keeps nothing, and the engine `transformers` its weights.
+    vLLM keeps nothing, and the engine `transformers` its weights. Where rollouts are ahead, each of
+    the two has devices of its own.
     """
     train, *others = _train_demands(config, shape, pod, gpu_bytes, num_nodes)
     ranks = config["train"]["num_processes"] or max(1, pod.gpus)
+    if is_ahead(config):
+        (sampling,) = _engine_demands(config, shape, "rollout", pod, gpu_bytes)
+        if pod.gpus:
+            return [train, *others, sampling]
+        engines = _times(list(sampling.parts), ranks - num_trainers(split_of(config), ranks))
+        return [replace(train, stage="iterate", parts=(*train.parts, *engines)), *others]
     share = engine_share(config, shape, ranks * num_nodes, gpu_bytes)
     beside = {**config, "engine": {**config["engine"], "memory_share": share}}
     # One vLLM serves both; an evaluation has no limit of its own for prompts.
@@ -434,13 +468,18 @@ def _train_demands(
         *["raise `train.context_parallel`"] * is_long,
     ]
     remedy = f"{', '.join(steps)}, or take a smaller model or a profile with more memory"
-    sharing = _sharing(config, ranks * num_nodes)
+    total = ranks * num_nodes
+    if is_ahead(config):
+        # A split that does not divide the processes is refused by name.
+        total = num_trainers(split_of(config), total) or total
+        ranks = min(ranks, total)
+    sharing = _sharing(config, total)
     parts, room = memory.train_parts(config, shape, sharing), _room(pod, ranks, gpu_bytes)
     state = memory.state_parts(config, shape, sharing)
     if not pod.gpus:
         parts = [*state, *parts] if train.get("offload") else parts
         return [Demand("train", HOST, tuple(_times(parts, ranks)), room, remedy)]
-    device = f"each of {num_nodes * pod.gpus} GPUs"
+    device = f"each of {total if is_ahead(config) else num_nodes * pod.gpus} GPUs"
     found = [Demand("train", device, tuple(parts), room, remedy)]
     host: list[MemoryPart] = []
     if train.get("offload"):

@@ -210,7 +210,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     check_not_stopped(root)
     config = wish.configuration()
     findings, pods = Findings(), PodRequests.parse(wish.requests)
-    requests = devices.this_machine(in_turn="iterate" in pods.stages)
+    requests = devices.this_machine(in_turn=pods.in_turn)
     if api is not None:
         requests = pods.of_training(config["train"])
         findings = check_cluster(api, requests, assume_autoscaling=chain.assume_autoscaling)

@@ -65,6 +65,11 @@ class RolloutConfig(Section):
     """With `window_tokens`, what train gets: `train`, the window of every response (T-PPO);
     `hold`, each response once it is finished, with all its tokens of several policy versions;
     `hold_group`, the same once its whole group is finished, for advantages that compare a group."""
+    ahead: int = Field(default=0, ge=0, le=1)
+    """Iterations that rollouts are ahead of training. With 1, in tasks of several iterations, some
+    processes sample the next iteration while the others train this one (`train.split`): responses
+    come from the policy before the one that trains on them, and `algorithm.correction` weighs
+    them. 0 samples and trains in turn, as published."""
     sample_retries: int = Field(default=1, ge=0, le=10)
     """How often a response that the engine failed on is tried again before its group is dropped."""
     commit_steps: int = Field(default=2048, ge=0)
@@ -86,6 +91,7 @@ class RolloutConfig(Section):
         if self.max_iterations_without_signal == MAX_ITERATIONS_WITHOUT_SIGNAL:
             off.append("max_iterations_without_signal")
         off += [] if self.keep_routing else ["keep_routing"]
+        off += [] if self.ahead else ["ahead"]
         return off + ([] if self.window_tokens else ["window_tokens", "unfinished"])
 
     @model_validator(mode="after")
@@ -105,5 +111,11 @@ class RolloutConfig(Section):
                 "`dynamic_sampling` must be false and `max_staleness` 0 with `window_tokens`, got "
                 f"{self.dynamic_sampling} and {self.max_staleness}; slots are not thrown away, and "
                 "carried responses need no surplus"
+            )
+        if self.ahead and (self.window_tokens or self.max_staleness):
+            raise ValueError(
+                "`window_tokens` and `max_staleness` must be 0 with `ahead`, got "
+                f"{self.window_tokens} and {self.max_staleness}; tokens would be trained on that "
+                "are older than one policy version"
             )
         return self

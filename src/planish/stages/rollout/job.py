@@ -32,6 +32,8 @@ class Start:
 
     held_version: int | None = None
     """Version of the policy, where the trainer of this process holds its weights."""
+    lag = 0
+    """Versions by which the policy that trains on these rollouts is newer than what samples."""
     weights = ""
     """Checksum of the weights that an engine has taken from there, until it is compared."""
 
@@ -61,6 +63,10 @@ class Start:
                 )
             self.weights = ""
         return pins
+
+    def state_pin(self) -> str:
+        """Return the pin of the state alone, which may be there before the policy."""
+        return self._wait().state_pin
 
     def leave(self, seconds: float) -> None:
         """Wait for the end of what is still being committed, whatever it is, for so long."""

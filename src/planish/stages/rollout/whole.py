@@ -61,6 +61,6 @@ def sample_whole(job: RolloutJob, prompts: PromptSet) -> Sampled:
         "num_live_slots": float(session.stats.get("most_rows", 0)),
         **dict.fromkeys(("num_continued", "num_waiting", "num_prefix_tokens"), 0.0),
         **engine_metrics(session.stats, num_tokens),
-        **staleness_metrics(rollouts, version),
+        **staleness_metrics(rollouts, version + job.start.lag),
     }
     return Sampled(rollouts, attributes, session.timing(num_tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -15,7 +16,7 @@ from planish.store.sources import parse_source
 PLACEMENT = (
     *("trainer", "tensor_parallel", "pipeline_parallel", "expert_parallel", "sequence_parallel"),
     *("context_parallel", "replicas", "offload"),
-    *("num_processes", "num_nodes", "launcher", "queue", "device", "num_threads"),
+    *("num_processes", "num_nodes", "split", "launcher", "queue", "device", "num_threads"),
     *("tokens_per_microbatch", "packing", "activation_checkpointing", "timeout_seconds"),
     "commit_steps",
 )
@@ -60,6 +61,9 @@ class TrainConfig(Section):
     """Machines that train together, each in a pod of its own with `num_processes` processes; the
     pod of the stage submits them as one job and waits. 0 is as many as the profile was made for
     (`gpu-4x8`: 4), in other profiles and outside a cluster 1."""
+    split: str = "3:1"
+    """With `rollout.ahead`: processes that sample to processes that train, over all machines, whose
+    number is a multiple of their sum. Parallel ranks and `replicas` divide those that train."""
     launcher: Literal["job", "trainjob"] = "job"
     """Form of those pods: `job` is an Indexed Job with a Service, which every cluster has;
     `trainjob` is a TrainJob of Kubeflow Trainer 2.1 on the runtime of `manifests/trainer`."""
@@ -149,6 +153,7 @@ class TrainConfig(Section):
         off += [] if self.replicas > 1 else ["replicas"]
         off += [] if self.offload else ["offload"]
         off += ["packing"] if self.packing else []
+        off += ["split"] if self.split == "3:1" else []
         return off + ([] if self.reference_policy else ["reference_policy"])
 
     @model_validator(mode="after")
@@ -157,6 +162,11 @@ class TrainConfig(Section):
             raise ValueError(
                 "`reference_policy` must read `<uri>#sha256=<64 hex digits>`, got "
                 f"{self.reference_policy!r}; the report of a run names its policies like that"
+            )
+        if not re.fullmatch(r"[1-9]\d{0,3}:[1-9]\d{0,3}", self.split):
+            raise ValueError(
+                "`split` must read `samplers:trainers`, two numbers from 1 to 9999 such as '3:1', "
+                f"got {self.split!r}"
             )
         sizes = (self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
         if max(sizes) > 1 and self.trainer == "fsdp2":

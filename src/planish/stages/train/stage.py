@@ -258,7 +258,7 @@ def launch_gang(
     )
     telemetry.forget("planish_stage_progress_timestamp_seconds")
     lost, end, began = None, "left by the stage", time.time()
-    grid = job.train.grid(Ranks(0, num_nodes * processes)).to_json()
+    grid = job.train.grid(Ranks(0, job.num_trainers(num_nodes * processes))).to_json()
     facts: dict[str, Any] = {"name": gang.name, "nodes": num_nodes, "trainer": job.train.trainer}
     facts |= grid
     record_event(job.root, "gang", job.iteration, begin_seconds=began, **facts)

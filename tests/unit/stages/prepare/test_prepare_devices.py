@@ -26,6 +26,7 @@ from planish.stages.prepare.devices import (
 from planish.stages.prepare.settings import build_config
 
 GPUS = "gpu-1x8"
+AHEAD = "rollout.ahead=1 algorithm.correction=token_truncate"
 
 
 def configured(preset, overrides=""):
@@ -285,6 +286,8 @@ def test_a_model_that_ranks_can_not_share_is_refused_before_any_is_opened(change
         (MEGATRON + " train.num_processes=6", "a multiple of `tensor_parallel` (4), got 6"),
         ('train.trainer="megatron" train.sequence_parallel=true', "with `tensor_parallel = 1`"),
         ("train.context_parallel=2 train.packing=false", "`packing` must be true with `context_p"),
+        ("train.split=three", "must read `samplers:trainers`"),
+        ("train.split='3:0'", "must read `samplers:trainers`"),
     ],
 )
 def test_a_grid_that_is_none_is_refused(settings, words):
@@ -310,6 +313,46 @@ def test_a_grid_that_the_pods_do_not_fill_is_refused(profile, settings, words):
     faults = device_faults(config, profile_requests(profile))
     assert len(faults) == bool(words)
     assert not words or words in faults[0]
+
+
+@pytest.mark.parametrize(
+    ("profile", "settings", "words"),
+    [
+        ("gpu-4x8", "", ()),
+        ("gpu-4x8", "train.split='2:1'", ("'2:1' must divide the number of training proc",)),
+        ("gpu-4x8", "train.replicas=3", ("`train.replicas` must divide the number of",)),
+        ("gpu-1x8", "train.replicas=2", ()),
+        ("gpu-16x8", "", ("`rollout.ahead` must be 0 where every stage",)),
+        ("cpu-tiny", "", ("must be 0 where every stage", "with `rollout.ahead`, got 1;")),
+        ("cpu-tiny", "train.num_processes=4", ("must be 0 where every stage",)),
+    ],
+)
+def test_a_split_of_ranks_that_can_not_be_is_refused(profile, settings, words):
+    config = configured("dapo-qwen2.5-0.5b", f"{AHEAD} train.num_processes=0 {settings}")
+    faults = device_faults(config, profile_requests(profile))
+    assert len(faults) == len(words), faults
+    for word in words:
+        assert any(word in fault for fault in faults)
+
+
+def test_ranks_that_sample_ahead_have_devices_of_their_own():
+    shape = find_shape(configured("dapo-qwen2.5-7b"))
+
+    def of(profile, settings):
+        config = configured("dapo-qwen2.5-7b", settings)
+        found = demands(config, shape, profile_requests(profile))
+        return {each.stage: each for each in found if "GPU" in each.device}
+
+    ahead, in_turn = of("gpu-4x8", AHEAD), of(GPUS, "")
+    # Eight ranks of the 32 train, as on one machine.
+    assert ahead["train"].parts == in_turn["train"].parts
+    assert ahead["train"].device == "each of 8 GPUs"
+    assert ahead["rollout"].room_bytes > in_turn["rollout"].room_bytes
+    assert not any(each.fault for each in ahead.values())
+    config = configured("dapo-tiny", f"{AHEAD} train.num_processes=4")
+    found = demands(config, find_shape(config), this_machine(in_turn=True))
+    (parts,) = (each.parts for each in found if each.stage == "iterate")
+    assert {part.how.rpartition(" x ")[2] for part in parts if " x " in part.how} >= {"3"}
 
 
 @pytest.mark.parametrize(

@@ -286,12 +286,15 @@ KEEP = "reward.keep_uniform_groups=true "
         ("vapo", WHOLE_GROUPS + KEEP, "`algorithm.correction` must not be 'off'"),
         ("grpo", WINDOWS + KEEP + "rollout.unfinished=hold algorithm.correction=bypass",
          "must be 'hold_group' with .* got 'hold'; .* compares those of a group"),
+        ("dapo", "rollout.ahead=1", "correction` must not be .off. with `rollout.ahead`"),
+        ("dapo", "rollout.ahead=1 rollout.max_staleness=1", "must be 0 with `ahead`, got 0 and 1"),
+        ("dapo", "rollout.ahead=2", "`rollout.ahead`"),
         ("vapo", "rollout.window_tokens=16", "`dynamic_sampling` must be false"),
         ("vapo", WINDOWS + "rollout.max_staleness=1", "`max_staleness` 0 with `window_tokens`"),
         ("vapo", "rollout.unfinished=hold", "`window_tokens` must be above 0 with"),
     ],
 )  # fmt: skip
-def test_windows_that_an_algorithm_cannot_use_are_told(algorithm, overrides, words):
+def test_windows_and_rollouts_ahead_that_cannot_be_are_told(algorithm, overrides, words):
     with pytest.raises(ConfigError, match=words):
         build_config(**BASE, overrides=f"algorithm.name={algorithm} {overrides}")
 

@@ -16,6 +16,7 @@ from planish import store
 from planish.algorithms import build_algorithm
 from planish.base.config import parse_section
 from planish.base.errors import ConfigError, RecordError
+from planish.base.parallel import num_trainers
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.train_state import STATE_SCHEMA, read_state_info
 from planish.models.adapters import Adapters, configured
@@ -96,6 +97,15 @@ class TrainJob:
     def max_staleness(self) -> int:
         """Policy versions that a surplus group may be old; 0 is no reuse."""
         return int(self.config.get("rollout", {}).get("max_staleness", 0))
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether processes of their own sample one iteration ahead."""
+        return bool(self.config.get("rollout", {}).get("ahead"))
+
+    def num_trainers(self, size: int) -> int:
+        """Return how many of `size` processes train."""
+        return num_trainers(self.train.split, size) if self.is_ahead else size
 
     def parents(self) -> dict[str, str]:
         """Return the digests of the inputs by name."""

@@ -1,0 +1,119 @@
+"""The two halves of one iteration in a task of several: rollouts, and all that comes behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from threading import Event
+
+from planish.base.parallel import Ranks
+from planish.engines import OpenEngine
+from planish.records import layout
+from planish.records.manifest import read_manifest
+from planish.run.stage import Context, Outcome, execute, is_stopped
+from planish.run.update import Pins
+from planish.stages.export.stage import passed_through
+from planish.stages.iterate.commit import Commit, export_policy
+from planish.stages.iterate.job import Block
+from planish.stages.reward.stage import reward
+from planish.stages.rollout.job import Start
+from planish.stages.rollout.stage import sample
+from planish.stages.train.ranks.job import JobResult, TrainJob
+from planish.stages.train.ranks.worker import HeldTrainer, Trained, begin_iteration
+from planish.stages.train.stage import train_once
+
+
+def _task(
+    block: Block, iteration: int, stage: str, work: Callable[[Context], Outcome], shard: int = 0
+) -> Outcome:
+    """Run a part of an iteration as a task of its stage."""
+
+    def without_artifacts(context: Context) -> Outcome:
+        return replace(work(context), refs={})
+
+    digest = block.config_sha256
+    return execute(
+        stage, without_artifacts, root=block.root, config_sha256=digest, outputs={},
+        iteration=iteration, shard=shard,
+    )  # fmt: skip
+
+
+def sample_shards(
+    block: Block, iteration: int, start: Start, ranks: Ranks, opened: OpenEngine
+) -> None:
+    """Sample the shards of this rank from the policy of `start`, by engines of `opened`."""
+    for shard in ranks.share(block.num_shards):
+        _task(
+            block, iteration, "rollout",
+            lambda context: sample(context, block.num_shards, start, opened), shard,
+        )  # fmt: skip
+
+
+def update(
+    block: Block,
+    iteration: int,
+    sampled_pin: str,
+    before: Start,
+    ranks: Ranks,
+    held: HeldTrainer,
+    *,
+    asked: Event | None,
+    told: Callable[[str], None] = lambda pin: None,
+) -> Start:
+    """Judge the rollouts of an iteration, train on them, and begin to commit; every rank calls it.
+
+    Args:
+        block: its task.
+        iteration: whose rollouts are there.
+        sampled_pin: policy that has sampled them.
+        before: newest policy and train state.
+        ranks: those that train.
+        held: the trainer of this rank.
+        asked: set once this process is to end.
+        told: gets the pin of the policy where this rank commits one, from another thread.
+
+    Returns:
+        What comes after `before`.
+    """
+    if ranks.is_first:
+        _task(
+            block, iteration, "reward",
+            lambda context: reward(context, block.num_shards, sampled_pin),
+        )  # fmt: skip
+    ranks.barrier()
+    rewards = layout.rewards(block.root, iteration)
+    job = TrainJob(
+        root=block.root,
+        config=block.config,
+        config_sha256=block.config_sha256,
+        iteration=iteration,
+        num_shards=block.num_shards,
+        policy_pin=sampled_pin,
+        state_pin=before.state_pin(),
+        rewards_pin=read_manifest(rewards).ref(rewards).pin(),
+    )
+    begun: list[Trained] = []
+
+    def work() -> JobResult:
+        begun.append(begin_iteration(job, ranks, asked, held))
+        return JobResult(None, begun[0].metrics)
+
+    def train(_: Context | None = None) -> Outcome:
+        return train_once(job, work)
+
+    outcome = _task(block, iteration, "train", train) if ranks.is_first else train()
+    if begun:
+        return Commit(job, begun[0], told)
+    # An earlier attempt has trained, or the run was stopped before.
+    is_open = not is_stopped(block.root, iteration)
+    state_pin = str(outcome.values["state_pin"])
+    policy_pin = "" if is_open else before.pins().policy_pin
+    if ranks.is_first and is_open:
+        export_policy(job, state_pin)
+    elif ranks.is_first:
+        _task(block, iteration, "checkpoint", lambda context: passed_through(policy_pin))
+    ranks.barrier()
+    if is_open:
+        place = layout.policy(block.root, iteration)
+        policy_pin = read_manifest(place).ref(place).pin()
+    return Start(Pins(policy_pin, state_pin))

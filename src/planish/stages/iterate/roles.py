@@ -1,0 +1,75 @@
+"""Ranks that train and ranks that sample ahead of them: which this one is, and what is told.
+
+The first ranks train, so that they fill whole machines; each side has a process group of its own,
+in which everything else of the program works as if there were no other ranks. Between the sides
+there are the launcher's store, for a few words, and one group of the samplers and the first rank
+that trains, for weights.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from threading import Event
+from typing import Any
+
+import torch
+
+from planish.base.errors import EXIT_TRANSIENT, PeerLost
+from planish.base.parallel import Ranks, join, launcher_store, open_group
+from planish.run.signals import Terminated, stops_with
+from planish.stages.train.ranks.job import TrainJob
+
+LOOK_SECONDS = 0.05
+"""Pause between two looks for what is still to be told."""
+
+
+class Roles:
+    """This rank among all of a task, and among those that do the same."""
+
+    def __init__(self, job: TrainJob, device: torch.device, timeout_seconds: float) -> None:
+        """Meet the other ranks; every rank does so."""
+        from torch._C._distributed_c10d import PrefixStore
+
+        store, self.everyone = launcher_store(timeout_seconds)
+        rank, num_trainers = self.everyone.rank, job.num_trainers(self.everyone.size)
+        self.num_samplers = self.everyone.size - num_trainers
+        self.trains = rank < num_trainers
+        if self.trains:
+            self.mine = Ranks(rank, num_trainers)
+        else:
+            self.mine = Ranks(rank - num_trainers, self.num_samplers)
+        self._store, self._limit, self.device = PrefixStore("told", store), timeout_seconds, device
+        side = PrefixStore("trainers" if self.trains else "samplers", store)
+        join(device, timeout_seconds=timeout_seconds, part=(side, self.mine))
+        self.group: Any = None
+        if not self.trains or self.mine.is_first:
+            place = 0 if self.trains else 1 + self.mine.rank
+            among = Ranks(place, 1 + self.num_samplers)
+            weights = PrefixStore("weights", store)
+            self.group = open_group(weights, among, device, timeout_seconds=timeout_seconds)
+
+    def tell(self, key: str, words: str) -> None:
+        """Tell all other ranks something, once."""
+        self._store.set(key, words)
+
+    def hear(self, *keys: str, asked: Event | None = None) -> list[str]:
+        """Return what has been told under these keys, once all of it has.
+
+        A signal ends the wait, and so does one that `asked` has heard before.
+
+        Raises:
+            PeerLost: it has not been told in time, or the launcher is gone.
+        """
+        if asked is not None and asked.is_set():
+            raise Terminated(signal.SIGTERM, EXIT_TRANSIENT)
+        deadline = time.monotonic() + self._limit
+        try:
+            with stops_with(EXIT_TRANSIENT):
+                while not self._store.check(list(keys)):
+                    if time.monotonic() > deadline:
+                        raise PeerLost(f"{', '.join(keys)} must be told in {self._limit:.0f} s")
+                    time.sleep(LOOK_SECONDS)
+                return [self._store.get(key).decode() for key in keys]
+        except RuntimeError as error:
+            raise PeerLost(f"the launcher must keep its store open, got {error}") from error
