@@ -118,8 +118,8 @@ def accuracies(seeds: Sequence[int], iterations: int) -> int:
     for seed in seeds:
         for way, settings in (("in turn", THREE), ("ahead", AHEAD)):
             with tempfile.TemporaryDirectory() as name:
-                place, seeded = Path(name) / "run", (*settings, f"run.seed={seed}")
-                run(place, "dapo-tiny", iterations, seeded, "--resident", str(iterations))
+                place, options = Path(name) / "run", ("--resident", str(iterations))
+                run(place, "dapo-tiny", iterations, settings, *options, "--seed", str(seed))
                 root = place.as_uri()
                 before, after = (
                     read_report(EvalReport, f"{layout.evaluation(root, version)}/{layout.REPORT}")
