@@ -13,6 +13,7 @@ from planish.engines.requests import ModelRef
 from planish.models.experts import is_expert
 from tests.contract.engines.conftest import FAMILIES
 from tests.contract.engines.test_control import weights
+from tests.unit.engines.disagg.instances import FAMILIES as SPARSE
 from tests.unit.engines.disagg.instances import ThreadRank
 from tests.unit.engines.tiny import (
     exact_logits,
@@ -74,18 +75,12 @@ def test_no_request_is_answered_with_the_zeros_of_the_start(monkeypatch, caplog)
 
 SPARSE_ALIKE = ("Qwen3Moe", "Mixtral")
 """Families whose layers the others have too."""
-SPARSE = {
-    "Qwen3Moe": {"num_experts": 8, "head_dim": 32},
-    "Qwen2Moe": {"num_experts": 8, "hidden_size": 128, "shared_expert_intermediate_size": 48},
-    "Mixtral": {"num_local_experts": 8, "hidden_size": 128, "sliding_window": None},
+SERVED = {
+    "Qwen3Moe": {"head_dim": 32},
+    "Qwen2Moe": {"hidden_size": 128},
+    "Mixtral": {"hidden_size": 128},
     "DeepseekV3": {
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 32,
+        # Widths of the only kernel for latent attention on the CPU.
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 64,
@@ -95,6 +90,7 @@ SPARSE = {
         "scoring_func": "sigmoid",
     },
 }
+"""What the kernels of vLLM ask beside the sizes of the tiny models."""
 
 
 @pytest.mark.parametrize(
@@ -102,7 +98,7 @@ SPARSE = {
     ["Qwen2Moe", "DeepseekV3", *(pytest.param(f, marks=pytest.mark.full) for f in SPARSE_ALIKE)],
 )
 def test_every_family_gives_the_log_probabilities_of_a_float64_forward(family):
-    sizes = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, **SPARSE[family]}
+    sizes = {"num_experts_per_tok": 2, **SPARSE[family], **SERVED[family]}
     policy = family_policy(family, **sizes)
     requests = [request(row, 16, temperature=0.5 * row) for row in range(4)]
     with start(policy, launcher=ThreadRank, expert_ranks=2) as engine:

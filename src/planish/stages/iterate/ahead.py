@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from threading import Event
 
-from planish.engines.weights import fetch_weights
+from planish.engines.weights import WeightSource, fetch_weights
 from planish.records import layout
 from planish.records.manifest import read_manifest
 from planish.records.stream import StreamState, advance
@@ -107,8 +107,7 @@ def _start(
     start.held_version = version
     (names,) = roles.hear(f"trained/{version}")
     if names:
-        files = fetch_weights(block.policy_pin)
-        residents.take(SentWeights(names_from_json(names), files, roles), start)
+        residents.take(SentWeights(names_from_json(names), residents.files, roles), start)
     return start
 
 
@@ -132,6 +131,8 @@ def _train(block: Block, roles: Roles, asked: Event) -> Pins:
     last = block.iteration + block.count - 1
     sampled_by = Start(Pins(block.earlier_pin, ""))
     newest = Start(Pins(block.policy_pin, block.state_pin))
+    # Names and types of what is passed on are in any policy; this one comes while others sample.
+    files = fetch_weights(block.policy_pin)
     try:
         for iteration in range(block.iteration, last + 1):
             # Until the first step SIGTERM ends a rank at once.
@@ -139,13 +140,11 @@ def _train(block: Block, roles: Roles, asked: Event) -> Pins:
             roles.hear(*_sampled(roles, iteration), asked=heard)
             if newest.held_version is not None:
                 held.state_pin = newest.state_pin()
-            told = partial(roles.tell, f"policy/{iteration}")
             pin, sampled_by = sampled_by.pins().policy_pin, newest
-            newest = update(block, iteration, pin, newest, roles.mine, held, asked=asked, told=told)
-            if newest.held_version is None:
-                told(newest.pins().policy_pin)
+            newest = update(block, iteration, pin, newest, roles.mine, held, asked=asked)
+            newest.when_exported(partial(roles.tell, f"policy/{iteration}"))
             if iteration + 2 <= last:
-                _pass_on(block, roles, iteration, newest, held, asked)
+                _pass_on(roles, iteration, newest, held, files, asked)
         # Exports end in any order.
         sampled_by.pins()
         pins = newest.pins()
@@ -159,12 +158,12 @@ def _train(block: Block, roles: Roles, asked: Event) -> Pins:
 
 
 def _pass_on(
-    block: Block, roles: Roles, iteration: int, made: Start, held: HeldTrainer, asked: Event
+    roles: Roles, iteration: int, made: Start, held: HeldTrainer, files: WeightSource, asked: Event
 ) -> None:
     """Send the weights of an iteration to those that have sampled the next one, if all can take."""
     source = None
     if all(roles.hear(*_sampled(roles, iteration + 1), asked=asked)):
-        source = held_weights(held, made, fetch_weights(block.policy_pin), roles.mine)
+        source = held_weights(held, made, files, roles.mine)
     names = names_to_json(source.names()) if source is not None else ""
     roles.tell(f"trained/{iteration}", names)
     if source is not None:

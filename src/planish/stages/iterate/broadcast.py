@@ -79,8 +79,8 @@ class SentWeights(SummedWeights):
 
     def __init__(self, names: Names, files: WeightSource, roles: Roles) -> None:
         """Receive nothing yet; every rank of this role reads alike."""
-        super().__init__(names, files, roles.mine)
-        self._mine = set(list(names)[roles.mine.rank :: roles.mine.size])
+        mine = set(list(names)[roles.mine.rank :: roles.mine.size])
+        super().__init__(names, files, roles.mine, mine)
         self._group, self._device = roles.group, roles.device
         self._left = messages(names)
         self._came: dict[str, Tensor] = {}

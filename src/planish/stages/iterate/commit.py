@@ -37,16 +37,11 @@ LEAVE_SECONDS = 10.0
 class Commit(Start):
     """What an iteration starts from while the update before it is still on its way to the store."""
 
-    def __init__(
-        self, job: TrainJob, trained: Trained, told: Callable[[str], None] = lambda pin: None
-    ) -> None:
-        """Begin to wait for the state, and to export behind it; every rank does so.
-
-        A thread calls `told` with the pin of the policy.
-        """
+    def __init__(self, job: TrainJob, trained: Trained) -> None:
+        """Begin to wait for the state, and to export behind it; every rank does so."""
         super().__init__(Pins(job.policy_pin, ""))
         self.held_version = job.iteration
-        self._job, self._trained, self._told = job, trained, told
+        self._job, self._trained = job, trained
         subject = f"export of iteration {job.iteration}"
         call = control_of().call(subject, LIMIT_SECONDS)
         self._call = call.twin(missing=SaveFailed)
@@ -62,6 +57,15 @@ class Commit(Start):
         """Return the pin of the state, behind which the policy is exported."""
         return self._saved.result()
 
+    def when_exported(self, told: Callable[[str], None]) -> None:
+        """Call `told` with the pin of the policy once it is exported, in a thread of its own."""
+
+        def call(ended: Future[Pins]) -> None:
+            if ended.exception() is None:
+                told(ended.result().policy_pin)
+
+        self._ended.add_done_callback(call)
+
     def leave(self, seconds: float) -> None:
         """Wait for the end, whatever it is, for so long."""
         wait([self._ended], seconds)
@@ -76,7 +80,6 @@ class Commit(Start):
             self._call.decide(bytes, "state")
             self._saved.set_result(state_pin)
             policy_pin = export_policy(self._job, state_pin, self._call)
-            self._told(policy_pin)
             self._ended.set_result(Pins(policy_pin, state_pin))
         except BaseException as error:
             reason = error if isinstance(error, Exception) else SaveFailed(repr(error))

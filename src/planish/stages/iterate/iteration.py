@@ -58,7 +58,6 @@ def update(
     held: HeldTrainer,
     *,
     asked: Event | None,
-    told: Callable[[str], None] = lambda pin: None,
 ) -> Start:
     """Judge the rollouts of an iteration, train on them, and begin to commit; every rank calls it.
 
@@ -70,7 +69,6 @@ def update(
         ranks: those that train.
         held: the trainer of this rank.
         asked: set once this process is to end.
-        told: gets the pin of the policy where this rank commits one, from another thread.
 
     Returns:
         What comes after `before`.
@@ -103,7 +101,7 @@ def update(
 
     outcome = _task(block, iteration, "train", train) if ranks.is_first else train()
     if begun:
-        return Commit(job, begun[0], told)
+        return Commit(job, begun[0])
     # An earlier attempt has trained, or the run was stopped before.
     is_open = not is_stopped(block.root, iteration)
     state_pin = str(outcome.values["state_pin"])

@@ -10,7 +10,7 @@ Source: colocated ranks are HybridFlow's, arXiv 2409.19256, section 5.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,17 @@ logger = logging.getLogger(__name__)
 class SummedWeights(WeightSource):
     """Weights in memory with a checksum, whose parts are computed by different ranks."""
 
-    def __init__(self, names: Names, files: WeightSource, ranks: Ranks) -> None:
-        """Know the tensors by name; `files` of an earlier policy may hold one of them twice."""
-        self._names, self._ranks = names, ranks
+    def __init__(
+        self, names: Names, files: WeightSource, ranks: Ranks, mine: Collection[str]
+    ) -> None:
+        """Know the tensors by name, and those that are this rank's to sum.
+
+        `files` of an earlier policy may hold one of them twice.
+        """
+        self._names, self._ranks, self._mine = names, ranks, mine
         # An LM head that is the embedding.
         self._tied = [name for name in files.names() if name not in names]
         self._sums = dict.fromkeys(names, 0)
-        self._mine = set(names)
 
     def names(self) -> Names:
         """Return shape and dtype by name."""
@@ -81,9 +85,8 @@ class TrainerWeights(SummedWeights):
             for name, part in on_disk(blank, self._config).items():
                 self._owner[name] = owner
                 names[name] = (tuple(part.shape), like[name][1])
-        super().__init__(names, files, ranks)
         mine = set(list(self._tensors)[ranks.rank :: ranks.size])
-        self._mine = {name for name in names if self._owner[name] in mine}
+        super().__init__(names, files, ranks, {n for n in names if self._owner[n] in mine})
         self._gathered, self._parts = "", dict[str, Tensor]()
 
     def read(self, name: str, index: Index = ()) -> Tensor:
@@ -153,11 +156,16 @@ class Residents:
         lacks_engine = torch.tensor([float(not self.is_open)])
         if start.held_version is None or bool(self._ranks.max(lacks_engine)):
             return
-        assert self._files is not None
-        source = held_weights(self.trainer, start, self._files, self._ranks)
+        source = held_weights(self.trainer, start, self.files, self._ranks)
         if source is not None:
             _free_device()
             self.take(source, start)
+
+    @property
+    def files(self) -> WeightSource:
+        """Files of the policy with which the engine was opened."""
+        assert self._files is not None
+        return self._files
 
     @property
     def is_open(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,10 @@ class Start:
     def state_pin(self) -> str:
         """Return the pin of the state alone, which may be there before the policy."""
         return self._wait().state_pin
+
+    def when_exported(self, told: Callable[[str], None]) -> None:
+        """Call `told` with the pin of the policy once it is there."""
+        told(self._wait().policy_pin)
 
     def leave(self, seconds: float) -> None:
         """Wait for the end of what is still being committed, whatever it is, for so long."""

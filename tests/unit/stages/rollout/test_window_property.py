@@ -118,6 +118,11 @@ def check_nothing_is_lost(run: Simulation) -> None:
     assert sorted([*run.drawn, *run.data.cursor["pending"]]) == list(below)
 
 
+FEW = settings(
+    max_examples=15 if thin.full else 5, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
 @pytest.mark.slow
 @settings(
     max_examples=25 if thin.full else 8, deadline=None, suppress_health_check=list(HealthCheck)
@@ -147,9 +152,7 @@ def test_every_token_is_in_one_window_and_no_response_is_lost(place, options, sh
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=15 if thin.full else 5, deadline=None, suppress_health_check=list(HealthCheck)
-)
+@FEW
 @given(options=RUNS, shards=SHARDS, whole_groups=st.booleans())
 def test_held_responses_enter_once_with_all_their_tokens(place, options, shards, whole_groups):
     held = "hold_group" if whole_groups else "hold"
@@ -422,9 +425,7 @@ def judged(rollouts: RolloutSet, ordinals: list[int]) -> RewardSet:
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=15 if thin.full else 5, deadline=None, suppress_health_check=list(HealthCheck)
-)
+@FEW
 @given(options=RUNS, shards=LONG_RUNS, max_groups=st.integers(1, 6))
 def test_selection_loses_no_slot_and_no_response_and_counts_every_token(
     place, options, shards, max_groups
@@ -452,9 +453,7 @@ def test_selection_loses_no_slot_and_no_response_and_counts_every_token(
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=15 if thin.full else 5, deadline=None, suppress_health_check=list(HealthCheck)
-)
+@FEW
 @given(options=RUNS, shards=LONG_RUNS, min_finished=st.integers(2, 12))
 def test_every_finished_response_enters_exactly_one_critic_update_or_still_waits(
     place, options, shards, min_finished
