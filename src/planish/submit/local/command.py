@@ -52,7 +52,7 @@ def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = Fal
     parser.add_argument("--model", default="", help="folder, hub id, s3://, https://; empty: none")
     parser.add_argument("--dataset", default="", help="file, hub id, s3://, https://; empty: tasks")
     parser.add_argument("--dataset-map", default="", help="columns: prompt=question,answer=label")
-    parser.add_argument("--seed", type=int, default=0, help="of every random choice (default 0)")
+    parser.add_argument("--seed", type=int, default=-1, help="same as -o run.seed=N")
     parser.add_argument("--resume-from", default="", help="root or pin of an earlier run")
     parser.add_argument("--chain-index", type=int, default=0)
     parser.add_argument("--allow-config-change", action="store_true")

@@ -57,7 +57,8 @@ def default_root(arguments: argparse.Namespace) -> str:
     choice += [str(arguments.iterations), str(arguments.shards)]
     choice += filter(None, [arguments.dataset_map])
     digest = hashlib.sha256("\n".join(choice).encode()).hexdigest()[:8]
-    return file_uri(Path("runs") / f"{arguments.preset}-seed{arguments.seed}-{digest}")
+    seed = f"-seed{arguments.seed}" * (arguments.seed >= 0)
+    return file_uri(Path("runs") / f"{arguments.preset}{seed}-{digest}")
 
 
 def start_run(arguments: argparse.Namespace, log_path: Path) -> subprocess.Popen[bytes]:

@@ -15,7 +15,7 @@ from planish.base.config import parse_override
 from planish.base.errors import ConfigError, PlanishError
 from planish.engines import ENGINES
 from planish.records import layout
-from planish.stages.prepare.settings import split_overrides
+from planish.stages.prepare.settings import build_config, split_overrides
 from planish.stages.report.facts import TaskLog
 from planish.store.documents import write_json
 from planish.submit.local.pipeline import Result
@@ -134,6 +134,16 @@ def test_each_choice_has_a_folder_of_its_own() -> None:
     other = argparse.Namespace(**vars(base) | {"dataset": "x.jsonl"})
     assert "/runs/dapo-tiny-seed3-" in default_root(base)
     assert default_root(base) != default_root(other)
+
+
+def test_a_seed_among_the_settings_holds_unless_the_option_is_given():
+    for words, seed in (((), 5), (("--seed", "0"), 0)):
+        asked = parser().parse_args(["run", "-o", "run.seed=5", *words])
+        asked.overrides = " ".join(asked.overrides)
+        keys = ("preset", "config", "overrides", "model", "dataset", "seed")
+        config = build_config(**{key: getattr(asked, key) for key in keys})
+        assert config["run"]["seed"] == seed
+        assert ("-seed" in default_root(asked)) == bool(words)
 
 
 @pytest.mark.parametrize(
