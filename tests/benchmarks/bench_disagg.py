@@ -2,19 +2,20 @@
 
 `law`: the time of an iteration with paced stages against the law of the ping-pong pipeline.
 `replicas`: two vLLM replicas that share an expert rank against one; only where vLLM is installed.
+`busy`: how busy an expert rank is with 1, 2 and 4 attention ranks, with vLLM where it is installed.
 `m2n`: frames between attention and expert ranks, point to point against a collective.
 
     python -m tests.benchmarks.bench_disagg [--part law [--ratio 1]] [--part m2n] [--dry]
-    .venv-engines/bin/python -m tests.benchmarks.bench_disagg --part replicas
+    .venv-engines/bin/python -m tests.benchmarks.bench_disagg --part replicas --part busy
 """
 
 import argparse
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from tests.benchmarks.disagg import law, m2n, replicas
+from tests.benchmarks.disagg import busy, law, m2n, replicas
 
-PARTS = ("law", "replicas", "m2n")
+PARTS = ("law", "replicas", "busy", "m2n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             met.append(
                 law.run(dry=options.dry, ratios=options.ratio, iterations=options.iterations)
             )
-        elif part == "m2n":
-            met.append(m2n.run(dry=options.dry))
+        elif part in ("busy", "m2n"):
+            met.append({"busy": busy, "m2n": m2n}[part].run(dry=options.dry))
         elif options.part or find_spec("vllm"):
             met.append(replicas.run(dry=options.dry))
         else:

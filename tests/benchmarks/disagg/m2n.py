@@ -294,13 +294,13 @@ def run(*, dry: bool) -> bool:
     Returns:
         Whether every target is met; that of a dry run says nothing.
     """
-    if not dry:
-        require_idle_machine()
+    idle = {} if dry else {"busy_cores_before": require_idle_machine()}
     rounds, blocks = (4, 2) if dry else (100, 4)
     result: dict[str, Any] = {
         "link": "one machine: loopback TCP, and what UCX takes for NIXL",
         "rounds": rounds * blocks,
         "delay_s": DELAY_S,
+        **idle,
         "ranks": {str(number): measure(number, rounds, blocks) for number in RANKS},
     }
     result["targets"] = targets(result["ranks"])

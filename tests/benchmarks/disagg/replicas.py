@@ -8,54 +8,24 @@ replica.
     .venv-engines/bin/python -m tests.benchmarks.bench_disagg --part replicas
 """
 
-import statistics
 from typing import Any
 
-from planish.engines.config import EngineConfig
-from planish.engines.disagg.engine import DisaggEngine
 from planish.engines.planner.pipeline import iteration_seconds
-from planish.engines.requests import ModelRef
-from tests.benchmarks.disagg.law import (
-    ITERATIONS,
-    LAYERS,
-    MODULE,
-    REPETITIONS,
-    seconds_of_iteration,
-    tiny_policy,
-)
+from tests.benchmarks.disagg import busy
+from tests.benchmarks.disagg.law import ITERATIONS, LAYERS, MODULE, REPETITIONS
 from tests.benchmarks.facts import require_idle_machine, write_result
 
 NAME = "disagg_replicas"
 STAGE_S = 0.020
-ROWS = 4
-"""Requests of a replica."""
 TARGET = 1.6
 """Tokens per second of two replicas over one, at least."""
 
 
 def measure(replicas: int, iterations: int, repetitions: int) -> dict[str, Any]:
     """Return the time of a round and the rate of some replicas over one expert rank."""
-    config = EngineConfig(
-        name="vllm_disagg", attention_ranks=replicas, expert_ranks=1, cache_bytes=16 << 20
-    )
-    count = ROWS * replicas
-    engine = DisaggEngine(
-        max_rows=count, max_model_len=64, config=config, stage_s=(STAGE_S, STAGE_S), timeout_s=240
-    )
-    with engine:
-        engine.start(ModelRef(policy=tiny_policy()))
-        seconds_of_iteration(engine, count, 2)
-        times = [seconds_of_iteration(engine, count, iterations) for _ in range(repetitions)]
-        ranks = engine.stats()["ranks"]
-    seconds = statistics.median(times)
-    return {
-        "seconds": seconds,
-        "repetitions": times,
-        "tokens_per_second": count / seconds,
-        # The law of micro-batches; with equal stages it holds for replicas as well.
-        "law": iteration_seconds(STAGE_S, STAGE_S, 0.0, replicas, LAYERS),
-        "seconds_of_ranks": {rank["rank"]: rank["busy_s"] for rank in ranks},
-    }
+    row = busy.measure("vllm_disagg", replicas, (STAGE_S, STAGE_S), iterations, repetitions)
+    # The law of micro-batches; with equal stages it holds for replicas as well.
+    return {**row, "law": iteration_seconds(STAGE_S, STAGE_S, 0.0, replicas, LAYERS)}
 
 
 def run(*, dry: bool) -> bool:
@@ -81,7 +51,7 @@ def run(*, dry: bool) -> bool:
         result = {
             "stage_s": STAGE_S,
             "layers": LAYERS,
-            "rows_of_a_replica": ROWS,
+            "rows_of_a_replica": busy.ROWS["vllm_disagg"],
             "one": one,
             "two": two,
             "two_over_one": gain,

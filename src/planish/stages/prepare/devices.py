@@ -198,6 +198,13 @@ def _rank_faults(config: Config, requests: PodRequests) -> list[str]:
     pod = requests.pod_of("train")
     gpus = pod.gpus if pod else 0
     processes, num_nodes = config["train"]["num_processes"], config["train"]["num_nodes"]
+    at_once, _ = requests.moments.get("rollout", (1, {}))
+    if config["engine"].get("peers") and at_once > 1:
+        faults.append(
+            f"a pipeline with `engine.peers` must run one rollout task at a time, got {at_once}; "
+            "compile it with one shard (`python -m pipelines.compile --shards 1`), whose attention "
+            "ranks all share the experts"
+        )
     if gpus and processes not in (0, gpus):
         faults.append(
             f"`train.num_processes` must be 0 or {gpus} in {pod}, got {processes}; 0 is one "

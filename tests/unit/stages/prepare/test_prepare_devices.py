@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -471,6 +472,9 @@ def test_ranks_elsewhere_take_no_device_of_the_pod(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     overrides = f"engine.name=disagg engine.peers=['a:1','b:1'] model.path={tmp_path}"
     config, requests = configured("dapo-qwen2.5-0.5b", overrides), profile_requests("gpu-16x8")
+    (fault,) = device_faults(config, requests)
+    assert "must run one rollout task at a time, got 32; compile it with one shard" in fault
+    requests = replace(requests, moments={"rollout": (1, {})})
     assert device_faults(config, requests) == []
     found = demands(config, find_shape(config), requests)
     assert {demand.stage for demand in found} == {"train"}
