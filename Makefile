@@ -67,7 +67,7 @@ demo:  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, ENG
 		$(if $(filter-out fsdp2,$(TRAINER)),--trainer '$(TRAINER)') $(ARGS)
 
 # What `test` needs is set up side by side: MinIO is compiled while Python packages are installed.
-test:  ## the quick and sure tests: seven minutes on two cores, eleven with the set-up of a fresh checkout
+test:  ## the quick and sure tests: eight minutes on two cores, fourteen with the set-up of a fresh checkout
 	@$(MAKE) --no-print-directory --jobs 3 $(VENV)/.installed tools quick-servers
 	@$(MAKE) --no-print-directory --jobs 2 static quick-tests
 
