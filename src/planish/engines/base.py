@@ -260,8 +260,9 @@ class BaseEngine(ABC):
     def update_weights(self, source: WeightSource, version: int) -> WeightUpdate:
         """Change the weights; a failed read leaves the old ones in place.
 
-        Requests that run or wait raise EngineBusy, names and shapes that do not fit and a version
-        that goes back EngineError, and damaged files of pinned weights RecordError.
+        Requests that run or wait raise EngineBusy, names and shapes that do not fit EngineError,
+        and damaged files of pinned weights RecordError. The first policy of a run that began from
+        another one may have a higher `version` than those that follow.
         """
         with self._lock:
             self._expect("update_weights", *_AT_WORK, EngineState.ASLEEP)
@@ -269,11 +270,6 @@ class BaseEngine(ABC):
                 raise EngineBusy(
                     f"`update_weights` needs an engine with nothing in flight, got "
                     f"{len(self._alive)} requests; collect or abort them first"
-                )
-            if version < self._version:
-                raise EngineError(
-                    f"`version` must not go back, got {version} after {self._version}; open a "
-                    "new engine for an older policy"
                 )
             report = self._replace_weights(source, version)
             self._version, self._state = version, EngineState.READY

@@ -63,10 +63,11 @@ def test_updated_weights_act_as_in_a_fresh_engine_and_go_back_again(new_engine, 
     assert ids_of(second) != ids_of(first)
     assert {v for o in second for v in o.versions} == {1}
     engine.update_weights(weights(make_policy(2)), 2)
-    engine.update_weights(weights(make_policy(0)), 3)
+    # As in a run that began from the newest policy of another one.
+    engine.update_weights(weights(make_policy(0)), 1)
     third = engine.generate(requests)
     assert [o.logprobs for o in third] == [o.logprobs for o in first]
-    assert {v for o in third for v in o.versions} == {3}
+    assert {v for o in third for v in o.versions} == {1}
 
 
 def test_an_engine_that_slept_samples_as_a_fresh_one_or_says_that_it_cannot(
@@ -109,8 +110,6 @@ def test_weights_that_do_not_fit_change_nothing(new_engine, make_policy):
     del tensors[name]
     with pytest.raises(EngineError, match=f"{name} is missing \\(1 in all\\)"):
         engine.update_weights(DictWeights(tensors), 1)
-    with pytest.raises(EngineError, match="must not go back, got -1 after 0"):
-        engine.update_weights(weights(make_policy(1)), -1)
     assert (engine.version(), engine.state) == (0, "ready")
     assert ids_of(engine.generate([request(0, 20)])) == before
 
