@@ -7,7 +7,7 @@ import torch
 from planish.algorithms import build_algorithm
 from planish.algorithms.base import Denominators
 from planish.algorithms.dapo import Dapo, DapoConfig
-from planish.base.parallel import Grid, Ranks
+from planish.base.parallel import Grid, Ranks, data_mesh, neighbours
 from planish.stages.train.batching import split_by_gradient, train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.trainer import Trainer
@@ -84,6 +84,17 @@ def test_the_value_head_stays_in_float32_on_any_number_of_ranks(tmp_path, size):
     pin = start_run(f"file://{tmp_path}/root").policy_pin
     found = run_ranks(f"{__name__}:constant_values", size, tmp_path / "ranks", pin=pin)
     assert found == [[VALUE]] * size
+
+
+def limits(rank, size, folder):
+    """Return after how many seconds ranks of each group give each other up."""
+    mesh = data_mesh(Grid(Ranks(rank, size)), CPU, 2, 77.0)
+    groups = (neighbours(2, 77.0), *mesh.get_all_groups())
+    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
+
+
+def test_groups_of_a_grid_wait_as_long_as_the_run_says(tmp_path):
+    assert run_ranks(f"{__name__}:limits", 4, tmp_path) == [[77.0] * 3] * 4
 
 
 def steps(rank, size, folder, *, pin, settings):

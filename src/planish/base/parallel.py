@@ -5,11 +5,11 @@ One process never imports torch.distributed: `Ranks(0, 1)` answers every questio
 
 from __future__ import annotations
 
-import datetime
 import functools
 import os
 import re
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -269,7 +269,7 @@ def join(
         here = {"store": store, "rank": ranks.rank, "world_size": ranks.size}
         # An engine that joins them reads this.
         os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size)}
-    timeout = datetime.timedelta(seconds=timeout_seconds)
+    timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(_backend(device), timeout=timeout, **here)
     return Ranks(dist.get_rank(), dist.get_world_size())
 
@@ -278,7 +278,7 @@ def launcher_store(timeout_seconds: float) -> tuple[Any, Ranks]:
     """Return the store of the launcher (torchrun), and this process among all it has started."""
     from torch.distributed.rendezvous import rendezvous
 
-    limit = datetime.timedelta(seconds=timeout_seconds)
+    limit = timedelta(seconds=timeout_seconds)
     store, rank, size = next(rendezvous("env://", timeout=limit))
     return store, Ranks(rank, size)
 
@@ -293,7 +293,7 @@ def open_group(
     """
     from torch._C import _distributed_c10d as c10d
 
-    limit = datetime.timedelta(seconds=timeout_seconds)
+    limit = timedelta(seconds=timeout_seconds)
     place = store, ranks.rank, ranks.size
     kind = c10d.ProcessGroup.BackendType.GLOO
     if device.type == "cuda":
@@ -339,14 +339,15 @@ def leave() -> None:
 
 
 @functools.cache
-def data_mesh(grid: Grid, device: torch.device, replicas: int = 1) -> Any:
+def data_mesh(grid: Grid, device: torch.device, replicas: int, timeout_seconds: float) -> Any:
     """Return the device mesh of all ranks of a grid of one stage (a `DeviceMesh`), once a process.
 
     With replicas it has two axes, and neighbours on the second one, `shard`, share a model. A
-    process without peers forms a group of its own.
+    process without peers forms a group of its own. `timeout_seconds` is that of groups made here.
     """
+    import torch
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -354,14 +355,17 @@ def data_mesh(grid: Grid, device: torch.device, replicas: int = 1) -> Any:
     size = grid.ranks.size
     if replicas == 1:
         return init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))
-    sizes, names = (replicas, size // replicas), ("replicate", "shard")
-    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    # Groups that `init_device_mesh` makes have torch's own timeout.
+    make: Any = dist.new_subgroups_by_enumeration
+    places, limit = torch.arange(size).view(replicas, -1), timedelta(seconds=timeout_seconds)
+    groups = [make(axis.tolist(), timeout=limit)[0] for axis in (places.T, places)]
+    return DeviceMesh.from_group(groups, device.type, places, mesh_dim_names=("replicate", "shard"))
 
 
 @functools.cache
-def neighbours(size: int) -> Any:
+def neighbours(size: int, timeout_seconds: float) -> Any:
     """Return the process group of so many neighbours that this rank is in, once a process."""
     import torch.distributed as dist
 
-    group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
-    return group
+    make: Any = dist.new_subgroups
+    return make(size, timeout=timedelta(seconds=timeout_seconds))[0]

@@ -57,7 +57,8 @@ class Fsdp2Sharding:
                     "`train.context_parallel` must be 1 for a model whose rows can not be packed, "
                     f"as with sliding windows, got {grid.cp} for {body.config.model_type!r}"
                 )
-            self.context = Context(neighbours(grid.cp), grid.cp_rank, grid.cp)
+            group = neighbours(grid.cp, config.timeout_seconds)
+            self.context = Context(group, grid.cp_rank, grid.cp)
         if config.packing and not self.packs:
             logger.info("packing=off model_type=%s", body.config.model_type)
         if config.activation_checkpointing and not is_frozen:
@@ -94,7 +95,8 @@ class Fsdp2Sharding:
         """Shard each layer; `exact` stays in float32 whatever `compute_dtype` says."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        mesh = data_mesh(self.grid, self.device, self.config.replicas)
+        config = self.config
+        mesh = data_mesh(self.grid, self.device, config.replicas, config.timeout_seconds)
         options: dict[str, Any] = {"mesh": mesh}
         if self.config.offload:
             is_apart = self.device.type != "cpu"
