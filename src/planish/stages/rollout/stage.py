@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -99,7 +100,7 @@ def sample(
         attributes |= {"carry_sha256": ""} if config.window_tokens else {}
         sampled = Sampled(RolloutSet.empty(), attributes, {})
     else:
-        prompts = read_set(PromptSet, layout.prompts(context.root), sha256=digest)
+        prompts = _prompts(layout.prompts(context.root), digest)
         sampled = (sample_windows if config.window_tokens else sample_whole)(job, prompts)
     uri = layout.rollouts(context.root, context.iteration, context.shard)
     policy = read_attributes(start.pins().policy_pin)
@@ -117,6 +118,12 @@ def sample(
         int(metrics.get("ds/gen_rounds", 0)),
     )
     return Outcome(refs={"rollouts": ref}, metrics={**metrics, **sampled.timing})
+
+
+@functools.lru_cache(maxsize=1)
+def _prompts(uri: str, digest: str) -> PromptSet:
+    """Return the prompts of a run, which all iterations of a task share."""
+    return read_set(PromptSet, uri, sha256=digest)
 
 
 def _ready(job: RolloutJob, facts: dict[str, Any]) -> Outcome | None:
