@@ -55,8 +55,11 @@ SHORT_S, LONG_S = (0.5, DEAD_S / 3), (1.2 * DEAD_S, 1.6 * DEAD_S)
 """Seconds of a stop that nobody may notice, and of one after which a busy rank is given up."""
 BOUND_S = DEAD_S + 60.0
 """From a signal to the last output of a request, however slow the machine."""
+WAIT_S = 240.0
+"""In place of `engine.rank_timeout_seconds`: on a machine full of others a rank imports its
+packages for two minutes."""
 START_S = 600.0
-"""Of a start that fails: ranks may take two minutes to be there, and two to connect."""
+"""Of a start that fails."""
 
 
 @dataclass
@@ -186,9 +189,8 @@ class Service:
         """Serve all requests while a rank is hit; check each output, and return what was seen."""
         held = Held(kill_rollout.shared_memory())
         with own_place(folder) as scratch:
-            wait = {"timeout_s": 240.0} if self.engine == "vllm_disagg" else {}
             config = EngineConfig(**engine_table(self.engine, self.transport))
-            engine = DisaggEngine(max_rows=ROWS, config=config, **wait)
+            engine = DisaggEngine(max_rows=ROWS, config=config, timeout_s=WAIT_S)
             timer = threading.Timer(disturbance.moment, disturbance)
             timer.daemon = True
             if disturbance.is_early:
