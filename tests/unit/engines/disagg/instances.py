@@ -3,7 +3,9 @@
 import contextlib
 import os
 import socket
+import sys
 import threading
+from gc import collect, unfreeze
 from multiprocessing.connection import Connection
 
 import torch
@@ -69,6 +71,11 @@ class ThreadRank:
         except PeerLost:
             pass
         finally:
+            groups = sys.modules.get("vllm.distributed.parallel_state")
+            if groups and groups.model_parallel_is_initialized():
+                # The vLLM of a thread takes process groups with it whenever it is collected.
+                unfreeze()
+                collect()
             self._channel.close()
 
     def poll(self) -> int | None:
