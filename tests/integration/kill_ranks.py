@@ -48,7 +48,7 @@ NUM_EXPERT = 2
 ROWS = 8
 """Requests that an engine serves at once; the others wait."""
 NUM_REQUESTS = 12
-TRANSPORTS = ("sockets", "nixl") if find_spec("nixl_cu13") else ("sockets",)
+TRANSPORTS = ("sockets", "nixl")
 NUM_TOKENS = {"disagg": 120, "vllm_disagg": 60}
 """Of each request."""
 SHORT_S, LONG_S = (0.5, DEAD_S / 3), (1.2 * DEAD_S, 1.6 * DEAD_S)
