@@ -247,20 +247,18 @@ GPU_4X8 = Profile(
 
 GPU_16X8 = Profile(
     name="gpu-16x8",
-    num_iterations=2,
+    num_iterations=32,
     num_shards=32,
     parallelism=32,
     stages=_gpu_stages(gpus_per_engine=4),
     deadline_seconds=14 * DAY,
     retention_seconds=30 * DAY,
+    iterations_per_task=4,
     env=_SCRAPED,
     num_nodes=16,
 )
-"""16 machines with eight GPUs: 32 rollout pods of four GPUs, then 16 train pods of eight.
-
-For models that one GPU does not hold: `engine.tensor_parallel` is 4. Its wide loops leave room for
-few iterations in one workflow object.
-"""
+"""16 machines with eight GPUs, for models that one GPU does not hold: a gang of 16 pods, in which
+four neighbouring GPUs share an engine (`engine.tensor_parallel=4`)."""
 
 PROFILES: dict[str, Profile] = {p.name: p for p in (CPU_TINY, GPU_1X8, GPU_4X8, GPU_16X8)}
 

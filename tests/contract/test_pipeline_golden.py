@@ -198,8 +198,8 @@ def test_check_fails_on_a_stale_file_and_says_where(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_images_can_be_replaced_and_the_result_still_passes(tmp_path):
-    options = ["--profile", "gpu-16x8", "--iterations", "1", "--out", str(tmp_path)]
-    options += ["--monitor", "s3://b/minder.toml"]
+    options = ["--profile", "gpu-16x8", "--resident", "0", "--iterations", "1"]
+    options += ["--out", str(tmp_path), "--monitor", "s3://b/minder.toml"]
     images = {name: f"mirror.example:5000/{name}:7" for name in IMAGES}
     for name, reference in images.items():
         options += ["--image", f"{name}={reference}"]
@@ -234,7 +234,9 @@ def test_impossible_options_end_with_code_two_and_the_reason(option, words, caps
 
 @pytest.mark.slow
 def test_fewer_pods_than_shards_run_several_in_turn_and_get_so_much_more_time():
-    profile = profile_named("gpu-16x8", num_iterations=1, num_shards=5, parallelism=2)
+    profile = profile_named(
+        "gpu-16x8", iterations_per_task=0, num_iterations=1, num_shards=5, parallelism=2
+    )
     text = compile_text(profile)
     assert lint(text) == []
     spec, platform = yaml.safe_load_all(text)
@@ -272,7 +274,7 @@ def test_a_monitor_stands_beside_each_train_task_only_where_it_is_asked_for():
 
 @pytest.mark.slow
 def test_restarts_keep_every_pod_away_from_the_nodes_that_prepare_names():
-    profile = profile_named("gpu-16x8", num_iterations=2)
+    profile = profile_named("gpu-16x8", iterations_per_task=0, num_iterations=2)
     text = compile_text(profile, monitor=Monitor("s3://b/minder.toml", max_restarts=3))
     assert lint(text) == []
     spec, platform = yaml.safe_load_all(text)

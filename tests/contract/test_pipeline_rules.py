@@ -70,7 +70,7 @@ def compiled_of(name, **changes):
         # Its own driver, two pods a shard, two for each of reward, train and checkpoint.
         ("cpu-tiny", {}, 1 + 2 * 2 + 3 * 2),
         ("cpu-tiny", {"compact": True}, 1 + 2 * 2 + 2),
-        ("gpu-16x8", {"num_shards": 1}, 1 + 2 + 3 * 2),
+        ("gpu-16x8", {"num_shards": 1, "iterations_per_task": 0}, 1 + 2 + 3 * 2),
     ],
 )
 def test_pods_of_an_iteration(name, changes, expected):
@@ -139,10 +139,12 @@ def test_a_run_of_a_profile_ends_within_the_limit_of_an_object(name):
 
 @pytest.mark.slow
 def test_a_run_that_outgrows_the_object_is_refused_with_a_remedy():
-    (fault,) = lint(compile_text(profile_named("gpu-16x8", num_iterations=3)))
+    (fault,) = lint(
+        compile_text(profile_named("gpu-16x8", num_iterations=3, iterations_per_task=0))
+    )
     assert "chain several runs" in fault
     with pytest.raises(ValueError, match=r"must be 1 to 3, got 4; .* 71 pods an iteration"):
-        profile_named("gpu-16x8", num_iterations=4)
+        profile_named("gpu-16x8", num_iterations=4, iterations_per_task=0)
 
 
 @pytest.mark.parametrize("name", sorted(PROFILES))
@@ -175,5 +177,5 @@ def test_compile_refuses_moving_images_of_a_release_and_runs_that_are_too_large(
     assert (
         compile_main([*words, "cpu-tiny", "--iterations", "1", "--image", "core=r/c:latest"]) == 1
     )
-    assert compile_main([*words, "gpu-16x8", "--iterations", "3"]) == 1
+    assert compile_main([*words, "gpu-16x8", "--resident", "0", "--iterations", "3"]) == 1
     assert "chain several runs" in capsys.readouterr().err

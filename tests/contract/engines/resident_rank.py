@@ -1,6 +1,6 @@
 """A rank that trains nothing and refreshes vLLM again and again, for `test_vllm_resident.py`.
 
-torchrun --nproc-per-node 2 -m tests.contract.engines.resident_rank FOLDER
+torchrun --nproc-per-node N -m tests.contract.engines.resident_rank FOLDER RANKS_OF_AN_ENGINE
 """
 
 import json
@@ -25,7 +25,6 @@ from tests.unit.stages.train.runs import TINY
 ENGINE = {"name": "vllm", "cache_bytes": 16 << 20}
 CONFIG = EngineConfig(**ENGINE)
 SIZES = {"max_rows": 4, "max_prompt_tokens": 32, "max_response_tokens": 32}
-SETTINGS = {"engine": ENGINE, "rollout": {**SIZES, "device": "cpu"}}
 REQUESTS = [request(row, 24, temperature=0.0) for row in range(4)]
 SCALE = 1.05
 
@@ -35,9 +34,11 @@ def sampled(engine):
     return [[out.token_ids, out.logprobs] for out in engine.generate(REQUESTS)]
 
 
-def main(folder: str) -> None:
+def main(folder: str, ranks_of_engine: str) -> None:
     """Refresh five times between two policies, and write what each refresh samples."""
-    device = torch.device("cpu")
+    device, shared = torch.device("cpu"), {**ENGINE, "tensor_parallel": int(ranks_of_engine)}
+    config = EngineConfig(**shared)
+    settings = {"engine": shared, "rollout": {**SIZES, "device": "cpu"}}
     ranks = join(device, timeout_seconds=300.0)
     first = json.loads((Path(folder) / "first.json").read_text())
     trainer = Trainer(
@@ -56,7 +57,7 @@ def main(folder: str) -> None:
         (Path(folder) / "second.json").write_text(json.dumps(ref.pin()))
     ranks.barrier()
     pins.append(json.loads((Path(folder) / "second.json").read_text()))
-    residents = Residents(ranks, device, SETTINGS)
+    residents = Residents(ranks, device, settings)
     told: list = []
     residents.refresh(Start(Pins(first, "")))
     residents.rest()
@@ -69,8 +70,12 @@ def main(folder: str) -> None:
         start.held_version = 0
         residents.refresh(start)
         residents.settle(start)
-        with residents.serve(CONFIG, ModelRef(), start, device="cpu") as engine:
-            told.append({"policy": number, "sampled": sampled(engine)})
+
+        def sample(number: int = number, start: Start = start) -> None:
+            with residents.serve(config, ModelRef(), start, device="cpu") as engine:
+                told.append({"policy": number, "sampled": sampled(engine)})
+
+        residents.lead(sample, start)
         residents.rest()
     source = TrainerWeights(trainer, FolderWeights(Path(folder) / "second"), ranks)
     for name in source.names():
@@ -84,4 +89,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

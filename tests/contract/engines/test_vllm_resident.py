@@ -1,4 +1,4 @@
-"""vLLM in each of two training processes: what it samples after weights came from the trainer."""
+"""vLLM in training processes: what it samples after weights came from the trainer."""
 
 import json
 import subprocess
@@ -23,16 +23,18 @@ pytestmark = [
 ]
 
 
-def test_after_each_of_five_refreshes_it_samples_as_a_fresh_engine(tmp_path):
+@pytest.mark.parametrize(("num_ranks", "shared"), [(2, 1), (4, 2)])
+def test_after_each_of_five_refreshes_it_samples_as_a_fresh_engine(tmp_path, num_ranks, shared):
     policy = build_policy(ModelConfig(), seed=3)
     place = f"{tmp_path.as_uri()}/first"
     ref = save_policy(place, policy, version=0, parents={}, attributes={})
     (tmp_path / "first.json").write_text(json.dumps(ref.pin()))
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    line += ["-m", "tests.contract.engines.resident_rank", str(tmp_path)]
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    line += ["--nproc-per-node", str(num_ranks), "-m", "tests.contract.engines.resident_rank"]
+    line += [str(tmp_path), str(shared)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)]
     exported = read_manifest(f"{tmp_path.as_uri()}/second").attributes[WEIGHTS]
     fresh = []
     for name in ("first", "second"):
@@ -40,8 +42,9 @@ def test_after_each_of_five_refreshes_it_samples_as_a_fresh_engine(tmp_path):
         with open_engine(CONFIG, ModelRef(pin=pin), max_rows=4, max_model_len=64) as engine:
             fresh.append(sampled(engine))
     assert fresh[0] != fresh[1]
-    for told in ranks:
-        assert told["checksum"] == exported
+    assert [told["checksum"] for told in ranks] == [exported] * num_ranks
+    assert not any(told["refreshed"] for rank, told in enumerate(ranks) if rank % shared)
+    for told in ranks[::shared]:
         assert [one["policy"] for one in told["refreshed"]] == [1, 0, 1, 0, 1]
         for one in told["refreshed"]:
             pairs = zip(one["sampled"], fresh[one["policy"]], strict=True)

@@ -13,16 +13,18 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from planish.base import telemetry
 from planish.base.errors import ConfigError, EngineError, PlanishError
 from planish.engines.base import BaseEngine
 from planish.engines.config import EngineConfig
+from planish.engines.disagg.control import decode_requests, encode_request
 from planish.engines.policy_folder import check_policy
 from planish.engines.requests import (
     EngineState,
@@ -37,6 +39,7 @@ from planish.engines.stops import StopTable, tokenizer_stops
 from planish.engines.transformers.batch import Limits
 from planish.engines.vllm.plugin import LOAD_FORMAT, WEIGHT_TRANSFER, register
 from planish.engines.vllm.routing import SlotRouting, inputs_routing, layers_with_experts
+from planish.engines.vllm.team import Team
 from planish.engines.weights import (
     FolderWeights,
     WeightSource,
@@ -95,6 +98,7 @@ class VllmEngine(BaseEngine):
         config: EngineConfig | None = None,
         load_format: str = LOAD_FORMAT,
         shares_device: bool = False,
+        team: Team | None = None,
     ) -> None:
         """Make an engine.
 
@@ -108,10 +112,12 @@ class VllmEngine(BaseEngine):
             load_format: vLLM's name of what reads the weights at the start; another than ours
                 reads no routed experts.
             shares_device: `sleep` leaves the accelerator to others.
+            team: the ranks of `config`, where each is a training process with an engine; its first
+                one serves requests, and the others `follow`.
         """
         super().__init__(max_rows, max_model_len, routing=routing)
         self._device, self._routing, self._load_format = device, routing, load_format
-        self._shares_device = shares_device
+        self._shares_device, self._team = shares_device, team
         self._sleeps = shares_device and device != "cpu"
         self._config = config or EngineConfig()
         self._llm: Any = None
@@ -158,7 +164,7 @@ class VllmEngine(BaseEngine):
             one = Sampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
             self._add(Request("probe", "", (0,), one))
             while self._running:
-                self._advance()
+                self._step()
             self._counts = dict.fromkeys(self._counts, 0)
             self._forget()
         except BaseException:
@@ -320,9 +326,43 @@ class VllmEngine(BaseEngine):
         return len(self._running)
 
     def _admit(self, requests: Sequence[Request]) -> list[Output]:
+        self._tell("admit", [encode_request(request) for request in requests])
         for request in requests:
             self._add(request)
         return []
+
+    def _advance(self) -> list[Output]:
+        self._tell("step")
+        return self._step()
+
+    def _withdraw(self, request_ids: Collection[str]) -> list[Output]:
+        names = [name for name in self._running if name in request_ids]
+        if names:
+            self._tell("drop", names)
+        return self._drop(names)
+
+    def _tell(self, call: str, words: Any = None) -> None:
+        if self._team is not None:
+            self._team.tell(call, words)
+
+    def follow(self) -> None:
+        """Do what the engine of the team's first rank does, until it tells of something else."""
+        assert self._team is not None
+        while True:
+            call, words = self._team.hear()
+            if call == "admit":
+                for request in decode_requests(words):
+                    # Experts are read where outputs are.
+                    self._add(
+                        replace(request, sampling=replace(request.sampling, want_routing=False))
+                    )
+            elif call == "step":
+                self._step()
+                telemetry.mark_progress()
+            elif call == "drop":
+                self._drop(words)
+            else:
+                return
 
     def _add(self, request: Request) -> None:
         from vllm import SamplingParams
@@ -353,7 +393,7 @@ class VllmEngine(BaseEngine):
         (row.internal_id,) = self._llm.output_processor.external_req_ids[request.request_id]
         self._running[request.request_id] = row
 
-    def _advance(self) -> list[Output]:
+    def _step(self) -> list[Output]:
         rows = len(self._running)
         self._counts["steps"] += 1
         self._counts["row_steps"] += rows
@@ -427,10 +467,9 @@ class VllmEngine(BaseEngine):
             error=error,
         )
 
-    def _withdraw(self, request_ids: Collection[str]) -> list[Output]:
-        rows = [self._running[name] for name in list(self._running) if name in request_ids]
-        outputs = [self._end(row, FinishReason.ABORT) for row in rows]
-        self._llm.abort_request([row.request.request_id for row in rows])
+    def _drop(self, names: Sequence[str]) -> list[Output]:
+        outputs = [self._end(self._running[name], FinishReason.ABORT) for name in names]
+        self._llm.abort_request(list(names))
         return outputs
 
     def _replace_weights(self, source: WeightSource, version: int) -> WeightUpdate:
@@ -440,7 +479,7 @@ class VllmEngine(BaseEngine):
         # One by one, so that the cache finds no room before the old weights are replaced.
         if wakes := self._sleeps and self._state is EngineState.ASLEEP:
             self._llm.wake_up(["weights"])
-        is_here = self._config.tensor_parallel == 1
+        is_here = self._config.tensor_parallel == 1 or self._team is not None
         with contextlib.ExitStack() as scratch:
             announced = {
                 "address": offer(source) if is_here else address_of(source, scratch),
@@ -465,6 +504,8 @@ class VllmEngine(BaseEngine):
     def _check_taken(self) -> None:
         """Refuse weights of which vLLM has dropped some, which no rank has read."""
         taken: set[str] = set().union(*self._llm.collective_rpc("planish_taken"))
+        if self._team is not None:
+            taken = self._team.union(taken, self._names)
         dropped = sorted(self._wanted - taken)
         if dropped:
             shapes = [f"{name} {list(self._names[name][0])}" for name in dropped[:5]]

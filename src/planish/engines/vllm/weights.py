@@ -1,7 +1,8 @@
 """Changing the weights of a running vLLM: workers read the policy by its address.
 
 The first rank of each tensor-parallel group reads, and vLLM's own broadcast gives the tensors to
-the others, so that each byte leaves the store once in a group. Every tensor goes through the loader
+the others, so that each byte leaves the store once in a group; ranks that are training processes
+read for themselves, from the trainer that all of them hold. Every tensor goes through the loader
 of its model again, layer by layer, into the storage that kernels and captured graphs already use.
 """
 
@@ -64,6 +65,13 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
     _next: WeightSource | None = None
     """What this rank reads; None where another rank does."""
 
+    @property
+    def _group(self) -> Any:
+        """Ranks of which the first one reads for all; None where each reads for itself."""
+        is_trainer = self.parallel_config.distributed_executor_backend == "external_launcher"
+        group = get_tp_group()
+        return None if is_trainer or group.world_size == 1 else group
+
     def init_transfer_engine(self, init_info: NextWeights) -> None:
         """Have the next weights on this machine, every digest verified; nothing changes yet.
 
@@ -73,7 +81,7 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
             EngineError: they are other ones than the driver has seen.
         """
         self._next = None
-        if not get_tp_group().is_first_rank:
+        if self._group is not None and not self._group.is_first_rank:
             return
         weights = fetch_weights(init_info.address)
         if weights.fingerprint != init_info.fingerprint:
@@ -108,7 +116,7 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
         names = list(weights.names()) if weights is not None else []
         if any(isinstance(layer, RemoteRoutedExperts) for layer in self.model.modules()):
             names = [name for name in names if not is_expert(name)]
-        load(self.model, in_group(weights, names, get_tp_group(), self.device))
+        load(self.model, in_group(weights, names, self._group, self.device))
 
     def finish_weight_update(self) -> None:
         """Bring the weights into the form that the kernels read.
@@ -140,10 +148,10 @@ def in_group(
     Args:
         weights: None on the other ranks.
         names: what to read; none on the other ranks.
-        group: vLLM's coordinator of a tensor-parallel group.
+        group: vLLM's coordinator of a tensor-parallel group; None where this rank reads alone.
         device: where tensors are for the broadcast.
     """
-    if group.world_size == 1:
+    if group is None:
         assert weights is not None
         yield from ((name, weights.read(name)) for name in names)
         return

@@ -21,10 +21,9 @@ from planish.records.manifest import read_manifest
 from planish.records.stream import StreamState, advance
 from planish.run.stage_metrics import StageMetrics
 from planish.run.update import Pins
-from planish.stages.evaluate.iteration import evaluate_iteration
 from planish.stages.iterate.broadcast import SentWeights, names_from_json, names_to_json, send
 from planish.stages.iterate.commit import LEAVE_SECONDS
-from planish.stages.iterate.iteration import sample_shards, update
+from planish.stages.iterate.iteration import evaluate, sample_shards, update
 from planish.stages.iterate.job import Block
 from planish.stages.iterate.residents import Residents, held_weights
 from planish.stages.iterate.roles import Roles
@@ -69,21 +68,19 @@ def _sample(block: Block, roles: Roles) -> Pins:
     data = Start(Pins(block.policy_pin, block.state_pin)).data()
     first, last = block.iteration, block.iteration + block.count - 1
 
-    def evaluate(iteration: int, pin: str) -> None:
-        if roles.mine.is_first:
-            evaluate_iteration(block.root, block.config_sha256, iteration, pin, residents.serve)
-
     try:
         for iteration in range(first, last + 1):
             start = _start(block, roles, residents, iteration, data)
             opened = partial(residents.serve, start=start)
-            sample_shards(block, iteration, start, roles.mine, opened)
+            sampling = partial(sample_shards, block, iteration, start, residents.engines, opened)
+            residents.lead(sampling, start)
             roles.tell(f"sampled/{iteration}/{roles.mine.rank}", "open" * residents.is_open)
             roles.hear(*_sampled(roles, iteration))
             data = _after(block, iteration, data)
             if iteration > first:
-                evaluate(iteration - 1, start.pins().policy_pin)
-        evaluate(last, roles.hear(f"policy/{last - 1}")[0] if last > first else block.policy_pin)
+                evaluate(block, iteration - 1, start.pins().policy_pin, residents)
+        newest = roles.hear(f"policy/{last - 1}")[0] if last > first else block.policy_pin
+        evaluate(block, last, newest, residents)
         # Machines of a gang end together.
         roles.hear("ended")
         return Pins("", "")

@@ -1,10 +1,11 @@
 """The iterations of one task, one after the other, as each of its ranks runs them.
 
 Every iteration goes through the functions of the stages rollout, reward, train and checkpoint, and
-each writes the records, the metrics and the log that it writes as a task of its own. Rank r samples
-every shard whose number leaves r, and the first rank does what one process does: it judges, exports
-and evaluates. While the next rollouts are sampled, the state of an update is committed and its
-policy exported. Whoever comes after a task that was cut off finds the finished parts done.
+each writes the records, the metrics and the log that it writes as a task of its own. Engine e, of
+one rank or of neighbours, samples every shard whose number leaves e, and the first rank does what
+one process does: it judges, exports and evaluates. While the next rollouts are sampled, the state
+of an update is committed and its policy exported. Whoever comes after a task that was cut off finds
+the finished parts done.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from planish.base.startup import spare_collections
 from planish.run.signals import Terminated
 from planish.run.stage_metrics import StageMetrics
 from planish.run.update import Pins
-from planish.stages.evaluate.iteration import evaluate_iteration
 from planish.stages.iterate.ahead import run_ahead
 from planish.stages.iterate.commit import LEAVE_SECONDS, LIMIT_SECONDS, stage_error
-from planish.stages.iterate.iteration import sample_shards, update
+from planish.stages.iterate.iteration import evaluate, sample_shards, update
 from planish.stages.iterate.job import Block
 from planish.stages.iterate.residents import Residents
 from planish.stages.iterate.roles import Roles
@@ -71,12 +71,13 @@ def _run_iteration(
     """Run one iteration; returns what the next one starts from."""
     residents.refresh(start)
     began = time.monotonic()
-    sample_shards(block, iteration, start, ranks, partial(residents.serve, start=start))
+    opened = partial(residents.serve, start=start)
+    sampling = partial(sample_shards, block, iteration, start, residents.engines, opened)
+    residents.lead(sampling, start)
     is_last = iteration == block.iteration + block.count - 1
     residents.trainer.pace_seconds = 0.0 if is_last else PACE * (time.monotonic() - began)
     policy_pin, _ = residents.settle(start)
-    if ranks.is_first:
-        evaluate_iteration(block.root, block.config_sha256, iteration, policy_pin, residents.serve)
+    evaluate(block, iteration, policy_pin, residents)
     residents.rest()
     ranks.barrier()
     return update(block, iteration, policy_pin, start, ranks, residents.trainer, asked=asked)

@@ -12,9 +12,11 @@ from planish.records import layout
 from planish.records.manifest import read_manifest
 from planish.run.stage import Context, Outcome, execute, is_stopped
 from planish.run.update import Pins
+from planish.stages.evaluate.iteration import evaluate_iteration
 from planish.stages.export.stage import passed_through
 from planish.stages.iterate.commit import Commit, export_policy
 from planish.stages.iterate.job import Block
+from planish.stages.iterate.residents import Residents
 from planish.stages.reward.stage import reward
 from planish.stages.rollout.job import Start
 from planish.stages.rollout.stage import sample
@@ -39,14 +41,21 @@ def _task(
 
 
 def sample_shards(
-    block: Block, iteration: int, start: Start, ranks: Ranks, opened: OpenEngine
+    block: Block, iteration: int, start: Start, engines: Ranks, opened: OpenEngine
 ) -> None:
-    """Sample the shards of this rank from the policy of `start`, by engines of `opened`."""
-    for shard in ranks.share(block.num_shards):
+    """Sample the shards of this engine among `engines` from the policy of `start`."""
+    for shard in engines.share(block.num_shards):
         _task(
             block, iteration, "rollout",
             lambda context: sample(context, block.num_shards, start, opened), shard,
         )  # fmt: skip
+
+
+def evaluate(block: Block, iteration: int, policy_pin: str, residents: Residents) -> None:
+    """Measure the policy before an iteration by the first engine; every rank that samples calls."""
+    if residents.engines.is_first:
+        place = block.root, block.config_sha256, iteration, policy_pin
+        residents.lead(lambda: evaluate_iteration(*place, residents.serve))
 
 
 def update(

@@ -2,7 +2,8 @@
 
 One of them has the device at a time. New weights pass in memory: every rank gathers a tensor of the
 trainer and hands it to its own engine, in the type of the policy's files, so that an engine samples
-from the very numbers that are exported.
+from the very numbers that are exported. Where neighbours share a vLLM (`engine.tensor_parallel`),
+the first of them uses it, and the others do what it does there.
 
 Source: colocated ranks are HybridFlow's, arXiv 2409.19256, section 5.
 """
@@ -10,7 +11,7 @@ Source: colocated ranks are HybridFlow's, arXiv 2409.19256, section 5.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from planish.engines import open_engine
 from planish.engines.base import BaseEngine
 from planish.engines.config import EngineConfig
 from planish.engines.requests import EngineState, ModelRef
+from planish.engines.vllm.team import Team
 from planish.engines.weights import Index, Names, WeightSource, fetch_weights
 from planish.models.experts import on_disk
 from planish.models.policy import checksum, read_model_config
@@ -32,6 +34,7 @@ from planish.models.shapes import shape_of
 from planish.records.files import weights_checksum
 from planish.run.update import Pins
 from planish.stages.evaluate.config import EvaluateConfig
+from planish.stages.iterate.commit import LIMIT_SECONDS
 from planish.stages.prepare.devices import engine_share
 from planish.stages.rollout.job import Start, engine_options, read_attributes, rollout_config
 from planish.stages.train.ranks.worker import HeldTrainer
@@ -131,6 +134,10 @@ class Residents:
         """Hold nothing yet; `trains` is False where these ranks sample alone."""
         self._ranks, self._device, self._config, self._trains = ranks, device, config, trains
         self.trainer = HeldTrainer()
+        size = self._settings.tensor_parallel
+        self.engines = Ranks(ranks.rank // size, ranks.size // size)
+        """The engine of this rank among those of all."""
+        self._team = Team(ranks, size, LIMIT_SECONDS) if size > 1 else None
         self._engine: BaseEngine | None = None
         self._kind: tuple[Any, ...] = ()
         self._served: Start | None = None
@@ -149,9 +156,9 @@ class Residents:
         vLLM is opened here if there are several ranks: it makes groups of processes, in which all
         have to take part, and takes the trainer's along when it is closed.
         """
-        settings = parse_section(EngineConfig, self._config.get("engine", {}), section="engine")
-        if settings.name == "vllm" and self._ranks.size > 1 and self._engine is None:
-            with self.serve(settings, ModelRef(), start, **self._vllm_options()):
+        is_vllm = self._settings.name == "vllm"
+        if is_vllm and self._ranks.size > 1 and self._engine is None:
+            with self._lend(self._settings, ModelRef(), start):
                 pass
         lacks_engine = torch.tensor([float(not self.is_open)])
         if start.held_version is None or bool(self._ranks.max(lacks_engine)):
@@ -180,6 +187,23 @@ class Residents:
         start.weights = source.checksum()
         self._served = start
 
+    def lead(self, work: Callable[[], None], start: Start | None = None) -> None:
+        """Do some work on the first rank of each engine, whose `serve` takes `start`, or none.
+
+        The others return when it is done; until then their engines do what that of the first does.
+        """
+        if self._team is None or self._team.leads:
+            work()
+            if self._team is not None:
+                self._team.tell("done")
+            return
+        call, pin = self._team.hear()
+        while call == "serve":
+            engine: Any
+            with self._lend(self._settings, ModelRef(pin=pin), None if pin else start) as engine:
+                engine.follow()
+            call, pin = self._team.hear()
+
     @contextmanager
     def serve(
         self, config: EngineConfig, model: ModelRef, start: Start | None = None, **options: Any
@@ -188,6 +212,21 @@ class Residents:
 
         They are those of `start`, if it is given, whatever the model.
         """
+        if self._team is not None:
+            self._team.tell("serve", model.pin if start is None else "")
+        with self._lend(config, model, start, **options) as engine:
+            yield engine
+        if self._team is not None:
+            self._team.tell("end")
+
+    @property
+    def _settings(self) -> EngineConfig:
+        return parse_section(EngineConfig, self._config.get("engine", {}), section="engine")
+
+    @contextmanager
+    def _lend(
+        self, config: EngineConfig, model: ModelRef, start: Start | None, **options: Any
+    ) -> Iterator[BaseEngine]:
         start = start or Start(Pins(model.pin, ""))
         if config.name == "vllm":
             options = self._vllm_options()
@@ -233,7 +272,8 @@ class Residents:
             options["max_rows"] = max(options["max_rows"], config.max_rows)
             # Its prompts may be as long as the model lets them.
             options["max_model_len"] = 0
-        return options | {"shares_device": True}
+        options |= {"shares_device": True}
+        return options | ({"team": self._team} if self._team is not None else {})
 
     def _beside_trainer(self, config: EngineConfig) -> EngineConfig:
         """Return the settings of vLLM where weights and moments of the trainer stay as well."""

@@ -167,18 +167,17 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
                 "--cold-start`, then `planish submit --pipeline FILE`)"
             )
     ranks, setting = config["engine"].get("tensor_parallel", 1), "`engine.tensor_parallel`"
-    if requests.in_turn and (config["engine"].get("name") in APART or ranks > 1):
+    if requests.in_turn and config["engine"].get("name") in APART:
         faults.append(
-            "a task of several iterations needs an engine in each training process: "
-            f"`engine.name` = {config['engine'].get('name')!r} and {setting} = {ranks} need "
-            "iterations apart (`python -m pipelines.compile --resident 0`, then `planish submit "
-            "--pipeline FILE`)"
+            "a task of several iterations needs its engine in the training processes: "
+            f"`engine.name` = {config['engine'].get('name')!r} needs iterations apart (`python -m "
+            "pipelines.compile --resident 0`, then `planish submit --pipeline FILE`)"
         )
     if is_ahead(config) and not requests.in_turn:
         faults.append(
             "`rollout.ahead` must be 0 where every stage of an iteration is a task of its own, got "
             "1; run several iterations in one task (`--resident` of `planish run` and of `python "
-            "-m pipelines.compile`, as the profiles gpu-1x8 and gpu-4x8 have it)"
+            "-m pipelines.compile`, as the profiles for GPUs have it)"
         )
     if config["engine"].get("name") in APART:
         ranks = sum(ranks_apart(config))
@@ -224,6 +223,15 @@ def _rank_faults(config: Config, requests: PodRequests) -> list[str]:
     if pod:
         num_ranks = (processes or max(1, gpus)) * (num_nodes or requests.num_nodes or 1)
         replicas = config["train"].get("replicas", 1)
+        ranks = config["engine"].get("tensor_parallel", 1)
+        sampling = num_ranks - is_ahead(config) * num_trainers(split_of(config), num_ranks)
+        if requests.in_turn and (sampling % ranks or (processes or max(1, gpus)) % ranks):
+            faults.append(
+                "`engine.tensor_parallel` must divide the training processes of a pod, and of all "
+                f"those that sample, in a task of several iterations, got {ranks} for "
+                f"{processes or max(1, gpus)} and {sampling}; `train.num_processes` sets them, or "
+                "run iterations apart (`--resident 0`)"
+            )
         if is_ahead(config):
             split = split_of(config)
             if not num_trainers(split, num_ranks):

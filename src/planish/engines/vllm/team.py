@@ -1,0 +1,48 @@
+"""Training processes that share one vLLM: the first leads, the others do what its engine does.
+
+With `external_launcher` each rank has a scheduler of its own; all stay alike as long as they add,
+step and end the same requests in one order. Source: vLLM 0.32, `v1/executor/uniproc_executor.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from planish.base.parallel import Ranks, neighbours
+
+
+class Team:
+    """`size` neighbouring ranks, and words in JSON from the first of them to the others."""
+
+    def __init__(self, ranks: Ranks, size: int, timeout_seconds: float) -> None:
+        """Make the groups of all teams; every rank does so. `size` divides the number of ranks."""
+        self._group = neighbours(size, timeout_seconds)
+        self._first = ranks.rank // size * size
+        self.leads = ranks.rank == self._first
+
+    def tell(self, call: str, words: Any = None) -> None:
+        """Tell the others what to do, which `hear` returns there."""
+        data = torch.frombuffer(bytearray(json.dumps([call, words]).encode()), dtype=torch.uint8)
+        dist.broadcast(torch.tensor([len(data)]), self._first, self._group)
+        dist.broadcast(data, self._first, self._group)
+
+    def hear(self) -> tuple[str, Any]:
+        """Return what the first one tells next."""
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(length, self._first, self._group)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(data, self._first, self._group)
+        call, words = json.loads(data.numpy().tobytes())
+        return call, words
+
+    def union(self, found: Collection[str], among: Iterable[str]) -> set[str]:
+        """Return which of some names, in one order, any rank of the team has found."""
+        names = list(among)
+        marks = torch.tensor([name in found for name in names], dtype=torch.uint8)
+        dist.all_reduce(marks, dist.ReduceOp.MAX, self._group)
+        return {name for name, mark in zip(names, marks.tolist(), strict=True) if mark}
