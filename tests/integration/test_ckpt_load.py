@@ -18,7 +18,7 @@ from planish.checkpoint.load.load import load_state, open_on_all
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.watch import monitor
 from tests.integration.ckpt_forks import run_ranks
-from tests.unit.checkpoint.tilings import random_tiling
+from tests.unit.checkpoint.planned import random_tiling
 from tests.unit.checkpoint.written import write_checkpoint
 
 

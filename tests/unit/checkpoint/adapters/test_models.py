@@ -188,9 +188,9 @@ def test_extra_state_of_modules_comes_back():
 class Saving(nn.Linear):
     """Saves a table and a number that are neither parameters nor buffers."""
 
-    def __init__(self):
+    def __init__(self, calls=0):
         super().__init__(2, 2)
-        self.table, self.calls = torch.zeros(3), 0
+        self.table, self.calls = torch.zeros(3), calls
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -255,13 +255,6 @@ def test_values_that_hooks_on_a_state_dict_add_come_back(public):
     assert torch.equal(target[0].weight, source[0].weight)
 
 
-def test_a_value_that_a_module_adds_and_no_checkpoint_holds_is_named():
-    broken = Saving()
-    broken.calls = lambda: 0
-    with pytest.raises(TypeError, match="calls"):
-        memory.save({"model": broken}, "plain")
-
-
 def test_flat_shards_become_boxes_without_a_copy():
     data = torch.arange(5.0)
     shard = FlatShard("w", (6, 4), (0, 2), (6, 2), 3, 8, data)
@@ -282,6 +275,7 @@ def test_flat_shards_become_boxes_without_a_copy():
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, ValueError, r"got `a\.b` twice"),
         ({"w": torch.ones(2, 1).expand(2, 3)}, TypeError, "`w` must have a place in memory"),
         ({"a": {"deep": lambda: 1}}, TypeError, r"a\.deep"),
+        (nn.Sequential(Saving(lambda: 0)), TypeError, r"0\.calls"),
     ],
 )
 def test_what_has_no_place_in_a_checkpoint_is_refused_by_name(value, error, told):

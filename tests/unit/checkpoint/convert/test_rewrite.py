@@ -17,7 +17,7 @@ from planish.checkpoint.load.reader import BlockReader, check_objects, open_stat
 from planish.checkpoint.load.slices import SliceReader
 from planish.store import open_store
 from tests.unit.checkpoint import damage
-from tests.unit.checkpoint.tilings import random_tiling
+from tests.unit.checkpoint.planned import random_tiling
 from tests.unit.checkpoint.written import EXTRA, OBJECTS, tiny_model, write_checkpoint
 
 _numbers = itertools.count()
@@ -160,10 +160,6 @@ def test_impossible_requests_are_configuration_errors(root):
         rewrite(pin, f"{root}/b", Layout.parse("tp=2"), parts="weights")
 
 
-def spec(fqn, *shape):
-    return TensorSpec("main", "model", fqn, "F32", shape)
-
-
 @pytest.mark.parametrize(
     ("text", "shown", "ranks"),
     [
@@ -218,29 +214,6 @@ def test_what_is_no_layout_is_refused_with_the_reason(text, words):
 )
 def test_linear_layers_are_cut_along_their_dimension(fqn, dims, expected):
     assert tensor_parallel_dim(fqn, dims) == expected
-
-
-SHAPES = [(), (1,), (7,), (5, 3), (3, 5), (2, 3, 4), (0, 3), (64, 1)]
-
-
-@pytest.mark.parametrize("text", ["dp=3", "fsdp=4", "flat=3", "tp=2", "fsdp=3,tp=2", "flat=2,tp=3"])
-def test_each_element_belongs_to_exactly_one_rank_of_each_copy(text):
-    layout = Layout.parse(text)
-    names = ("q_proj.weight", "down_proj.weight", "norm.weight")
-    for shape, name in itertools.product(SHAPES, names):
-        tensor = spec(name, *shape)
-        seen = np.zeros(shape, np.int64)
-        for rank in range(layout.num_ranks):
-            for box in layout.boxes(tensor, rank):
-                place = zip(box.offsets, box.lengths, strict=True)
-                seen[tuple(slice(o, o + n) for o, n in place)] += 1
-        whole_copies = (
-            layout.num_ranks
-            if tensor_parallel_dim(name, len(shape)) is None
-            else (layout.num_ranks // layout.tp * layout.tp // layout.tp)
-        )
-        expected = whole_copies // (layout.fsdp * layout.flat)
-        assert (seen == expected).all(), (shape, name)
 
 
 def tiled(seed, size):

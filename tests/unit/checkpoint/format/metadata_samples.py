@@ -9,7 +9,7 @@ from planish.checkpoint.format import version_2
 from planish.checkpoint.format.geometry import volumes
 from planish.checkpoint.format.items import TensorSpec, TensorTable
 from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
-from tests.unit.checkpoint.tilings import random_shape, random_tiling
+from tests.unit.checkpoint.planned import random_shape, random_tiling
 
 ODD_NAMES = ["0", "a/b", "..", "a|b", "a b", "é中\U0001f600", '"\\%', "x" * 1000, "", "\n"]
 """Names of tensors that must survive."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from planish.base.errors import CheckpointCorrupt, LayoutMismatch
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.geometry import Box, flat_boxes, intersect, whole
-from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec, TensorTable
+from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec, TensorTable
 from planish.checkpoint.format.metafile import (
     ALGORITHMS,
     BLOCK,
@@ -29,7 +29,7 @@ from planish.checkpoint.format.metafile import (
 from tests.thin import examples
 from tests.unit.checkpoint.format import reader_50_lines
 from tests.unit.checkpoint.format.metadata_samples import ODD_NAMES, forged, large, row_of, small
-from tests.unit.checkpoint.tilings import random_shape, random_tiling
+from tests.unit.checkpoint.planned import random_shape, random_tiling
 from tests.unit.checkpoint.written import write_checkpoint
 
 
@@ -109,8 +109,6 @@ def facts(text):
         (facts('{"header":{},"objects":null}'), "must be objects"),
         (facts('{"header":{},"header":{},"objects":{}}'), "appears twice"),
         (facts("[" * 100_000), "must be JSON"),
-        (facts('{"a":' * 50_000), "must be JSON"),
-        (facts("1" * 5000), "must be JSON"),
         (facts('{"header":{"a":NaN},"objects":{}}'), "must be JSON"),
         (change("tensors", 0, "kind", "weights"), "unknown kinds"),
         (change("tensors", 0, "dtype", "F7"), "unknown kinds or types"),
@@ -337,35 +335,6 @@ def test_one_name_with_two_forms_is_refused(change):
     other = dataclasses.replace(W, **change)
     with pytest.raises(LayoutMismatch, match=r"one type and one shape.*model\.w"):
         Columns.from_items([LocalItem(W, ()), LocalItem(other, ())])
-
-
-names = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-specs = st.builds(
-    TensorSpec,
-    st.sampled_from(["main", "critic", "é|"]),
-    st.sampled_from(["model", "optim"]),
-    names,
-    st.sampled_from(sorted(ITEM_BYTES)),
-    st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
-)
-
-
-@pytest.mark.slow
-@given(st.lists(specs, max_size=8, unique_by=lambda s: (s.role, s.kind, s.fqn)), st.data())
-@settings(max_examples=examples(300), deadline=None)
-def test_columns_come_back_equal_from_bytes(tensors, data):
-    held = []
-    for spec in tensors:
-        side = st.tuples(*(st.integers(0, 2**62) for _ in spec.shape))
-        length = st.tuples(*(st.integers(1, 2**40) for _ in spec.shape))
-        boxes = data.draw(st.lists(st.builds(Box, side, length), max_size=3))
-        held.append(LocalItem(spec, tuple(boxes)))
-    columns = Columns.from_items(held)
-    read = Columns.decode(columns.encode())
-    assert [read.tensors.spec(n) for n in range(len(tensors))] == tensors
-    assert [read.boxes(n) for n in range(len(held))] == [item.boxes for item in held]
-    assert read.encode() == columns.encode()
-    assert read.signature() == columns.signature()
 
 
 def boxes(spec, rank):

@@ -19,8 +19,15 @@ from planish.checkpoint.plan.match import match
 from planish.checkpoint.plan.save import plan_save
 from tests.thin import examples
 from tests.unit.checkpoint.format.test_metafile import arrays, view
-from tests.unit.checkpoint.planned import World, box_bytes, random_tensors, random_world, write
-from tests.unit.checkpoint.tilings import random_shape, random_tiling
+from tests.unit.checkpoint.planned import (
+    World,
+    box_bytes,
+    random_shape,
+    random_tensors,
+    random_tiling,
+    random_world,
+    write,
+)
 
 
 def spec(fqn, shape, dtype="U8", kind="model", role="main"):
@@ -346,27 +353,6 @@ def counts(shape, boxes):
     return held
 
 
-@pytest.mark.parametrize(
-    ("shape", "boxes", "expected"),
-    [
-        ((4,), [((0,), (2,)), ((2,), (2,))], ""),
-        ((4,), [((0,), (3,)), ((2,), (2,))], "the boxes [0:3] and [2:4] of shape (4,) overlap"),
-        ((4,), [((0,), (4,)), ((0,), (4,))], "the boxes [0:4] and [0:4] of shape (4,) overlap"),
-        ((), [((), ())], ""),
-        ((), [((), ()), ((), ())], "the boxes [] and [] of shape () overlap"),
-        ((), [], "no box holds [] of shape ()"),
-        ((0, 3), [], ""),
-        (
-            (2, 3),
-            [((0, 0), (1, 3)), ((1, 0), (1, 1)), ((1, 2), (1, 1))],
-            "no box holds [1:2, 1:2] of shape (2, 3)",
-        ),
-    ],
-)
-def test_the_fault_names_the_boxes(shape, boxes, expected):
-    assert fault(shape, *boxes) == expected
-
-
 @pytest.mark.slow
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=examples(500), deadline=None)
@@ -440,19 +426,6 @@ def test_many_tensors_at_once_give_the_faults_of_each(seed):
         dims=np.array([len(shape) for shape in shapes]),
     )
     assert found == expected
-
-
-@pytest.mark.slow
-def test_one_fault_among_a_million_shards_of_a_thousand_tensors_is_found():
-    places = np.stack(
-        np.meshgrid(np.arange(1024), np.arange(32), np.arange(32), indexing="ij"), -1
-    ).reshape(-1, 3)
-    offsets = places[:, 1:] * np.array([8, 4])
-    lengths = np.tile(np.array([8, 4]), (len(places), 1))
-    shapes = np.tile(np.array([[256, 128]]), (1024, 1))
-    assert cover_faults(shapes, places[:, 0], offsets, lengths) == {}
-    lengths[777_777, 1] = 5
-    assert list(cover_faults(shapes, places[:, 0], offsets, lengths)) == [777_777 // 1024]
 
 
 def test_pieces_that_no_plane_separates_are_swept_in_less_than_quadratic_time(monkeypatch):

@@ -346,7 +346,7 @@ def test_a_config_that_can_not_be_is_refused(config, message):
         model_of(config, "m")
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
 def test_a_file_that_is_no_config_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"must (be JSON|hold a JSON object), got"):

@@ -276,7 +276,10 @@ def test_wrong_input_is_one_line(plan, options, message, capsys):
         *(("gpus", "h20", {}), ("model", "layers", True), ("constants", "luck", 1.0)),
         *(("workload", "output_tokens", None), ("plan", "expert_gpu", "b300")),
         *(("constants", "memory_efficiency", 0.0), ("times_s", "total", 0.0)),
-        *(("", "", ""), ("", "", []), ("", "", {}), ("", "", {"plan": 3, "constants": {}})),
+        *(
+            ("", "", text)
+            for text in ("", "[]", "{}", '{"plan": 3, "constants": {}}', "[" * 100_000)
+        ),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(plan, tmp_path, part, name, value, capsys):
@@ -284,7 +287,7 @@ def test_a_file_that_is_no_plan_is_refused(plan, tmp_path, part, name, value, ca
     if part:
         document[part][name] = value
     path = tmp_path / "p.json"
-    path.write_text(json.dumps(document if part else value) if value != "" else "")
+    path.write_text(json.dumps(document) if part else value)
     assert main(["rollout", "simulate", str(path)]) == 2
     assert "must be a file of `planish rollout plan --json`" in capsys.readouterr().err
 
@@ -414,14 +417,3 @@ def test_a_wrong_option_is_refused(option, capsys):
     error = capsys.readouterr().err
     assert option[0] in error
     assert option[1] != "1e308" or "at most 1e+12, or inf, got '1e308'" in error
-
-
-@pytest.mark.parametrize("action", ["plan", "simulate"])
-def test_json_that_is_nested_too_deeply_is_refused(tmp_path, capsys, action):
-    path = tmp_path / "config.json"
-    path.write_text("[" * 100_000, "utf-8")
-    plan = ["rollout", "plan", "--model", str(path), *A800[4:]]
-    arguments = plan if action == "plan" else ["rollout", "simulate", str(path)]
-    assert main(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(path) in line

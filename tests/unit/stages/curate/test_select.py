@@ -34,6 +34,7 @@ from planish.stages.curate.select import curate
 
 
 def problem(question, answer="2", verifier="integer", **facts):
+    facts = {"origin": question[:20], **facts}
     return Problem(
         question, [{"role": "user", "content": question}], answer, verifier, "s", **facts
     )
@@ -398,39 +399,16 @@ TEXT = (
 )
 
 
-def asked(question, answer="1", verifier="integer", origin=""):
-    return Problem(question, [{"role": "user", "content": question}], answer, verifier, "s",
-                   origin=origin or question[:20])  # fmt: skip
-
-
 def test_equal_questions_are_kept_once_whatever_their_case_and_spacing_but_operators_differ():
-    rows = [
-        asked("1+1 ="),
-        asked("How  many?"),
-        asked("1 + 1="),
-        asked("how many"),
-    ]
-    kept, drops = remove_duplicates(rows)
-    assert kept == rows[:2]
-    assert [d.reason for d in drops] == ["duplicate", "duplicate"]
-    rows = [
-        asked("4+2="),
-        asked("4-2="),
-        asked("4*2="),
-        asked("42="),
-    ]
-    assert remove_duplicates(rows)[0] == rows
+    same = [problem(text) for text in ("1+1 =", "How  many?", "1 + 1=", "how many")]
+    assert reasons_of(remove_duplicates(same)) == (["1+1 =", "How  many?"], ["duplicate"] * 2)
+    different = [problem(text) for text in ("4+2=", "4-2=", "4*2=", "42=")]
+    assert remove_duplicates(different)[0] == different
 
 
 def test_equal_questions_with_different_answers_are_all_dropped():
-    rows = [
-        asked("1+1=", "2"),
-        asked("1+1=", "3"),
-        asked("2+2=", "4"),
-    ]
-    kept, drops = remove_duplicates(rows)
-    assert kept == rows[2:]
-    assert [d.reason for d in drops] == ["conflicting_answers"] * 2
+    rows = [problem("1+1=", "2"), problem("1+1=", "3"), problem("2+2=", "4")]
+    assert reasons_of(remove_duplicates(rows)) == (["2+2="], ["conflicting_answers"] * 2)
 
 
 def near(problems, **options):
@@ -438,11 +416,7 @@ def near(problems, **options):
 
 
 def test_a_changed_word_makes_a_near_duplicate_and_the_first_one_stays():
-    rows = [
-        asked(TEXT),
-        asked(TEXT.replace("Monday", "Friday")),
-        asked(TEXT[::-1]),
-    ]
+    rows = [problem(TEXT), problem(TEXT.replace("Monday", "Friday")), problem(TEXT[::-1])]
     kept, drops = near(rows)
     assert kept == [rows[0], rows[2]]
     assert [d.reason for d in drops] == ["near_duplicate"]
@@ -450,9 +424,9 @@ def test_a_changed_word_makes_a_near_duplicate_and_the_first_one_stays():
 
 
 def test_short_problems_are_never_near_duplicates_and_threshold_one_turns_the_filter_off():
-    rows = [asked(f"{n}+1=") for n in range(50)]
+    rows = [problem(f"{n}+1=") for n in range(50)]
     assert near(rows) == (rows, [])
-    rows = [asked(TEXT), asked(TEXT + " now")]
+    rows = [problem(TEXT), problem(TEXT + " now")]
     assert near(rows, threshold=1.0) == (rows, [])
 
 
@@ -462,29 +436,27 @@ def test_candidates_are_checked_exactly():
     )
     similarity = jaccard(left, right)
     assert similarity == pytest.approx(29 / 35)
-    rows = [asked(TEXT), asked(TEXT.replace("Monday", "Friday"))]
+    rows = [problem(TEXT), problem(TEXT.replace("Monday", "Friday"))]
     assert len(near(rows, threshold=similarity)[0]) == 1
     assert len(near(rows, threshold=similarity + 0.01)[0]) == 2
 
 
 def test_shared_instructions_make_no_near_duplicates():
     instruction = " ".join(f"please{chr(97 + i)}" for i in range(26))
-    rows = [asked(f"{instruction} what is {n} plus {n * n} times {n + 7}") for n in range(30)]
+    rows = [problem(f"{instruction} what is {n} plus {n * n} times {n + 7}") for n in range(30)]
     assert near(rows) == (rows, [])
     assert len(near(rows[:4])[0]) < 4, "too few to tell instructions from the problem"
     # A problem of instructions only is kept.
-    rows = [
-        asked(instruction),
-        *(asked(f"{instruction} {TEXT[n:]}") for n in range(0, 60, 5)),
-    ]
+    rows = [problem(instruction)]
+    rows += [problem(f"{instruction} {TEXT[n:]}") for n in range(0, 60, 5)]
     assert rows[0] in near(rows)[0]
 
 
 def test_thirteen_words_in_a_row_are_a_leak_and_twelve_are_not():
     row = TEXT.split()
-    held = [asked(TEXT)]
-    thirteen = asked("unrelated words first then " + " ".join(row[5:18]))
-    twelve = asked("unrelated words first then " + " ".join(row[5:17]))
+    held = [problem(TEXT)]
+    thirteen = problem("unrelated words first then " + " ".join(row[5:18]))
+    twelve = problem("unrelated words first then " + " ".join(row[5:17]))
     kept, drops = remove_contaminated([thirteen, twelve], held, ngram=13)
     assert kept == [twelve]
     assert drops[0].reason == "shares_13_words_with_held_out"
@@ -497,6 +469,6 @@ def test_problems_in_a_frame_are_near_duplicates_by_what_is_in_it():
     names = [f"w{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(400)]
     texts = [" ".join(rng.choices(names, k=20)) for _ in range(30)]
     texts += [text + " x" for text in texts[:3]] + ["short one"]
-    kept, drops = near([asked(frame.format(text)) for text in texts])
+    kept, drops = near([problem(frame.format(text)) for text in texts])
     assert [d.reason for d in drops] == ["near_duplicate"] * 3
     assert len(kept) == 31

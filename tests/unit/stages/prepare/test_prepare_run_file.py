@@ -322,12 +322,9 @@ def test_a_program_that_is_no_stage_holds_for_itself():
         "import os; from planish.run.lock import current_holder as h; print(h().pid, os.getpid())"
     )
     found = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True,
         env=_environment(),
-    )
+    )  # fmt: skip
     pid, own = found.stdout.split()
     assert pid == own
 
@@ -376,12 +373,6 @@ def test_a_holder_that_hands_over_makes_room_once(root):
         acquire(root, third, alive=lambda _: True)
 
 
-def finish(root, version):
-    """Write a policy of a version, as the last stage of its iteration does."""
-    uri = layout.policy(root, version)
-    write_files(uri, "policy/1", {"a": b"x"}, parents={}, attributes={"policy_version": version})
-
-
 def take(root, index, iterations):
     link = find_link(root, index, iterations)
     record_link(root, link)
@@ -390,16 +381,16 @@ def take(root, index, iterations):
 
 def test_the_same_run_again_keeps_its_offset(file_root):
     take(file_root, 0, 2)
-    finish(file_root, 2)
+    add_policy(file_root, 2)
     assert take(file_root, 1, 3) == Link(1, 2, 3)
-    finish(file_root, 4)
+    add_policy(file_root, 4)
     assert take(file_root, 1, 3) == Link(1, 2, 3)
     assert count_links(file_root) == 2
 
 
 def test_a_run_needs_the_one_before_to_be_finished(file_root):
     take(file_root, 0, 2)
-    finish(file_root, 1)
+    add_policy(file_root, 1)
     with pytest.raises(ConfigError, match=r"run 0 .* must be finished .* last iteration 2"):
         find_link(file_root, 1, 2)
 
@@ -407,22 +398,22 @@ def test_a_run_needs_the_one_before_to_be_finished(file_root):
 def test_minus_one_resumes_the_unfinished_run_and_then_adds_one(file_root):
     assert take(file_root, -1, 2) == Link(0, 0, 2)
     assert take(file_root, -1, 2) == Link(0, 0, 2)
-    finish(file_root, 2)
+    add_policy(file_root, 2)
     assert take(file_root, -1, 2) == Link(1, 2, 2)
-    finish(file_root, 4)
+    add_policy(file_root, 4)
     assert take(file_root, -1, 5) == Link(2, 4, 5)
 
 
 def test_the_newest_run_may_be_made_longer_or_shorter(file_root):
     take(file_root, 0, 2)
-    finish(file_root, 2)
+    add_policy(file_root, 2)
     assert take(file_root, 0, 4) == Link(0, 0, 4)
     assert read_link(file_root, 0).num_iterations == 4
 
 
 def test_a_run_that_others_build_on_keeps_its_length(file_root):
     take(file_root, 0, 2)
-    finish(file_root, 2)
+    add_policy(file_root, 2)
     take(file_root, 1, 2)
     assert find_link(file_root, 0, 2) == Link(0, 0, 2)
     with pytest.raises(ConfigError, match=r"must stay 2, got 3"):

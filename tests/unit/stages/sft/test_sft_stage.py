@@ -35,7 +35,7 @@ def start(root, tmp_path, digest, prompts):
     return result, ref, json.loads((folder / "metrics").read_text())
 
 
-def test_cold_start_writes_version_zero_and_tells_what_it_took(file_root, tmp_path):
+def test_cold_start_writes_version_zero_tells_what_it_took_and_is_not_repeated(file_root, tmp_path):
     prompts, digest = write_data(file_root), make_run(file_root)
     result, ref, metrics = start(file_root, tmp_path, digest, prompts)
     assert ref.uri == layout.policy(file_root, 0)
@@ -55,12 +55,7 @@ def test_cold_start_writes_version_zero_and_tells_what_it_took(file_root, tmp_pa
     assert not torch.equal(
         policy.model.model.embed_tokens.weight, untrained.model.model.embed_tokens.weight
     )
-
-
-def test_second_run_repeats_the_answer_without_training(file_root, tmp_path):
-    prompts, digest = write_data(file_root), make_run(file_root)
-    first = start(file_root, tmp_path, digest, prompts)
-    assert start(file_root, tmp_path, digest, prompts) == first
+    assert start(file_root, tmp_path, digest, prompts) == (result, ref, metrics)
     log = json.loads((tmp_path / "root" / "logs" / "00000-sft-00.json").read_text())
     assert log["already_done"] is True
 
@@ -123,15 +118,6 @@ def test_adapters_change_linear_layers_alone_and_are_merged(file_root, tmp_path)
     assert metrics["num_trained_parameters"] == sum(2 * sum(before[n].shape) for n in adapted)
 
 
-def test_missing_model_ends_with_the_code_of_a_wrong_configuration(file_root, tmp_path, caplog):
-    prompts = write_data(file_root)
-    digest = make_run(file_root, model={"path": str(tmp_path / "none")})
-    with pytest.raises(SystemExit) as end:
-        start(file_root, tmp_path, digest, prompts)
-    assert end.value.code == 2
-    assert "`model.path` must be an existing folder or a hub id" in caplog.text
-
-
 def test_resumed_run_passes_its_pins_through(file_root, tmp_path):
     other = f"file://{tmp_path}/other"
     facts = {"version": 4, "parents": {}, "attributes": {"config_sha256": "c"}}
@@ -149,16 +135,13 @@ def test_resumed_run_passes_its_pins_through(file_root, tmp_path):
 @pytest.mark.parametrize(
     ("accuracy", "remedy"), [(0.1, "raise `sft.max_steps`"), (0.5, "lower `sft.target_accuracy`")]
 )
-def test_start_outside_the_band_is_told_with_a_remedy(caplog, accuracy, remedy):
-    check_start(accuracy, SftConfig())
-    assert f"must lie in 0.15..0.45, got {accuracy:.3f}" in caplog.text
-    assert remedy in caplog.text
-
-
-def test_start_inside_the_band_is_silent(caplog):
+def test_start_outside_the_band_alone_is_told_with_a_remedy(caplog, accuracy, remedy):
     check_start(0.15, SftConfig())
     check_start(0.45, SftConfig(enforce_start_band=True))
     assert not caplog.records
+    check_start(accuracy, SftConfig())
+    assert f"must lie in 0.15..0.45, got {accuracy:.3f}" in caplog.text
+    assert remedy in caplog.text
 
 
 def test_enforced_band_ends_the_run_again_when_it_is_repeated(file_root, tmp_path, caplog):
@@ -253,14 +236,9 @@ def test_first_loss_is_the_mean_over_response_tokens_of_the_untrained_policy():
 
 
 @pytest.mark.slow
-def test_loss_falls_and_equal_seeds_give_equal_bits():
-    first, traces = prepared()
-    second, _ = prepared()
-    left, right = take(first, traces, 60), take(second, traces, 60)
-    assert [s.loss for s in left] == [s.loss for s in right]
-    assert sum(s.loss for s in left[-6:]) < 0.5 * sum(s.loss for s in left[:6])
-    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+def test_loss_falls():
+    losses = [step.loss for step in take(*prepared(), 60)]
+    assert sum(losses[-6:]) < 0.5 * sum(losses[:6])
 
 
 def test_clipping_of_gradients_can_be_switched_off():

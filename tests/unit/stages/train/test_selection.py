@@ -167,18 +167,6 @@ def test_the_critic_trains_on_finished_responses_of_every_group():
     assert num_trained(result) == 4.0
 
 
-def test_tokens_trained_left_out_and_ignored_are_those_that_were_generated():
-    batch = rows((0, "r."), (1, ".."), (2, "rw"), (3, "w."), (4, "-."))
-    algorithm = Tppo(TppoConfig(window_tokens=3, ignored_tail_tokens=1))
-    for limit in range(1, 6):
-        result = update(TableTrainer(3), algorithm, batch, mixed_first(limit))
-        scalars = result.scalars
-        assert scalars["num_selected_groups"] == min(limit, 5)
-        left = scalars["num_unselected_tokens"] + scalars["num_ignored_tokens"]
-        assert num_trained(result) + left == scalars["num_tokens"] == 18.0
-    assert scalars["num_unselected_tokens"] == 0.0
-
-
 def test_groups_that_are_left_out_are_not_scored():
     seen = []
 

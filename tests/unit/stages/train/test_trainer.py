@@ -77,8 +77,8 @@ def critic_of(tiny, *, critic=None, **changes):
     return trainer_of(tiny, critic=critic or {}, **changes)
 
 
-def loss_over(batch, loss=DAPO.loss):
-    counts = DAPO.counts(batch)
+def loss_over(batch, loss=DAPO.loss, algorithm=DAPO):
+    counts = algorithm.counts(batch)
     denominators = Denominators(counts, counts, 1)
 
     def loss_fn(logprobs, entropy, micro):
@@ -102,13 +102,7 @@ def value_step(trainer, batch, loss=VAPO.value_loss):
 
 
 def policy_step(trainer, batch):
-    counts = VAPO.counts(batch)
-    denominators = Denominators(counts, counts, 1)
-
-    def loss_fn(logprobs, entropy, micro):
-        return VAPO.loss(logprobs, entropy, micro, denominators)
-
-    return trainer.step(batch, loss_fn, learning_rate=5e-4)
+    return trainer.step(batch, loss_over(batch, VAPO.loss, VAPO), learning_rate=5e-4)
 
 
 def flat(model):
