@@ -223,6 +223,9 @@ def test_images_can_be_replaced_and_the_result_still_passes(tmp_path):
         (["--parallelism", "-1"], "`parallelism` must be 0"),
         (["--image", "core"], "NAME=REFERENCE"),
         (["--image", "cor=x"], "NAME=REFERENCE with one of ['core', "),
+        (["--max-restarts", "2"], "`max_restarts` must be 0 without --monitor, got 2"),
+        (["--monitor", "s3://b/m.toml", "--max-restarts", "11"], "must be 0 to 10, got 11"),
+        (["--monitor", "s3://b/m.toml", "--max-restarts", "-1"], "must be 0 to 10, got -1"),
     ],
 )
 def test_impossible_options_end_with_code_two_and_the_reason(option, words, capsys):
@@ -292,18 +295,3 @@ def test_restarts_keep_every_pod_away_from_the_nodes_that_prepare_names():
         spec["root"]["dag"]["tasks"]["report"]["inputs"]["parameters"]["max_restarts"],
     )
     assert [one["runtimeValue"]["constant"] for one in inputs] == [3.0, 3.0]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--max-restarts", "2"], "`max_restarts` must be 0 without --monitor, got 2"),
-        (["--monitor", "s3://b/m.toml", "--max-restarts", "11"], "must be 0 to 10, got 11"),
-        (["--monitor", "s3://b/m.toml", "--max-restarts", "-1"], "must be 0 to 10, got -1"),
-    ],
-)
-def test_restarts_that_can_not_be_end_with_code_two(options, words, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main([*options, "--profile", "cpu-tiny", "--check"])
-    assert caught.value.code == 2
-    assert words in capsys.readouterr().err

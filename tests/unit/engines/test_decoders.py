@@ -18,14 +18,6 @@ from tests.unit.engines.tiny import (
 
 pytestmark = pytest.mark.slow
 
-GENERAL = {
-    "GPT2": {},
-    "Mistral": {"sliding_window": 5},
-    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "Gemma3Text": {"sliding_window": 6, "query_pre_attn_scalar": 16},
-    "Phi": {},
-}
-
 
 def check_against_the_plain_forward(policy, engine):
     requests = [request(i, 5 + 3 * i, temperature=0.0) for i in range(6)]
@@ -37,43 +29,35 @@ def check_against_the_plain_forward(policy, engine):
         assert np.abs(np.array(output.logprobs) - logprobs).max() < 2e-4
 
 
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+THETA = {"rope_theta": 1e4}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64, **THETA}
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"),
+    ("decoder", "family", "changes"),
     [
-        ("Llama", {"num_key_value_heads": 1}),
-        ("Qwen2", {"num_key_value_heads": 2}),
-        ("Qwen3", {"num_key_value_heads": 2}),
-        ("Mistral", {"num_key_value_heads": 4, "sliding_window": None}),
-        ("Llama", {"attention_bias": True, "mlp_bias": True}),
-        ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+        ("Fused", "Llama", {"num_key_value_heads": 1}),
+        ("Fused", "Qwen2", {"num_key_value_heads": 2}),
+        ("Fused", "Qwen3", {"num_key_value_heads": 2}),
+        ("Fused", "Mistral", {"num_key_value_heads": 4, "sliding_window": None}),
+        ("Fused", "Llama", {"attention_bias": True, "mlp_bias": True}),
+        ("Fused", "Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **THETA}}),
+        ("Fused", "Llama", {"rope_parameters": LLAMA3}),
+        ("Module", "GPT2", {}),
+        ("Module", "Mistral", {"sliding_window": 5}),
         (
-            "Llama",
-            {
-                "rope_parameters": {
-                    "rope_type": "llama3",
-                    "factor": 8.0,
-                    "rope_theta": 1e4,
-                    **LLAMA3,
-                }
-            },
+            *("Module", "Qwen3Moe"),
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         ),
+        ("Module", "Gemma3Text", {"sliding_window": 6, "query_pre_attn_scalar": 16}),
+        ("Module", "Phi", {}),
     ],
 )
-def test_the_fused_decoder_equals_the_plain_forward(family, changes):
+def test_a_decoder_equals_the_plain_forward(decoder, family, changes):
     policy = family_policy(family, **changes)
     engine = start(policy, max_rows=3)
-    assert engine.decoder_name == "FusedDecoder"
-    check_against_the_plain_forward(policy, engine)
-
-
-@pytest.mark.parametrize("family", GENERAL)
-def test_the_general_decoder_equals_the_plain_forward(family):
-    policy = family_policy(family, **GENERAL[family])
-    engine = start(policy, max_rows=3)
-    assert engine.decoder_name == "ModuleDecoder"
+    assert engine.decoder_name == f"{decoder}Decoder"
     check_against_the_plain_forward(policy, engine)
 
 

@@ -199,20 +199,12 @@ DEEP = '{"a":' * 3000 + "1" + "}" * 3000
 PROMPT = [{"role": "user", "content": "1+2="}]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pretrained") / "model"
-    policy = build_policy(TINY, seed=2)
-    save_policy(f"file://{folder}", policy, version=0, parents={}, attributes={})
-    return folder
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "text", ["[]", "5", "null", '"x"', DEEP, "[" * 3000, "\xff", "9" * 5000, "{", ""]
 )
-def test_a_document_of_another_shape_is_refused(folder, tmp_path, name, text):
-    bad = shutil.copytree(folder, tmp_path / "model")
+def test_a_document_of_another_shape_is_refused(original, tmp_path, name, text):
+    bad = shutil.copytree(original, tmp_path / "model")
     (bad / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError) as raised:
         load_pretrained(str(bad))
@@ -256,14 +248,16 @@ TOKENIZER_KEYS = (
 @example({}, {"eos_token_id": -1})
 @example({}, {"stop_strings": "\ud800"})
 @example({"tokenizer_class": ["x"]}, {})
-def test_a_tokenizer_of_any_settings_encodes_or_is_refused(folder, tmp_path, tokenizer, generation):
+def test_a_tokenizer_of_any_settings_encodes_or_is_refused(
+    original, tmp_path, tokenizer, generation
+):
     bad = tmp_path / "model"
-    shutil.copytree(folder, bad, dirs_exist_ok=True)
+    shutil.copytree(original, bad, dirs_exist_ok=True)
     for name, changes in (
         ("tokenizer_config.json", tokenizer),
         ("generation_config.json", generation),
     ):
-        (bad / name).write_text(changed(folder, name, changes), "utf-8")
+        (bad / name).write_text(changed(original, name, changes), "utf-8")
     with contextlib.suppress(ConfigError):
         tokenizer = load_tokenizer(bad)
         ids = tokenizer.encode_prompt(PROMPT)
@@ -289,10 +283,10 @@ def test_a_tokenizer_of_any_settings_encodes_or_is_refused(folder, tmp_path, tok
 @example({"num_attention_heads": 0})
 @example({"rope_parameters": []})
 @example({"quantization_config": []})
-def test_a_configuration_of_any_values_opens_or_is_refused(folder, tmp_path, changes):
+def test_a_configuration_of_any_values_opens_or_is_refused(original, tmp_path, changes):
     bad = tmp_path / "model"
-    shutil.copytree(folder, bad, dirs_exist_ok=True)
-    (bad / "config.json").write_text(changed(folder, "config.json", changes), "utf-8")
+    shutil.copytree(original, bad, dirs_exist_ok=True)
+    (bad / "config.json").write_text(changed(original, "config.json", changes), "utf-8")
     with contextlib.suppress(ConfigError):
         load_pretrained(str(bad))
 

@@ -21,7 +21,8 @@ from tests.unit.checkpoint.planned import random_tiling
 from tests.unit.checkpoint.written import EXTRA, OBJECTS, tiny_model, write_checkpoint
 
 _numbers = itertools.count()
-LAYOUTS = ["dp=1", "dp=3", "fsdp=4", "flat=3", "tp=2", "tp=3", "fsdp=2,tp=2", "dp=2,flat=2,tp=2"]
+LAYOUTS = ["dp=1", "dp=3", "fsdp=7", "flat=3", "tp=2", "tp=5", "fsdp=2,tp=2", "dp=2,flat=2,tp=2"]
+"""More ranks than rows, so that some hold nothing, too."""
 
 
 @pytest.fixture

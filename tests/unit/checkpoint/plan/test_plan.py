@@ -428,24 +428,6 @@ def test_many_tensors_at_once_give_the_faults_of_each(seed):
     assert found == expected
 
 
-def test_pieces_that_no_plane_separates_are_swept_in_less_than_quadratic_time(monkeypatch):
-    compared = []
-    append = np.append
-    monkeypatch.setattr(np, "append", lambda a, b: compared.append(len(a)) or append(a, b))
-    boxes = []
-    for row in range(0, 150, 3):
-        for column in range(0, 150, 3):
-            boxes += [
-                Box((row, column), (1, 2)), Box((row, column + 2), (2, 1)),
-                Box((row + 2, column + 1), (1, 2)), Box((row + 1, column), (2, 1)),
-                Box((row + 1, column + 1), (1, 1)),
-            ]  # fmt: skip
-    assert len(boxes) == 12_500
-    assert fault((150, 150), *boxes) == ""
-    assert len(compared) == len(boxes)
-    assert sum(compared) < len(boxes) ** 2 / 40
-
-
 def test_a_spiral_that_falls_apart_one_by_one_is_checked_in_few_passes(monkeypatch):
     passes = []
     separate = coverage._separate

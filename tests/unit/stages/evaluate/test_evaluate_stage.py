@@ -328,20 +328,9 @@ def two_sets(file_root, monkeypatch):
     )
 
 
-def save_scripted(root, version):
-    policy = build_policy(tiny_model(), version)
-    facts = {"version": version, "parents": {}, "attributes": {"config_sha256": "c"}}
-    return save_policy(layout.policy(root, version), policy, **facts).pin()
-
-
-def evaluate_sets(root, tmp_path, digest, *pins):
-    outputs = {name: artifact(tmp_path, name) for name in ("evaluation", "metrics")}
-    run(root=root, config_sha256=digest, baseline_pin=pins[0], policy_pin=pins[-1], **outputs)
-    return json.loads((tmp_path / "artifacts" / "metrics").read_text())
-
-
 def test_each_set_has_the_scores_that_are_counted_by_hand(file_root, tmp_path, two_sets):
-    metrics = evaluate_sets(file_root, tmp_path, two_sets, save_scripted(file_root, 0))
+    pin = save_version(file_root, 0, seed=0)
+    _, metrics = evaluate(file_root, tmp_path, two_sets, pin, pin)
     pair, one = (
         read_report(EvalReport, f"{layout.evaluation(file_root, 0, name)}/report.json")
         for name in ("pair", "one")
@@ -362,29 +351,25 @@ def test_each_set_has_the_scores_that_are_counted_by_hand(file_root, tmp_path, t
 def test_one_engine_serves_all_sets_of_a_policy_and_none_those_that_are_done(
     file_root, tmp_path, two_sets
 ):
-    pins = [save_scripted(file_root, version) for version in (0, 1)]
+    pins = [save_version(file_root, version, seed=version) for version in (0, 1)]
     iteration.run(file_root, two_sets, 1, 0, pins[0])
     assert ScriptedEngine.opened == 1
-    first = evaluate_sets(file_root, tmp_path, two_sets, *pins)
+    first = evaluate(file_root, tmp_path, two_sets, *pins)
     assert ScriptedEngine.opened == 2
     # A set that was cut off is measured again, and no other.
     store.delete(f"{layout.evaluation(file_root, 1, 'one')}/report.json")
     store.delete(f"{layout.evaluation(file_root, 1, 'one')}/rollouts/manifest.json")
     stamp = tmp_path / "root/evals/pair/00001/rollouts/manifest.json"
     before = stamp.stat().st_mtime_ns
-    assert evaluate_sets(file_root, tmp_path, two_sets, *pins) == first
+    assert evaluate(file_root, tmp_path, two_sets, *pins) == first
     assert (ScriptedEngine.opened, stamp.stat().st_mtime_ns) == (3, before)
     entry = json.loads((tmp_path / "root/logs/00001-evaluate-00.json").read_text())
     assert entry["metrics"]["pair_accuracy"] == 0.25
 
 
 def test_report_show_tracker_and_card_name_each_set(file_root, tmp_path, two_sets, capsys):
-    evaluate_sets(
-        file_root,
-        tmp_path,
-        two_sets,
-        *(save_scripted(file_root, version) for version in (0, 1)),
-    )
+    pins = [save_version(file_root, version, seed=version) for version in (0, 1)]
+    evaluate(file_root, tmp_path, two_sets, *pins)
     facts = gather(file_root)
     page = build_page(facts, failed_task="", error_message="")
     titles = [table.title for table in page["scores"]]

@@ -158,9 +158,6 @@ def test_what_cannot_be_shown_is_told_with_exit_code_2(words, told, capsys):
     assert told in capsys.readouterr().err
 
 
-BASE = {"preset": "", "config": "", "model": "", "dataset": "", "seed": -1}
-
-
 def test_impossible_combinations_are_told_together():
     faults = {
         "reward.max_response_tokens=9000": "`reward.max_response_tokens` must equal .*9000 and 204",
@@ -168,18 +165,18 @@ def test_impossible_combinations_are_told_together():
         "rollout.starvation_policy=relax": "`reward.keep_uniform_groups` must be true",
     }
     with pytest.raises(ConfigError) as caught:
-        build_config(**BASE, overrides=" ".join(faults))
+        build(overrides=" ".join(faults))
     assert [words for words in faults.values() if not re.search(words, str(caught.value))] == []
 
 
 def test_training_rollouts_from_a_truncated_distribution_are_refused_and_evaluations_are_not():
     with pytest.raises(ConfigError) as caught:
-        build_config(**BASE, overrides="rollout.top_p=0.9 rollout.top_k=20")
+        build(overrides="rollout.top_p=0.9 rollout.top_k=20")
     told = str(caught.value)
     assert "`rollout.top_p` must be 1.0, which samples from the whole distribution, got 0.9" in told
     assert "`rollout.top_k` must be 0, which samples from the whole distribution, got 20" in told
     assert "the trainer does not score tokens under a truncated one" in told
-    assert build_config(**BASE, overrides="evaluate.top_p=0.5")["evaluate"]["top_p"] == 0.5
+    assert build(overrides="evaluate.top_p=0.5")["evaluate"]["top_p"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -195,11 +192,11 @@ def test_training_rollouts_from_a_truncated_distribution_are_refused_and_evaluat
 def test_experts_that_nothing_can_tell_are_not_kept(overrides, words):
     for key in ("rollout.keep_routing", "train.replay_routing"):
         with pytest.raises(ConfigError, match=f"`{key}` must be false.*{words}"):
-            build_config(**BASE, overrides=f"{key}=true {overrides}")
+            build(overrides=f"{key}=true {overrides}")
     for good in ("engine.name=transformers", "engine.name=vllm rollout.device=cuda"):
         overrides = f"rollout.keep_routing=true model.num_experts=4 {good}"
-        assert build_config(**BASE, overrides=overrides)["rollout"]["keep_routing"] is True
-    assert "keep_routing" not in build_config(**BASE, overrides="")["rollout"]
+        assert build(overrides=overrides)["rollout"]["keep_routing"] is True
+    assert "keep_routing" not in build()["rollout"]
 
 
 DIVIDE = "`engine.expert_ranks` must divide the"
@@ -223,20 +220,20 @@ DIVIDE = "`engine.expert_ranks` must divide the"
 )
 def test_what_ranks_cannot_share_is_told(name, overrides, words):
     with pytest.raises(ConfigError, match=words):
-        build_config(**BASE, overrides=f"engine.name={name} {overrides}")
+        build(overrides=f"engine.name={name} {overrides}")
 
 
 def test_micro_batches_need_a_row_each():
     ranks = "model.num_experts=4 engine.name=disagg engine.attention_ranks=2 "
     ranks += "engine.micro_batches=4 rollout.max_rows="
-    assert build_config(**BASE, overrides=ranks + "8")["rollout"]["max_rows"] == 8
+    assert build(overrides=ranks + "8")["rollout"]["max_rows"] == 8
     with pytest.raises(ConfigError, match=r"`rollout.max_rows` must .* the 8 .* got 7"):
-        build_config(**BASE, overrides=ranks + "7")
+        build(overrides=ranks + "7")
     # vLLM has one batch for each rank.
     two = "model.num_experts=4 engine.name=vllm_disagg engine.attention_ranks=2 rollout.max_rows="
-    assert build_config(**BASE, overrides=two + "2")["rollout"]["max_rows"] == 2
+    assert build(overrides=two + "2")["rollout"]["max_rows"] == 2
     with pytest.raises(ConfigError, match=r"`rollout.max_rows` must .* the 2 .* got 1"):
-        build_config(**BASE, overrides=two + "1")
+        build(overrides=two + "1")
 
 
 @pytest.mark.parametrize("name", APART)
@@ -251,22 +248,22 @@ def test_micro_batches_need_a_row_each():
 )
 def test_the_experts_of_a_given_model_are_read_from_its_folder(tmp_path, name, content, words):
     (tmp_path / "config.json").write_text(json.dumps(content))
-    given = {**BASE, "model": str(tmp_path)}
+    given = {"model": str(tmp_path)}
     # What [model] says of experts belongs to a model that is built from scratch.
     overrides = f"engine.name={name} engine.expert_ranks=3 model.num_experts=7"
     if words:
         with pytest.raises(ConfigError, match=words):
-            build_config(**given, overrides=overrides)
+            build(**given, overrides=overrides)
     else:
-        assert build_config(**given, overrides=overrides)["engine"]["expert_ranks"] == 3
+        assert build(**given, overrides=overrides)["engine"]["expert_ranks"] == 3
     if content.get("model_type") == "llama":
         with pytest.raises(ConfigError, match=r"without experts, got true with experts in .* = 0"):
-            build_config(**given, overrides="rollout.keep_routing=true")
+            build(**given, overrides="rollout.keep_routing=true")
 
 
 def test_the_experts_of_a_model_of_the_hub_are_left_to_who_downloads_it():
     overrides = "engine.name=disagg engine.expert_ranks=3"
-    config = build_config(**{**BASE, "model": "some/model"}, overrides=overrides)
+    config = build(model="some/model", overrides=overrides)
     assert config["engine"]["expert_ranks"] == 3
 
 
@@ -296,7 +293,7 @@ KEEP = "reward.keep_uniform_groups=true "
 )  # fmt: skip
 def test_windows_and_rollouts_ahead_that_cannot_be_are_told(algorithm, overrides, words):
     with pytest.raises(ConfigError, match=words):
-        build_config(**BASE, overrides=f"algorithm.name={algorithm} {overrides}")
+        build(overrides=f"algorithm.name={algorithm} {overrides}")
 
 
 @pytest.mark.parametrize(
@@ -311,21 +308,21 @@ def test_windows_and_rollouts_ahead_that_cannot_be_are_told(algorithm, overrides
     ],
 )
 def test_windows_that_fit_have_no_fault(algorithm, overrides):
-    config = build_config(**BASE, overrides=f"algorithm.name={algorithm} {overrides}")
+    config = build(overrides=f"algorithm.name={algorithm} {overrides}")
     assert config["rollout"]["window_tokens"] > 0
 
 
 def test_the_longest_response_is_given_once():
     settings = "rollout.max_response_tokens=5000"
-    config = build_config(**BASE, overrides=settings)
+    config = build(overrides=settings)
     assert [config[name]["max_response_tokens"] for name in ("reward", "evaluate")] == [5000, 5000]
-    config = build_config(**BASE, overrides=f"{settings} evaluate.max_response_tokens=6000")
+    config = build(overrides=f"{settings} evaluate.max_response_tokens=6000")
     assert config["evaluate"]["max_response_tokens"] == 6000
 
 
 def test_a_tiny_preset_shapes_rewards_and_keeps_groups_as_the_published_form_does():
     def of(name, form):
-        config = build_config(**{**BASE, "preset": f"{name}-{form}"}, overrides="")
+        config = build(preset=f"{name}-{form}")
         reward = config["reward"]
         return {
             "punishes long responses": reward["overlong_penalty_factor"] > 0,
@@ -343,17 +340,17 @@ def test_a_tiny_preset_shapes_rewards_and_keeps_groups_as_the_published_form_doe
 
 
 def test_the_small_model_cannot_run_the_published_lengths():
-    config = build_config(**BASE, overrides="")
+    config = build()
     faults = check_run(config, 8)
     assert [fault.split(".")[0] for fault in faults] == ["`rollout", "`evaluate"]
     assert "(1024)" in faults[0]
     assert "got 20480" in faults[0]
     for shards, count in ((1, 0), (512, 0), (513, 1), (0, 1)):
-        given = build_config(**{**BASE, "model": "some/model"}, overrides="")
+        given = build(model="some/model")
         assert len(check_run(given, shards)) == count
     for preset in (name for name in preset_names() if name.endswith("-tiny")):
-        assert check_run(build_config(**{**BASE, "preset": preset}, overrides=""), 2) == []
-    assert check_run(build_config(**{**BASE, "model": "some/model"}, overrides=""), 8) == []
+        assert check_run(build(preset=preset), 2) == []
+    assert check_run(build(model="some/model"), 8) == []
 
 
 @pytest.mark.parametrize(
@@ -365,9 +362,9 @@ def test_the_small_model_cannot_run_the_published_lengths():
     ],
 )
 def test_a_verifier_that_cannot_be_used_is_refused_before_the_run(verifier, words):
-    config = build_config(**BASE, overrides=f"curate.verifier={verifier} model.path=a/b")
+    config = build(overrides=f"curate.verifier={verifier} model.path=a/b")
     usable = "curate.verifier=operator:eq model.path=a/b"
-    assert check_run(build_config(**BASE, overrides=usable), 1) == []
+    assert check_run(build(overrides=usable), 1) == []
     [fault] = check_run(config, 1)
     assert "`curate.verifier`" in fault
     assert re.search(words, fault)
