@@ -125,25 +125,6 @@ def test_an_iteration_in_which_nothing_finished_has_counts_only():
     assert not {"accuracy_mean", "reward_mean", "truncated_fraction"} & set(done.metrics)
 
 
-def test_constants_of_the_reward_come_from_the_configuration():
-    config = RewardConfig(
-        reward_correct=1.0,
-        reward_wrong=0.0,
-        max_response_tokens=64,
-        overlong_buffer_tokens=16,
-        overlong_penalty_factor=0.5,
-    )
-    done = score(rollouts([("=7", 56, STOP), ("=8", 64, STOP)]), config)
-    assert done.rewards.reward.tolist() == [0.75, -0.5]
-
-
-def test_no_rollouts_give_no_rewards_and_only_counts():
-    done = score(RolloutSet.empty(), CONFIG)
-    assert done.rewards.num_rows == 0
-    assert done.metrics["num_rollouts"] == 0
-    assert "reward_mean" not in done.metrics
-
-
 def test_hostile_responses_are_scored():
     texts = ["\ud800=7", "=" * 10**6, "\x00", "9" * 10**6 + "=7", "=\u0667"]
     done = score(rollouts([(t, 5, STOP) for t in texts]), CONFIG)

@@ -50,21 +50,35 @@ def ordinals(groups):
     return [g.ordinal for g in groups]
 
 
-def test_only_groups_with_right_and_wrong_responses_are_kept():
-    batch, rounds = draw("mrwm", 4)
-    # 0 and 3 qualify in the first round, 4 and 7 in the second
-    assert ordinals(batch.kept) == [0, 3, 4, 7]
-    assert ordinals(batch.dropped) == [1, 2, 5, 6]
-    assert (batch.surplus, batch.starved, rounds) == ([], False, [4, 4])
-    assert batch.consumed() == list(range(8))
+ALL_ROUNDS = {"max_generation_rounds": 2}
 
 
-def test_surplus_groups_are_not_consumed():
-    batch, rounds = draw("mmr", 3, generation_prompts_factor=3.0)
-    assert rounds == [9]
-    assert ordinals(batch.kept) == [0, 1, 3]
-    assert ordinals(batch.surplus) == [4, 6, 7]
-    assert batch.consumed() == [0, 1, 2, 3, 5, 8]
+@pytest.mark.parametrize(
+    ("letters", "num_groups", "options", "kept", "dropped", "surplus", "sizes", "starved"),
+    [
+        # 0 and 3 qualify in the first round, 4 and 7 in the second.
+        ("mrwm", 4, {}, [0, 3, 4, 7], [1, 2, 5, 6], [], [4, 4], False),
+        ("mmr", 3, {"generation_prompts_factor": 3.0}, [0, 1, 3], [2, 5, 8], [4, 6, 7], [9], False),
+        # Without the filter every complete group is kept; 3 is incomplete and replaced.
+        ("mrwi", 6, {"dynamic_sampling": False}, [0, 1, 2, 4, 5, 6], [3], [], [6, 1], False),
+        ("mwww", 4, ALL_ROUNDS, [0, 4], [1, 2, 3, 5, 6, 7], [], [4, 4], True),
+        (
+            *("miww", 4, {**ALL_ROUNDS, "starvation_policy": "relax"}),
+            *([0, 4, 2, 3], [1, 5, 6, 7], [], [4, 4], True),
+        ),
+        # A batch that is full at the last round is not starved; 0 is no limit of rounds.
+        ("mw", 2, ALL_ROUNDS, [0, 2], [1, 3], [], [2, 2], False),
+        ("w" * 50 + "m", 1, {"max_generation_rounds": 0}, [50], [*range(50)], [], [1] * 51, False),
+    ],
+)
+def test_a_group_is_kept_dropped_or_left_over(
+    letters, num_groups, options, kept, dropped, surplus, sizes, starved
+):
+    batch, rounds = draw(letters, num_groups, **options)
+    found = (ordinals(batch.kept), ordinals(batch.dropped), ordinals(batch.surplus))
+    assert found == (kept, dropped, surplus)
+    assert (rounds, batch.starved) == (sizes, starved)
+    assert batch.consumed() == sorted(kept + dropped)
 
 
 def test_later_rounds_can_shrink_to_what_is_missing():
@@ -78,20 +92,6 @@ def test_later_rounds_can_shrink_to_what_is_missing():
     assert ordinals(batch.surplus) == [21, 22]
 
 
-def test_without_dynamic_sampling_every_complete_group_is_kept():
-    batch, rounds = draw("mrwi", 6, dynamic_sampling=False)
-    # prompt 3 and 7 are incomplete and replaced one by one
-    assert ordinals(batch.kept) == [0, 1, 2, 4, 5, 6]
-    assert ordinals(batch.dropped) == [3]
-    assert rounds == [6, 1]
-
-
-def test_starvation_trains_on_what_there_is():
-    batch, rounds = draw("mwww", 4, max_generation_rounds=2)
-    assert (ordinals(batch.kept), batch.starved, rounds) == ([0, 4], True, [4, 4])
-    assert batch.consumed() == list(range(8))
-
-
 def test_starvation_with_no_group_at_all_gives_an_empty_batch():
     batch, _ = draw("w", 3, max_generation_rounds=2)
     assert (batch.kept, batch.starved, batch.consumed()) == ([], True, list(range(6)))
@@ -101,27 +101,9 @@ def test_starvation_with_no_group_at_all_gives_an_empty_batch():
     assert "ds/samples_per_trained_sample" not in metrics
 
 
-def test_relaxed_starvation_fills_up_with_complete_groups():
-    batch, _ = draw("miww", 4, max_generation_rounds=2, starvation_policy="relax")
-    assert ordinals(batch.kept) == [0, 4, 2, 3]
-    assert ordinals(batch.dropped) == [1, 5, 6, 7]
-    assert batch.starved
-
-
 def test_starvation_can_fail_loudly():
     with pytest.raises(ConfigError, match=r"4 groups must qualify within 2 .* got 2 of 8; give"):
         draw("mwww", 4, max_generation_rounds=2, starvation_policy="raise")
-
-
-def test_no_round_limit_goes_on_until_the_batch_is_full():
-    batch, rounds = draw("w" * 50 + "m", 1, max_generation_rounds=0)
-    assert ordinals(batch.kept) == [50]
-    assert len(rounds) == 51
-
-
-def test_a_full_batch_at_the_last_round_is_not_starved():
-    batch, _ = draw("mw", 2, max_generation_rounds=2)
-    assert (len(batch.kept), batch.starved) == (2, False)
 
 
 @given(
