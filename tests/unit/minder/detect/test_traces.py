@@ -48,13 +48,10 @@ def test_one_other_candidate_ends_a_run_as_published():
     assert (lengths(named), lengths(named, 2)) == ([130, 130], [1])
 
 
-def test_three_windows_in_a_long_run_are_tolerated_and_four_are_not():
+def test_three_windows_and_at_most_2_percent_of_a_run_are_tolerated():
     for gap, expected in ((3, [403]), (4, [200, 200])):
         for between in (None, 2):
             assert lengths(windows((5, 200), (between, gap), (5, 200)), gap_tolerance=3) == expected
-
-
-def test_a_tolerated_gap_is_at_most_2_percent_of_the_run():
     assert lengths(windows((5, 20), (None, 1), (5, 20)), gap_tolerance=3) == [20, 20]
 
 
@@ -149,18 +146,18 @@ def test_disorder_duplicates_and_broken_values_are_cleaned():
     assert values.tolist() == [10, 30]
 
 
-def test_a_clock_that_is_off_by_a_part_of_a_second_is_moved():
-    found = one([0.4, 1.4, 2.4, 3.4], [1, 2, 3, 4])
-    assert found[:, 0].tolist() == [1, 2, 3, 4]
-
-
-def test_a_machine_without_samples_stays_without_values():
-    assert np.isnan(one([0, 1, 2, 3], [1, 2, 3, 4])[:, 1]).all()
-
-
-def test_a_lost_sample_is_missing_and_not_repeated():
-    found = one([0, 1, 3], [1, 2, 4])[:, 0]
-    np.testing.assert_array_equal(found, np.array([1, 2, np.nan, 4], np.float32))
+@pytest.mark.parametrize(
+    ("ts", "values", "wanted"),
+    [
+        # A clock that is off by a part of a second is moved; a lost sample is not repeated.
+        ([0.4, 1.4, 2.4, 3.4], [1, 2, 3, 4], [1, 2, 3, 4]),
+        ([0, 1, 3], [1, 2, 4], [1, 2, np.nan, 4]),
+    ],
+)
+def test_samples_are_put_on_whole_seconds_and_nothing_else_is_known(ts, values, wanted):
+    found = one(ts, values)
+    np.testing.assert_array_equal(found[:, 0], np.array(wanted, np.float32))
+    assert np.isnan(found[:, 1]).all()
 
 
 def test_exporters_of_one_machine_are_asked_at_different_fractions_of_a_second():

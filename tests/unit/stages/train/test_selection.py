@@ -56,25 +56,25 @@ def mixed_first(max_groups, **changes):
     return table_config(selection="mixed_first", max_groups=max_groups, **changes)
 
 
-def test_mixed_groups_come_first_then_those_with_many_unfinished_then_the_rest():
-    batch = rows((0, "rr."), (1, "www"), (2, "r.w"), (3, "..."), (4, "rrr"), (5, "w.."), (6, "wr"))
-    assert preferred_groups(batch) == [2, 6, 3, 5, 0, 1, 4]
+@pytest.mark.parametrize(
+    ("groups", "places", "wanted"),
+    [
+        # Mixed groups come first, then those with many unfinished responses, then the rest.
+        (["rr.", "www", "r.w", "...", "rrr", "w..", "wr"], None, [2, 6, 3, 5, 0, 1, 4]),
+        # A response that got no token is no reason to prefer its group.
+        (["w--", "w.", "--", "w"], None, [1, 0, 2, 3]),
+        # Ties are settled by the place in the stream of prompts.
+        (["rw", "w.", "rw", "w.", "ww", "ww"], [40, 31, 20, 30, 11, 10], [2, 0, 3, 1, 5, 4]),
+    ],
+)
+def test_groups_are_preferred_by_their_verdicts_and_then_by_their_places(groups, places, wanted):
+    assert preferred_groups(rows(*enumerate(groups)), places) == wanted
 
 
 def test_the_reward_of_an_unfinished_response_makes_no_group_mixed():
     batch = rows((0, "r."), (1, "rw"))
     batch = batch.updated(accuracy=torch.tensor([1.0, 0.0, 1.0, 0.0]))
     assert preferred_groups(batch) == [1, 0]
-
-
-def test_a_response_that_got_no_token_is_no_reason_to_prefer_its_group():
-    assert preferred_groups(rows((0, "w--"), (1, "w."), (2, "--"), (3, "w"))) == [1, 0, 2, 3]
-
-
-def test_ties_are_settled_by_the_place_in_the_stream_of_prompts():
-    batch = rows((0, "rw"), (1, "w."), (2, "rw"), (3, "w."), (4, "ww"), (5, "ww"))
-    places = [40, 31, 20, 30, 11, 10]
-    assert preferred_groups(batch, places) == [2, 0, 3, 1, 5, 4]
 
 
 def test_neither_the_order_of_rows_nor_that_of_shards_matters():
