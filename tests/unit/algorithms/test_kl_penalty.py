@@ -21,11 +21,7 @@ REFERENCE = torch.tensor([[0.0, -1.5, -1.0], [0.0, -0.75, 0.0]])
 D = [0.5, -1.0, 0.25]
 """Policy minus reference of the three tokens."""
 
-VALUE = {
-    "k1": lambda d: d,
-    "k2": lambda d: d * d / 2,
-    "k3": lambda d: math.exp(-d) + d - 1,
-}
+VALUE = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) + d - 1}
 SLOPE = {"k1": lambda d: 1.0, "k2": lambda d: d, "k3": lambda d: 1 - math.exp(-d)}
 """Derivatives by the log-probability of the token."""
 

@@ -5,11 +5,7 @@ import torch
 
 from planish.algorithms.advantages import group_advantages
 from planish.algorithms.base import Denominators
-from planish.algorithms.losses import (
-    aggregate,
-    loss_counts,
-    policy_ratio,
-)
+from planish.algorithms.losses import aggregate, loss_counts, policy_ratio
 from planish.algorithms.masked import masked_mean, masked_sum
 from planish.algorithms.mismatch import correction_weights, mismatch_metrics
 

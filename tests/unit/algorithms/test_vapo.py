@@ -56,10 +56,7 @@ def test_ppo_and_vc_ppo_defaults_are_the_published_ones():
 def two_rows(**more):
     """A right response of three tokens and a wrong one of two."""
     return make_batch(
-        ragged_mask([3, 2], 3),
-        values=[[0.2, 0.4, 0.6], [0.5, 0.1, NAN]],
-        reward=[1.0, 0.0],
-        **more,
+        ragged_mask([3, 2], 3), values=[[0.2, 0.4, 0.6], [0.5, 0.1, NAN]], reward=[1.0, 0.0], **more
     )
 
 

@@ -32,9 +32,6 @@ def peak_megabytes(code: str) -> tuple[int, str]:
     # Not `ru_maxrss`: that begins with the memory of the process that started this one.
     ending = "import sys\nsys.stderr.write(open('/proc/self/status').read())"
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{ending}"],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", f"{code}\n{ending}"], capture_output=True, text=True, check=True
     )
     return int(re.findall(r"VmHWM:\s+(\d+) kB", done.stderr)[0]) >> 10, done.stdout

@@ -94,8 +94,7 @@ def test_a_ref_survives_json_and_its_pin_splits_again():
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "3", "null", "[" * 100_000, '{"schema": "policy/1"}'],
+    "text", ["", "{", "[]", "3", "null", "[" * 100_000, '{"schema": "policy/1"}']
 )
 def test_what_is_no_ref_is_refused(text):
     with pytest.raises(RecordError) as raised:

@@ -18,15 +18,7 @@ from hypothesis import strategies as st
 
 from planish import store
 from planish.base.errors import ObjectMissing, RecordError
-from planish.records import (
-    PromptSet,
-    Ragged,
-    RolloutSet,
-    TraceSet,
-    finished,
-    read_set,
-    write_set,
-)
+from planish.records import PromptSet, Ragged, RolloutSet, TraceSet, finished, read_set, write_set
 from planish.records import io as io_module
 from planish.records import manifest as manifest_module
 from planish.records import parquet as parquet_module

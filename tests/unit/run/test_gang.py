@@ -17,13 +17,7 @@ from planish.run.gang import cluster as module
 from planish.run.gang import launch
 from planish.run.gang.cluster import GangCluster
 from planish.run.gang.launch import run_gang, serve, submit
-from planish.run.gang.manifests import (
-    Gang,
-    GangPods,
-    Network,
-    job_manifest,
-    service_manifest,
-)
+from planish.run.gang.manifests import Gang, GangPods, Network, job_manifest, service_manifest
 
 GANG = Gang("ab" * 32, 4, 8, ("planish.stages.train.ranks.worker", "pin"))
 POD = {
@@ -113,7 +107,7 @@ def test_what_a_profile_says_comes_on_top():
     assert [each["key"] for each in spec["tolerations"]] == ["dedicated", "nvidia.com/gpu"]
     assert [each["name"] for each in spec["volumes"]] == ["cache", "shm", "scratch"]
     assert {each["mountPath"] for each in container["volumeMounts"]} == {
-        *("/cache", "/dev/shm", "/scratch"),
+        *("/cache", "/dev/shm", "/scratch")
     }
     variables = {each["name"]: each.get("value") for each in container["env"]}
     # A claim with models stays where models are fetched to.

@@ -74,7 +74,7 @@ def test_objects_come_back_and_empty_ones_are_not_stored(mapping):
     target = state(None, None) | {"note": 0}
     saved = memory.save({"model": source}, "megatron")
     assert sorted(key[1:] for key in saved.tensors) == [
-        *(("extra", "extra/shard_0_2"), ("extra", "extra/shard_1_2")),
+        *(("extra", "extra/shard_0_2"), ("extra", "extra/shard_1_2"))
     ]
     memory.load(saved, {"model": target}, "megatron")
     assert target["a"].data["amax"].tolist() == [1.0, 1.0]

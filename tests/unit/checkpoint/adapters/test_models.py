@@ -126,7 +126,7 @@ def test_tied_weights_are_stored_once_with_an_alias():
     source = Tied()
     found = collect("main", {"model": source}, "plain", for_load=False)
     assert [item.tensor.fqn for item in found.items] == [
-        *("scale", "embed.weight", "body.weight", "body.bias"),
+        *("scale", "embed.weight", "body.weight", "body.bias")
     ]
     assert found.facts == {"aliases": {"head.weight": "embed.weight"}}
     untied = Tied(tied=False)
@@ -260,9 +260,7 @@ def test_flat_shards_become_boxes_without_a_copy():
     shard = FlatShard("w", (6, 4), (0, 2), (6, 2), 3, 8, data)
     found = collect("main", {"model": [shard]}, "flat", for_load=False)
     (item,) = found.items
-    assert [tuple(box) for box in item.boxes] == [
-        *(((1, 3), (1, 1)), ((2, 2), (2, 2))),
-    ]
+    assert [tuple(box) for box in item.boxes] == [*(((1, 3), (1, 1)), ((2, 2), (2, 2)))]
     assert item.data.data_ptr() == data.data_ptr()
 
 
@@ -343,7 +341,7 @@ def test_a_fresh_optimizer_gets_moments_and_goes_on_bit_by_bit():
     step(net, optimizer, 3)
     saved = memory.save({"model": net, "optimizer": optimizer}, "plain")
     assert sorted(k[2] for k in saved.tensors if k[1] == "optim" and k[2].startswith("0.bias")) == [
-        *("0.bias.exp_avg", "0.bias.exp_avg_sq", "0.bias.max_exp_avg_sq", "0.bias.step"),
+        *("0.bias.exp_avg", "0.bias.exp_avg_sq", "0.bias.max_exp_avg_sq", "0.bias.step")
     ]
     state = {"model": other, "optimizer": second}
     found = collect("main", state, "plain", for_load=True, metadata=saved.metadata)

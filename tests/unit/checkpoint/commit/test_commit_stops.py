@@ -2,11 +2,7 @@
 
 import pytest
 
-from planish.base.errors import (
-    CheckpointExists,
-    StoreError,
-    StoreUnavailable,
-)
+from planish.base.errors import CheckpointExists, StoreError, StoreUnavailable
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.commit.commit import Commit
 from tests import thin
@@ -174,8 +170,7 @@ def test_a_collection_that_stops_anywhere_under_a_paused_save_never_breaks_what_
                     pass
 
             result = outcome(
-                lambda r=request, s=storage, c=collect: write(paused_at(s, r, c), NEW),
-                StoreError,
+                lambda r=request, s=storage, c=collect: write(paused_at(s, r, c), NEW), StoreError
             )
             assert check_all(storage) == ([1, 2] if isinstance(result, Commit) else [1])
             catalog.gc(storage, "run", grace_s=0)

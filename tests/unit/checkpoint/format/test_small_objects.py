@@ -259,8 +259,7 @@ def test_headers_that_lie_are_refused(text, told):
 
 
 @pytest.mark.parametrize(
-    ("word", "size"),
-    [(b"", 0), (b"\x01", 100), (b"\xff" * 8, 100), (struct.pack("<Q", 93), 100)],
+    ("word", "size"), [(b"", 0), (b"\x01", 100), (b"\xff" * 8, 100), (struct.pack("<Q", 93), 100)]
 )
 def test_a_header_larger_than_its_file_is_refused_before_it_is_read(word, size):
     with pytest.raises(CheckpointCorrupt):

@@ -18,13 +18,7 @@ from planish.checkpoint.plan.match import ShardIndex, match
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.plan.share import share_reads
 from tests.thin import examples
-from tests.unit.checkpoint.planned import (
-    item_bytes,
-    random_tensors,
-    random_world,
-    read,
-    write,
-)
+from tests.unit.checkpoint.planned import item_bytes, random_tensors, random_world, read, write
 
 MIB = 1 << 20
 

@@ -22,13 +22,7 @@ from planish.checkpoint.save.agree import MOST_PLANS, SaveOptions, plan_key
 from planish.checkpoint.save.engine import SaveEngine
 from planish.checkpoint.watch import monitor
 from planish.store import SINGLE_PUT_BYTES, open_store
-from tests.integration.ckpt_states import (
-    assert_holds,
-    attempts,
-    commit_json,
-    read_back,
-    state_of,
-)
+from tests.integration.ckpt_states import assert_holds, attempts, commit_json, read_back, state_of
 from tests.integration.waiting import wait_for
 from tests.stores.faulty import FaultyStore
 

@@ -302,6 +302,6 @@ def test_a_server_that_fails_is_told_once_and_nothing_is_done():
     actor.events.note = lambda *_, **__: None
     outcomes = [actor.handle(alert, result, 1000 + second) for second in range(3)]
     assert [(one.result, one.has_changed) for one in outcomes] == [
-        *(("failed", True), ("failed", False), ("failed", False)),
+        *(("failed", True), ("failed", False), ("failed", False))
     ]
     assert cluster.num_requests == 3

@@ -6,11 +6,7 @@ import pytest
 
 from planish.minder.act.config import KubernetesConfig
 from planish.minder.act.kube import names
-from planish.minder.act.kube.objects import (
-    group_jobs,
-    parse_pod,
-    pods_on,
-)
+from planish.minder.act.kube.objects import group_jobs, parse_pod, pods_on
 
 CONFIG = KubernetesConfig()
 

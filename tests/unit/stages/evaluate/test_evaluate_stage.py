@@ -24,13 +24,7 @@ from planish.show.command import show
 from planish.show.track import RunReader
 from planish.stages.evaluate import iteration
 from planish.stages.evaluate.config import EvaluateConfig
-from planish.stages.evaluate.score import (
-    Judged,
-    bootstrap,
-    majority,
-    pass_at_k,
-    scalars,
-)
+from planish.stages.evaluate.score import Judged, bootstrap, majority, pass_at_k, scalars
 from planish.stages.evaluate.stage import compare, run
 from planish.stages.export.card import accuracy_table
 from planish.stages.report.gather import gather

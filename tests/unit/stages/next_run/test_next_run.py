@@ -232,8 +232,7 @@ def test_restarts_are_counted_over_the_runs_of_a_root(named, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"max_restarts": 0}, {"state": "SUCCEEDED"}, {"state": "CANCELLED"}],
+    "changes", [{"max_restarts": 0}, {"state": "SUCCEEDED"}, {"state": "CANCELLED"}]
 )
 def test_restarts_are_off_unless_asked_for_and_follow_failures_only(named, changes):
     runs = FakeRuns()
@@ -293,10 +292,7 @@ def test_the_lock_is_free_for_the_restart_although_the_exit_task_still_works(nam
 def report(root, tmp_path, **changes):
     artifacts = {n: PathArtifact(str(tmp_path / "out" / n)) for n in ("report", "summary")}
     given = {"state": "FAILED", "max_restarts": 1, **changes}
-    run(
-        *(root, given["state"], "post-train", "x", given["max_restarts"]),
-        **artifacts,
-    )
+    run(*(root, given["state"], "post-train", "x", given["max_restarts"]), **artifacts)
     return [Path(artifact.path).read_text() for artifact in artifacts.values()]
 
 

@@ -119,10 +119,7 @@ def test_a_cold_start_is_planned_where_there_is_one():
         ("evaluate.device=cpu", "`evaluate.device` must be"),
         ("sft.device=cuda", "`sft.device` must be"),
         ("curate.pass_rate_device=cuda", "`curate.pass_rate_device` must be"),
-        (
-            "sft.force=true",
-            "`sft.force` must be off in a pipeline whose `sft` has a pod of no",
-        ),
+        ("sft.force=true", "`sft.force` must be off in a pipeline whose `sft` has a pod of no"),
         ("curate.pass_rate_policy=s3://b/p", "got 's3://b/p'; compile it with GPUs for it"),
         ("train.num_processes=1", "must be 0 or 8 in a pod of 8 GPUs, got 1; 0 is one for each"),
         ("engine.tensor_parallel=2", "at most the GPUs of a pod of `evaluate` (1), got 2"),

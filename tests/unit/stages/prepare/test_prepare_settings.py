@@ -22,14 +22,7 @@ from planish.stages.prepare.checks import check_run
 from planish.stages.prepare.command import toml_text
 from planish.stages.prepare.settings import build_config, read_config_file, split_overrides
 
-NOTHING = {
-    "preset": "",
-    "config": "",
-    "overrides": "",
-    "model": "",
-    "dataset": "",
-    "seed": -1,
-}
+NOTHING = {"preset": "", "config": "", "overrides": "", "model": "", "dataset": "", "seed": -1}
 
 
 def build(**changes):

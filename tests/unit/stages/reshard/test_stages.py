@@ -164,11 +164,7 @@ def test_parts_and_roles_that_were_left_out_are_not_missed(bench):
 
 @pytest.mark.parametrize(
     ("role", "roles", "expected"),
-    [
-        ("", ["main"], "main"),
-        ("critic", ["critic", "x"], "critic"),
-        ("", ["judge"], "judge"),
-    ],
+    [("", ["main"], "main"), ("critic", ["critic", "x"], "critic"), ("", ["judge"], "judge")],
 )
 def test_a_merged_policy_is_made_of_the_usual_role(role, roles, expected):
     assert policy_role(roles, role) == expected

@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 
 from planish.records.io import write_set
 from planish.records.rollouts import FinishReason, RolloutSet
-from planish.stages.rollout.carry import (
-    deal,
-    group_facts,
-    place,
-    read_carry,
-    refill,
-    settle,
-)
+from planish.stages.rollout.carry import deal, group_facts, place, read_carry, refill, settle
 from planish.stages.rollout.groups import Group, Slot, as_set, from_set
 
 
@@ -127,8 +120,4 @@ def test_sets_are_read_in_the_order_of_their_shards(tmp_path):
     # what is carried is all from before the next window
     slots = [slot for part in sets for group in part for slot in group.slots]
     assert all(slot.start == slot.num_tokens for slot in slots)
-    assert [names(part) for part in sets] == [
-        [(7, 0), (7, 1), (7, 2)],
-        [],
-        [(2, 0)],
-    ]
+    assert [names(part) for part in sets] == [[(7, 0), (7, 1), (7, 2)], [], [(2, 0)]]

@@ -211,7 +211,7 @@ def test_groups_enter_only_where_rows_are_free(tmp_path):
         # One of two qualified, so four of eight will, and four more take eight and a quarter.
         ("mw", 8, {"shrink_rounds": True}, [*range(8, 16)], [0, 0, 8]),
         # It is the last one that is allowed.
-        ("ww", 4, {"max_generation_rounds": 1}, [], [0, 0, 0]),
+        ("ww", 4, {"max_generation_rounds": 1}, [], [0, 4, 4]),
     ],
 )
 def test_a_round_asks_for_what_its_ended_groups_make_likely(

@@ -237,11 +237,7 @@ def save_policies(root: str, count: int) -> list[str]:
     """Versions 0..count-1 of the same weights; returns their pins."""
     return [
         save_policy(
-            layout.policy(root, v),
-            easy_policy(),
-            version=v,
-            parents={},
-            attributes={},
+            layout.policy(root, v), easy_policy(), version=v, parents={}, attributes={}
         ).pin()
         for v in range(count)
     ]

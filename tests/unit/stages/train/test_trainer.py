@@ -30,13 +30,7 @@ from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.fsdp2 import decoder_layers
 from planish.stages.train.trainer import STILL_ROWS, Trainer
 from tests.unit.models.test_policy import reward_model
-from tests.unit.stages.train.runs import (
-    TINY,
-    TINY_CRITIC,
-    random_rollouts,
-    rewards_for,
-    start_run,
-)
+from tests.unit.stages.train.runs import TINY, TINY_CRITIC, random_rollouts, rewards_for, start_run
 
 DAPO = Dapo(DapoConfig())
 VAPO = Vapo(VapoConfig(lambda_alpha=0.5, lambda_min=0.5))
