@@ -50,7 +50,6 @@ class Load:
         return [
             Request(
                 str(row),
-                str(row),
                 tuple(self.prompts[row].tolist()),
                 Sampling(int(length), temperature=temperature, ignore_eos=True, seed=row),
             )

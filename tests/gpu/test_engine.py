@@ -29,7 +29,7 @@ def requests_of(count, tokens, vocabulary, temperature=1.0):
     rng = np.random.default_rng(1)
     return [
         Request(
-            f"{k}", f"{k}", tuple(rng.integers(4, vocabulary, rng.integers(5, 30)).tolist()),
+            f"{k}", tuple(rng.integers(4, vocabulary, rng.integers(5, 30)).tolist()),
             Sampling(max_new_tokens=tokens, temperature=temperature, seed=k, ignore_eos=True),
         )
         for k in range(count)
@@ -111,7 +111,7 @@ def test_speed_memory_and_refresh_of_half_a_billion(tmp_path, figures):
         copies.append(time.perf_counter() - began)
         del copy
     figures["engine transformers Qwen2.5-0.5B"] = {
-        "decoder": engine.decoder_name,
+        "decoder": type(engine._batch.decoder).__name__,
         "rows": rows,
         "tokens_per_second": len(requests) * tokens / seconds,
         "step_seconds": seconds / engine.stats()["steps"],

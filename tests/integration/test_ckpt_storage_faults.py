@@ -54,7 +54,7 @@ def through(minio, proxy, bucket):
 
     yield make
     for storage in opened:
-        storage.close()
+        storage._client._http.clear()
 
 
 @pytest.fixture

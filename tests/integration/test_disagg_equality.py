@@ -47,7 +47,6 @@ def requests() -> list[Request]:
     return [
         Request(
             f"r{i}",
-            f"g{i}",
             prompt(i, 1 + 3 * i),
             Sampling(
                 max_new_tokens=17 + i,

@@ -154,9 +154,6 @@ class MemoryStore:
     def now(self) -> float:
         return self.clock()
 
-    def close(self) -> None:
-        """Memory has no connections."""
-
     def _find(self, key: str) -> tuple[bytes, Stat]:
         with self._lock:
             found = self._objects.get(check_key(key))

@@ -156,8 +156,7 @@ class BaseEngine(ABC):
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none.
 
-        An empty prompt raises ConfigError, an id that is alive EngineError, and `want_routing` from
-        an engine that has none NotSupported.
+        An empty prompt raises ConfigError, and an id that is alive EngineError.
         """
         with self._lock:
             self._expect("submit", *_AT_WORK)
@@ -187,11 +186,6 @@ class BaseEngine(ABC):
             raise EngineError(
                 f"a request id must be unique while it is alive, got {request.request_id!r} "
                 "again; collect its output or abort it first"
-            )
-        if request.sampling.want_routing and not self.routing:
-            raise NotSupported(
-                f"`want_routing` needs an engine that returns routing, got it in "
-                f"{request.request_id!r}; make the engine with `routing`"
             )
 
     def poll(self, timeout: float) -> list[Output]:

@@ -53,7 +53,6 @@ def generate_rollouts(
     requests = [
         Request(
             request_id=f"{prompt}-{sample:03d}",
-            group_id=prompt,
             prompt_ids=tuple(tokens),
             sampling=replace(sampling, seed=request_seed(run_seed, MEASURING, prompt, sample)),
         )

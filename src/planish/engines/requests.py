@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from planish.base.errors import ConfigError
 from planish.records.rollouts import FinishReason
 
 
@@ -45,19 +44,6 @@ class Sampling:
     want_routing: bool = False
     """Return the experts that each token was sent to; the engine must be made with `routing`."""
 
-    def __post_init__(self) -> None:
-        faults = []
-        if self.max_new_tokens < 1:
-            faults.append(f"`max_new_tokens` must be at least 1, got {self.max_new_tokens}")
-        if not 0.0 <= self.temperature < float("inf"):
-            faults.append(f"`temperature` must be finite and >= 0, got {self.temperature}")
-        if not 0.0 < self.top_p <= 1.0:
-            faults.append(f"`top_p` must lie in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            faults.append(f"`top_k` must be >= 0, got {self.top_k}")
-        if faults:
-            raise ConfigError("; ".join(faults) + "; the driver sets the sampling of a request")
-
 
 @dataclass(frozen=True)
 class Request:
@@ -65,8 +51,6 @@ class Request:
 
     request_id: str
     """Unique among the requests that are alive."""
-    group_id: str
-    """Requests of one prompt share it; engines may share work between them."""
     prompt_ids: tuple[int, ...]
     """Prompt after the chat template, at least one token."""
     sampling: Sampling

@@ -6,8 +6,6 @@ know engines, and they never hold pickled data.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -46,12 +44,6 @@ class WeightSource(Protocol):
     def read(self, name: str, index: Index = ()) -> torch.Tensor:
         """Return the box `index` of tensor `name`; the whole tensor when it is empty."""
 
-    @property
-    def fingerprint(self) -> str:
-        """Hex digest of names, shapes and dtypes."""
-        plain = {name: [list(shape), str(dtype)] for name, (shape, dtype) in self.names().items()}
-        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
 
 class DictWeights(WeightSource):
     """Weights in memory, which no other process can read."""
@@ -72,11 +64,7 @@ class FolderWeights(WeightSource):
     """Weights in the `*.safetensors` files of one local folder; files stay mapped, not loaded."""
 
     def __init__(self, folder: Path) -> None:
-        """Map the files and read their headers.
-
-        Raises:
-            EngineError: there are none, one is damaged, or a tensor has a type of no weights.
-        """
+        """Map the files and read their headers."""
         from safetensors import SafetensorError, safe_open
 
         files = sorted(folder.glob("*.safetensors"))
@@ -132,13 +120,8 @@ def offer(source: WeightSource) -> str:
 def fetch_weights(address: str) -> WeightSource:
     """Return the weights at the address of a source, all files on this machine and verified.
 
-    Args:
-        address: a pinned URI, whose bytes leave the store once for all processes of this machine,
-            a local folder, which is taken as it is, or what `offer` has returned here.
-
-    Raises:
-        ObjectMissing: no finished export there.
-        RecordError: a file is missing or damaged.
+    That is a pinned URI, whose bytes leave the store once for all processes of this machine, a
+    local folder, which is taken as it is, or what `offer` has returned here.
     """
     held = _fetched.get(address)
     if held is not None:
@@ -157,11 +140,7 @@ def check_weights(
     *,
     refuse_others: bool = True,
 ) -> None:
-    """Compare names and shapes of new weights with those of the model that is served.
-
-    Raises:
-        EngineError: they do not fit; the message names the first five.
-    """
+    """Compare names and shapes of new weights with those of the model that is served."""
     faults = [f"{name} is missing" for name in wanted if name not in given]
     if refuse_others:
         faults += [f"{name} is not of this model" for name in given if name not in wanted]

@@ -203,9 +203,6 @@ class Store(Protocol):
     def now(self) -> float:
         """Return the time by the clock that `Stat.modified` uses, seconds since 1970."""
 
-    def close(self) -> None:
-        """Drop idle connections; the store may still be used."""
-
 
 def check_key(key: str, *, is_file: bool = False) -> str:
     """Return `key` if it can be one everywhere, or raise StoreMisconfigured.

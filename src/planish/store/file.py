@@ -58,6 +58,7 @@ _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EIO, errno.EAGAIN, errno.EINTR}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_ABSENT_IS_FINE = contextlib.suppress(FileNotFoundError, NotADirectoryError)
 
 
 def connect(bucket: str = "", *, timeout_s: float = TIMEOUT_SECONDS) -> FileStore:
@@ -83,7 +84,7 @@ class FileStore:
     ) -> str:
         """Write an object as a whole."""
         view = memoryview(data).cast("B")
-        file = FileMultipart(self._path(key), key, self.uri(key), view.nbytes)
+        file = self.open_multipart(key, view.nbytes)
         try:
             file.write(1, view)
             return file.complete(if_none_match=if_none_match, if_match=if_match)
@@ -98,15 +99,15 @@ class FileStore:
         """Remove a temporary file."""
         if not upload_id.startswith(_temporary_prefix(key)) or "/" in upload_id:
             raise StoreError(f"an upload of {key!r} must not be named {upload_id!r}")
-        with _store_errors(self.uri(key)), _absent_is_fine():
+        with _store_errors(self.uri(key)), _ABSENT_IS_FINE:
             (self._path(key).parent / upload_id).unlink()
 
     def open_uploads(self, key: str) -> list[Upload]:
         """Return the temporary files of a key."""
         uploads: list[Upload] = []
-        with _store_errors(self.uri(key)), _absent_is_fine():
+        with _store_errors(self.uri(key)), _ABSENT_IS_FINE:
             for path in self._path(key).parent.glob(_temporary_prefix(key) + "*"):
-                with _absent_is_fine():
+                with _ABSENT_IS_FINE:
                     uploads.append(Upload(path.name, path.stat().st_mtime))
         return sorted(uploads)
 
@@ -174,7 +175,7 @@ class FileStore:
         """Remove files."""
         for key in keys:
             path = self._path(key)
-            with _store_errors(self.uri(key)), _absent_is_fine(), _locked(path.parent):
+            with _store_errors(self.uri(key)), _ABSENT_IS_FINE, _locked(path.parent):
                 path.unlink()
 
     def tidy(self, folder: str) -> None:
@@ -195,9 +196,6 @@ class FileStore:
     def now(self) -> float:
         """Return the time of this machine."""
         return time.time()
-
-    def close(self) -> None:
-        """Files are closed after each call."""
 
     def _path(self, key: str) -> Path:
         name = check_key(key, is_file=True).rpartition("/")[2]
@@ -277,18 +275,15 @@ class FileMultipart:
                 raise StoreError(f"`{self._uri}` must not be a folder; remove it first") from None
             _sync_folder(folder)
             _sweep(folder)
-        self._close()
+        self.abort()
         return etag
 
     def abort(self) -> None:
         """Remove the file unless it has its name."""
-        self._close()
-
-    def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-        with _store_errors(self._uri), _absent_is_fine():
+        with _store_errors(self._uri), _ABSENT_IS_FINE:
             self._path.unlink()
 
 
@@ -303,7 +298,6 @@ def temporary_name(mark: str = "") -> str:
 
 
 def _temporary_prefix(key: str) -> str:
-    """Return how the temporary names of a key begin."""
     return f"{TEMPORARY}{_digest(key)}-"
 
 
@@ -323,7 +317,7 @@ def _sweep(folder: Path) -> None:
     if len(_SWEPT) >= MAX_SWEPT:
         _SWEPT.clear()
     _SWEPT[folder] = now
-    with _absent_is_fine(), os.scandir(folder) as entries:
+    with _ABSENT_IS_FINE, os.scandir(folder) as entries:
         for entry in entries:
             if not entry.name.startswith(TEMPORARY):
                 continue
@@ -390,12 +384,6 @@ def _sync_folder(folder: Path) -> None:
 def _stat(key: str, facts: os.stat_result) -> Stat:
     etag = f'"{facts.st_ino:x}-{facts.st_mtime_ns:x}-{facts.st_size:x}"'
     return Stat(key, facts.st_size, etag, facts.st_mtime)
-
-
-@contextlib.contextmanager
-def _absent_is_fine() -> Iterator[None]:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        yield
 
 
 @contextlib.contextmanager

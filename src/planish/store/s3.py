@@ -273,10 +273,6 @@ class S3Store:
         """Return the time of the server."""
         return self._client.now()
 
-    def close(self) -> None:
-        """Close idle connections."""
-        self._client.close()
-
     def _tag_of_same(self, key: str, view: memoryview) -> str:
         """Return the entity tag of an object that has exactly these bytes, else ""."""
         try:

@@ -240,10 +240,6 @@ class Client(Minio):
         except (TypeError, ValueError):
             return time.time()
 
-    def close(self) -> None:
-        """Close idle connections."""
-        self._http.clear()
-
     def _send(
         self,
         method: str,

@@ -53,7 +53,7 @@ def tiny_policy() -> Policy:
 def requests_of(count: int, num_tokens: int) -> list[Request]:
     """Equal requests, which go to one micro-batch each."""
     sampling = Sampling(max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    return [Request(f"r{i}", f"g{i}", tuple(range(4, 12)), sampling) for i in range(count)]
+    return [Request(f"r{i}", tuple(range(4, 12)), sampling) for i in range(count)]
 
 
 def seconds_of_iteration(engine: DisaggEngine, count: int, iterations: int) -> float:

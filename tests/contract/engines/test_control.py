@@ -2,7 +2,6 @@
 
 import random
 import threading
-from dataclasses import replace
 
 import pytest
 
@@ -116,13 +115,9 @@ def test_weights_that_do_not_fit_change_nothing(new_engine, make_policy):
 
 def test_requests_that_can_not_be_taken_leave_the_queue_as_it_was(new_engine):
     engine = new_engine()
-    empty = Request("r1", "g", (), Sampling(max_new_tokens=3))
+    empty = Request("r1", (), Sampling(max_new_tokens=3))
     with pytest.raises(ConfigError, match="at least one token, got none in 'r1'"):
         engine.submit([request(0, 3), empty])
-    if not engine.routing:
-        asking = replace(request(0, 2), sampling=Sampling(max_new_tokens=2, want_routing=True))
-        with pytest.raises(NotSupported, match="`want_routing`"):
-            engine.submit([asking])
     assert engine.poll(0.01) == engine.generate([]) == []
     assert engine.state == "ready"
     engine.submit([request(0, 5)])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from planish.base.errors import ConfigError, EngineError, NotSupported
+from planish.base.errors import ConfigError, EngineError
 from planish.engines.config import EngineConfig
 from planish.engines.disagg.engine import DisaggEngine
 from planish.engines.requests import ModelRef
@@ -184,12 +184,9 @@ def test_new_weights_route_anew(engine_name, start):
     assert_equal_but_for_ties(output.routing, policy_of(engine_name, seed=1), inputs)
 
 
-def test_a_dense_model_and_an_engine_that_was_not_told_refuse(engine_name, start):
+def test_a_dense_model_is_refused(engine_name, start):
     with pytest.raises((ConfigError, EngineError), match=r"a model (without|with) experts"):
         start(engine_name, qwen3_policy())
-    engine = start(engine_name, policy_of(engine_name), routing=False)
-    with pytest.raises(NotSupported, match="`want_routing` needs an engine that returns routing"):
-        engine.submit([wanting(request(0, 2))])
 
 
 def test_a_beginning_that_vllm_has_in_its_cache_has_its_experts(start):

@@ -165,7 +165,7 @@ def test_first_tokens_have_the_frequencies_of_the_softmax(new_engine, make_polic
     ids = prompt(3, 9)
     sampling = {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True}
     outputs = engine.generate(
-        [Request(f"r{i}", "g", ids, Sampling(**sampling, seed=i)) for i in range(DRAWS)]
+        [Request(f"r{i}", ids, Sampling(**sampling, seed=i)) for i in range(DRAWS)]
     )
     scaled = exact_logits(make_policy(), ids)[-1] / temperature
     wanted = np.exp(scaled - np.logaddexp.reduce(scaled)) * DRAWS
@@ -180,15 +180,15 @@ def test_first_tokens_have_the_frequencies_of_the_softmax(new_engine, make_polic
 
 def test_a_prompt_of_one_token_works(new_engine, make_policy):
     policy = make_policy()
-    one = Request("r", "g", (7,), Sampling(max_new_tokens=6, temperature=0.0, ignore_eos=True))
+    one = Request("r", (7,), Sampling(max_new_tokens=6, temperature=0.0, ignore_eos=True))
     output = new_engine(policy).generate([one])[0]
     assert output.token_ids == reference_greedy(policy, (7,), 6)
 
 
 def test_a_request_that_does_not_fit_fails_alone(new_engine):
     engine = new_engine(max_model_len=20)
-    long = Request("long", "g", prompt(1, 20), Sampling(max_new_tokens=3))
-    strange = Request("strange", "g", (5, 5000), Sampling(max_new_tokens=3))
+    long = Request("long", prompt(1, 20), Sampling(max_new_tokens=3))
+    strange = Request("strange", (5, 5000), Sampling(max_new_tokens=3))
     outputs = engine.generate([request(0, 3), long, strange, request(1, 3)])
     reasons = [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ABORT, FinishReason.LENGTH]
     assert [o.finish_reason for o in outputs] == reasons
@@ -196,7 +196,7 @@ def test_a_request_that_does_not_fit_fails_alone(new_engine):
     assert outputs[1].token_ids == outputs[1].logprobs == []
     assert engine.state == "ready"
     # The limit of the model ends a response.
-    one = Request("r", "g", prompt(1, 15), Sampling(max_new_tokens=50, ignore_eos=True))
+    one = Request("r", prompt(1, 15), Sampling(max_new_tokens=50, ignore_eos=True))
     (output,) = engine.generate([one])
     assert (output.num_tokens, output.finish_reason) == (5, FinishReason.LENGTH)
 
@@ -213,7 +213,7 @@ def test_non_finite_logits_fail_one_request_and_no_other(new_engine, make_policy
     )
     policy.model.config.tie_word_embeddings = False
     clean = [r for r in plain if poison not in r.prompt_ids]
-    bad = Request("bad", "g", (5, poison, 6), Sampling(max_new_tokens=9))
+    bad = Request("bad", (5, poison, 6), Sampling(max_new_tokens=9))
     engine = new_engine(policy, max_rows=2)
     outputs = {o.request_id: o for o in engine.generate([bad, *clean])}
     assert outputs["bad"].finish_reason is FinishReason.ABORT

@@ -57,7 +57,7 @@ LLAMA3 |= {"original_max_position_embeddings": 64, **THETA}
 def test_a_decoder_equals_the_plain_forward(decoder, family, changes):
     policy = family_policy(family, **changes)
     engine = start(policy, max_rows=3)
-    assert engine.decoder_name == f"{decoder}Decoder"
+    assert type(engine._batch.decoder).__name__ == f"{decoder}Decoder"
     check_against_the_plain_forward(policy, engine)
 
 

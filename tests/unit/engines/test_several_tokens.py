@@ -19,7 +19,7 @@ def part(token_ids, finish_reason=None):
 
 
 def row_of(engine, **sampling):
-    request = Request("r", "g", (1, 2), Sampling(max_new_tokens=8, **sampling))
+    request = Request("r", (1, 2), Sampling(max_new_tokens=8, **sampling))
     row = _Running(request, frozenset({7}))
     engine._running["r"] = row
     return row

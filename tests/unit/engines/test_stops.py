@@ -91,7 +91,7 @@ def stopping(policy: Policy, *strings: str) -> Policy:
 
 def requests(count: int, max_new_tokens: int = 40, **sampling) -> list[Request]:
     return [
-        Request(f"r{i}", f"g{i}", prompt(i), Sampling(max_new_tokens, seed=70 + i, **sampling))
+        Request(f"r{i}", prompt(i), Sampling(max_new_tokens, seed=70 + i, **sampling))
         for i in range(count)
     ]
 

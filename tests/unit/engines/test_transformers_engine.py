@@ -72,7 +72,7 @@ def test_rows_are_replaced_at_once(policy):
 def test_equal_prompts_of_one_batch_are_prefilled_once(policy):
     engine = start(policy, max_rows=8)
     base = request(3, 5)
-    samples = [type(base)(f"s{i}", "g", base.prompt_ids, base.sampling) for i in range(8)]
+    samples = [type(base)(f"s{i}", base.prompt_ids, base.sampling) for i in range(8)]
     outputs = engine.generate(samples)
     assert engine.stats()["prefill_tokens"] == len(base.prompt_ids) - 1
     # equal seeds too: all eight responses are the same
@@ -100,7 +100,8 @@ def test_a_known_family_is_served_without_the_modules_of_transformers(saved):
         "from planish.engines.config import EngineConfig\n"
         "from planish.engines.requests import ModelRef\n"
         f"engine = open_engine(EngineConfig(), ModelRef(pin={saved!r}))\n"
-        "print(engine.decoder_name, any('modeling_qwen3' in name for name in sys.modules))"
+        "print(type(engine._batch.decoder).__name__)\n"
+        "print(any('modeling_qwen3' in name for name in sys.modules))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["FusedDecoder", "False"]
@@ -113,7 +114,9 @@ def test_an_exported_family_gives_the_tokens_of_its_modules(tmp_path, family):
     pin = save_policy(f"file://{tmp_path}/p", policy, version=1, parents={}, attributes={}).pin()
     requests = [request(i, 12, temperature=0.0) for i in range(4)]
     with open_engine(EngineConfig(), ModelRef(pin=pin)) as engine:
-        assert engine.decoder_name == ("ModuleDecoder" if family == "Phi" else "FusedDecoder")
+        assert type(engine._batch.decoder).__name__ == (
+            "ModuleDecoder" if family == "Phi" else "FusedDecoder"
+        )
         for one, output in zip(requests, engine.generate(requests), strict=True):
             assert output.token_ids == reference_greedy(policy, one.prompt_ids, 12)
 
@@ -128,8 +131,6 @@ def test_weights_of_an_export_are_read_by_name_and_box(saved, policy):
     assert torch.equal(weights.read(name, box), expected[box])
     memory = DictWeights({n: weights.read(n) for n in weights.names()})
     assert torch.equal(memory.read(name, box), expected[box])
-    assert memory.fingerprint == weights.fingerprint
-    assert DictWeights({"a": torch.ones(3)}).fingerprint != weights.fingerprint
 
 
 def test_an_engine_takes_new_weights_from_an_export(saved, policy):

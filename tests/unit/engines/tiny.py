@@ -75,7 +75,6 @@ def request(index: int, max_new_tokens: int = 12, **sampling) -> Request:
     options = {"seed": 1000 + index, "ignore_eos": True, **sampling}
     return Request(
         f"r{index}",
-        f"g{index}",
         prompt(index),
         Sampling(max_new_tokens=max_new_tokens, **options),
         response_prefix=prefix,

@@ -68,7 +68,7 @@ def model(request):
 def greedy(engine):
     sampling = Sampling(max_new_tokens=12, temperature=0.0, ignore_eos=True)
     requests = [
-        Request(f"r{i}", "g", tuple(range(4 + i, 9 + 2 * i)), sampling=sampling) for i in range(3)
+        Request(f"r{i}", tuple(range(4 + i, 9 + 2 * i)), sampling=sampling) for i in range(3)
     ]
     return [output.token_ids for output in engine.generate(requests)]
 

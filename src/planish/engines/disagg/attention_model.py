@@ -43,11 +43,7 @@ class AttentionModel:
     """Modules over the tensors of a policy folder that are not of routed experts."""
 
     def __init__(self, folder: Path, exchange: Exchange, device: torch.device) -> None:
-        """Build the modules and read their tensors; `exchange` computes the routed experts.
-
-        Raises:
-            EngineError: the model is dense, or tensors are missing.
-        """
+        """Build the modules and read their tensors; `exchange` computes the routed experts."""
         self._device = device
         self.config = read_model_config(folder)
         self.modules = empty_model(folder)
@@ -64,13 +60,6 @@ class AttentionModel:
         for module in self.modules.modules():
             module._buffers |= {name: b.to(device) for name, b in module.named_buffers("", False)}
         self.write(self.read(FolderWeights(folder)))
-        self.modules.tie_weights()
-        tensors = [*self.modules.named_parameters(), *self.modules.named_buffers()]
-        left = [name for name, tensor in tensors if tensor.device.type == "meta"]
-        if left:
-            raise EngineError(
-                f"every tensor of the attention side must be in the policy, got none for {left[:4]}"
-            )
 
     def read(self, weights: WeightSource) -> dict[str, Tensor]:
         """Return tensors by their names in memory; nothing changes yet."""

@@ -230,9 +230,9 @@ class Rank:
     def load(self, message: Mapping[str, Any]) -> Message:
         """Read other weights, or other experts, beside those in use."""
         layout = ExpertLayout.parse(message["layout"])
-        weights = fetch_weights(message["weights"])
-        self._next = int(message["version"]), layout, self._read(weights, layout)
-        return {"fingerprint": weights.fingerprint}
+        weights = self._read(fetch_weights(message["weights"]), layout)
+        self._next = int(message["version"]), layout, weights
+        return {}
 
     def _read(self, weights: WeightSource, layout: ExpertLayout) -> Any:
         """Return what this rank needs of some weights."""

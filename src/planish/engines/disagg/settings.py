@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,5 +91,4 @@ class RankSettings:
     @classmethod
     def parse(cls, plain: Mapping[str, Any]) -> RankSettings:
         """Return what `plain` was given."""
-        known = {field.name: plain[field.name] for field in fields(cls) if field.name in plain}
-        return cls(**{**known, "stage_s": tuple(known["stage_s"])})
+        return cls(**{**plain, "stage_s": tuple(plain["stage_s"])})

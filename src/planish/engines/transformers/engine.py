@@ -54,11 +54,6 @@ class TransformersEngine(BaseEngine):
         self._served: ServedModel | None = None
         self._batch: DecodeBatch | None = None
 
-    @property
-    def decoder_name(self) -> str:
-        """Which decoder serves this model."""
-        return type(self._running().decoder).__name__
-
     def _load(self, model: ModelRef) -> int:
         served = open_model(model, self._device, fused=self._fused)
         dtype = routing_dtype(served.config) if self.routing else ""

@@ -162,7 +162,7 @@ class VllmEngine(BaseEngine):
             self._check_taken()
             # One token, so that a model that this build can not run fails now.
             one = Sampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-            self._add(Request("probe", "", (0,), one))
+            self._add(Request("probe", (0,), one))
             while self._running:
                 self._step()
             self._counts = dict.fromkeys(self._counts, 0)
@@ -303,13 +303,9 @@ class VllmEngine(BaseEngine):
         return self._llm.apply_model(function)[0]
 
     def keep_choices(self, dtype: str) -> Callable[[int, Tensor], None]:
-        """Keep the experts of each token although other processes compute them.
+        """Keep the experts of each token, as `int8` or `int16`, although others compute them.
 
-        Args:
-            dtype: `int8` or `int16`.
-
-        Returns:
-            What must be told the choices of each layer, as `SlotRouting.hear`.
+        It returns what must be told the choices of each layer, as `SlotRouting.hear`.
         """
         self._slots, self.routing = SlotRouting(self._llm, len(self._experts), dtype), True
         return self._slots.hear
@@ -481,10 +477,7 @@ class VllmEngine(BaseEngine):
             self._llm.wake_up(["weights"])
         is_here = self._config.tensor_parallel == 1 or self._team is not None
         with contextlib.ExitStack() as scratch:
-            announced = {
-                "address": offer(source) if is_here else address_of(source, scratch),
-                "fingerprint": source.fingerprint,
-            }
+            announced = {"address": offer(source) if is_here else address_of(source, scratch)}
             # Of several ranks one may have failed and another not: vLLM would count their answers
             # to later questions wrongly.
             with self._failing() if self._config.tensor_parallel > 1 else contextlib.nullcontext():
@@ -541,19 +534,16 @@ def _refuse_on_cpu(settings: EngineConfig, config: dict[str, Any], *, routing: b
             "can not return the experts of a token, and so must `train.replay_routing`, got true; "
             "take the engine `transformers`"
         )
-    check_cpu_sizes(config, _head_sizes(), settings.tensor_parallel)
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    head_sizes = CPUAttentionBackend.get_supported_head_sizes()
+    check_cpu_sizes(config, head_sizes, settings.tensor_parallel)
 
 
 def check_cpu_sizes(config: dict[str, Any], head_sizes: list[int], ranks: int) -> None:
-    """Refuse sizes that the kernels of vLLM for the CPU do not take.
+    """Refuse sizes that the kernels of vLLM for the CPU do not take; all of them are named.
 
-    Args:
-        config: config.json of the model.
-        head_sizes: widths of heads that attention knows.
-        ranks: that share a matrix.
-
-    Raises:
-        EngineError: all that do not fit are named.
+    `head_sizes` are widths of heads that attention knows; `ranks` share a matrix.
     """
     faults = []
     size = config.get("head_dim")
@@ -570,10 +560,3 @@ def check_cpu_sizes(config: dict[str, Any], head_sizes: list[int], ranks: int) -
         raise EngineError(
             f"{'; '.join(faults)} for vLLM on the CPU; take the engine `transformers`"
         )
-
-
-def _head_sizes() -> list[int]:
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
-    return sizes

@@ -28,7 +28,6 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.platforms import current_platform
 
-from planish.base.errors import EngineError
 from planish.engines.vllm.remote_experts import RemoteRoutedExperts
 from planish.engines.vllm.taken import load
 from planish.engines.weights import WeightSource, fetch_weights
@@ -48,8 +47,6 @@ class NextWeights(WeightTransferInitInfo):
 
     address: str
     """As `fetch_weights` takes it, on the machine of each first rank."""
-    fingerprint: str
-    """Of names, shapes and types, as the driver checked them."""
 
 
 @dataclass
@@ -73,23 +70,9 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
         return None if is_trainer or group.world_size == 1 else group
 
     def init_transfer_engine(self, init_info: NextWeights) -> None:
-        """Have the next weights on this machine, every digest verified; nothing changes yet.
-
-        Raises:
-            ObjectMissing: there are none.
-            RecordError: a file is missing or damaged.
-            EngineError: they are other ones than the driver has seen.
-        """
-        self._next = None
-        if self._group is not None and not self._group.is_first_rank:
-            return
-        weights = fetch_weights(init_info.address)
-        if weights.fingerprint != init_info.fingerprint:
-            raise EngineError(
-                f"the files must hold the tensors that their headers named, got another "
-                f"fingerprint at {init_info.address!r}; export the policy again"
-            )
-        self._next = weights
+        """Have the next weights on this machine, every digest verified; nothing changes yet."""
+        is_reader = self._group is None or self._group.is_first_rank
+        self._next = fetch_weights(init_info.address) if is_reader else None
 
     def start_weight_update(self) -> None:
         """Let the model take weights again.
@@ -145,11 +128,8 @@ def in_group(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors by name on every rank of a group, of which the first alone reads them.
 
-    Args:
-        weights: None on the other ranks.
-        names: what to read; none on the other ranks.
-        group: vLLM's coordinator of a tensor-parallel group; None where this rank reads alone.
-        device: where tensors are for the broadcast.
+    Weights and names are None and none on the other ranks; the group is vLLM's coordinator of a
+    tensor-parallel group, None where this rank reads alone. The broadcast is from `device`.
     """
     if group is None:
         assert weights is not None

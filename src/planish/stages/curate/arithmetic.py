@@ -56,8 +56,8 @@ class ColumnExpression:
     def trace(self) -> str:
         """Return the columns from the right, `digit, digit, carry in = value`, and the result."""
         if self.operator == "*":
-            number, digit = self.left, self.right
-            columns = _product_columns(*((number, digit) if digit <= 9 else (digit, number)))
+            number, digit = (self.left, self.right) if self.right <= 9 else (self.right, self.left)
+            columns = _product_columns(number, digit)
         else:
             columns = _sum_columns(self.left, self.right, minus=self.operator == "-")
         return ";".join(columns) + f"={self.result}"

@@ -97,11 +97,7 @@ def reward_columns(config: CurateConfig, problem: Problem, fields: Mapping[str, 
 
 
 def check_types(config: CurateConfig, drops: Sequence[Drop], num_rows: int) -> None:
-    """Refuse rows that hold something of another type than text, unless `skip_bad` is set.
-
-    Raises:
-        ConfigError: there are such rows; the first ones are named.
-    """
+    """Refuse rows that hold something of another type than text, unless `skip_bad` is set."""
     wrong = [drop for drop in drops if drop.reason in WRONG_TYPE]
     if wrong and not config.skip_bad:
         shown = [(drop.reason, *drop.example.split(": ", 1)) for drop in wrong[:3]]

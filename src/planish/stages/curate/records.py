@@ -12,13 +12,12 @@ import itertools
 import json
 import logging
 import math
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from planish.base.errors import ConfigError
 from planish.base.telemetry import redact
@@ -72,14 +71,12 @@ def read_data(
     config: CurateConfig,
     ledger: CurationLedger,
     *,
-    skip_bad: bool,
     key: str = "curate.dataset",
     label: str = "",
 ) -> DataTable:
     """Read the data set of a configuration; `ledger` gets one filter, whose name `label` begins.
 
-    With `skip_bad` unreadable rows are left out and counted. `key` is the setting that holds the
-    address, for messages.
+    `key` is the setting that holds the address, for messages.
 
     Raises:
         ConfigError: no such data set, no rows, or a bad row; names the line.
@@ -92,7 +89,7 @@ def read_data(
     for item in items:
         if isinstance(item, DataRow):
             rows.append(item)
-        elif skip_bad:
+        elif config.skip_bad:
             add_drop(bad, item, shown)
         else:
             origin, _, fault = item.example.partition(": ")
@@ -137,9 +134,11 @@ def open_data(
         rows = read_hub(source, **options, streaming=most_of_hub is not None)
         return source.place, None, _rows(itertools.islice(rows, most_of_hub), "row")
     path = fetch_file(source, key=key)
-    if _is_parquet(path):
+    with path.open("rb") as file:
+        is_parquet = path.suffix == ".parquet" or file.read(4) == b"PAR1"
+    if is_parquet:
         return path.name, path, _rows(_parquet_rows(path), "row")
-    return path.name, path, _rows(_lines(path), "line")
+    return path.name, path, _rows(bounded_lines(path), "line")
 
 
 def _rows(items: Iterable[Any], unit: str) -> Iterator[DataRow | Drop]:
@@ -153,17 +152,7 @@ def _rows(items: Iterable[Any], unit: str) -> Iterator[DataRow | Drop]:
             yield Drop(error.reason, f"{origin}: {error}")
 
 
-def _is_parquet(path: Path) -> bool:
-    with path.open("rb") as file:
-        return path.suffix == ".parquet" or file.read(4) == b"PAR1"
-
-
-def _lines(path: Path) -> Iterator[bytes | BadRow]:
-    with path.open("rb") as file:
-        yield from bounded_lines(file, path.name)
-
-
-def bounded_lines(file: BinaryIO, name: str) -> Iterator[bytes | BadRow]:
+def bounded_lines(path: Path) -> Iterator[bytes | BadRow]:
     """Yield the lines of a file, unpacked where gzip has packed it; a longer one is a bad row.
 
     No more than `MAX_LINE_BYTES` of a line are ever held.
@@ -171,30 +160,30 @@ def bounded_lines(file: BinaryIO, name: str) -> Iterator[bytes | BadRow]:
     Raises:
         ConfigError: it unpacks to far more than data would, or is damaged.
     """
-    packed = file.read(2) == b"\x1f\x8b"
-    num_bytes = file.seek(0, os.SEEK_END)
-    file.seek(0)
+    num_bytes, name = path.stat().st_size, path.name
+    with path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
     limit = max(MIN_UNPACKED_BYTES, MAX_PACKED_RATIO * num_bytes) if packed else num_bytes
-    stream = gzip.GzipFile(fileobj=file) if packed else file
     seen = 0
     try:
-        while line := stream.readline(MAX_LINE_BYTES + 1):
-            line = line if seen else line.removeprefix(codecs.BOM_UTF8)
-            seen += len(line)
-            too_long = len(line) > MAX_LINE_BYTES and not line.endswith(b"\n")
-            rest = line if too_long else b""
-            while rest and not rest.endswith(b"\n") and seen <= limit:
-                rest = stream.readline(MAX_LINE_BYTES)
-                seen += len(rest)
-            if seen > limit:
-                raise ConfigError(
-                    f"`{name}` must unpack to at most {limit} bytes, {MAX_PACKED_RATIO} times its "
-                    f"{num_bytes}, got more; give the unpacked file if it is meant"
-                )
-            if too_long:
-                yield BadRow("line_too_long", f"more than {MAX_LINE_BYTES} bytes")
-            else:
-                yield line.removesuffix(b"\n")
+        with gzip.open(path) if packed else path.open("rb") as stream:
+            while line := stream.readline(MAX_LINE_BYTES + 1):
+                line = line if seen else line.removeprefix(codecs.BOM_UTF8)
+                seen += len(line)
+                too_long = len(line) > MAX_LINE_BYTES and not line.endswith(b"\n")
+                rest = line if too_long else b""
+                while rest and not rest.endswith(b"\n") and seen <= limit:
+                    rest = stream.readline(MAX_LINE_BYTES)
+                    seen += len(rest)
+                if seen > limit:
+                    raise ConfigError(
+                        f"`{name}` must unpack to at most {limit} bytes, {MAX_PACKED_RATIO} times "
+                        f"its {num_bytes}, got more; give the unpacked file if it is meant"
+                    )
+                if too_long:
+                    yield BadRow("line_too_long", f"more than {MAX_LINE_BYTES} bytes")
+                else:
+                    yield line.removesuffix(b"\n")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ConfigError(
             f"`{name}` must be a whole gzip file, got: {error}; pack or copy it again"

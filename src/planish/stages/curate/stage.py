@@ -118,22 +118,14 @@ def read_tables(config: CurateConfig, ledger: CurationLedger) -> list[DataTable]
     """Read the configured data sets: none for generated tasks, else one or two."""
     named = [("", config), ("held-out ", config.of_held_out())]
     return [
-        read_data(settings, ledger, skip_bad=config.skip_bad, label=label)
-        for label, settings in named
-        if settings.dataset
+        read_data(settings, ledger, label=label) for label, settings in named if settings.dataset
     ]
 
 
 def read_set_tables(config: CurateConfig, ledger: CurationLedger) -> dict[str, DataTable]:
     """Read the evaluation sets, by name; errors are those of `read_tables`."""
     return {
-        chosen.name: read_data(
-            config.of_set(chosen),
-            ledger,
-            skip_bad=config.skip_bad,
-            key=SET_KEY,
-            label=f"{chosen.name}, ",
-        )
+        chosen.name: read_data(config.of_set(chosen), ledger, key=SET_KEY, label=f"{chosen.name}, ")
         for chosen in config.evaluation_sets
     }
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from planish.base.errors import ObjectMissing, RecordError
+from planish.base.errors import ObjectMissing
 from planish.records import layout
 from planish.records.io import fetch_files, finished, read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet
@@ -136,11 +136,7 @@ def measure(context: Context, pins: Iterable[str], opened: OpenEngine | None = N
 def measure_policy(
     context: Context, pin: str, names: Iterable[str], opened: OpenEngine | None = None
 ) -> Iterator[Scored]:
-    """Evaluate a policy on one set after the other; one engine serves all that are not done.
-
-    Raises:
-        RecordError: a set has no prompt.
-    """
+    """Evaluate a policy on one set after the other; one engine serves all that are not done."""
     config = context.section(EvaluateConfig, "evaluate")
     uri, sha256 = parse_pin(pin)
     version = int(read_manifest(uri, sha256=sha256).attributes["policy_version"])
@@ -160,11 +156,6 @@ def measure_policy(
 
 def _prompts(place: str, digest: str, most: int) -> PromptSet:
     prompts = read_set(PromptSet, place, sha256=digest)
-    if not prompts.num_rows:
-        raise RecordError(
-            f"an evaluation needs at least one prompt, got none at `{place}`; give `curate` a "
-            "larger evaluation share"
-        )
     if most:
         order = sorted(range(prompts.num_rows), key=lambda row: prompts.prompt_id[row])
         prompts = prompts.take(sorted(order[:most]))

@@ -233,17 +233,13 @@ def cold_start_parts(
     ]
 
 
-def _outer(shape: ModelShape) -> int:
-    """Return the parameters outside of layers: embedding, LM head, norm."""
-    return shape.parameters - shape.layers * shape.layer_parameters
-
-
 def _gathered_outer(shape: ModelShape, precision: Precision) -> int:
     """Return the bytes of embedding and LM head where they are whole, and of the head's gradient.
 
     FSDP2 keeps them from the forward pass to the end of the backward pass.
     """
-    return precision.head * (_outer(shape) + shape.embedding_parameters)
+    outside = shape.parameters - shape.layers * shape.layer_parameters
+    return precision.head * (outside + shape.embedding_parameters)
 
 
 def logits_moment(

@@ -247,12 +247,8 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         changed=changed,
         opened=[*found.rows, *memory],
         warnings=[
-            *(
-                *findings.warnings,
-                *found.warnings,
-                *devices.device_warnings(config, requests),
-                *tight,
-            )
+            *(*findings.warnings, *found.warnings),
+            *(*devices.device_warnings(config, requests), *tight),
         ],
         away_from=away_from,
         retries=findings.retries,

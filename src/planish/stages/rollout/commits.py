@@ -16,7 +16,7 @@ from planish import store
 from planish.base.errors import ObjectMissing, RecordError
 from planish.records.io import read_manifest, read_set, write_set
 from planish.records.rollouts import RolloutSet
-from planish.stages.rollout.groups import Group, as_set, from_set
+from planish.stages.rollout.groups import Group, as_set, from_set, group_facts
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +81,8 @@ class Commits:
 
     def write(self, groups: Sequence[Group], *, steps: int, most_rows: int) -> None:
         """Commit the present state of groups, and the engine's counts so far."""
-        attributes = {
-            **self._facts,
-            "ordinals": [group.ordinal for group in groups],
-            "drawn": [group.drawn for group in groups],
-            "steps": steps,
-            "most_rows": most_rows,
-        }
+        counts = {"steps": steps, "most_rows": most_rows}
+        attributes = {**self._facts, **group_facts(groups), **counts}
         uri = self._place(self._next)
         write_set(uri, as_set(groups), parents=self._parents(), attributes=attributes)
         self._next += 1

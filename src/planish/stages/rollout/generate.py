@@ -51,12 +51,7 @@ class GroupSampler:
         self._judge(self.flight.enter_committed())
 
     def __call__(self, ordinals: Sequence[int], ahead: LookAhead) -> list[Group]:
-        """Return one group per ordinal of a round; groups ahead take the rows that it leaves free.
-
-        Raises:
-            ConfigError: prompt and response do not fit in the model.
-            EngineError: the engine failed as a whole.
-        """
+        """Return one group per ordinal of a round; groups ahead take rows that it leaves free."""
         self._enter(ordinals)
         left = {ordinal for ordinal in ordinals if ordinal not in self._judged}
         ended = [self._judged[ordinal] for ordinal in ordinals if ordinal not in left]
@@ -92,9 +87,6 @@ class GroupSampler:
         """Return the group of an ordinal before anything is generated.
 
         A prompt that is longer than the limit gets no slots, and its group is dropped.
-
-        Raises:
-            ConfigError: prompt and response do not fit in the model.
         """
         prompts, config = self._prompts, self._config
         row = position(ordinal, prompts.num_rows, self._seed)
@@ -140,7 +132,6 @@ class GroupSampler:
         )
         return Request(
             request_id=f"{group.ordinal}-{slot.sample:03d}",
-            group_id=str(group.ordinal),
             prompt_ids=group.prompt_tokens,
             sampling=sampling,
             response_prefix=tuple(slot.tokens.tolist()),

@@ -69,13 +69,9 @@ class Slot:
     ) -> Slot:
         """Return the response with further tokens of this iteration; its text stays as it was.
 
-        Args:
-            tokens: [n] new ones.
-            logprobs: [n].
-            versions: [n].
-            finish: why it ended.
-            routing: [prompt + t + n - 1, layers, experts per token] of the inputs of this call,
-                which computes earlier windows again: they keep the experts that they had.
+        Tokens, log-probabilities and versions are [n]; routing, [prompt + t + n - 1, layers,
+        experts per token], is of the inputs of this call, which computes earlier windows again:
+        they keep the experts that they had.
         """
         joined, known = self.routing, self.routing if routing is None else routing
         if known is not None and len(tokens):
@@ -195,14 +191,16 @@ def as_set(groups: Sequence[Group]) -> RolloutSet:
     )
 
 
-def from_set(rollouts: RolloutSet, ordinals: Sequence[int], drawn: Sequence[int]) -> list[Group]:
-    """Return the groups of a record.
+def group_facts(groups: Sequence[Group]) -> dict[str, list[int]]:
+    """Return the numbers of each group that no column of a record holds, for its manifest."""
+    return {
+        "ordinals": [group.ordinal for group in groups],
+        "drawn": [group.drawn for group in groups],
+    }
 
-    Args:
-        rollouts: G groups.
-        ordinals: [G] place of each prompt in the stream.
-        drawn: [G] iteration in which each group entered.
-    """
+
+def from_set(rollouts: RolloutSet, ordinals: Sequence[int], drawn: Sequence[int]) -> list[Group]:
+    """Return the G groups of a record; the numbers [G] are those of `group_facts`."""
     bounds = [*np.flatnonzero(rollouts.group_starts()).tolist(), rollouts.num_rows]
     slots = [
         Slot(

@@ -69,10 +69,8 @@ class InFlight:
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters, those of earlier attempts included."""
         stats = self._engine.stats()
-        if "steps" in stats:
-            stats["steps"] += self._before.steps
-        if "most_rows" in stats:
-            stats["most_rows"] = max(stats["most_rows"], self._before.most_rows)
+        stats["steps"] += self._before.steps
+        stats["most_rows"] = max(stats["most_rows"], self._before.most_rows)
         return stats
 
     @property
@@ -101,12 +99,8 @@ class InFlight:
     def enter(self, group: Group, places: Sequence[int] | None = None) -> Group | None:
         """Let responses of a group generate; one that is committed goes on from there.
 
-        Args:
-            group: as it was before this iteration has generated anything.
-            places: slots that generate; None is all.
-
-        Returns:
-            The group where nothing of it is left to do, else None.
+        The group is as it was before this iteration has generated anything; of its slots `places`
+        generate, None for all. It is returned where nothing of it is left to do.
         """
         ordinal = group.ordinal
         if ordinal in self._before.groups:
@@ -132,11 +126,7 @@ class InFlight:
         return min(slot.start + window, longest) - slot.num_tokens
 
     def advance(self) -> list[Group]:
-        """Make one step of the engine; return the groups that it has ended.
-
-        Raises:
-            EngineError: the engine failed as a whole.
-        """
+        """Make one step of the engine; return the groups that it has ended."""
         # Responses with tokens come first, so that they keep their rows.
         self._waiting.sort(
             key=lambda member: (not self._at(member)[1].num_tokens, *member.order, member.place)
@@ -212,10 +202,7 @@ class InFlight:
         self._take(self._engine.abort(None))
         stats = self.stats()
         changed = [self._groups[ordinal] for ordinal in sorted(self._changed)]
-        self._commits.write(
-            [group for group in changed if group.slots],
-            steps=int(stats.get("steps", 0)),
-            most_rows=int(stats.get("most_rows", 0)),
-        )
+        kept = [group for group in changed if group.slots]
+        self._commits.write(kept, steps=stats["steps"], most_rows=stats["most_rows"])
         self._changed = set()
         self._num_steps = 0

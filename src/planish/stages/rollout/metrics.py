@@ -74,10 +74,8 @@ def engine_metrics(stats: Mapping[str, Any], num_tokens: int) -> dict[str, float
     """Return how many decode iterations the tokens took, and how full these were.
 
     `slot_utilisation` is tokens per decode iteration over the most rows that the engine held at
-    once; an engine that does not count gives no metrics.
+    once.
     """
-    if not {"steps", "most_rows"} <= set(stats):
-        return {}
     metrics = {"decode_iterations": float(stats["steps"])}
     cells = stats["steps"] * stats["most_rows"]
     if cells:
@@ -115,11 +113,8 @@ def window_metrics(
 ) -> dict[str, float]:
     """Return counts of slots, and lengths and accuracy of responses that are finished just now.
 
-    Args:
-        growths: one for each slot.
-        given: groups of the rollout set.
-        kept: groups of the carry set.
-        verdicts: on the responses that were finished just now.
+    There is a growth for each slot; `given` are the groups of the rollout set, `kept` those of the
+    carry set, and the verdicts are on the responses that are finished just now.
     """
     finished = [growth.after for growth in growths if not growth.after.is_open]
     given_slots = [slot for group in given for slot in group.slots]

@@ -7,7 +7,6 @@ import logging
 from typing import Any
 
 from planish import store
-from planish.base.errors import ConfigError
 from planish.engines import OpenEngine, open_engine
 from planish.records import layout
 from planish.records.files import WEIGHTS
@@ -48,17 +47,7 @@ def run(
 ) -> None:
     """Sample one shard of the rollouts of one iteration.
 
-    Args:
-        root: URI of the run.
-        config_sha256: digest of the run's configuration.
-        number: iteration within this run, from 1.
-        offset: iterations before this run.
-        shard: index of this shard.
-        num_shards: shards of the iteration; they share the groups evenly.
-        policy_pin: pinned URI of the policy that samples.
-        state_pin: pinned URI of the train state that holds the prompt cursor; "" at the beginning.
-        rollouts: gets the Ref of the rollout set.
-        metrics: gets counts, shares and lengths.
+    `components/rollout.py` says what the parameters are.
     """
     execute(
         "rollout",
@@ -80,12 +69,6 @@ def sample(
     to sample.
     """
     config = rollout_config(context.config)
-    if not 0 <= context.shard < num_shards <= config.prompts_per_iteration:
-        raise ConfigError(
-            f"shards must number 0..{num_shards - 1}, at most one per group of the "
-            f"{config.prompts_per_iteration} in an iteration, got shard {context.shard} of "
-            f"{num_shards}; set fewer rollout shards"
-        )
     digest = read_manifest(layout.prompts(context.root)).sha256
     job = RolloutJob(context, config, num_shards, start, start.data(), digest, opened)
     facts = job.facts()

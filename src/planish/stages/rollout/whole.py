@@ -16,11 +16,7 @@ from planish.stages.rollout.side_sets import write_side_set
 
 
 def sample_whole(job: RolloutJob, prompts: PromptSet) -> Sampled:
-    """Fill the batch from earlier surplus, then draw what is missing.
-
-    Raises:
-        ConfigError: starved under the policy `raise`, or responses of the last iteration go on.
-    """
+    """Fill the batch from earlier surplus, then draw what is missing."""
     config, context = job.config, job.context
     carried = read_carry(job.data.carry)
     num_left = sum(group.num_open for groups in carried for group in groups)
@@ -58,7 +54,7 @@ def sample_whole(job: RolloutJob, prompts: PromptSet) -> Sampled:
     num_tokens = sum(group.num_tokens for group in batch.generated())
     attributes["metrics"] = {
         **batch_metrics(batch, exchange),
-        "num_live_slots": float(session.stats.get("most_rows", 0)),
+        "num_live_slots": float(session.stats["most_rows"]),
         **dict.fromkeys(("num_continued", "num_waiting", "num_prefix_tokens"), 0.0),
         **engine_metrics(session.stats, num_tokens),
         **staleness_metrics(rollouts, version + job.start.lag),

@@ -18,8 +18,8 @@ from planish.records import layout
 from planish.records.prompts import PromptSet
 from planish.records.rollouts import FinishReason
 from planish.records.stream import assign
-from planish.stages.rollout.carry import deal, group_facts, place, read_carry, refill, settle
-from planish.stages.rollout.groups import Group, as_set
+from planish.stages.rollout.carry import deal, place, read_carry, refill, settle
+from planish.stages.rollout.groups import Group, as_set, group_facts
 from planish.stages.rollout.job import RolloutJob, Sampled
 from planish.stages.rollout.metrics import Growth, engine_metrics, staleness_metrics, window_metrics
 from planish.stages.rollout.progress import SamplingProgress
@@ -35,9 +35,6 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
 
     A response whose requests all failed keeps its slot and its tokens. Surplus sets of an earlier
     run are left alone: they are too old by the rule that nothing is reused here.
-
-    Raises:
-        ConfigError: a response is longer than allowed, or no prompt fits.
     """
     context = job.context
     sets = read_carry(job.data.carry)

@@ -1,18 +1,16 @@
 """Control arm of a finished run: the same seconds of more supervised training.
 
-    python -m planish.stages.sft.control --root file:///runs/a --seconds 60
+    python -m planish.stages.sft.control file:///runs/a 60
 
 It is no task of the pipeline: its end is set by the clock, so it can not be repeated bit for bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from planish.base.config import parse_section
@@ -24,7 +22,6 @@ from planish.records.io import read_manifest, read_set
 from planish.records.prompts import PromptSet, TraceSet
 from planish.run.stage import read_run
 from planish.stages.sft.config import SftConfig
-from planish.store import normal_uri
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +85,11 @@ def measure_control(root: str, seconds: float) -> dict[str, float]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(root: str, seconds: str) -> int:
     """Print the control as one line of JSON."""
-    parser = argparse.ArgumentParser(prog="planish.stages.sft.control", description=__doc__)
-    parser.add_argument("--root", required=True, help="URI or path of a run")
-    parser.add_argument("--seconds", required=True, type=float, help="wall time of training")
-    arguments = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
     try:
-        measured = measure_control(normal_uri(arguments.root), arguments.seconds)
+        measured = measure_control(root, float(seconds))
     except PlanishError as error:
         logger.error("failed error=%s", error)
         return exit_code(error)
@@ -106,4 +99,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     spare_collections()
-    raise SystemExit(main())
+    raise SystemExit(main(*sys.argv[1:]))

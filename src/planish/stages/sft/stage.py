@@ -65,11 +65,7 @@ def _outcome(
 
 
 def first_policy(context: Context, prompts: Ref) -> Outcome:
-    """Resume, import or train the first policy unless an earlier attempt has.
-
-    Raises:
-        ConfigError: the accuracy to begin with lies outside the band that is enforced.
-    """
+    """Resume, import or train the first policy unless an earlier attempt has."""
     policy_pin, state_pin = context.run["initial"]["policy"], context.run["initial"]["state"]
     if policy_pin:
         uri, digest = parse_pin(policy_pin)
@@ -149,11 +145,6 @@ def _train(
 
     prompts = read_set(PromptSet, prompts_ref.uri, sha256=prompts_ref.manifest_sha256)
     traces = read_set(TraceSet, layout.traces(context.root))
-    if not prompts.num_rows:
-        raise ConfigError(
-            f"sft needs training prompts to measure accuracy on, got none at {prompts_ref.uri!r}; "
-            "widen the filters of `curate`"
-        )
     probes, encoded = start_traces(prompts, traces, policy, config)
     policy.model.float().to(pick_device(config.device))
     model_config = context.section(ModelConfig, "model")
@@ -183,11 +174,7 @@ def _train(
 
 
 def check_start(accuracy: float, config: SftConfig) -> None:
-    """Warn when reinforcement learning would starve, or would have nothing left to improve.
-
-    Raises:
-        ConfigError: outside the band and `enforce_start_band` is set.
-    """
+    """Warn when reinforcement learning would starve, or would have nothing left to improve."""
     if config.min_start <= accuracy <= config.max_start:
         return
     remedy = (

@@ -132,29 +132,26 @@ class TrainConfig(Section):
     name it, so chained and forked runs keep it."""
 
     def grid(self, ranks: Ranks) -> Grid:
-        """Return where a process stands.
-
-        Raises:
-            ConfigError: there are too few processes, or some would be left over.
-        """
+        """Return where a process stands."""
         tp, pp, ep = self.tensor_parallel, self.pipeline_parallel, self.expert_parallel
         sizes = {"tp": tp, "pp": pp, "ep": ep, "cp": self.context_parallel}
         if fault := grid_fault(ranks.size, **sizes, replicas=self.replicas):
             raise ConfigError(fault)
         return Grid(ranks, **sizes)
 
+    def num_steps(self, num_rows: int) -> int:
+        """Return by how much an iteration with so many kept rollouts raises `Progress.step`."""
+        return max(1, self.num_passes * -(-num_rows // self.rollouts_per_minibatch))
+
     def _off(self) -> list[str]:
         off = [] if self.selection != "all" else ["selection", "max_groups"]
         off += [] if self.tensor_parallel > 1 else ["tensor_parallel", "sequence_parallel"]
-        off += [] if self.pipeline_parallel > 1 else ["pipeline_parallel"]
-        off += [] if self.replay_routing else ["replay_routing"]
-        off += [] if self.expert_parallel > 1 else ["expert_parallel"]
-        off += [] if self.context_parallel > 1 else ["context_parallel"]
-        off += [] if self.replicas > 1 else ["replicas"]
-        off += [] if self.offload else ["offload"]
-        off += ["packing"] if self.packing else []
-        off += ["split"] if self.split == "3:1" else []
-        return off + ([] if self.reference_policy else ["reference_policy"])
+        alone = (
+            *("pipeline_parallel", "expert_parallel", "context_parallel", "replicas", "offload"),
+            *("replay_routing", "packing", "split", "reference_policy"),
+        )
+        fields = type(self).model_fields
+        return off + [name for name in alone if getattr(self, name) == fields[name].default]
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -248,11 +245,9 @@ class CriticConfig(Section):
     the last of them trains the policy already."""
 
     def check_new(self, pin: str) -> None:
-        """Check that a new critic may go on with a train state that holds none.
+        """Refuse to go on from a state without a critic, unless `init` says whose a new one is.
 
-        Raises:
-            LayoutMismatch: the configuration does not say whose it is; a critic lost on the way
-                would be trained anew in silence.
+        One that was lost on the way would be trained anew in silence.
         """
         if self.init not in ("model", "state"):
             raise LayoutMismatch(

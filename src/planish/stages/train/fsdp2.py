@@ -11,9 +11,10 @@ FSDP, arXiv 2304.11277, section 3.2.2 (hybrid sharding).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,11 +41,7 @@ class Fsdp2Sharding:
     def __init__(
         self, model: Any, *, config: TrainConfig, grid: Grid, device: torch.device, is_frozen: bool
     ) -> None:
-        """Shard a causal LM of transformers, or a critic.
-
-        Raises:
-            ConfigError: `train.context_parallel` ranks can not share its rows.
-        """
+        """Shard a causal LM of transformers, or a critic."""
         self.config, self.grid, self.device = config, grid, device
         is_critic = isinstance(model, Critic)
         body = model.body if is_critic else getattr(model, model.base_model_prefix)
@@ -129,9 +126,10 @@ class Fsdp2Sharding:
         # Sharded models compute in half precision by themselves.
         half = self.config.compute_dtype == "bfloat16" and not self.is_sharded
         sharded: Any = self.scorer
-        for micro, is_last in _marked(micros):
+        for micro, following in itertools.pairwise(itertools.chain(micros, [None])):
+            assert micro is not None
             if learns and self.config.replicas > 1:
-                sharded.set_requires_all_reduce(is_last)
+                sharded.set_requires_all_reduce(following is None)
             recorded = micro.batch.routing_by_column()
             if recorded is not None:
                 packing = micro.packing
@@ -159,17 +157,6 @@ class Fsdp2Sharding:
     def stored(self, values: Mapping[str, Tensor], suffix: str = "") -> dict[str, Any]:
         """Return values under their names with a suffix: shards say themselves where they lie."""
         return {f"{name}{suffix}": value for name, value in values.items()}
-
-
-def _marked(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
-    """Yield micro-batches, and whether each is the last."""
-    held: list[Micro] = []
-    for micro in micros:
-        if held:
-            yield held.pop(), False
-        held.append(micro)
-    for micro in held:
-        yield micro, True
 
 
 def decoder_layers(body: Any) -> list[Any]:

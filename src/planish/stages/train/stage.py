@@ -27,7 +27,6 @@ from planish.records.io import read_manifest, read_set
 from planish.records.refs import Ref, parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.records.rewards import RewardSet
-from planish.records.stream import state_root
 from planish.run.events import record_event
 from planish.run.gang.cluster import GangCluster
 from planish.run.gang.launch import run_gang
@@ -68,17 +67,7 @@ def run(
 ) -> TrainResult:
     """Update the policy on one rollout batch.
 
-    Args:
-        root: URI of the run.
-        config_sha256: digest of the resolved configuration.
-        number: iteration within this run, from 1.
-        offset: iterations before this run.
-        num_shards: rollout sets of the iteration.
-        policy_pin: policy that sampled the rollouts.
-        state_pin: train state before the iteration; empty before the first.
-        rewards: Ref of the rewards.
-        state: gets the Ref of the new train state.
-        metrics: gets the scalars of the update.
+    `components/train.py` says what the parameters are.
     """
     root = root.rstrip("/")
     iteration = offset + number
@@ -166,33 +155,14 @@ def in_ranks(job: TrainJob, module: str, cluster: GangCluster | None = None) -> 
 
 
 def _next_step(job: TrainJob) -> int:
-    """Return `Progress.step` after the iteration, which names the new state.
-
-    Raises:
-        ConfigError: the state belongs to another iteration of this run; the state of another run
-            may be of any.
-    """
-    info = job.info
-    own = bool(info) and state_root(job.state_pin) == job.root
-    if own and info["policy_version"] >= job.iteration:
-        raise ConfigError(
-            f"the train state before iteration {job.iteration} must be of an earlier policy "
-            f"version, got {info['policy_version']}; pass the state of the iteration before"
-        )
+    """Return `Progress.step` after the iteration, which names the new state."""
     uri, digest = parse_pin(job.rewards_pin)
     kept = int(np.count_nonzero(read_set(RewardSet, uri, sha256=digest).keep))
-    config = job.train
-    steps = config.num_passes * -(-kept // config.rollouts_per_minibatch)
-    return int(info.get("step", 0)) + max(1, steps)
+    return int(job.info.get("step", 0)) + job.train.num_steps(kept)
 
 
 def launch(job: TrainJob, processes: int, module: str = WORKER) -> str:
-    """Run a job in several processes of this machine.
-
-    Raises:
-        PlanishError: the error of the first rank that wrote one.
-        PeerLost: a process ended without writing its error.
-    """
+    """Run a job in several processes of this machine."""
     pin = write_job(job)
     forget_result(pin)
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -222,13 +192,6 @@ def launch_gang(
     """Run a job in a gang of pods, or wait for the gang that an earlier attempt has submitted.
 
     A gang that trains the iteration in another way, left by a run that was terminated, is removed.
-
-    Raises:
-        PlanishError: the error of the first rank that wrote one.
-        PeerLost: a pod failed or was taken away.
-        ConfigError: a job of somebody else has the name of the gang, or its pods, which have the
-            image of this one, would lack the trainer.
-        LayoutMismatch: the state before the iteration lacks the critic that the algorithm needs.
     """
     if fault := trainer_fault(job.train.trainer):
         raise ConfigError(fault)

@@ -46,12 +46,7 @@ class Boundaries(Protocol):
     def resume(
         self, trainer: Trainer, progress: Progress, num_steps: int
     ) -> tuple[list[Step], Progress]:
-        """Bring the trainer to where an earlier attempt has left off.
-
-        Args:
-            trainer: the weights before the iteration are not needed any more.
-            progress: counters before the first step.
-            num_steps: of the iteration.
+        """Bring the trainer to where an earlier attempt has left off, of so many steps.
 
         Returns:
             The metrics of the steps that are done, and the counters after them.
@@ -83,11 +78,6 @@ class _Rates:
 
     policy: float | None
     critic: float | None
-
-
-def num_steps(num_rows: int, config: TrainConfig) -> int:
-    """Return by how much an iteration with this many kept rollouts raises `Progress.step`."""
-    return max(1, config.num_passes * -(-num_rows // config.rollouts_per_minibatch))
 
 
 def learning_rate(config: TrainConfig, iterations: int) -> float:
@@ -130,9 +120,6 @@ def run_update(
         reference_pin: pinned URI of the reference policy, for algorithms that need one.
         boundaries: between the steps; None does nothing there.
         mismatch_limit: largest mean difference of log-probabilities of engine and trainer, nats.
-
-    Raises:
-        ConfigError: beyond the limit.
     """
     critic = critic or CriticConfig()
     if len(batch) == 0:
@@ -310,7 +297,7 @@ def _run_steps(
     values = int(rates.critic is not None and plan.has_targets)
     progress = replace(
         progress,
-        step=start.step + num_steps(len(batch), config),
+        step=start.step + config.num_steps(len(batch)),
         iterations=start.iterations + int(rates.policy is not None),
         critic_iterations=start.critic_iterations + values,
         pretrain_iterations=start.pretrain_iterations + values * int(rates.policy is None),

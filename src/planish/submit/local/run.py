@@ -105,8 +105,7 @@ def end_follower(follower: subprocess.Popen[bytes], console: Console, log_path: 
 
 def run_control(root: str, seconds: float, log_path: Path) -> dict[str, float]:
     """Spend `seconds` on more supervised training of the same start instead; return its scores."""
-    command = [sys.executable, "-m", "planish.stages.sft.control", "--root", root]
-    command += ["--seconds", f"{seconds:.1f}"]
+    command = [sys.executable, "-m", "planish.stages.sft.control", root, f"{seconds:.1f}"]
     with log_path.open("ab") as log:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=log, env=environment(), check=True

@@ -67,7 +67,7 @@ def test_a_peer_that_stops_within_a_message_or_does_not_read_is_lost(monkeypatch
 
 def test_requests_and_outputs_survive_the_way():
     sampling = Sampling(max_new_tokens=3, temperature=0.7, seed=1 << 62)
-    request = Request("r", "g", (1, 2), sampling, response_prefix=(3,))
+    request = Request("r", (1, 2), sampling, response_prefix=(3,))
     assert decode_requests([json.loads(json.dumps(encode_request(request)))]) == [request]
     routing = np.arange(4, dtype=np.int8).reshape(2, 1, 2)
     output = Output("r", [7, 8], [-0.1, -1.5], [3, 3], FinishReason.STOP, routing=routing)

@@ -29,7 +29,7 @@ GOOD = b'{"prompt": "1+1", "answer": "2"}'
 
 def read(path, *, skip_bad=False):
     ledger = CurationLedger()
-    table = read_data(CurateConfig(dataset=str(path)), ledger, skip_bad=skip_bad)
+    table = read_data(CurateConfig(dataset=str(path), skip_bad=skip_bad), ledger)
     return table, ledger.filters[0]
 
 
@@ -167,9 +167,8 @@ def test_a_line_of_half_a_gigabyte_takes_no_memory(tmp_path):
         file.seek(1 << 29)
         file.write(b"\n" + GOOD)
     peak, printed = peak_megabytes(
-        "from planish.stages.curate.records import bounded_lines\n"
-        f"with open({str(path)!r}, 'rb') as file:\n"
-        "    print([type(line).__name__ for line in bounded_lines(file, 'data.jsonl')])"
+        "from pathlib import Path\nfrom planish.stages.curate.records import bounded_lines\n"
+        f"print([type(line).__name__ for line in bounded_lines(Path({str(path)!r}))])"
     )
     assert printed.strip() == "['bytes', 'BadRow', 'bytes']"
     assert peak < 300

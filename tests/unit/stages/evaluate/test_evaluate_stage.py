@@ -142,16 +142,6 @@ def test_fewer_prompts_and_no_greedy_pass_can_be_asked_for(file_root, tmp_path):
     assert sorted(set(used)) == sorted(ids)[:5]
 
 
-def test_no_held_out_prompts_is_an_error_that_says_so(file_root, tmp_path, caplog):
-    digest = make_run(file_root)
-    empty, _ = sums([])
-    write_set(layout.evaluation_prompts(file_root), empty, parents={}, attributes={})
-    pin = save_version(file_root, 0, seed=1)
-    with pytest.raises(SystemExit):
-        evaluate(file_root, tmp_path, digest, pin, pin)
-    assert "an evaluation needs at least one prompt, got none" in caplog.text
-
-
 def test_the_error_of_the_rise_is_that_of_differences_under_equal_seeds():
     before = {"accuracy": 0.5, "accuracy_standard_error": 0.25, "greedy": 0.1}
     after = {"accuracy": 0.75, "accuracy_standard_error": 0.25, "pass@8": 0.7}
@@ -297,7 +287,7 @@ class ScriptedEngine:
     def generate(self, requests):
         outputs = []
         for request in requests:
-            total, marks = self.marks.get(request.group_id, (0, "0000"))
+            total, marks = self.marks.get(request.request_id[:-4], (0, "0000"))
             right = marks[int(request.request_id[-3:])] == "1"
             tokens = [4 + TINY_MODEL["alphabet"].index(c) for c in f"={total if right else 99}"]
             count = len(tokens)

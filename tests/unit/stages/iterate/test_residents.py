@@ -44,9 +44,7 @@ MODELS = {
     "bfloat16": {"dtype": "bfloat16"},
     "moe": {"num_experts": 4, "expert_intermediate_size": 32},
 }
-REQUESTS = [
-    Request(str(n), str(n), (4 + n, 5, 6), Sampling(max_new_tokens=20, seed=n)) for n in range(12)
-]
+REQUESTS = [Request(str(n), (4 + n, 5, 6), Sampling(max_new_tokens=20, seed=n)) for n in range(12)]
 
 
 SAMPLING = {

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from planish.records.io import write_set
 from planish.records.rollouts import FinishReason, RolloutSet
-from planish.stages.rollout.carry import deal, group_facts, place, read_carry, refill, settle
-from planish.stages.rollout.groups import Group, Slot, as_set, from_set
+from planish.stages.rollout.carry import deal, place, read_carry, refill, settle
+from planish.stages.rollout.groups import Group, Slot, as_set, from_set, group_facts
 
 
 def slot(sample, num_tokens=0, finish=FinishReason.WINDOW, start=0):

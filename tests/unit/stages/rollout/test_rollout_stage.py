@@ -155,7 +155,7 @@ def test_the_seed_of_a_response_is_that_of_its_prompt_ordinal_and_sample(new_run
     sampling = Sampling(max_new_tokens=8, seed=request_seed(3, 1, key, 1))
     prompt = tuple(rollouts.prompt_tokens.row(2).tolist())
     with open_engine(EngineConfig(), ModelRef(pin=run.policy_pin)) as engine:
-        output = engine.generate([Request("x", "g", prompt, sampling)])[0]
+        output = engine.generate([Request("x", prompt, sampling)])[0]
     assert output.token_ids == rollouts.response_tokens.row(9).tolist()
     asked = read_set(PromptSet, layout.prompts(run.root)).prompt_id[row]
     assert rollouts.prompt_id[8] == asked
@@ -193,19 +193,17 @@ def test_prompts_beyond_the_limit_are_dropped_and_counted(new_run, caplog):
 
 
 @pytest.mark.parametrize(
-    ("changes", "call", "text"),
+    ("changes", "text"),
     [
-        ({"max_response_tokens": 1020}, {}, r"1024 tokens, got 5 \+ .*= 1020; lower .*prompt \w"),
-        ({}, {"num_shards": 7, "shard": 1}, "at most one per group of the 6 in an iteration"),
-        ({}, {"num_shards": 2, "shard": 2}, "got shard 2 of 2"),
-        ({"starvation_policy": "raise", "max_generation_rounds": 1, "temperature": 0.01}, {},
+        ({"max_response_tokens": 1020}, r"1024 tokens, got 5 \+ .*= 1020; lower .*prompt \w"),
+        ({"starvation_policy": "raise", "max_generation_rounds": 1, "temperature": 0.01},
          "6 groups must qualify within 1"),
     ],
 )  # fmt: skip
-def test_impossible_settings_end_with_code_two(new_run, changes, call, text, caplog):
+def test_impossible_settings_end_with_code_two(new_run, changes, text, caplog):
     run = new_run(**changes)
     with pytest.raises(SystemExit) as caught:
-        run.call(**call)
+        run.call()
     assert caught.value.code == 2
     assert re.search(text, caplog.text)
 

@@ -176,7 +176,7 @@ def test_run_without_traces_skips_the_cold_start_with_one_line(file_root, tmp_pa
 def test_control_learns_for_the_seconds_it_is_given(file_root, tmp_path, capsys):
     prompts, digest = write_data(file_root), make_run(file_root)
     start(file_root, tmp_path, digest, prompts)
-    assert control.main(["--root", file_root, "--seconds", "0.5"]) == 0
+    assert control.main(file_root, "0.5") == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found) == {
         *("accuracy", "greedy", "learning_rate", "num_traces", "seconds", "steps")
@@ -198,7 +198,7 @@ def test_control_with_no_seconds_measures_the_start_itself(file_root, tmp_path):
 
 
 def test_control_of_a_root_without_a_run_is_an_error(file_root):
-    assert control.main(["--root", file_root, "--seconds", "1"]) == 1
+    assert control.main(file_root, "1") == 1
 
 
 PAIRS = [(a, b) for a in range(1, 6) for b in range(6)]

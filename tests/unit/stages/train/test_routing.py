@@ -61,7 +61,7 @@ def sample(pin, prefix=None):
     before = prefix or [()] * (GROUPS * SIZE)
     requests = [
         Request(
-            f"r{i}", f"g{i // SIZE}", prompt(i // SIZE, 3 + i // SIZE),
+            f"r{i}", prompt(i // SIZE, 3 + i // SIZE),
             Sampling(max_new_tokens=12 + i % 13, seed=i, ignore_eos=True, want_routing=True),
             response_prefix=tuple(before[i]),
         )

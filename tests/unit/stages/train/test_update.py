@@ -14,7 +14,7 @@ from planish.base.errors import ConfigError
 from planish.stages.train.config import CriticConfig
 from planish.stages.train.metrics import batch_metrics, value_metrics
 from planish.stages.train.progress import Progress, judge
-from planish.stages.train.update import learning_rate, num_steps, run_update
+from planish.stages.train.update import learning_rate, run_update
 from tests.unit.algorithms.batches import make_batch, ragged_mask
 from tests.unit.stages.train.tables import TableTrainer, batch_of, table_config
 
@@ -45,7 +45,7 @@ def test_counters_and_scalars_after_one_batch():
     assert scalars["first_step_ratio_error"] == 0.0
     assert scalars["mismatch_logprob_mean"] == 1.0
     assert [m["num_rollouts"] for m in result.minibatches] == [2.0, 2.0]
-    assert num_steps(4, table_config()) == 2
+    assert table_config().num_steps(4) == 2
 
 
 @pytest.mark.parametrize("algorithm", [DapoConfig(), DapoConfig(correction="bypass")])
@@ -99,7 +99,7 @@ def test_no_rollouts_leave_the_policy_and_advance_the_step():
     assert result.progress == Progress(step=6, updates=4, iterations=3)
     assert result.scalars == {"num_rollouts": 0.0, "empty_minibatches": 1.0}
     assert trainer.table.tolist() == [-1.0] * 3
-    assert num_steps(0, table_config()) == 1
+    assert table_config().num_steps(0) == 1
 
 
 def test_a_minibatch_without_tokens_makes_no_optimizer_step():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.base.errors import EngineError, PeerLost, ProtocolError
+from planish.base.errors import EngineError, PeerLost
 from planish.engines.disagg.m2n.frames import (
     HEADER_BYTES,
     Deliver,
@@ -43,11 +44,7 @@ _ALIGN = 256
 
 
 def _new_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
-    """Return an agent with the back end UCX, and what NIXL raises.
-
-    Raises:
-        EngineError: the package or the back end is missing.
-    """
+    """Return an agent with the back end UCX, and what NIXL raises."""
     try:
         from nixl_cu13 import _bindings
         from nixl_cu13._api import nixl_agent, nixl_agent_config
@@ -101,11 +98,9 @@ class NixlTransport:
             [(*place, "") for place in places], mem_type=self._kind
         )
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
-        self.address = [self._name(rank), metadata, list(shape), *places[1][::2]]
+        self.address = [metadata, *places[1][::2]]
         self._memory: dict[int, tuple[int, int]] = {}
         """Of each peer that is connected: address and device of its place for the first of us."""
-        self._last: dict[tuple[int, int], int] = {}
-        """Of each peer and micro-batch: when its last frame was sent."""
         self._lost: dict[int, str] = {}
         self._under_way: list[tuple[int, Any]] = []
         """Rank and write of those that have not ended."""
@@ -125,16 +120,7 @@ class NixlTransport:
     def connect(self, addresses: Mapping[int, Any], deliver: Deliver) -> None:
         """Take up what peers have told of themselves, as `Transport`."""
         self._deliver = deliver
-        for peer, (name, metadata, shape, start, device) in addresses.items():
-            slots, _, place_bytes = self._arriving.shape
-            if (name, shape) != (self._name(peer), [slots, len(self._own), place_bytes]):
-                reason = "tells of another start, or of memory of another size"
-                raise PeerLost(
-                    f"rank {peer} must be of the start of rank {self.rank} and have "
-                    f"{slots} x {len(self._own)} places of {place_bytes} bytes, got {shape} of "
-                    f"{name!r}; start all ranks anew, from one version of the package",
-                    per_rank={peer: reason},
-                )
+        for peer, (metadata, start, device) in addresses.items():
             with self._telling(peer):
                 self._agent.add_remote_agent(base64.b64decode(metadata))
             self._memory[peer] = start, device
@@ -238,22 +224,14 @@ class NixlTransport:
             self._under_way = left
         for fault in lost:
             self._deliver(fault)
-        for name, messages in come.items():
-            for told in messages:
-                self._deliver(self._arrived(name, told))
+        for told in itertools.chain.from_iterable(come.values()):
+            self._deliver(self._arrived(told))
         return bool(come)
 
-    def _arrived(self, name: str, told: bytes) -> Frame | ProtocolError:
+    def _arrived(self, told: bytes) -> Frame:
         """Return the frame that a notification is of."""
         header = FrameHeader.decode(told[:HEADER_BYTES])
         counts = np.frombuffer(told, np.int32, header.num_local_experts, HEADER_BYTES).copy()
-        key = header.source, header.micro_batch
-        if name != self._name(header.source) or header.sent_ns <= self._last.get(key, 0):
-            return ProtocolError(
-                f"rank {header.source} must send each frame of a micro-batch once, in turn and in "
-                f"its own name, got {header} from {name}"
-            )
-        self._last[key] = header.sent_ns
         place = self._arriving[header.micro_batch, header.source - self._peers.start]
         rows = place[: header.num_rows * header.row_bytes].view(header.dtype)
         width = header.row_bytes // header.dtype.itemsize
