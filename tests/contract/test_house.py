@@ -25,7 +25,7 @@ CEILINGS = {
     "algorithms": 1_775,
     "base": 1_641,
     "checkpoint": 13_980,
-    "engines": 10_594,
+    "engines": 10_606,
     "minder": 8_630,
     "models": 3_320,
     "records": 2_735,

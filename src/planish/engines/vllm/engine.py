@@ -396,7 +396,9 @@ class VllmEngine(BaseEngine):
         self._counts["most_rows"] = max(self._counts["most_rows"], rows)
         ended: list[Output] = []
         stopped: list[str] = []
-        for part in self._llm.step():
+        with self._team.together() if self._team is not None else contextlib.nullcontext():
+            parts = self._llm.step()
+        for part in parts:
             row = self._running.get(part.request_id)
             if row is None:
                 continue

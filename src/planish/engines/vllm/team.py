@@ -7,12 +7,14 @@ step and end the same requests in one order. Source: vLLM 0.32, `v1/executor/uni
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from planish.base.errors import PeerLost
 from planish.base.parallel import Ranks, neighbours
 
 
@@ -25,18 +27,30 @@ class Team:
         self._first = ranks.rank // size * size
         self.leads = ranks.rank == self._first
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise PeerLost where what all ranks of the team do at once fails, as without one."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise PeerLost(f"the ranks that share a vLLM must all live, got {error}") from error
+
     def tell(self, call: str, words: Any = None) -> None:
         """Tell the others what to do, which `hear` returns there."""
         data = torch.frombuffer(bytearray(json.dumps([call, words]).encode()), dtype=torch.uint8)
-        dist.broadcast(torch.tensor([len(data)]), self._first, self._group)
-        dist.broadcast(data, self._first, self._group)
+        with self.together():
+            dist.broadcast(torch.tensor([len(data)]), self._first, self._group)
+            dist.broadcast(data, self._first, self._group)
 
     def hear(self) -> tuple[str, Any]:
         """Return what the first one tells next."""
         length = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(length, self._first, self._group)
-        data = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(data, self._first, self._group)
+        with self.together():
+            dist.broadcast(length, self._first, self._group)
+            data = torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(data, self._first, self._group)
         call, words = json.loads(data.numpy().tobytes())
         return call, words
 

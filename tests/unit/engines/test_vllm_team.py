@@ -1,0 +1,45 @@
+"""Ranks that share a vLLM: what the first tells, and what it hears of one that has died."""
+
+import json
+import multiprocessing
+import os
+
+import pytest
+import torch.distributed as dist
+
+from planish.base.errors import PeerLost
+from planish.base.parallel import Ranks
+from planish.engines.vllm.team import Team
+
+NAMES = ["a", "b", "c"]
+
+
+def tell_for_ever(team):
+    while True:
+        team.tell("step")
+
+
+def run_rank(number, folder):
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=number, world_size=2)
+    team = Team(Ranks(number, 2), 2, 300.0)
+    found = team.union(NAMES[number:2], NAMES)
+    if number:
+        (folder / "heard.json").write_text(json.dumps([team.leads, sorted(found), team.hear()]))
+        os._exit(9)
+    team.tell("drop", ["x", "y"])
+    with pytest.raises(PeerLost, match="the ranks that share a vLLM must all live"):
+        tell_for_ever(team)
+    assert team.leads
+    assert found == {"a", "b"}
+
+
+def test_the_others_hear_the_first_which_hears_that_one_has_died(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=run_rank, args=(number, tmp_path)) for number in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 9]
+    heard = json.loads((tmp_path / "heard.json").read_text())
+    assert heard == [False, ["a", "b"], ["drop", ["x", "y"]]]
