@@ -64,7 +64,11 @@ class FolderWeights(WeightSource):
     """Weights in the `*.safetensors` files of one local folder; files stay mapped, not loaded."""
 
     def __init__(self, folder: Path) -> None:
-        """Map the files and read their headers."""
+        """Map the files and read their headers.
+
+        Raises:
+            EngineError: there are none, one is damaged, or a tensor has a type of no weights.
+        """
         from safetensors import SafetensorError, safe_open
 
         files = sorted(folder.glob("*.safetensors"))
@@ -120,8 +124,13 @@ def offer(source: WeightSource) -> str:
 def fetch_weights(address: str) -> WeightSource:
     """Return the weights at the address of a source, all files on this machine and verified.
 
-    That is a pinned URI, whose bytes leave the store once for all processes of this machine, a
-    local folder, which is taken as it is, or what `offer` has returned here.
+    Args:
+        address: a pinned URI, whose bytes leave the store once for all processes of this machine,
+            a local folder, which is taken as it is, or what `offer` has returned here.
+
+    Raises:
+        ObjectMissing: no finished export there.
+        RecordError: a file is missing or damaged.
     """
     held = _fetched.get(address)
     if held is not None:
@@ -140,7 +149,11 @@ def check_weights(
     *,
     refuse_others: bool = True,
 ) -> None:
-    """Compare names and shapes of new weights with those of the model that is served."""
+    """Compare names and shapes of new weights with those of the model that is served.
+
+    Raises:
+        EngineError: they do not fit; the message names the first five.
+    """
     faults = [f"{name} is missing" for name in wanted if name not in given]
     if refuse_others:
         faults += [f"{name} is not of this model" for name in given if name not in wanted]

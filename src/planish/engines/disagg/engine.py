@@ -113,6 +113,9 @@ class DisaggEngine(BaseEngine):
             timeout_s: in place of the `rank_timeout_seconds` of `config`.
             stage_s: least seconds of a layer on attention and on expert ranks, for measurements.
             launcher: starts a rank on this machine; None takes `launch`.
+
+        Raises:
+            ConfigError: more micro-batches than rows.
         """
         super().__init__(max_rows, max_model_len, routing=routing)
         self._config = config or EngineConfig(name="disagg")

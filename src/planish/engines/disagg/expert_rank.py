@@ -97,7 +97,11 @@ class ExpertRank(Rank):
             self._check_complete(key)
 
     def take(self, frame: Frame) -> None:
-        """Keep a frame until it can be served."""
+        """Keep a frame until it can be served.
+
+        Raises:
+            ProtocolError: it was sent by other weights, or to other places.
+        """
         header, own = frame.header, (self._version, self.layout.version)
         if (header.weight_version, header.placement_version) != own:
             raise ProtocolError(

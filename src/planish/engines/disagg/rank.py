@@ -107,10 +107,14 @@ def serve(
 ) -> None:
     """Be the rank that the first message describes until `close`; PeerLost without a coordinator.
 
-    Another thread calls `on_end` when the coordinator is gone. `held` hears of weights that are
-    wanted and held, where somebody asks; a `device` goes before the coordinator's. A process that
-    `is_alone` does nothing else, so its temporary files, such as those that vLLM leaves when it is
-    killed, go into the folder of the coordinator and with it.
+    Args:
+        channel: to the coordinator.
+        on_end: called by another thread when the coordinator is gone.
+        new_transport: as `open_transport`.
+        held: hears of weights that are wanted and held; None where nobody asks.
+        device: in place of the coordinator's; empty takes that.
+        is_alone: this process does nothing else, so its temporary files, such as those that vLLM
+            leaves when it is killed, go into the folder of the coordinator and with it.
     """
     message = channel.receive()
     inbox: Inbox = queue.SimpleQueue()

@@ -54,6 +54,9 @@ def frame_seconds(
 
     Both processes compute on `device`. An answer without rows takes half of what such frames take
     both ways.
+
+    Raises:
+        EngineError: the other process ends, or the transport is not to be had.
     """
     context = multiprocessing.get_context("spawn")
     pipe, far = context.Pipe()

@@ -46,7 +46,11 @@ class ServedModel:
         return int((self.tensors["model.embed_tokens.weight"] if head is None else head).shape[0])
 
     def stop_table(self) -> StopTable | None:
-        """Return what finds the stop strings among tokens; None where there are none."""
+        """Return what finds the stop strings among tokens; None where there are none.
+
+        Raises:
+            ConfigError: the tokenizer does not say what its tokens add to the text.
+        """
         return tokenizer_stops(self.tokenizer, self.vocab_size)
 
     def fits_fused(self) -> bool:
@@ -54,7 +58,11 @@ class ServedModel:
         return fused_decoder.fits(self.architecture, self.config, list(self.tensors))
 
     def write(self, source: WeightSource) -> tuple[int, int]:
-        """Write `source` in place, files once all are read; return how many tensors and bytes."""
+        """Write `source` in place, files once all are read; return the number of tensors and bytes.
+
+        Raises:
+            EngineError: a name is missing or a shape differs; nothing was changed.
+        """
         given = source.names()
         # Under their names in a policy folder, over the same storage.
         wanted = on_disk(self.tensors, self.config)

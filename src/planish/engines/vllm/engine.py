@@ -303,9 +303,13 @@ class VllmEngine(BaseEngine):
         return self._llm.apply_model(function)[0]
 
     def keep_choices(self, dtype: str) -> Callable[[int, Tensor], None]:
-        """Keep the experts of each token, as `int8` or `int16`, although others compute them.
+        """Keep the experts of each token although other processes compute them.
 
-        It returns what must be told the choices of each layer, as `SlotRouting.hear`.
+        Args:
+            dtype: `int8` or `int16`.
+
+        Returns:
+            What must be told the choices of each layer, as `SlotRouting.hear`.
         """
         self._slots, self.routing = SlotRouting(self._llm, len(self._experts), dtype), True
         return self._slots.hear
@@ -543,9 +547,15 @@ def _refuse_on_cpu(settings: EngineConfig, config: dict[str, Any], *, routing: b
 
 
 def check_cpu_sizes(config: dict[str, Any], head_sizes: list[int], ranks: int) -> None:
-    """Refuse sizes that the kernels of vLLM for the CPU do not take; all of them are named.
+    """Refuse sizes that the kernels of vLLM for the CPU do not take.
 
-    `head_sizes` are widths of heads that attention knows; `ranks` share a matrix.
+    Args:
+        config: config.json of the model.
+        head_sizes: widths of heads that attention knows.
+        ranks: that share a matrix.
+
+    Raises:
+        EngineError: all that do not fit are named.
     """
     faults = []
     size = config.get("head_dim")

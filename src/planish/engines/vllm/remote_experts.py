@@ -127,7 +127,11 @@ def without_experts() -> Iterator[None]:
 
 
 def connect(model: torch.nn.Module, compute: Compute) -> int:
-    """Give every layer of a loaded model the one who computes; return the number of layers."""
+    """Give every layer of a loaded model the one who computes; return the number of layers.
+
+    Raises:
+        EngineError: the model has no such layer: it is dense, or its experts are its own.
+    """
     methods = [m.quant_method for m in model.modules() if isinstance(m, RemoteRoutedExperts)]
     if not methods:
         raise EngineError(

@@ -32,8 +32,14 @@ def inputs_routing(
 ) -> np.ndarray | None:
     """Return [num_inputs, layers with experts, experts per token] of `dtype`.
 
-    Chunks are [positions, decoder layers, experts per token] each, from position 0 on; positions
-    that none has are -1, and without any the result is None. `layers` are those with experts.
+    Args:
+        chunks: [positions, decoder layers, experts per token] each, from position 0 on.
+        layers: those with experts.
+        num_inputs: tokens that were inputs; positions that no chunk has are -1.
+        dtype: `int8` or `int16`.
+
+    Returns:
+        None where there are no chunks.
 
     Example:
         >>> inputs_routing([np.array([[[5], [6]]], np.uint8)], [1], 2, "int8").tolist()

@@ -128,8 +128,11 @@ def in_group(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors by name on every rank of a group, of which the first alone reads them.
 
-    Weights and names are None and none on the other ranks; the group is vLLM's coordinator of a
-    tensor-parallel group, None where this rank reads alone. The broadcast is from `device`.
+    Args:
+        weights: None on the other ranks.
+        names: what to read; none on the other ranks.
+        group: vLLM's coordinator of a tensor-parallel group; None where this rank reads alone.
+        device: where tensors are for the broadcast.
     """
     if group is None:
         assert weights is not None

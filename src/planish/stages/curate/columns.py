@@ -97,7 +97,11 @@ def reward_columns(config: CurateConfig, problem: Problem, fields: Mapping[str, 
 
 
 def check_types(config: CurateConfig, drops: Sequence[Drop], num_rows: int) -> None:
-    """Refuse rows that hold something of another type than text, unless `skip_bad` is set."""
+    """Refuse rows that hold something of another type than text, unless `skip_bad` is set.
+
+    Raises:
+        ConfigError: there are such rows; the first ones are named.
+    """
     wrong = [drop for drop in drops if drop.reason in WRONG_TYPE]
     if wrong and not config.skip_bad:
         shown = [(drop.reason, *drop.example.split(": ", 1)) for drop in wrong[:3]]

@@ -58,7 +58,11 @@ _KINDS = {
 
 
 def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> None:
-    """Open the data sets of resolved tables and add what they hold to `found`."""
+    """Open the data sets of resolved tables and add what they hold to `found`.
+
+    Raises:
+        StoreUnavailable: the store does not answer.
+    """
     settings = parse_section(CurateConfig, config.get("curate", {}), section="curate")
     try:
         settings = columns.with_function_columns(settings, config)

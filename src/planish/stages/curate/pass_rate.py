@@ -36,6 +36,9 @@ def measure_pass_rates(
 
     Temperature 1 and no cut of the distribution, as in training. A request that the engine refuses
     counts as wrong; requests that a lost rank took with it are asked again.
+
+    Raises:
+        EngineError: the reference policy cannot be loaded or sampled.
     """
     from planish.base.parallel import pick_device
     from planish.engines import open_engine

@@ -93,10 +93,14 @@ def select(
 ) -> tuple[list[Problem], list[Problem]]:
     """Select (training, held-out) problems.
 
-    `tables` are the rows of `dataset` and of `evaluation_dataset`, as far as they are configured;
-    they are treated alike under every seed, which is that of generated tasks. What is like the
-    problems `sets` of all evaluation sets is not trained on. A first look judges `most_judged`
-    ground truths of each table; None judges all.
+    Args:
+        config: what to do.
+        seed: seed of generated tasks; data sets are treated alike under every seed.
+        tables: rows of `dataset` and of `evaluation_dataset`, as far as they are configured.
+        ledger: already holds what reading the rows dropped.
+        pass_rates: measures pass rates, when a reference policy is configured.
+        sets: problems of all evaluation sets; what is like them is not trained on.
+        most_judged: ground truths of each table that are judged, for a first look; None for all.
 
     Raises:
         ConfigError: nothing is left to train or to evaluate on; names the counts per filter.

@@ -42,6 +42,10 @@ def inspect_sources(
     `policy` is the URI or pin of what the run goes on with; then the model is opened only if its
     setting has changed, since the run would go on without it. `changed` is what `differences`
     returned.
+
+    Raises:
+        ConfigError: every fault of data and model in one message.
+        StoreUnavailable: the store does not answer.
     """
     found = Inspection()
     importlib.import_module(DATA_INSPECTOR).inspect_data(config, found)

@@ -60,7 +60,11 @@ def run(root: str, source_pin: str, checkpoint: Artifact, summary: Artifact) -> 
 
 
 def verify(ref: Ref, source_pin: str) -> Outcome:
-    """Check a checkpoint or policy, and compare it with its source."""
+    """Check a checkpoint or policy, and compare it with its source.
+
+    Raises:
+        CheckpointCorrupt: an object, a block, a file or a tensor differs; all of them are listed.
+    """
     is_checkpoint = ref.schema == CHECKPOINT_SCHEMA
     found = (compare_checkpoint if is_checkpoint else compare_policy)(ref, source_pin)
     if found.faults:

@@ -39,6 +39,10 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
     Unfinished responses (WINDOW) and failed ones (ABORT) get no reward. A group with a failed
     response is dropped whole; a finished group whose outcomes are all equal is dropped unless
     `keep_uniform_groups` is set.
+
+    Raises:
+        ConfigError: a row names a verifier that is not here.
+        VerifierFailure: the verifier failed on too many rows, or hangs.
     """
     has_reward = np.isin(rollouts.finish, (FinishReason.STOP, FinishReason.LENGTH))
     rows = np.flatnonzero(has_reward).tolist()

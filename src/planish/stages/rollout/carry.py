@@ -21,8 +21,13 @@ from planish.stages.rollout.side_sets import read_side_set
 def deal(sets: Sequence[Sequence[Group]], shard: int, num_shards: int) -> list[Group]:
     """Return the carried groups of one shard, in the order of their entry.
 
-    `sets` are the groups of each carry set of the iteration before. Shard s goes on with set s;
-    where the number of shards has changed, all groups are dealt out one by one, none of them split.
+    Shard s goes on with set s; where the number of shards has changed, all groups are dealt out
+    one by one. A group is never split.
+
+    Args:
+        sets: groups of each carry set of the iteration before, in the order of its shards.
+        shard: index of this shard.
+        num_shards: shards of this iteration.
     """
     is_same = len(sets) == num_shards
     groups = sets[shard] if is_same else [group for part in sets for group in part]
@@ -63,9 +68,11 @@ def place(groups: Sequence[Group], num_slots: int) -> list[tuple[int, int]]:
 def settle(groups: Sequence[Group], unfinished: Unfinished) -> tuple[list[Group], list[Group]]:
     """Divide groups after generation into those for the rollout set and those for the carry set.
 
-    With `train` every response with tokens goes to the rollout set, with its current window; with
-    `hold` a response when it is finished, with `hold_group` when its whole group is, each once and
-    with all tokens.
+    Args:
+        groups: all groups of the shard.
+        unfinished: `train` gives every response with tokens to the rollout set, with its current
+            window; `hold` gives a response when it is finished, `hold_group` when its whole group
+            is, each once and with all tokens.
 
     Returns:
         (rollout, carry). Every open response is in the carry; a finished one is in exactly one.
@@ -86,7 +93,12 @@ def settle(groups: Sequence[Group], unfinished: Unfinished) -> tuple[list[Group]
 
 
 def read_carry(pins: Sequence[str]) -> list[list[Group]]:
-    """Read the groups of each carry set; nothing in them is of the iteration to come."""
+    """Read the groups of each carry set; nothing in them is of the iteration to come.
+
+    Raises:
+        ObjectMissing: a set is gone.
+        RecordError: a set is damaged.
+    """
     sets: list[list[Group]] = []
     for pin in pins:
         rollouts, facts = read_side_set(pin)

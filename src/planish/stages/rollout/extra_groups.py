@@ -57,8 +57,11 @@ def settle(
 ) -> SurplusExchange:
     """Decide which groups the next iteration gets: those that it may still train on.
 
-    `taken` is of `take_over`, `fresh` the surplus of this batch, `next_version` that of the policy
-    that samples next. A `max_staleness` of 0 is no reuse: prompts of `fresh` are drawn again.
+    Args:
+        taken: result of `take_over`.
+        fresh: surplus of this batch. Without reuse its prompts are to be drawn again.
+        next_version: version of the policy that samples next.
+        max_staleness: highest age that may be trained on, in policy versions; 0 is no reuse.
     """
     kept = [*taken.carried, *(fresh if max_staleness else ())]
     young = [group for group in kept if next_version - group.oldest_version <= max_staleness]
@@ -80,7 +83,12 @@ def group_facts(groups: Sequence[Group]) -> dict[str, list[int]]:
 
 
 def read_surplus(pins: Sequence[str]) -> list[Group]:
-    """Read the groups of all sets."""
+    """Read the groups of all sets.
+
+    Raises:
+        ObjectMissing: a set is gone.
+        RecordError: a set is damaged.
+    """
     groups: list[Group] = []
     for pin in pins:
         rollouts, facts = read_side_set(pin)

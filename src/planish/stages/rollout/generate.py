@@ -87,6 +87,9 @@ class GroupSampler:
         """Return the group of an ordinal before anything is generated.
 
         A prompt that is longer than the limit gets no slots, and its group is dropped.
+
+        Raises:
+            ConfigError: prompt and response do not fit in the model.
         """
         prompts, config = self._prompts, self._config
         row = position(ordinal, prompts.num_rows, self._seed)

@@ -69,9 +69,13 @@ class Slot:
     ) -> Slot:
         """Return the response with further tokens of this iteration; its text stays as it was.
 
-        Tokens, log-probabilities and versions are [n]; routing, [prompt + t + n - 1, layers,
-        experts per token], is of the inputs of this call, which computes earlier windows again:
-        they keep the experts that they had.
+        Args:
+            tokens: [n] new ones.
+            logprobs: [n].
+            versions: [n].
+            finish: why it ended.
+            routing: [prompt + t + n - 1, layers, experts per token] of the inputs of this call,
+                which computes earlier windows again: they keep the experts that they had.
         """
         joined, known = self.routing, self.routing if routing is None else routing
         if known is not None and len(tokens):
@@ -200,7 +204,13 @@ def group_facts(groups: Sequence[Group]) -> dict[str, list[int]]:
 
 
 def from_set(rollouts: RolloutSet, ordinals: Sequence[int], drawn: Sequence[int]) -> list[Group]:
-    """Return the G groups of a record; the numbers [G] are those of `group_facts`."""
+    """Return the groups of a record.
+
+    Args:
+        rollouts: G groups.
+        ordinals: [G] place of each prompt in the stream.
+        drawn: [G] iteration in which each group entered.
+    """
     bounds = [*np.flatnonzero(rollouts.group_starts()).tolist(), rollouts.num_rows]
     slots = [
         Slot(

@@ -99,8 +99,12 @@ class InFlight:
     def enter(self, group: Group, places: Sequence[int] | None = None) -> Group | None:
         """Let responses of a group generate; one that is committed goes on from there.
 
-        The group is as it was before this iteration has generated anything; of its slots `places`
-        generate, None for all. It is returned where nothing of it is left to do.
+        Args:
+            group: as it was before this iteration has generated anything.
+            places: slots that generate; None is all.
+
+        Returns:
+            The group where nothing of it is left to do, else None.
         """
         ordinal = group.ordinal
         if ordinal in self._before.groups:
@@ -126,7 +130,11 @@ class InFlight:
         return min(slot.start + window, longest) - slot.num_tokens
 
     def advance(self) -> list[Group]:
-        """Make one step of the engine; return the groups that it has ended."""
+        """Make one step of the engine; return the groups that it has ended.
+
+        Raises:
+            EngineError: the engine failed as a whole.
+        """
         # Responses with tokens come first, so that they keep their rows.
         self._waiting.sort(
             key=lambda member: (not self._at(member)[1].num_tokens, *member.order, member.place)

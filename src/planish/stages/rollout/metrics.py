@@ -113,8 +113,11 @@ def window_metrics(
 ) -> dict[str, float]:
     """Return counts of slots, and lengths and accuracy of responses that are finished just now.
 
-    There is a growth for each slot; `given` are the groups of the rollout set, `kept` those of the
-    carry set, and the verdicts are on the responses that are finished just now.
+    Args:
+        growths: one for each slot.
+        given: groups of the rollout set.
+        kept: groups of the carry set.
+        verdicts: on the responses that were finished just now.
     """
     finished = [growth.after for growth in growths if not growth.after.is_open]
     given_slots = [slot for group in given for slot in group.slots]

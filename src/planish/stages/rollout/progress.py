@@ -39,8 +39,11 @@ class SamplingProgress:
     ) -> None:
         """Tell the present state, at most as often as the constants above say.
 
-        Of the goal `kept` groups or windows are there, and `num_rows` responses in the engine;
-        `stats` returns its counters, and is asked at most as often.
+        Args:
+            kept: groups or windows of the goal that are there.
+            dropped: groups without a signal.
+            num_rows: responses that are in the engine now.
+            stats: returns the counters of the engine, and is asked at most as often.
         """
         if self._kept_before is None:
             self._kept_before = kept

@@ -77,7 +77,17 @@ class Batch:
 def draw_batch(
     ordinals: Iterator[int], sample: Sample, num_groups: int, config: RolloutConfig
 ) -> Batch:
-    """Draw rounds of groups from the endless ordinals of this shard until `num_groups` qualify."""
+    """Draw rounds of groups until `num_groups` qualify.
+
+    Args:
+        ordinals: endless ordinals of this shard.
+        sample: generates and judges groups.
+        num_groups: groups that the batch has room for.
+        config: rounds, filter and starvation policy.
+
+    Raises:
+        ConfigError: starved under the policy `raise`.
+    """
     batch = Batch()
     qualified: list[Group] = []
     upcoming: list[int] = []

@@ -14,7 +14,12 @@ _FACTS = ("config_sha256", "iteration", "seed", "shard", "num_shards", "policy_v
 
 
 def read_side_set(pin: str) -> tuple[RolloutSet, Mapping[str, Any]]:
-    """Read a set, and the attributes of its manifest, which has numbers for each group."""
+    """Read a set, and the attributes of its manifest, which has numbers for each group.
+
+    Raises:
+        ObjectMissing: the set is gone.
+        RecordError: the set is damaged.
+    """
     uri, digest = parse_pin(pin)
     return read_set(RolloutSet, uri, sha256=digest), read_manifest(uri, sha256=digest).attributes
 

@@ -47,7 +47,17 @@ def run(
 ) -> None:
     """Sample one shard of the rollouts of one iteration.
 
-    `components/rollout.py` says what the parameters are.
+    Args:
+        root: URI of the run.
+        config_sha256: digest of the run's configuration.
+        number: iteration within this run, from 1.
+        offset: iterations before this run.
+        shard: index of this shard.
+        num_shards: shards of the iteration; they share the groups evenly.
+        policy_pin: pinned URI of the policy that samples.
+        state_pin: pinned URI of the train state that holds the prompt cursor; "" at the beginning.
+        rollouts: gets the Ref of the rollout set.
+        metrics: gets counts, shares and lengths.
     """
     execute(
         "rollout",

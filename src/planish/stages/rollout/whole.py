@@ -16,7 +16,11 @@ from planish.stages.rollout.side_sets import write_side_set
 
 
 def sample_whole(job: RolloutJob, prompts: PromptSet) -> Sampled:
-    """Fill the batch from earlier surplus, then draw what is missing."""
+    """Fill the batch from earlier surplus, then draw what is missing.
+
+    Raises:
+        ConfigError: starved under the policy `raise`, or responses of the last iteration go on.
+    """
     config, context = job.config, job.context
     carried = read_carry(job.data.carry)
     num_left = sum(group.num_open for groups in carried for group in groups)

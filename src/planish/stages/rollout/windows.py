@@ -35,6 +35,9 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
 
     A response whose requests all failed keeps its slot and its tokens. Surplus sets of an earlier
     run are left alone: they are too old by the rule that nothing is reused here.
+
+    Raises:
+        ConfigError: a response is longer than allowed, or no prompt fits.
     """
     context = job.context
     sets = read_carry(job.data.carry)

@@ -40,6 +40,10 @@ class Probe:
         """Start the engine of rollouts and evaluation.
 
         Each measurement reads the weights of `policy` anew, in `dtype`: that in which it is saved.
+
+        Raises:
+            ConfigError: the engine is not there, or does not fit this device.
+            EngineError: the engine can not serve this model, or has too little memory.
         """
         twin = Policy(copy.deepcopy(policy.model).to(dtype), policy.tokenizer, policy.version)
         self._policy, self._config, self._run_seed = policy, config, run_seed

@@ -65,7 +65,11 @@ def _outcome(
 
 
 def first_policy(context: Context, prompts: Ref) -> Outcome:
-    """Resume, import or train the first policy unless an earlier attempt has."""
+    """Resume, import or train the first policy unless an earlier attempt has.
+
+    Raises:
+        ConfigError: the accuracy to begin with lies outside the band that is enforced.
+    """
     policy_pin, state_pin = context.run["initial"]["policy"], context.run["initial"]["state"]
     if policy_pin:
         uri, digest = parse_pin(policy_pin)
@@ -174,7 +178,11 @@ def _train(
 
 
 def check_start(accuracy: float, config: SftConfig) -> None:
-    """Warn when reinforcement learning would starve, or would have nothing left to improve."""
+    """Warn when reinforcement learning would starve, or would have nothing left to improve.
+
+    Raises:
+        ConfigError: outside the band and `enforce_start_band` is set.
+    """
     if config.min_start <= accuracy <= config.max_start:
         return
     remedy = (

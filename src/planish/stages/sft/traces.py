@@ -70,6 +70,9 @@ def encode_traces(
 
     Traces of the prompt ids `without`, and those of more than `max_tokens`, are left out; at most
     `max_traces` are taken, and 0 of both is no limit.
+
+    Raises:
+        ConfigError: no trace is left.
     """
     order = sorted(range(traces.num_rows), key=lambda row: (traces.prompt_id[row], row))
     tokens: list[Ids] = []
@@ -99,7 +102,11 @@ def encode_traces(
 def start_traces(
     prompts: PromptSet, traces: TraceSet, policy: Policy, config: SftConfig
 ) -> tuple[PromptSet, EncodedTraces]:
-    """Return the training prompts that the cold start is measured on, and the others' traces."""
+    """Return the training prompts that the cold start is measured on, and the traces of the others.
+
+    Raises:
+        ConfigError: no trace is left.
+    """
     probes = prompts.take(probe_rows(prompts, config.probe_prompts))
     return probes, encode_traces(
         traces,

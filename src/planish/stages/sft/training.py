@@ -52,6 +52,9 @@ def train_steps(
 
     The loss is the mean over response tokens of a mini-batch; `seed` is that of the order of the
     traces, and the warm-up to `learning_rate` is linear.
+
+    Raises:
+        ConfigError: the loss or the gradient was not finite several times in a row.
     """
     device = next(policy.model.parameters()).device
     scorer = TokenScorer(policy.model)

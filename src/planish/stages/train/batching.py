@@ -28,6 +28,10 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
     Rows with `keep` False take no part. A row trains on the tokens that were sampled in this
     iteration, from `window_start` on. The experts of tokens before a new window are unknown.
 
+    Args:
+        rollouts: all shards of the iteration, one after the other.
+        rewards: row `r` scores row `r` of `rollouts`.
+
     Returns:
         B sequences of S columns, S the longest; old and reference log-probabilities, values,
         advantages and returns are 0 until they are computed.
@@ -81,9 +85,13 @@ def join_tokens(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Put each of B prompts and its response side by side, from column 0, padded on the right.
 
+    Args:
+        prompts: B rows of tokens.
+        responses: B rows of tokens.
+        num_columns: S, at least the tokens of the longest row.
+
     Returns:
-        Token ids [B, S] with 0 in padding, then [B, S] bool of real tokens and of responses; S is
-        `num_columns`.
+        Token ids [B, S] with 0 in padding, then [B, S] bool of real tokens and of responses.
     """
     starts = prompts.lengths[:, None]
     column = np.arange(num_columns)
@@ -108,8 +116,14 @@ def split_minibatches(
 ) -> list[Rows]:
     """Shuffle all rows once per pass and cut them into mini-batches of nearly equal size.
 
+    Args:
+        num_rows: rows of the train batch.
+        rollouts_per_minibatch: largest size; sizes differ by at most one.
+        num_passes: how often each row is used.
+        seed: of the shuffle.
+
     Returns:
-        Row numbers per optimizer step; none for an empty batch. Sizes differ by at most one.
+        Row numbers per optimizer step; none for an empty batch.
 
     Example:
         >>> [len(part) for part in split_minibatches(10, 4, 1, seed=[0])]
@@ -133,8 +147,11 @@ def split_by_gradient(
 
     The clipped policy loss of a token is a multiple of its advantage. A row whose advantages are
     all 0, as those of a group with equal rewards, would cost a backward pass and change nothing;
-    its tokens still count in the denominators, which are made before, and in the metrics. With
-    `has_penalty` every token in the policy loss has a gradient: a KL penalty pulls at it.
+    its tokens still count in the denominators, which are made before, and in the metrics.
+
+    Args:
+        minibatch: masks and advantages filled in.
+        has_penalty: every token in the policy loss has a gradient: a KL penalty pulls at it.
 
     Returns:
         Two batches, of which the second may be empty and holds only rows with a token in
@@ -158,11 +175,15 @@ def plan_packed(
 
     Sequences go, from the longest down, to the micro-batch with the fewest tokens so far; there are
     as few micro-batches as keep to the budget. Those of length 0 are left out; every rank gets the
-    same number. Lengths are [B] int64, tokens that are to be computed, and their sum does not
-    exceed `tokens_per_microbatch`; a longer row goes alone.
+    same number.
+
+    Args:
+        lengths: [B] int64, tokens of each sequence that are to be computed.
+        tokens_per_microbatch: the sum of lengths must not exceed it; a longer row goes alone.
+        num_ranks: data-parallel processes.
 
     Returns:
-        Per data-parallel rank a list of row numbers; together each row of a length above 0 once.
+        Per rank a list of row numbers; together each row of a length above 0 exactly once.
 
     Example:
         >>> plan = plan_packed(np.array([3, 9, 4, 8]), 12, 1)

@@ -132,7 +132,11 @@ class TrainConfig(Section):
     name it, so chained and forked runs keep it."""
 
     def grid(self, ranks: Ranks) -> Grid:
-        """Return where a process stands."""
+        """Return where a process stands.
+
+        Raises:
+            ConfigError: there are too few processes, or some would be left over.
+        """
         tp, pp, ep = self.tensor_parallel, self.pipeline_parallel, self.expert_parallel
         sizes = {"tp": tp, "pp": pp, "ep": ep, "cp": self.context_parallel}
         if fault := grid_fault(ranks.size, **sizes, replicas=self.replicas):
@@ -245,9 +249,11 @@ class CriticConfig(Section):
     the last of them trains the policy already."""
 
     def check_new(self, pin: str) -> None:
-        """Refuse to go on from a state without a critic, unless `init` says whose a new one is.
+        """Check that a new critic may go on with a train state that holds none.
 
-        One that was lost on the way would be trained anew in silence.
+        Raises:
+            LayoutMismatch: the configuration does not say whose it is; a critic lost on the way
+                would be trained anew in silence.
         """
         if self.init not in ("model", "state"):
             raise LayoutMismatch(

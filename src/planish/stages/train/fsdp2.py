@@ -41,7 +41,11 @@ class Fsdp2Sharding:
     def __init__(
         self, model: Any, *, config: TrainConfig, grid: Grid, device: torch.device, is_frozen: bool
     ) -> None:
-        """Shard a causal LM of transformers, or a critic."""
+        """Shard a causal LM of transformers, or a critic.
+
+        Raises:
+            ConfigError: `train.context_parallel` ranks can not share its rows.
+        """
         self.config, self.grid, self.device = config, grid, device
         is_critic = isinstance(model, Critic)
         body = model.body if is_critic else getattr(model, model.base_model_prefix)

@@ -63,8 +63,10 @@ class Progress:
     def after_step(self, step: Mapping[str, float], *, alarm_after: int) -> Progress:
         """Count the optimizer steps of one mini-batch; log those that were skipped.
 
-        `skipped` and `value_skipped` are among its metrics where the policy and the critic made a
-        step; from `alarm_after` skipped in a row the log line is an error.
+        Args:
+            step: metrics of the mini-batch; `skipped` and `value_skipped` are there where the
+                policy and the critic made a step.
+            alarm_after: steps skipped in a row from which the log line is an error.
         """
         counted = self
         for model, prefix, name in (
@@ -96,8 +98,11 @@ class Progress:
 def judge(config: CriticConfig, progress: Progress, scalars: Mapping[str, float]) -> Progress:
     """Decide whether the rollout batch at hand still belongs to value pretraining.
 
-    The scalars were measured on the batch with the critic before it; `fresh_value_loss` and
-    `explained_variance` are missing where no token has a target.
+    Args:
+        config: of the critic.
+        progress: before the iteration.
+        scalars: measured on the batch with the critic before it; `fresh_value_loss` and
+            `explained_variance` are missing where no token has a target.
 
     Returns:
         Counters with `pretrain_done` 1 where the batch trains the policy too.

@@ -71,8 +71,11 @@ def preferred_groups(batch: TrainBatch, places: Sequence[int] | None = None) -> 
 
     Groups with right and wrong responses come first, then the others by falling number of
     responses that go on, ties by rising place in the stream. Only what is known counts: the
-    accuracy of finished responses, and unfinished ones that have tokens of this iteration. `places`
-    are those of each group index in the stream of prompts; the index itself when None.
+    accuracy of finished responses, and unfinished ones that have tokens of this iteration.
+
+    Args:
+        batch: the kept rollouts, masks as they were made.
+        places: of each group index in the stream of prompts; the index itself when None.
     """
     verdicts: dict[int, set[bool]] = {}
     growing: Counter[int] = Counter()

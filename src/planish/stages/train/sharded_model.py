@@ -74,6 +74,9 @@ class Sharding(Protocol):
         """Take over a causal LM of transformers (untyped, hence Any), or a critic, on the CPU.
 
         Weights that are on the device `meta` get memory for this rank's part, and no values.
+
+        Raises:
+            ConfigError: such a model can not be sharded like this.
         """
 
     def run(
@@ -128,6 +131,9 @@ class ShardedModel:
 
         Weights on the device `meta` are read from `boxes`, of each the part that is here; without
         it they are to be loaded.
+
+        Raises:
+            ConfigError: such a model can not be sharded like this, or `boxes` lacks weights.
         """
         self.config, self.grid, self.device = config, grid, device
         named = model.named_parameters()
@@ -212,9 +218,13 @@ class ShardedModel:
     ) -> dict[str, float]:
         """Accumulate the gradient over micro-batches, clip it and step, unless it is not finite.
 
-        The mini-batch and the mask, [B, S] bool, are on CPU and equal on all ranks. `loss_fn` takes
-        the results of `score`, [B, S] each and 0 outside the mask, and the micro-batch. A tally has
-        metrics that were measured for the same step.
+        Args:
+            minibatch: on CPU, equal on all ranks.
+            mask: [B, S] bool, tokens whose results the loss needs.
+            score: how the scorer is called.
+            loss_fn: takes the results, [B, S] each and 0 outside the mask, and the micro-batch.
+            learning_rate: of this step.
+            tally: metrics that were measured for the same step.
         """
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:

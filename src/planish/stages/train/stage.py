@@ -67,7 +67,17 @@ def run(
 ) -> TrainResult:
     """Update the policy on one rollout batch.
 
-    `components/train.py` says what the parameters are.
+    Args:
+        root: URI of the run.
+        config_sha256: digest of the resolved configuration.
+        number: iteration within this run, from 1.
+        offset: iterations before this run.
+        num_shards: rollout sets of the iteration.
+        policy_pin: policy that sampled the rollouts.
+        state_pin: train state before the iteration; empty before the first.
+        rewards: Ref of the rewards.
+        state: gets the Ref of the new train state.
+        metrics: gets the scalars of the update.
     """
     root = root.rstrip("/")
     iteration = offset + number
@@ -162,7 +172,12 @@ def _next_step(job: TrainJob) -> int:
 
 
 def launch(job: TrainJob, processes: int, module: str = WORKER) -> str:
-    """Run a job in several processes of this machine."""
+    """Run a job in several processes of this machine.
+
+    Raises:
+        PlanishError: the error of the first rank that wrote one.
+        PeerLost: a process ended without writing its error.
+    """
     pin = write_job(job)
     forget_result(pin)
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -192,6 +207,13 @@ def launch_gang(
     """Run a job in a gang of pods, or wait for the gang that an earlier attempt has submitted.
 
     A gang that trains the iteration in another way, left by a run that was terminated, is removed.
+
+    Raises:
+        PlanishError: the error of the first rank that wrote one.
+        PeerLost: a pod failed or was taken away.
+        ConfigError: a job of somebody else has the name of the gang, or its pods, which have the
+            image of this one, would lack the trainer.
+        LayoutMismatch: the state before the iteration lacks the critic that the algorithm needs.
     """
     if fault := trainer_fault(job.train.trainer):
         raise ConfigError(fault)

@@ -76,12 +76,25 @@ class Trainer:
     ) -> None:
         """Open the policy in float32, build its critic, shard both and build their optimizers.
 
-        Every rank reads its own part of the weights. `seed` is that of the random streams of a
-        fresh start. A critic is built by `critic`, which is None for algorithms without one; with a
-        `critic_shape`, of the critic in a train state that is loaded next, only its frame is built,
-        and what `critic` names is not read again. Adapters are trained in place of the weights of
-        both models. Without `sets_weights`, where a train state is loaded next, no weights of the
-        policy are read.
+        Every rank reads its own part of the weights.
+
+        Args:
+            config: of the train stage.
+            policy_pin: pinned URI of the policy to start from.
+            temperature: at which the rollouts were sampled.
+            seed: of the random streams of a fresh start.
+            grid: where this process stands among those of the training.
+            device: of this rank.
+            critic: how to build a critic; None for algorithms without one.
+            critic_shape: of the critic in a train state that is loaded next: only its frame is
+                built, and what `critic` names is not read again. Empty or None builds by `critic`.
+            adapters: what is trained in place of the weights of both models; None trains them.
+            sets_weights: False where a train state is loaded next: no weights of the policy are
+                read.
+
+        Raises:
+            ConfigError: no such trainer, or not on this machine; no such critic, or no layer for
+                the adapters.
         """
         shard = _sharding(config.trainer)
         self.config = config
@@ -135,7 +148,10 @@ class Trainer:
     def load(self, pin: str) -> None:
         """Replace weights, moments and, under the same layout, random states by saved ones.
 
-        A state of another model or of other adapters changes nothing.
+        Raises:
+            LayoutMismatch: saved with another model, or without the critic that is needed; nothing
+                has been changed.
+            ConfigError: saved with other adapters.
         """
         info = checkpoint.read_state_info(pin)
         check_same(info, self.adapters, pin=pin)
@@ -179,8 +195,15 @@ class Trainer:
 
         That policy is in memory during the call only.
 
+        Args:
+            batch: as for `logprobs`.
+            pin: pinned URI of the policy.
+
         Returns:
             [B, S] float32 on CPU, 0 outside the mask.
+
+        Raises:
+            ConfigError: its tokens are not those of the policy in training.
         """
         policy = frame_policy(pin, with_weights=True)
         theirs, ours = (x.backend.get_vocab() for x in (policy.tokenizer, self.tokenizer))
@@ -357,11 +380,19 @@ def _boxes_of(policy: Policy) -> FolderBoxes:
 def build_critic(
     config: CriticConfig, policy: Policy, seed: int
 ) -> tuple[Critic, FolderBoxes | None]:
-    """Build the critic that a run starts with, by a policy of `frame_policy`; equal on every rank.
+    """Build the critic that a run starts with; every rank builds the same.
+
+    Args:
+        config: of the critic; for init `state` the weights are still to be loaded.
+        policy: of `frame_policy`.
+        seed: of the run.
 
     Returns:
         The critic, and what the weights of its backbone are to be read from; None where they are
-        there already, drawn, or are to be loaded, as for init `state`.
+        there already, drawn, or are to be loaded.
+
+    Raises:
+        ConfigError: `critic.path` names no model that will do.
     """
     how: dict[str, Any] = {"seed": seed, "head_std": config.head_std}
     model = policy.model

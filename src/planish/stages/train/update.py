@@ -46,7 +46,12 @@ class Boundaries(Protocol):
     def resume(
         self, trainer: Trainer, progress: Progress, num_steps: int
     ) -> tuple[list[Step], Progress]:
-        """Bring the trainer to where an earlier attempt has left off, of so many steps.
+        """Bring the trainer to where an earlier attempt has left off.
+
+        Args:
+            trainer: the weights before the iteration are not needed any more.
+            progress: counters before the first step.
+            num_steps: of the iteration.
 
         Returns:
             The metrics of the steps that are done, and the counters after them.
@@ -120,6 +125,9 @@ def run_update(
         reference_pin: pinned URI of the reference policy, for algorithms that need one.
         boundaries: between the steps; None does nothing there.
         mismatch_limit: largest mean difference of log-probabilities of engine and trainer, nats.
+
+    Raises:
+        ConfigError: beyond the limit.
     """
     critic = critic or CriticConfig()
     if len(batch) == 0:

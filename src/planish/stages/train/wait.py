@@ -55,10 +55,15 @@ def plan_steps(
     num_passes: int,
     seed: Sequence[int],
 ) -> StepPlan:
-    """Decide what the critic trains on beside each mini-batch, `min_finished` responses at least.
+    """Decide what the critic trains on beside each mini-batch.
 
-    The batch is as the algorithm's `advantages` returned it; each of its rows is `num_passes` times
-    in `parts`, pass after pass. Earlier iterations left `waiting` responses.
+    Args:
+        batch: the rollout batch as the algorithm's `advantages` returned it.
+        parts: rows of each mini-batch, pass after pass.
+        waiting: responses that earlier iterations left; None or no rows for none.
+        min_finished: fewest responses of a critic step.
+        num_passes: how often each row is in `parts`.
+        seed: of the order of pooled responses.
     """
     minibatches = len(parts) // num_passes
     if min_finished == 1 and (waiting is None or waiting.num_rows == 0):
@@ -77,7 +82,12 @@ def pooled_parts(
 ) -> list[Rows]:
     """Cut pooled rows into critic steps of nearly equal size, spread over the mini-batches.
 
-    A step has `min_finished` rows at least; fewer in all make none.
+    Args:
+        num_rows: rows of the pool.
+        num_minibatches: of one pass.
+        num_passes: how often each row is used.
+        min_finished: fewest rows of a step; fewer in all make no step.
+        seed: of the shuffle.
 
     Returns:
         Row numbers for each mini-batch of all passes, with none for those without a step.

@@ -33,7 +33,12 @@ def earlier_values(
 ) -> Tensor:
     """Return the stored values of tokens that earlier iterations sampled.
 
-    The batch was made of these rollouts and rewards; `ordinals` are of each group.
+    Args:
+        batch: made of `rollouts` and `rewards`.
+        rollouts: all shards of the iteration.
+        rewards: of the rollouts.
+        ordinals: of each group.
+        stored: from the iteration before.
 
     Returns:
         [B, S] float32, NaN for tokens without a stored value.

@@ -50,7 +50,11 @@ from planish.stages.train.config import TrainConfig
 
 
 def join_grid(grid: Grid, timeout_seconds: float) -> Context | None:
-    """Make the process groups of the library, once in a process; return who shares rows with it."""
+    """Make the process groups of the library, once in a process; return who shares rows with it.
+
+    Raises:
+        ConfigError: they are there already for another grid.
+    """
     warnings.filterwarnings("ignore", module=r"megatron\.")
     if not dist.is_initialized():
         parallel_state.destroy_model_parallel()
@@ -275,9 +279,16 @@ def build_gpt(
 ) -> Any:
     """Return this rank's part of a GPTModel of the sizes of a decoder, its weights still unset.
 
-    `has_head` says that there is an LM head beside the embedding. Between pipeline stages there
-    always is one; where it is the same matrix, gradients are to be added up. `device` is where the
-    model will be moved to.
+    Args:
+        model: configuration of a decoder of transformers.
+        has_head: there is an LM head beside the embedding. Between pipeline stages there always is
+            one; where it is the same matrix, gradients are to be added up.
+        config: of the train stage.
+        grid: place of this rank.
+        device: place that the model will be moved to.
+
+    Raises:
+        ConfigError: the decoder is none that the library computes alike.
     """
     _check(model, config, grid)
     has_qk_norm = model.model_type.startswith("qwen3")

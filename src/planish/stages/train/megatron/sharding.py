@@ -51,7 +51,11 @@ class MegatronSharding:
     def __init__(
         self, model: Any, *, config: TrainConfig, grid: Grid, device: torch.device, is_frozen: bool
     ) -> None:
-        """Take over the weights of a causal LM of transformers, or of a critic."""
+        """Take over the weights of a causal LM of transformers, or of a critic.
+
+        Raises:
+            ConfigError: the library does not compute such a model, or has no place for a weight.
+        """
         self.context = join_grid(grid, config.timeout_seconds)
         self.config, self.grid, self.device = config, grid, device
         self.packs = config.packing

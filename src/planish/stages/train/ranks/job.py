@@ -140,7 +140,11 @@ class TrainJob:
 
     @cached_property
     def reference_pin(self) -> str:
-        """Pin of the reference policy; empty for an algorithm without one."""
+        """Pin of the reference policy; empty for an algorithm without one.
+
+        Raises:
+            ConfigError: there is none, or it is gone.
+        """
         if not build_algorithm(self.config.get("algorithm", {})).needs_reference:
             return ""
         return find_reference(
@@ -184,7 +188,12 @@ def write_job(job: TrainJob) -> str:
 
 
 def read_job(pin: str, kind: type[JobT]) -> JobT:
-    """Return the job that `write_job` has written."""
+    """Return the job that `write_job` has written.
+
+    Raises:
+        ObjectMissing: it is gone.
+        RecordError: other bytes than those that were written.
+    """
     uri, digest = parse_pin(pin)
     data = store.read(uri)
     if hashlib.sha256(data).hexdigest() != digest:
@@ -216,7 +225,12 @@ class Inputs:
 
 
 def read_inputs(job: TrainJob) -> Inputs:
-    """Read the rollouts of all shards, their rewards, and where the prompts stand afterwards."""
+    """Read the rollouts of all shards, their rewards, and where the prompts stand afterwards.
+
+    Raises:
+        RecordError: a set is damaged, or the rewards score other rollouts.
+        ConfigError: experts are to be replayed, and nobody has recorded them.
+    """
     uri, digest = parse_pin(job.rewards_pin)
     scored = read_manifest(uri, sha256=digest).parents
     rewards = read_set(RewardSet, uri, sha256=digest)
