@@ -44,6 +44,8 @@ _DTYPES = {
     "BF16": torch.bfloat16,
 }
 """Types of weights in the headers of files."""
+_tokenizers: dict[tuple[tuple[str, str], ...], Tokenizer] = {}
+"""The last one that a policy had, by its files."""
 
 
 @dataclass
@@ -156,6 +158,23 @@ def frame_policy(pin: str, *, with_weights: bool) -> Policy:
     """
     folder, version = _fetch(pin, "" if with_weights else ".safetensors")
     return Policy(empty_model(folder), load_tokenizer(folder), version, folder)
+
+
+def policy_tokenizer(pin: str) -> Tokenizer:
+    """Open the tokenizer of a saved policy and read no weights; errors are as of `load_policy`.
+
+    The next policy with the same files has the same one: the words that a tokenizer has met stay
+    in memory for as long as its thread (a cache of each model `BPE` of tokenizers 0.23).
+    """
+    uri, digest = parse_pin(pin)
+    shards = read_manifest(uri, sha256=digest).shards
+    files = tuple((s.name, s.sha256) for s in shards if not s.name.endswith(".safetensors"))
+    if files not in _tokenizers:
+        folder = fetch_files(uri, sha256=digest, schema=SCHEMA, without=".safetensors")
+        tokenizer = load_tokenizer(folder)
+        _tokenizers.clear()
+        _tokenizers[files] = tokenizer
+    return _tokenizers[files]
 
 
 def _fetch(pin: str, without: str = "") -> tuple[Path, int]:

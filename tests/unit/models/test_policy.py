@@ -25,6 +25,7 @@ from planish.models.policy import (
     load_model,
     load_policy,
     name_head_dtype,
+    policy_tokenizer,
     save_policy,
 )
 from planish.models.tokens import Tokenizer
@@ -50,6 +51,18 @@ def test_default_policy_has_the_published_number_of_parameters():
     assert sum(p.numel() for p in policy.model.parameters()) == 102_208
     assert policy.model.get_output_embeddings().weight is policy.model.model.embed_tokens.weight
     assert not policy.model.training
+
+
+def test_policies_with_the_same_tokenizer_share_it_and_no_weights_are_read(tmp_path):
+    pins = [save(tmp_path / str(n), build_policy(TINY, n), n).pin() for n in range(2)]
+    for path in tmp_path.rglob("*.safetensors"):
+        path.unlink()
+    first, second = (policy_tokenizer(pin) for pin in pins)
+    assert first is second
+    assert first.encode_response("12") == build_policy(TINY, 0).tokenizer.encode_response("12")
+    policy = build_policy(TINY, 0)
+    policy.tokenizer.backend.chat_template += " "
+    assert policy_tokenizer(save(tmp_path / "other", policy).pin()) is not first
 
 
 def test_equal_seeds_give_equal_weights_and_leave_the_global_noise_alone():

@@ -43,7 +43,7 @@ class AttentionModel:
     """Modules over the tensors of a policy folder that are not of routed experts."""
 
     def __init__(self, folder: Path, exchange: Exchange, device: torch.device) -> None:
-        """Build the modules and read their tensors; `exchange` computes the routed experts."""
+        """Build the modules, whose experts `exchange` computes; raises EngineError without any."""
         self._device = device
         self.config = read_model_config(folder)
         self.modules = empty_model(folder)

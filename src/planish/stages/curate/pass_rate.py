@@ -8,9 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from planish.engines.config import EngineConfig
-from planish.records.io import fetch_files
 from planish.records.prompts import PromptSet, prompt_id
-from planish.records.refs import parse_pin
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.problem import Problem
 from planish.verifiers import VerifierOptions
@@ -44,11 +42,10 @@ def measure_pass_rates(
     from planish.engines import open_engine
     from planish.engines.measure import generate_rollouts, judge
     from planish.engines.requests import ModelRef, Sampling
-    from planish.models.tokens import load_tokenizer
+    from planish.models.policy import policy_tokenizer
 
     count = config.pass_rate_samples
-    uri, digest = parse_pin(config.pass_rate_policy)
-    tokenizer = load_tokenizer(fetch_files(uri, sha256=digest, schema="policy/1"))
+    tokenizer = policy_tokenizer(config.pass_rate_policy)
     with open_engine(
         engine_config,
         ModelRef(pin=config.pass_rate_policy),

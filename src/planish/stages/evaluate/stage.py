@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from planish.base.errors import ObjectMissing
 from planish.records import layout
-from planish.records.io import fetch_files, finished, read_manifest, read_set, write_set
+from planish.records.io import finished, read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet
 from planish.records.refs import Ref, Scalar, parse_pin
 from planish.records.reports import (
@@ -299,12 +299,11 @@ def _open(
     from planish.engines import open_engine
     from planish.engines.config import EngineConfig
     from planish.engines.requests import ModelRef
-    from planish.models.tokens import load_tokenizer
+    from planish.models.policy import policy_tokenizer
 
     torch.set_num_threads(config.num_threads)
     device = str(pick_device(config.device))
-    uri, sha256 = parse_pin(pin)
-    tokenizer = load_tokenizer(fetch_files(uri, sha256=sha256, schema="policy/1"))
+    tokenizer = policy_tokenizer(pin)
     settings = context.section(EngineConfig, "engine")
     options = {"max_rows": config.max_rows, "device": device}
     with (opened or open_engine)(settings, ModelRef(pin=pin), **options) as engine:

@@ -134,6 +134,7 @@ class Residents:
         """Hold nothing yet; `trains` is False where these ranks sample alone."""
         self._ranks, self._device, self._config, self._trains = ranks, device, config, trains
         self.trainer = HeldTrainer()
+        self._settings = parse_section(EngineConfig, config.get("engine", {}), section="engine")
         size = self._settings.tensor_parallel
         self.engines = Ranks(ranks.rank // size, ranks.size // size)
         """The engine of this rank among those of all."""
@@ -218,10 +219,6 @@ class Residents:
             yield engine
         if self._team is not None:
             self._team.tell("end")
-
-    @property
-    def _settings(self) -> EngineConfig:
-        return parse_section(EngineConfig, self._config.get("engine", {}), section="engine")
 
     @contextmanager
     def _lend(

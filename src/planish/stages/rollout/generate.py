@@ -8,8 +8,6 @@ from dataclasses import replace
 
 from planish.base.errors import ConfigError
 from planish.engines.base import BaseEngine
-from planish.engines.requests import Request, Sampling
-from planish.engines.sampling import request_seed
 from planish.models.headers import room_fault
 from planish.models.tokens import Tokenizer
 from planish.records.prompts import PromptSet
@@ -40,7 +38,7 @@ class GroupSampler:
         """Bind the parts; `seed` is the run's."""
         self._engine, self._tokenizer, self._prompts = engine, tokenizer, prompts
         self._config, self._seed, self._iteration = config, seed, iteration
-        self.flight = InFlight(engine, config, commits, self.request)
+        self.flight = InFlight(engine, config, commits, seed)
         self._judged: dict[int, Group] = {}
         self._progress = SamplingProgress(0)
         self._num_kept = self._num_dropped = 0
@@ -119,26 +117,6 @@ class GroupSampler:
         )
         if fault:
             raise ConfigError(f"{fault} (prompt {group.prompt_id})")
-
-    def request(self, group: Group, slot: Slot, max_new_tokens: int) -> Request:
-        """Return the request for one response, or for its next window of at most so many tokens."""
-        config = self._config
-        # the ordinal tells two draws of one prompt in one iteration apart
-        key = f"{group.prompt_id}/{group.ordinal}"
-        sampling = Sampling(
-            max_new_tokens=max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            seed=request_seed(self._seed, group.drawn, key, slot.sample),
-            want_routing=config.keep_routing,
-        )
-        return Request(
-            request_id=f"{group.ordinal}-{slot.sample:03d}",
-            prompt_ids=group.prompt_tokens,
-            sampling=sampling,
-            response_prefix=tuple(slot.tokens.tolist()),
-        )
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of response tokens."""

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.base import telemetry
 from planish.base.errors import EngineError
 from planish.engines.base import BaseEngine
-from planish.engines.requests import EngineState, Output, Request
+from planish.engines.requests import EngineState, Output, Request, Sampling
+from planish.engines.sampling import request_seed
 from planish.records.rollouts import FinishReason
 from planish.stages.rollout.commits import Commits
 from planish.stages.rollout.config import RolloutConfig
@@ -50,14 +51,11 @@ class InFlight:
         engine: BaseEngine,
         config: RolloutConfig,
         commits: Commits,
-        request: Callable[[Group, Slot, int], Request],
+        seed: int,
     ) -> None:
-        """Read the commits of the shard; nothing generates yet.
-
-        `request` makes the request for a response and a number of further tokens.
-        """
+        """Read the commits of the shard; nothing generates yet; `seed` is the run's."""
         self._engine, self._config, self._commits = engine, config, commits
-        self._request = request
+        self._seed = seed
         self._groups: dict[int, Group] = {}
         self._members: dict[str, _Member] = {}
         self._waiting: list[_Member] = []
@@ -142,7 +140,7 @@ class InFlight:
         requests = []
         for member in self._waiting:
             group, slot = self._at(member)
-            request = self._request(group, slot, self._room(slot))
+            request = self._request(group, slot)
             self._members[request.request_id] = member
             requests.append(request)
         self._waiting = []
@@ -158,6 +156,26 @@ class InFlight:
         if 0 < self._config.commit_steps <= self._num_steps and self.num_running:
             self._commit()
         return ended
+
+    def _request(self, group: Group, slot: Slot) -> Request:
+        """Return the request for a response, or for its next window."""
+        config = self._config
+        # The ordinal tells two draws of one prompt in one iteration apart.
+        key = f"{group.prompt_id}/{group.ordinal}"
+        sampling = Sampling(
+            max_new_tokens=self._room(slot),
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            seed=request_seed(self._seed, group.drawn, key, slot.sample),
+            want_routing=config.keep_routing,
+        )
+        return Request(
+            request_id=f"{group.ordinal}-{slot.sample:03d}",
+            prompt_ids=group.prompt_tokens,
+            sampling=sampling,
+            response_prefix=tuple(slot.tokens.tolist()),
+        )
 
     def _at(self, member: _Member) -> tuple[Group, Slot]:
         group = self._groups[member.ordinal]

@@ -144,14 +144,12 @@ class RolloutJob:
 
         from planish.engines.config import EngineConfig
         from planish.engines.requests import ModelRef
-        from planish.models.tokens import load_tokenizer
-        from planish.records.io import fetch_files
+        from planish.models.policy import policy_tokenizer
         from planish.stages.rollout.generate import GroupSampler
 
         config = self.config
         torch.set_num_threads(config.threads)
-        uri, digest = parse_pin(self.start.files_pin)
-        tokenizer = load_tokenizer(fetch_files(uri, sha256=digest))
+        tokenizer = policy_tokenizer(self.start.files_pin)
         begin = time.monotonic()
         settings = self.context.section(EngineConfig, "engine")
         model, options = ModelRef(pin=self.start.files_pin), engine_options(config)
