@@ -22,28 +22,46 @@ LINK = re.compile(r"(?:\]\(|src=\")([^)\"#:]+)(?:#[^)\"]*)?[)\"]")
 
 
 CEILINGS = {
-    "algorithms": 1_775,
-    "base": 1_641,
-    "checkpoint": 13_980,
-    "engines": 10_664,
-    "minder": 8_630,
-    "models": 3_337,
-    "records": 2_735,
-    "run": 2_745,
-    "show": 1_520,
-    "stages": 18_965,
-    "store": 2_742,
-    "submit": 2_320,
-    "verifiers": 2_880,
-    "components": 1_185,
-    "pipelines": 1_710,
+    "algorithms": 5_300,
+    "base": 5_400,
+    "checkpoint": 70_000,
+    "engines": 48_300,
+    "minder": 42_400,
+    "models": 13_700,
+    "records": 11_100,
+    "run": 10_200,
+    "show": 8_400,
+    "stages": 84_300,
+    "store": 10_400,
+    "submit": 11_300,
+    "verifiers": 12_100,
+    "components": 2_700,
+    "pipelines": 6_400,
 }
-"""Lines that a room may have. Who adds makes room in it first; who takes away lowers it."""
+"""Content that a room may have: nodes of its syntax trees without docstrings. Lines are not counted,
+since they can be met by squeezing. Who adds to a full room makes space in it first."""
 
 
 def code():
     for folder in (PACKAGE, REPOSITORY / "components", REPOSITORY / "pipelines"):
         yield from sorted(folder.rglob("*.py"))
+
+
+def content_of(text):
+    """Return the nodes of a syntax tree, without docstrings and contexts of names."""
+    tree = ast.parse(text)
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        for inner in ast.walk(node)
+    }
+    return sum(
+        id(node) not in skipped and not isinstance(node, ast.expr_context)
+        for node in ast.walk(tree)
+    )
 
 
 def module_of(path):
@@ -60,8 +78,16 @@ def test_the_package_has_few_entries():
 @pytest.mark.parametrize("room", sorted(CEILINGS))
 def test_a_room_stays_below_its_ceiling(room):
     folder = REPOSITORY / room if room in ("components", "pipelines") else PACKAGE / room
-    lines = sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
-    assert lines <= CEILINGS[room], "make room first, or say in the commit why it must grow"
+    content = sum(content_of(path.read_text()) for path in folder.rglob("*.py"))
+    assert content <= CEILINGS[room], "make room first, or say in the commit why it must grow"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a = b", 4), ('"""Say."""\n\n\na = b', 4), ("a, b = c, d", 8), ("a = c\nb = d", 7)],
+)
+def test_content_counts_neither_lines_nor_docstrings(text, expected):
+    assert content_of(text) == expected
 
 
 def test_every_room_has_a_ceiling():
