@@ -38,8 +38,8 @@ CEILINGS = {
     "components": 2_700,
     "pipelines": 6_400,
 }
-"""Content that a room may have: nodes of its syntax trees without docstrings. Lines are not counted,
-since they can be met by squeezing. Who adds to a full room makes space in it first."""
+"""Content that a room may have: nodes of its syntax trees without docstrings. Lines are not
+counted, since they can be met by squeezing. Who adds to a full room makes space in it first."""
 
 
 def code():
