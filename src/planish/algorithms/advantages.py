@@ -36,9 +36,12 @@ def group_advantages(
         in_stats: [R] bool, rows that count in mean and deviation; all when None.
 
     Returns:
-        [R] float32. A group of equal rewards gives exactly 0, a group of one its own reward.
+        [R] float32. A group whose counted rewards are equal gives exactly 0, a group of one its own
+        reward. A row that does not count may lie far outside of a deviation that knows nothing of
+        it: it gets at most twice the root of its group's size, of either sign. (One that counts
+        never reaches the root.)
 
-    Source: DAPO, arXiv 2503.14476, equation 9.
+    Source: DAPO, arXiv 2503.14476, equation 9; the bound is ours.
     """
     inverse = group_index.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
     exact = rewards.double()
@@ -56,12 +59,18 @@ def group_advantages(
     freedom = size - 1 if std == "sample" else size
     deviation = (per_group(hidden(centred**2, counted)) / freedom.clamp(min=1)).sqrt()
     scaled = centred / (deviation[inverse] + epsilon)
+    num_rows = per_group(exact.new_ones(len(exact)))[inverse]
+    most = 2 * num_rows.sqrt()
+    scaled = scaled.where(counted, scaled.clamp(-most, most))
     # Rounding makes equal rewards differ from their mean: without this test 0 / 0 + noise trains.
-    low = empty.scatter_reduce(0, inverse, exact, "amin", include_self=False)
-    high = empty.scatter_reduce(0, inverse, exact, "amax", include_self=False)
+    # Those of rows that do not count say nothing about the deviation.
+    rows = counted.nonzero().flatten()
+    low, high = (
+        empty.scatter_reduce(0, inverse[rows], exact[rows], end, include_self=False)
+        for end in ("amin", "amax")
+    )
     scaled = scaled.masked_fill((low == high)[inverse], 0.0)
-    alone = per_group(exact.new_ones(len(exact)))[inverse] == 1
-    return exact.where(alone, scaled).to(rewards.dtype)
+    return exact.where(num_rows == 1, scaled).to(rewards.dtype)
 
 
 def spread(per_row: Tensor, mask: Tensor) -> Tensor:
@@ -173,10 +182,11 @@ def whiten_metrics(mask: Tensor, *, whiten: bool) -> dict[str, float]:
 
 
 def advantage_metrics(advantages: Tensor, mask: Tensor, decay: Tensor) -> dict[str, float]:
-    """Describe advantages before they are scaled, and the decay of their rows.
+    """Describe advantages [B, S] before they are scaled, and the decay [B] of their rows.
 
     Returns:
-        Mean and population deviation over the mask and the mean decay; nothing without a token.
+        Mean and population deviation over the mask and the mean decay of rows with a token in it;
+        nothing without a token.
     """
     if not bool(mask.any()):
         return {}
@@ -184,7 +194,7 @@ def advantage_metrics(advantages: Tensor, mask: Tensor, decay: Tensor) -> dict[s
     return {
         "advantage_mean": float(mean),
         "advantage_std": float(masked_mean((advantages - mean) ** 2, mask).sqrt()),
-        "lambda_mean": float(decay.double().mean()),
+        "lambda_mean": float(decay[mask.any(1)].double().mean()),
     }
 
 

@@ -126,7 +126,7 @@ class Vapo(ClippedPolicy):
         """Measure decay and advantages before whitening; `batch` is as `advantages` gets it."""
         advantages, decay = self._estimates(batch)
         mask = of_finished(batch, batch.policy_mask)
-        metrics = advantage_metrics(advantages, mask, decay[batch.is_finished])
+        metrics = advantage_metrics(advantages, mask, decay)
         return metrics | whiten_metrics(mask, whiten=self.config.whiten_advantages)
 
     def _estimates(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:

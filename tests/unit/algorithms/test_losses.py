@@ -83,6 +83,36 @@ def test_a_group_of_equal_rewards_has_exactly_zero_advantage(reward):
     assert seen.tolist() == [0.0] * 8
 
 
+STEP = 1 / 4096
+"""A token's part of the overlong punishment at the published size."""
+
+
+@pytest.mark.parametrize(
+    ("rewards", "counted", "wanted"),
+    [
+        ([1.0, 1.0, -2.0, -2.0], "1100", [0.0] * 4),
+        ([1.0, 1.0, 1.0, -2.0], "1110", [0.0] * 4),
+        ([-1.0, 1.0, -2.0, 0.0], "1000", [0.0] * 4),
+        ([1.0, -2.0, -1.5, -1.0], "0000", [0.0] * 4),
+        ([0.1, 0.1, 0.1, -1.0, -0.5, 0.1], "111000", [0.0] * 6),
+        ([1.0, 1.0 - STEP, -2.0, -2.0], "1100", [math.sqrt(0.5), -math.sqrt(0.5), -4.0, -4.0]),
+        ([0.0, -STEP, 1.0, 1.0], "1100", [math.sqrt(0.5), -math.sqrt(0.5), 4.0, 4.0]),
+        ([1.0, -1.0, -2.0], "110", [math.sqrt(0.5), -math.sqrt(0.5), -math.sqrt(2)]),
+        ([1.0, 1.0, -1.0, -2.0], "1110", [3**-0.5, 3**-0.5, -(2 * 3**-0.5), -(7 / 3) * 0.75**0.5]),
+        ([0.5], "0", [0.5]),
+    ],
+)
+def test_rows_outside_of_the_statistics_are_guarded_by_the_rows_inside(rewards, counted, wanted):
+    # A group beside it, whose rows all count, is as it would be alone.
+    beside = [2.0, 3.0]
+    index = torch.tensor([4] * len(rewards) + [1, 1])
+    inside = torch.tensor([c == "1" for c in counted] + [True, True])
+    given = torch.tensor(rewards + beside)
+    seen = group_advantages(given, index, epsilon=0.0, in_stats=inside).tolist()
+    assert seen[: len(rewards)] == pytest.approx(wanted, rel=1e-3)
+    assert seen[len(rewards) :] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+
+
 def test_a_group_of_one_keeps_its_reward():
     seen = group_advantages(torch.tensor([0.7, 1.0, 0.0]), torch.tensor([3, 4, 4]), epsilon=0.0)
     assert seen.tolist() == pytest.approx([0.7, math.sqrt(0.5), -math.sqrt(0.5)], abs=1e-6)
