@@ -45,7 +45,8 @@ class RolloutConfig(Section):
     """Let later rounds draw only what the share of kept groups so far makes likely to be needed,
     plus a quarter. False is the published recipe; true samples less and trains on the same."""
     max_generation_rounds: int = Field(default=10, ge=0)
-    """Rounds until the starvation policy applies; 0 is no limit. DAPO's script: 10."""
+    """Rounds until the starvation policy applies; with 0 it applies after one pass over the prompts
+    without a further group, and one that finds none at all ends the run. DAPO's script: 10."""
     starvation_policy: Literal["train_partial", "relax", "raise"] = "train_partial"
     """When the rounds are over and groups are missing: train on what there is, fill up with groups
     that carry no signal (needs `reward.keep_uniform_groups`), or fail."""

@@ -18,6 +18,7 @@ from functools import partial
 
 from planish.base import telemetry
 from planish.base.errors import ConfigError
+from planish.records.rewards import nothing_learnt
 from planish.stages.rollout.config import RolloutConfig
 from planish.stages.rollout.groups import Fate, Group
 
@@ -75,7 +76,12 @@ class Batch:
 
 
 def draw_batch(
-    ordinals: Iterator[int], sample: Sample, num_groups: int, config: RolloutConfig
+    ordinals: Iterator[int],
+    sample: Sample,
+    num_groups: int,
+    config: RolloutConfig,
+    *,
+    num_prompts: int = 0,
 ) -> Batch:
     """Draw rounds of groups until `num_groups` qualify.
 
@@ -84,15 +90,24 @@ def draw_batch(
         sample: generates and judges groups.
         num_groups: groups that the batch has room for.
         config: rounds, filter and starvation policy.
+        num_prompts: so many groups in a row of which none qualifies end rounds without a limit;
+            0 never ends them.
 
     Raises:
-        ConfigError: starved under the policy `raise`.
+        ConfigError: starved under the policy `raise`, or rounds without a limit found no group.
     """
     batch = Batch()
     qualified: list[Group] = []
     upcoming: list[int] = []
+    num_missed = 0
     while len(qualified) < num_groups:
-        if 0 < config.max_generation_rounds <= batch.num_rounds:
+        limit = config.max_generation_rounds
+        if limit == 0 and 0 < num_prompts <= num_missed:
+            if not qualified:
+                raise ConfigError(_nothing_qualifies(batch.dropped, config))
+            batch.starved = True
+            break
+        if 0 < limit <= batch.num_rounds:
             batch.starved = True
             break
         tried = len(qualified) + len(batch.dropped)
@@ -106,7 +121,9 @@ def draw_batch(
         batch.num_rounds += 1
         for group in groups:
             telemetry.count("planish_rollout_groups_total", fate=group.fate.name.lower())
-            (qualified if qualifies(group, config) else batch.dropped).append(group)
+            is_kept = qualifies(group, config)
+            (qualified if is_kept else batch.dropped).append(group)
+            num_missed = 0 if is_kept else num_missed + 1
     batch.kept, batch.surplus = qualified[:num_groups], qualified[num_groups:]
     if batch.starved:
         _starve(batch, num_groups, config)
@@ -116,6 +133,22 @@ def draw_batch(
 def qualifies(group: Group, config: RolloutConfig) -> bool:
     """Tell whether the batch takes a judged group, by its scores alone."""
     return group.fate in ((Fate.MIXED,) if config.dynamic_sampling else JUDGED)
+
+
+def _nothing_qualifies(dropped: Sequence[Group], config: RolloutConfig) -> str:
+    fates = [group.fate for group in dropped]
+    wrong, right = fates.count(Fate.ALL_WRONG), fates.count(Fate.ALL_CORRECT)
+    told = f"{wrong} all wrong, {right} all right, {len(fates) - wrong - right} incomplete"
+    remedy = (
+        f"raise `rollout.max_prompt_tokens` ({config.max_prompt_tokens}) if the prompts are longer"
+    )
+    if wrong or right:
+        counts = {"num_groups_wrong": wrong, "num_groups_right": right}
+        remedy = nothing_learnt({"iterations_without_signal": 1, **counts})
+    return (
+        "a group must qualify in one pass over the prompts, where "
+        f"`rollout.max_generation_rounds` = 0 sets no other limit, got {told}; {remedy}"
+    )
 
 
 def _largest_round(num_groups: int, config: RolloutConfig) -> int:

@@ -38,7 +38,7 @@ def sample_whole(job: RolloutJob, prompts: PromptSet) -> Sampled:
         ordinals = assign(job.data.cursor, context.shard, job.num_shards)
         room = job.num_groups - len(taken.used)
         session.sampler.go_on(room)
-        batch = draw_batch(ordinals, session.sampler, room, config)
+        batch = draw_batch(ordinals, session.sampler, room, config, num_prompts=prompts.num_rows)
     exchange = None
     attributes = {
         "policy_version": version,

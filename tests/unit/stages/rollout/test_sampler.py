@@ -33,7 +33,7 @@ def group(ordinal, letter, version=0, length=3):
     return Group(ordinal, 1, name, (1, 2), "1", "exact", slots, NUM_RIGHT[letter])
 
 
-def draw(letters, num_groups, **config):
+def draw(letters, num_groups, num_prompts=0, **config):
     """Draw from a stream whose k-th prompt has the fate of letter k (repeating)."""
     rounds = []
 
@@ -42,7 +42,8 @@ def draw(letters, num_groups, **config):
         return [group(k, letters[k % len(letters)]) for k in ordinals]
 
     options = {"group_size": 2, "generation_prompts_factor": 1.0, **config}
-    batch = draw_batch(itertools.count(), sample, num_groups, RolloutConfig(**options))
+    settings = RolloutConfig(**options)
+    batch = draw_batch(itertools.count(), sample, num_groups, settings, num_prompts=num_prompts)
     return batch, rounds
 
 
@@ -104,6 +105,32 @@ def test_starvation_with_no_group_at_all_gives_an_empty_batch():
 def test_starvation_can_fail_loudly():
     with pytest.raises(ConfigError, match=r"4 groups must qualify within 2 .* got 2 of 8; give"):
         draw("mwww", 4, max_generation_rounds=2, starvation_policy="raise")
+
+
+@pytest.mark.parametrize(
+    ("letters", "options", "words"),
+    [
+        ("w", {}, "got 6 all wrong, 0 all right, 0 incomplete; .* try easier problems"),
+        ("r", {}, "got 0 all wrong, 6 all right, 0 incomplete; .* try harder problems"),
+        ("wr", {"shrink_rounds": True}, "got 3 all wrong, 3 all right, .* none with both"),
+        ("i", {}, "0 all right, 6 incomplete; raise `rollout.max_prompt_tokens`"),
+        ("i", {"dynamic_sampling": False}, "0 all right, 6 incomplete; raise"),
+        ("w", {"starvation_policy": "relax"}, "got 6 all wrong"),
+    ],
+)
+def test_rounds_without_a_limit_end_after_one_pass_that_finds_no_group(letters, options, words):
+    with pytest.raises(ConfigError, match=f"in one pass over the prompts, .* {words}"):
+        draw(letters, 2, max_generation_rounds=0, num_prompts=5, **options)
+
+
+@pytest.mark.parametrize("num_prompts", [5, 6, 20])
+def test_rounds_without_a_limit_keep_what_a_pass_has_found(num_prompts):
+    whole, rounds = draw("w" * 4 + "m", 2, max_generation_rounds=0, num_prompts=num_prompts)
+    assert (ordinals(whole.kept), rounds, whole.starved) == ([4, 9], [2] * 5, False)
+    fates = "wm" + "w" * 1000
+    batch, _ = draw(fates, 2, max_generation_rounds=0, num_prompts=num_prompts)
+    assert (ordinals(batch.kept), batch.starved) == ([1], True)
+    assert num_prompts <= len(batch.dropped) - 1 <= num_prompts + 1
 
 
 @given(
