@@ -32,6 +32,7 @@ class CispoConfig(GroupPolicyConfig):
     """And at most 1 + clip_high times."""
     dual_clip: None = None
     """No loss here grows with the ratio without a limit."""
+    clips_weights: ClassVar[bool] = True
 
 
 def weighted_losses(

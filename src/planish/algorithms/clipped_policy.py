@@ -10,7 +10,7 @@ of GRPO, arXiv 2402.03300, equations 3 and 4.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import Field, model_validator
 
@@ -58,6 +58,8 @@ class ClippedPolicyConfig(Section):
     kl_estimator: KlEstimator = "k3"
     """How the divergence of a token is estimated; `k3` is GRPO's (arXiv 2402.03300, equation 4),
     `k2` has the gradient of the divergence, `k1` pulls nowhere on average."""
+    clips_weights: ClassVar[bool] = False
+    """Both clips bind whatever the sign of the advantage; else each on its own side alone."""
 
     def _off(self) -> list[str]:
         return [] if self.kl_coefficient else ["kl_coefficient", "kl_estimator"]
@@ -170,8 +172,11 @@ def _clip_metrics(
     ratio: Tensor, advantages: Tensor, old: Tensor, mask: Tensor, config: ClippedPolicyConfig
 ) -> dict[str, tuple[Tensor, Tensor]]:
     count = mask.sum()
-    above = mask & (advantages > 0) & (ratio > 1 + config.clip_high)
-    below = mask & (advantages < 0) & (ratio < 1 - config.clip_low)
+    raised, lowered = advantages > 0, advantages < 0
+    if config.clips_weights:
+        raised = lowered = advantages != 0
+    above = mask & raised & (ratio > 1 + config.clip_high)
+    below = mask & lowered & (ratio < 1 - config.clip_low)
     metrics = {
         "clipfrac_high": (above.sum(), count),
         "clipfrac_low": (below.sum(), count),

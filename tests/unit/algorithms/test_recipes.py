@@ -80,6 +80,35 @@ def test_dual_clip_fraction_counts_tokens_whose_loss_it_lowered():
     assert (total / count).item() == 0.25
 
 
+def test_truncated_responses_outside_of_the_statistics_of_equal_ones_train_nothing():
+    mask = ragged_mask([2] * 4, 2)
+    batch = make_batch(mask, reward=[1, 1, -2, -2], truncated=[False, False, True, True])
+    for name in ("dapo", "grpo", "gspo", "cispo"):
+        algorithm = build_algorithm({"name": name, "exclude_truncated_from_stats": True})
+        filled = algorithm.advantages(batch)
+        assert not filled.advantages.any()
+        output = algorithm.loss(
+            torch.zeros(4, 2), torch.zeros(4, 2), filled, whole_step(algorithm, filled)
+        )
+        assert output.loss.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    # Ratios 8 and .1 of each sign of the advantage, and of a token without one.
+    [("dapo", (1 / 6, 1 / 6)), ("cispo", (2 / 6, 2 / 6))],
+)
+def test_clip_fractions_count_every_token_that_a_clip_bounds(name, wanted):
+    ratios = torch.tensor([[8.0, 0.1]] * 3)
+    advantages = [[1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]]
+    batch = make_batch(ragged_mask([2] * 3, 2), advantages=advantages)
+    algorithm = build_algorithm({"name": name, "clip_low": 0.5})
+    output = algorithm.loss(ratios.log(), ratios, batch, whole_step(algorithm, batch))
+    low, high = (output.means[f"clipfrac_{end}"] for end in ("low", "high"))
+    assert (float(high[0] / high[1]), float(low[0] / low[1])) == pytest.approx(wanted)
+    assert float(output.means["mean_upclipped_prob"][1]) == wanted[1] * 6
+
+
 def test_overlong_filtering_masks_truncated_rows_but_keeps_them_in_the_statistics():
     mask = ragged_mask([2, 2, 2], 2)
     batch = make_batch(mask, reward=[1.0, 0.0, -1.0], truncated=[False, False, True])

@@ -15,10 +15,13 @@ from planish.verifiers import check_verifier
 Sections = Mapping[str, Any]
 """Name to validated section; algorithms differ in the settings that they have."""
 
+VLLM_MIN_TEMPERATURE = 0.01
+"""Lower ones but 0 are raised to it: `_MAX_TEMP` of `vllm/sampling_params.py`."""
+
 
 def check_config(parsed: Sections) -> list[str]:
     """Return every fault that only shows when sections are seen together."""
-    checks = (_limits, _batches, _windows, _ahead, _training, _ranks)
+    checks = (_limits, _batches, _windows, _older_policies, _temperatures, _training, _ranks)
     return [fault for check in checks for fault in check(parsed)]
 
 
@@ -85,20 +88,38 @@ def _windows(parsed: Sections) -> Iterator[str]:
             "this algorithm trains on whole responses"
             + (" and compares those of a group" if compares_groups else "")
         )
-    if algorithm.correction == "off":
-        yield (
-            "`algorithm.correction` must not be 'off' with `rollout.window_tokens` below "
-            "`rollout.max_response_tokens`, got 'off'; the tokens of a response come from several "
-            "policies: take 'bypass' or 'token_truncate'"
-        )
 
 
-def _ahead(parsed: Sections) -> Iterator[str]:
-    if parsed["rollout"].ahead and getattr(parsed["algorithm"], "correction", "off") == "off":
-        yield (
-            "`algorithm.correction` must not be 'off' with `rollout.ahead`, got 'off'; responses "
-            "come from the policy before the one that trains: take 'token_truncate' or 'bypass'"
-        )
+def _older_policies(parsed: Sections) -> Iterator[str]:
+    """Whatever lets a policy train on what an older one has sampled needs a correction."""
+    rollout, algorithm = parsed["rollout"], parsed["algorithm"]
+    if getattr(algorithm, "correction", "off") != "off":
+        return
+    trains_windows = getattr(algorithm, "window_tokens", None) is not None
+    is_cut = 0 < rollout.window_tokens < rollout.max_response_tokens and not trains_windows
+    ways = {
+        "`rollout.window_tokens` below `rollout.max_response_tokens`": is_cut,
+        "`rollout.max_staleness` above 0": rollout.max_staleness,
+        "`rollout.ahead`": rollout.ahead,
+    }
+    for way, is_taken in ways.items():
+        if is_taken:
+            yield (
+                f"`algorithm.correction` must not be 'off' with {way}, got 'off'; responses have "
+                "tokens of policies before the one that trains: take 'token_truncate' or 'bypass'"
+            )
+
+
+def _temperatures(parsed: Sections) -> Iterator[str]:
+    engine = parsed["engine"].name
+    for section in ("rollout", "evaluate"):
+        seen = parsed[section].temperature
+        if engine in ("vllm", "vllm_disagg") and seen < VLLM_MIN_TEMPERATURE:
+            yield (
+                f"`{section}.temperature` must be at least {VLLM_MIN_TEMPERATURE} for the engine "
+                f"{engine!r}, which samples at that where it is asked for less, got {seen}; "
+                "`engine.name = 'transformers'` samples at any"
+            )
 
 
 def _training(parsed: Sections) -> Iterator[str]:

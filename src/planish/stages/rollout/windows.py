@@ -44,7 +44,7 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
     carried = deal(sets, context.shard, job.num_shards)
     with job.serve(prompts) as session:
         sampler = session.sampler
-        _check_carried(carried, sampler, job.config.max_response_tokens)
+        _check_carried(carried, sampler, job)
         drawn: list[int] = []
         groups = refill(carried, job.num_slots, _new_groups(job, sampler, prompts, drawn))
         num_new = len(groups) - len(carried)
@@ -100,7 +100,17 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
     return Sampled(rollouts, attributes, session.timing(num_tokens))
 
 
-def _check_carried(carried: Sequence[Group], sampler: GroupSampler, limit: int) -> None:
+def _check_carried(carried: Sequence[Group], sampler: GroupSampler, job: RolloutJob) -> None:
+    limit, algorithm = job.config.max_response_tokens, job.context.config.get("algorithm", {})
+    # With windows of the longest response the configuration alone does not show them.
+    is_whole = job.config.unfinished != "train" and algorithm.get("correction") == "off"
+    num_tokens = sum(group.num_tokens for group in carried) if is_whole else 0
+    if num_tokens:
+        raise ConfigError(
+            "`algorithm.correction` must not be 'off' while responses go on from the iteration "
+            f"before, got 'off' and {num_tokens} tokens of older policies; take 'token_truncate' "
+            "or 'bypass' until they are finished"
+        )
     for group in carried:
         sampler.check_room(group)
         longest = max((s.num_tokens for s in group.slots if s.is_open), default=0)

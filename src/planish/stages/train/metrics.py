@@ -40,8 +40,12 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     }
 
 
-def group_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Count groups that train on nothing, and those whose rewards differ by length alone."""
+def group_metrics(batch: TrainBatch, *, has_values: bool) -> dict[str, float]:
+    """Count groups that train on nothing, and those whose rewards differ by length alone.
+
+    The latter are groups that train although their verdicts are equal (or differ by a part of a
+    score); with `has_values` a critic makes the difference, and they are not counted.
+    """
     active = (batch.advantages != 0).any(1)
     groups: dict[int, tuple[set[float], bool]] = {}
     for group, accuracy, trains in zip(
@@ -49,10 +53,11 @@ def group_metrics(batch: TrainBatch) -> dict[str, float]:
     ):
         seen, any_active = groups.get(group, (set(), False))
         groups[group] = (seen | {accuracy}, any_active or trains)
-    return {
-        "zero_advantage_groups": float(sum(not on for _, on in groups.values())),
-        "length_only_groups": float(sum(on and len(a) == 1 for a, on in groups.values())),
-    }
+    counts = {"zero_advantage_groups": float(sum(not on for _, on in groups.values()))}
+    if not has_values:
+        by_length = [on and len(a) == 1 for a, on in groups.values()]
+        counts["length_only_groups"] = float(sum(by_length))
+    return counts
 
 
 def mask_metrics(batch: TrainBatch, *, has_values: bool) -> dict[str, float]:

@@ -220,7 +220,7 @@ def _estimate(
         batch = batch.updated(values=values)
         scalars |= cast(ActorCritic, algorithm).describe(batch)
     batch = selection.apply(algorithm.advantages(batch))
-    scalars |= group_metrics(selection.rows(batch))
+    scalars |= group_metrics(selection.rows(batch), has_values=algorithm.needs_values)
     scalars |= mask_metrics(batch, has_values=algorithm.needs_values)
     return batch, values, scalars
 

@@ -277,6 +277,10 @@ KEEP = "reward.keep_uniform_groups=true "
         ("grpo", WINDOWS + KEEP + "rollout.unfinished=hold algorithm.correction=bypass",
          "must be 'hold_group' with .* got 'hold'; .* compares those of a group"),
         ("dapo", "rollout.ahead=1", "correction` must not be .off. with `rollout.ahead`"),
+        ("dapo", "rollout.max_staleness=1", "must not be .off. with `rollout.max_staleness`"),
+        ("gspo", "rollout.max_staleness=3", "must not be .off. with `rollout.max_staleness`"),
+        ("vapo", "rollout.max_staleness=2", "must not be .off. with `rollout.max_staleness`"),
+        ("ppo", "rollout.ahead=1", "must not be .off. with `rollout.ahead`"),
         ("dapo", "rollout.ahead=1 rollout.max_staleness=1", "must be 0 with `ahead`, got 0 and 1"),
         ("dapo", "rollout.ahead=2", "`rollout.ahead`"),
         ("vapo", "rollout.window_tokens=16", "`dynamic_sampling` must be false"),
@@ -303,6 +307,24 @@ def test_windows_and_rollouts_ahead_that_cannot_be_are_told(algorithm, overrides
 def test_windows_that_fit_have_no_fault(algorithm, overrides):
     config = build(overrides=f"algorithm.name={algorithm} {overrides}")
     assert config["rollout"]["window_tokens"] > 0
+
+
+@pytest.mark.parametrize("correction", ["bypass", "token_truncate", "sequence_mask"])
+def test_what_older_policies_sampled_is_trained_on_with_a_correction(correction):
+    config = build(overrides=f"rollout.max_staleness=2 algorithm.correction={correction}")
+    assert config["rollout"]["max_staleness"] == 2
+
+
+@pytest.mark.parametrize("section", ["rollout", "evaluate"])
+@pytest.mark.parametrize("engine", ["vllm", "vllm_disagg model.num_experts=2", "transformers"])
+@pytest.mark.parametrize("temperature", ["1e-5", "0.0099", "0.01", "0.5"])
+def test_a_temperature_that_vllm_would_raise_is_refused(section, engine, temperature):
+    overrides = f"engine.name={engine} {section}.temperature={temperature}"
+    if engine.startswith("vllm") and float(temperature) < 0.01:
+        with pytest.raises(ConfigError, match=rf"`{section}.temperature` must be at least 0.01"):
+            build(overrides=overrides)
+    else:
+        assert build(overrides=overrides)[section]["temperature"] == float(temperature)
 
 
 def test_the_longest_response_is_given_once():

@@ -196,6 +196,7 @@ def test_prompts_beyond_the_limit_are_dropped_and_counted(new_run, caplog):
     ("changes", "text"),
     [
         ({"max_response_tokens": 1020}, r"1024 tokens, got 5 \+ .*= 1020; lower .*prompt \w"),
+        ({"max_generation_rounds": 0, "temperature": 1e-5}, "in one pass over the prompts"),
         ({"starvation_policy": "raise", "max_generation_rounds": 1, "temperature": 0.01},
          "6 groups must qualify within 1"),
     ],
@@ -378,11 +379,18 @@ def damaged(run, state):
     path.write_text(path.read_text().replace('"drawn"', '"brawn"'))
 
 
+UNCORRECTED = {"name": "vapo", "correction": "off"}
+
+
 @pytest.mark.parametrize(
     ("changes", "harm", "code", "words"),
     [
         ({"window_tokens": 0}, None, 2, "`rollout.window_tokens` must be above 0 while responses"),
         ({"max_response_tokens": 3, "window_tokens": 2}, None, 2, "got 3 and 3 tokens for prompt"),
+        (
+            {"window_tokens": 8, "unfinished": "hold", "tables": {"algorithm": UNCORRECTED}},
+            *(None, 2, "must not be 'off' while responses go on .* tokens of older policies"),
+        ),
         ({}, gone, None, "carry/00` must hold a finished set"),
         ({}, damaged, None, "carry/00.* sha256"),
     ],
