@@ -216,21 +216,36 @@ def _write_text(path: str, text: str) -> None:
     target.write_text(text, "utf-8")
 
 
-def _refuse_known_failure(context: Context, run_id: str) -> None:
-    """End at once when an earlier attempt of the same run failed for good."""
+def _run_id() -> str:
+    return os.environ.get("RUN_ID", "") or os.environ.get(LOCAL_RUN, "")
+
+
+def _failed_file(context: Context) -> str:
+    return layout.failed_file(context.root, context.stage, context.iteration, context.shard)
+
+
+def refuse_known_failure(context: Context, places: Sequence[str] | None = None) -> None:
+    """End at once when an earlier attempt of the same run failed for good.
+
+    Raises:
+        ConfigError: one of the markers `places` says so; by default that of the task.
+    """
+    run_id = _run_id()
     if not run_id:
         return
-    uri = layout.failed_file(context.root, context.stage, context.iteration, context.shard)
-    if not store.exists(uri):
-        return
-    marker = read_json(uri)
-    if (marker["config_sha256"], marker["run_id"]) == (context.config_sha256, run_id):
-        raise ConfigError(f"an earlier attempt of this task failed for good: {marker['error']}")
+    for uri in (_failed_file(context),) if places is None else places:
+        if not store.exists(uri):
+            continue
+        marker = read_json(uri)
+        if (marker["config_sha256"], marker["run_id"]) == (context.config_sha256, run_id):
+            raise ConfigError(f"an earlier attempt of this task failed for good: {marker['error']}")
 
 
-def _mark_failure(context: Context, run_id: str, error: BaseException) -> None:
-    uri = layout.failed_file(context.root, context.stage, context.iteration, context.shard)
-    marker = {"config_sha256": context.config_sha256, "run_id": run_id, "error": redact(str(error))}
+def mark_failure(context: Context, error: BaseException) -> None:
+    """Write the marker of a task that failed for a reason that no retry mends."""
+    uri = _failed_file(context)
+    marker = {"config_sha256": context.config_sha256, "run_id": _run_id()}
+    marker["error"] = redact(str(error))
     try:
         write_json(uri, marker)
     except (PlanishError, OSError) as problem:
@@ -266,7 +281,6 @@ def execute(
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("planish").setLevel(logging.INFO)
     root = root.rstrip("/")
-    run_id = os.environ.get("RUN_ID", "") or os.environ.get(LOCAL_RUN, "")
     context = Context(root, stage, iteration, shard, {}, config_sha256 or "", {})
     log = StageLog(root, stage, iteration, shard)
     with stops_with(EXIT_TRANSIENT) as told, StageMetrics(stage, iteration) as metrics, log:
@@ -275,7 +289,7 @@ def execute(
             if config_sha256 is not None:
                 run = load_run(root, config_sha256)
                 context = replace(context, config=run["config"], run=run)
-                _refuse_known_failure(context, run_id)
+                refuse_known_failure(context)
                 log.write("running")
             with unwrapped(told):
                 outcome = work(context)
@@ -293,7 +307,7 @@ def execute(
                 log.give_up()
             log.write("failed", error=redact(str(error)), exit_code=code)
             if code == EXIT_CONFIG and not isinstance(error, RootInUse):
-                _mark_failure(context, run_id, error)
+                mark_failure(context, error)
             raise SystemExit(code) from None
         except Terminated as stop:
             metrics.fail(EXIT_TRANSIENT)

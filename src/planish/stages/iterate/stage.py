@@ -6,11 +6,19 @@ import json
 import logging
 from dataclasses import replace
 
-from planish.base.errors import ObjectMissing, PlanishError, exit_code
+from planish import store
+from planish.base.errors import (
+    EXIT_CONFIG,
+    ConfigError,
+    ObjectMissing,
+    PlanishError,
+    RootInUse,
+    exit_code,
+)
 from planish.base.parallel import leave
 from planish.records import layout
 from planish.records.manifest import read_manifest
-from planish.run.stage import load_run
+from planish.run.stage import Context, load_run, mark_failure, refuse_known_failure
 from planish.run.update import Pins
 from planish.stages.iterate.job import Block
 from planish.stages.train.stage import in_ranks
@@ -40,12 +48,15 @@ def run(
         state_pin: pinned URI of the train state before; "" before the first iteration of all.
 
     Raises:
-        SystemExit: as `run.stage.execute`; the log of the stage that failed explains it.
+        SystemExit: as `run.stage.execute`; the log of the stage that failed explains it. Another
+            attempt of the same run ends at once where a part of the task failed for good.
     """
-    root, iteration = root.rstrip("/"), number
+    context = Context(root.rstrip("/"), "iterate", number, 0, {}, config_sha256, {})
     try:
-        run = load_run(root, config_sha256)
-        iteration += run["offset"]
+        run = load_run(context.root, config_sha256)
+        context = replace(context, iteration=number + run["offset"], run=run)
+        refuse_known_failure(context, _markers(context, count))
+        root, iteration = context.root, context.iteration
         block = Block(
             root, run["config"], config_sha256, iteration, run["num_shards"], policy_pin, state_pin,
             "", count=count,
@@ -62,8 +73,33 @@ def run(
         finally:
             leave()
     except PlanishError as error:
-        logger.error("failed stage=iterate iteration=%d error=%s", iteration, error)
-        raise SystemExit(exit_code(error)) from None
+        logger.error("failed stage=iterate iteration=%d error=%s", context.iteration, error)
+        raise SystemExit(_code(context, count, error)) from None
+
+
+def _markers(context: Context, count: int) -> list[str]:
+    """Return the markers of failure of a task of `count` iterations and of its parts."""
+    first = context.iteration
+    numbers = {f"{iteration:05d}" for iteration in range(first, first + count)}
+    found = store.list_uris(layout.failed(context.root))
+    return [uri for uri in found if uri.rpartition("/")[2].partition("-")[0] in numbers]
+
+
+def _code(context: Context, count: int, error: PlanishError) -> int:
+    """Return the exit code of a task; a part that failed for good decides, whoever spoke first."""
+    code = exit_code(error)
+    if code == EXIT_CONFIG and not isinstance(error, RootInUse):
+        mark_failure(context, error)
+    elif code != EXIT_CONFIG:
+        # The rank that failed for good may have been killed before it could tell.
+        try:
+            refuse_known_failure(context, _markers(context, count))
+        except ConfigError as known:
+            logger.error("not to be tried again: %s", known)
+            return EXIT_CONFIG
+        except PlanishError as unknown:
+            logger.warning("markers of failure not read error=%s", unknown)
+    return code
 
 
 def _earlier_pin(block: Block, origin: str) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from planish import store
 from planish.algorithms import build_algorithm
 from planish.algorithms.mismatch import mismatch_limit
-from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
+from planish.base.errors import EXIT_CONFIG, EXIT_FAILED, PlanishError, exit_code
 from planish.base.parallel import SINGLE, Grid, Ranks, join, leave, local_rank, pick_device
 from planish.base.startup import spare_collections
 from planish.checkpoint import train_state as checkpoint
@@ -289,8 +289,10 @@ def run_rank(pin: str, kind: type[JobT], work: Callable[[JobT], tuple[Ranks, str
     except PlanishError as error:
         # The launcher sees only an exit code; the error itself travels through the store.
         fault = {"error": type(error).__name__, "message": str(error)}
+        # What no retry mends is told even where another rank has lost this one and told that.
+        tell = store.write if exit_code(error) == EXIT_CONFIG else store.create
         with contextlib.suppress(PlanishError):
-            store.create(f"{folder}/error.json", json.dumps(fault).encode())
+            tell(f"{folder}/error.json", json.dumps(fault).encode())
         logger.error("training process failed error=%s", error)
         return exit_code(error) or EXIT_FAILED
     finally:
