@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from planish.algorithms.masked import hidden, last_column, masked_mean, masked_whiten
+from planish.algorithms.masked import hidden, last_column, masked_whiten
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 StdKind = Literal["sample", "population"]
+GAE_ROWS = 4096
+"""Rows whose advantages are estimated at once: what is laid out anew for it stays small."""
 
 
 def group_advantages(
@@ -125,15 +127,22 @@ def gae(
 
     Source: arXiv 1506.02438, equations 11 and 16.
     """
-    rewards, values, kept = hidden(token_rewards, mask), hidden(values, mask), mask != 0
-    result = values.new_zeros(values.shape)
-    running = values.new_zeros(values.shape[0])
-    following = running if bootstrap is None else bootstrap.to(values.dtype)
-    for t in range(values.shape[1] - 1, -1, -1):
-        delta = rewards[:, t] + gamma * following - values[:, t]
-        running = (delta + gamma * lam * running).where(kept[:, t], running)
-        following = values[:, t].where(kept[:, t], following)
-        result[:, t] = running.where(kept[:, t], 0.0)
+    result = hidden(values, mask)
+    for start in range(0, len(values), GAE_ROWS):
+        rows = slice(start, start + GAE_ROWS)
+        # Tokens of one column lie side by side, so that a step reads whole lines of memory.
+        own, kept = result[rows].t().contiguous(), (mask[rows] != 0).t().contiguous()
+        rewards = hidden(token_rewards[rows], mask[rows]).to(own.dtype).t().contiguous()
+        decay = gamma * (lam if isinstance(lam, float | int) else lam[rows])
+        running = own.new_zeros(own.shape[1])
+        following = running if bootstrap is None else bootstrap[rows].to(own.dtype)
+        # A column of padding alone carries everything on.
+        for t in kept.any(1).nonzero().flatten().flip(0).tolist():
+            delta = rewards[t] + gamma * following - own[t]
+            running = (delta + decay * running).where(kept[t], running)
+            following = own[t].where(kept[t], following)
+            rewards[t] = running.where(kept[t], 0.0)
+        result[rows] = rewards.t().masked_fill_(mask[rows] == 0, 0.0)
     return result
 
 
@@ -188,12 +197,13 @@ def advantage_metrics(advantages: Tensor, mask: Tensor, decay: Tensor) -> dict[s
         Mean and population deviation over the mask and the mean decay of rows with a token in it;
         nothing without a token.
     """
-    if not bool(mask.any()):
+    kept = advantages[mask != 0]
+    if not len(kept):
         return {}
-    mean = masked_mean(advantages, mask)
+    mean = kept.mean()
     return {
         "advantage_mean": float(mean),
-        "advantage_std": float(masked_mean((advantages - mean) ** 2, mask).sqrt()),
+        "advantage_std": float(((kept - mean) ** 2).mean().sqrt()),
         "lambda_mean": float(decay[mask.any(1)].double().mean()),
     }
 
@@ -219,9 +229,6 @@ def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
     Population variances. The caller logs 0 and `ev_undefined` in place of NaN.
     """
-
-    def variance(x: Tensor) -> Tensor:
-        return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
-
-    total = variance(returns)
-    return (1 - variance(returns - values) / total).where(total > 0, float("nan"))
+    kept = returns[mask != 0]
+    total, left = (x.var(correction=0) for x in (kept, kept - values[mask != 0]))
+    return (1 - left / total).where(total > 0, float("nan"))

@@ -36,11 +36,13 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     Returns:
         Same shape, 0 outside the mask. Fewer than two entries give zeros.
     """
-    count = (mask != 0).sum()
-    centred = x - masked_mean(x, mask)
-    variance = masked_sum(centred * centred, mask) / (count - 1).clamp(min=1)
-    scaled = centred * (variance + 1e-8).rsqrt()
-    return hidden(scaled if int(count) > 1 else centred, mask)
+    wide = hidden(x, mask)
+    kept = wide[mask != 0]
+    if len(kept) < 2:
+        return wide.new_zeros(wide.shape)
+    centred = kept - kept.mean()
+    variance = (centred * centred).sum() / (len(kept) - 1)
+    return wide.masked_scatter_(mask != 0, centred * (variance + 1e-8).rsqrt())
 
 
 def last_column(mask: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from planish.algorithms.losses import LOG_RATIO_LIMIT, kl_estimate
-from planish.algorithms.masked import hidden, masked_mean, masked_sum
+from planish.algorithms.masked import hidden
 from planish.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,18 +55,18 @@ def check_mismatch(
     Raises:
         ConfigError: the mean of the absolute difference is beyond the limit.
     """
-    if not mask.any():
+    trainer, engine = old_logprobs[mask != 0], rollout_logprobs[mask != 0]
+    if not len(trainer):
         return
-    trainer, engine = hidden(old_logprobs, mask), hidden(rollout_logprobs, mask)
-    seen = float(masked_mean((trainer - engine).abs(), mask))
+    seen = float((trainer - engine).abs().mean())
     # A NaN is refused as well.
     if not seen <= limit:
         raise ConfigError(
             "engine and trainer must compute the same policy, got log-probabilities of "
-            f"{float(masked_mean(engine, mask)):.4f} by the engine and "
-            f"{float(masked_mean(trainer, mask)):.4f} by the trainer in the mean of "
-            f"{int(mask.sum())} tokens of the first iteration, {seen:.4f} apart where the number "
-            f"formats explain {limit:g}; take the engine `transformers`, or another trainer"
+            f"{float(engine.mean()):.4f} by the engine and {float(trainer.mean()):.4f} by the "
+            f"trainer in the mean of {len(engine)} tokens of the first iteration, {seen:.4f} "
+            f"apart where the number formats explain {limit:g}; take the engine `transformers`, or "
+            "another trainer"
         )
 
 
@@ -119,21 +119,19 @@ def mismatch_metrics(
         the engine's distribution; `mismatch_ppl_ratio`, trainer's over engine's perplexity; and
         `mismatch_effective_samples`, (sum w)^2 / (n sum w^2) of the importance weights.
     """
-    count = int((mask != 0).sum())
-    if count == 0:
+    old, engine = old_logprobs[mask != 0], rollout_logprobs[mask != 0]
+    if not len(old):
         return {}
-    old, engine = hidden(old_logprobs, mask), hidden(rollout_logprobs, mask)
     by_log = (old - engine).abs()
-    by_probability = hidden((old.exp() - engine.exp()).abs(), mask)
-    weights = hidden((old - engine).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), mask)
+    by_probability = (old.exp() - engine.exp()).abs()
+    weights = (old - engine).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     metrics = {
-        "mismatch_logprob_mean": masked_mean(by_log, mask),
+        "mismatch_logprob_mean": by_log.mean(),
         "mismatch_logprob_max": by_log.max(),
-        "mismatch_probability_mean": masked_mean(by_probability, mask),
+        "mismatch_probability_mean": by_probability.mean(),
         "mismatch_probability_max": by_probability.max(),
-        "mismatch_k3": masked_mean(kl_estimate(engine, old, "k3"), mask),
-        "mismatch_ppl_ratio": masked_mean(engine - old, mask).exp(),
-        "mismatch_effective_samples": masked_sum(weights, mask) ** 2
-        / (count * masked_sum(weights**2, mask)),
+        "mismatch_k3": kl_estimate(engine, old, "k3").mean(),
+        "mismatch_ppl_ratio": (engine - old).mean().exp(),
+        "mismatch_effective_samples": weights.sum() ** 2 / (len(old) * (weights**2).sum()),
     }
     return {name: float(value) for name, value in metrics.items()}

@@ -32,7 +32,7 @@ from planish.algorithms.base import Recipe, TrainBatch
 from planish.algorithms.clipped_policy import ClippedPolicy
 from planish.algorithms.losses import Aggregation
 from planish.algorithms.masked import without_last
-from planish.algorithms.vapo import ActorCriticConfig, Vapo, policy_decay, with_estimates
+from planish.algorithms.vapo import ActorCriticConfig, Once, Vapo, policy_decay, with_estimates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +79,7 @@ class Tppo(ClippedPolicy):
 
     def __init__(self, config: TppoConfig) -> None:
         self.config = config
+        self._estimates = Once(self._estimate)
         vapo = Vapo(config)
         self.counts, self.loss = vapo.counts, vapo.loss
         self.value_counts, self.value_loss = vapo.value_counts, vapo.value_loss
@@ -86,11 +87,11 @@ class Tppo(ClippedPolicy):
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fill in masks, advantages of the window and returns of finished responses."""
         mask = trained_tokens(batch, self.config.ignored_tail_tokens)
-        return with_estimates(batch, mask, *self._estimates(batch), self.config)
+        return with_estimates(batch, mask, *self._estimates.take(batch), self.config)
 
     def describe(self, batch: TrainBatch) -> dict[str, float]:
         """Measure decay, advantages before whitening, and how many tokens the filter leaves out."""
-        advantages, decay = self._estimates(batch)
+        advantages, decay = self._estimates.keep(batch)
         trained = trained_tokens(batch, self.config.ignored_tail_tokens)
         return {
             **advantage_metrics(advantages, trained, decay),
@@ -98,7 +99,7 @@ class Tppo(ClippedPolicy):
             "num_ignored_tokens": float((batch.policy_mask & ~trained).sum()),
         }
 
-    def _estimates(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    def _estimate(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Return the advantages of the window's tokens, [B, S], and the decay of each row."""
         window = batch.policy_mask
         decay = policy_decay(expected_lengths(batch, self.config.window_tokens), self.config)

@@ -18,6 +18,7 @@ Source: VAPO, arXiv 2504.05118, sections 4 and 5.1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -105,6 +106,24 @@ class VapoConfig(ActorCriticConfig):
     """Key in the table of algorithms."""
 
 
+class Once:
+    """Estimates of a batch that is described first and then gets them: they are made once."""
+
+    def __init__(self, make: Callable[[TrainBatch], tuple[Tensor, Tensor]]) -> None:
+        self._make = make
+        self._kept: tuple[TrainBatch, tuple[Tensor, Tensor]] | None = None
+
+    def keep(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        """Return the estimates of a batch, and hold them until they are taken."""
+        self._kept = batch, self._make(batch)
+        return self._kept[1]
+
+    def take(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        """Return the estimates of a batch, and hold nothing any more."""
+        kept, self._kept = self._kept, None
+        return kept[1] if kept is not None and kept[0] is batch else self._make(batch)
+
+
 class Vapo(ClippedPolicy):
     """Advantages and returns from a critic, the policy loss with its positive part, value loss.
 
@@ -116,20 +135,21 @@ class Vapo(ClippedPolicy):
 
     def __init__(self, config: ActorCriticConfig) -> None:
         self.config = config
+        self._estimates = Once(self._estimate)
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fill in masks, advantages with the policy's decay and returns with the critic's."""
         mask = of_finished(batch, batch.policy_mask)
-        return with_estimates(batch, mask, *self._estimates(batch), self.config)
+        return with_estimates(batch, mask, *self._estimates.take(batch), self.config)
 
     def describe(self, batch: TrainBatch) -> dict[str, float]:
         """Measure decay and advantages before whitening; `batch` is as `advantages` gets it."""
-        advantages, decay = self._estimates(batch)
+        advantages, decay = self._estimates.keep(batch)
         mask = of_finished(batch, batch.policy_mask)
         metrics = advantage_metrics(advantages, mask, decay)
         return metrics | whiten_metrics(mask, whiten=self.config.whiten_advantages)
 
-    def _estimates(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    def _estimate(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Return the policy's advantages, [B, S], and the decay of each row."""
         decay = policy_decay(batch.value_mask.sum(1), self.config)
         mask = of_finished(batch, batch.policy_mask)

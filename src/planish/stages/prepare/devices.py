@@ -490,9 +490,10 @@ def _train_demands(
         ranks = min(ranks, total)
     sharing = _sharing(config, total)
     parts, room = memory.train_parts(config, shape, sharing), _room(pod, ranks, gpu_bytes)
-    state = memory.state_parts(config, shape, sharing)
+    state, batch = memory.state_parts(config, shape, sharing), memory.batch_part(config)
     if not pod.gpus:
         parts = [*state, *parts] if train.get("offload") else parts
+        parts = [*parts, batch]
         return [Demand("train", HOST, tuple(_times(parts, ranks)), room, remedy)]
     device = f"each of {total if is_ahead(config) else num_nodes * pod.gpus} GPUs"
     found = [Demand("train", device, tuple(parts), room, remedy)]
@@ -501,11 +502,13 @@ def _train_demands(
         host = state
     elif train["trainer"] == "megatron":
         host = [replace(state[0], name="weights on their way to the GPUs")]
-    if host:
-        whole = "take a smaller model or a profile with more memory"
-        room = pod.memory_bytes - ranks * PROGRAM_BYTES
-        found.append(Demand("train", HOST, tuple(_times(host, ranks)), room, whole))
-    return found
+    whole = (
+        "lower `rollout.prompts_per_iteration`, or take a smaller model or a profile with more "
+        "memory"
+    )
+    room = pod.memory_bytes - ranks * PROGRAM_BYTES
+    held = _times([*host, batch], ranks)
+    return [*found, Demand("train", HOST, tuple(held), room, whole)]
 
 
 def memory_faults(

@@ -57,14 +57,15 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
         choices[(later & (np.arange(shape[1]) < starts[:, None] - 1))[real]] = -1
         routing = torch.from_numpy(choices)
     truncated = rollouts.finish[rows] == FinishReason.LENGTH
-    zeros = torch.zeros(shape, dtype=torch.float32)
+    # One number in memory, until it is computed.
+    zeros = torch.zeros(()).expand(shape)
     return TrainBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=row_positions(*shape),
         attention_mask=torch.from_numpy(real),
         policy_mask=torch.from_numpy(trained),
         value_mask=torch.from_numpy(in_response),
-        positive_mask=torch.zeros(shape, dtype=torch.bool),
+        positive_mask=torch.tensor(False).expand(shape),
         rollout_logprobs=torch.from_numpy(logprobs),
         old_logprobs=zeros,
         reference_logprobs=zeros,
@@ -104,11 +105,11 @@ def join_tokens(
 
 
 def row_positions(num_rows: int, num_columns: int) -> Tensor:
-    """Return [B, S] int64, 0 to S - 1 in each row.
+    """Return [B, S] int64, 0 to S - 1 in each row; all rows are one in memory.
 
     They run on over padding: one that starts again at 0 would begin a packed sequence.
     """
-    return torch.arange(num_columns).repeat(num_rows, 1)
+    return torch.arange(num_columns).expand(num_rows, num_columns)
 
 
 def split_minibatches(

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from planish.algorithms.advantages import explained_variance
 from planish.algorithms.base import TrainBatch
 from planish.algorithms.losses import value_losses
-from planish.algorithms.masked import masked_mean
 
 _COUNTS = ("num_rollouts", "num_tokens", "skipped", "value_skipped", "entropy_error")
 
@@ -84,16 +83,16 @@ def value_metrics(batch: TrainBatch) -> dict[str, float]:
     }
     if not counts["num_value_tokens"]:
         return counts
-    values, returns = batch.values.double(), batch.returns.double()
-    explained = float(explained_variance(returns, values, mask))
+    values, returns = (x[mask].double() for x in (batch.values, batch.returns))
+    explained = float(explained_variance(returns, values, mask[mask]))
     losses = value_losses(values, values, returns)
     return {
         **counts,
         "explained_variance": 0.0 if math.isnan(explained) else explained,
         "ev_undefined": float(math.isnan(explained)),
-        "fresh_value_loss": float(masked_mean(losses, mask)),
-        "value_mean": float(masked_mean(values, mask)),
-        "return_mean": float(masked_mean(returns, mask)),
+        "fresh_value_loss": float(losses.mean()),
+        "value_mean": float(values.mean()),
+        "return_mean": float(returns.mean()),
     }
 
 

@@ -15,6 +15,7 @@ from planish.base.errors import ConfigError
 from planish.models.shapes import shape_of
 from planish.stages.prepare.cluster import PodRequests
 from planish.stages.prepare.devices import (
+    HOST,
     demands,
     device_faults,
     device_warnings,
@@ -51,7 +52,7 @@ def test_the_presets_for_eight_gpus_fit_and_waste_nothing(preset):
         configured(preset), find_shape(configured(preset)), profile_requests(GPUS)
     )
     assert train.device == "each of 8 GPUs"
-    assert {each.stage for each in others} == {"rollout", "evaluate"}
+    assert {each.stage for each in others} == {"train", "rollout", "evaluate"}
     told = judged(preset, "cpu-tiny")[1]
     assert "`train` must fit in the 1.5 GiB that the host memory leaves for it" in told[0]
 
@@ -75,7 +76,7 @@ def requests_apart(profile):
 
 def test_the_engine_says_how_many_tokens_its_cache_holds():
     config = configured("dapo-qwen2.5-7b")
-    rollout = demands(config, find_shape(config), profile_requests(GPUS))[1]
+    rollout = demands(config, find_shape(config), profile_requests(GPUS))[2]
     weights, forward, cache = rollout.parts
     assert weights.num_bytes == 2 * 7_615_616_512
     # Weights and moments of the trainer leave 77 % of the GPU: 0.92 - 12 B x 7.6e9 / 8 / 80e9.
@@ -83,7 +84,7 @@ def test_the_engine_says_how_many_tokens_its_cache_holds():
     left = int(0.77 * 80 * 10**9)
     assert cache.num_bytes // 57_344 == (left - weights.num_bytes - forward.num_bytes) // 57_344
     assert "771,980 tokens x 57,344 B, room for 75.4 of the longest responses" in cache.how
-    apart = demands(config, find_shape(config), requests_apart("gpu-16x8"))[1]
+    apart = demands(config, find_shape(config), requests_apart("gpu-16x8"))[2]
     assert apart.room_bytes == 68 * 10**9
 
 
@@ -205,7 +206,7 @@ def test_an_estimate_of_a_gpu_only_warns_before_a_run():
     shape |= {"num_hidden_layers": 80, "intermediate_size": 18944, "vocab_size": 152064}
     shape["max_position_embeddings"] = 32768
     rows, warnings = memory_rows(config, shape, requests)
-    assert len(rows) == 3
+    assert len(rows) == 4
     assert "`train` must fit in the 68.5 GiB that each of 8 GPUs leaves" in warnings[0]
     assert "`rollout` must fit in the 38.0 GiB that each of 8 GPUs leaves" in warnings[1]
     assert all(line.endswith("(an estimate)") for line in warnings)
@@ -236,7 +237,7 @@ def test_the_command_tells_all_and_ends_with_2_where_something_does_not_fit(caps
     document = json.loads(told.out)
     assert document["gpu_bytes"] == 24 * 10**9
     fits = [(each["stage"], each["fits"]) for each in document["demands"]]
-    assert fits == [("train", False), ("rollout", False), ("evaluate", True)]
+    assert fits == [("train", False), ("train", True), ("rollout", False), ("evaluate", True)]
     assert told.err.startswith("planish: `train` must fit in the 20.6 GiB")
     for words in (["--gpu-memory", "0.5"], ["--profile", "gpu-2x8"], ["model.path=/absent"]):
         assert main(["plan", "dapo-qwen2.5-7b", *words]) == 2
@@ -511,7 +512,39 @@ def test_offload_and_replicas_say_where_the_state_lies():
     shape, found = planned("train.offload=true", "gpu-4x8", shape_of(EXPERTS))
     assert not any("masters" in part.name for part in found["train", "each of 32 GPUs"])
     host = found["train", "the host memory"]
-    assert sum(part.num_bytes for part in host) == pytest.approx(16 * shape.parameters / 4, abs=128)
+    *state, batch = host
+    assert sum(part.num_bytes for part in state) == pytest.approx(
+        16 * shape.parameters / 4, abs=128
+    )
+    # Each of the eight ranks of a machine has all rows.
+    assert (batch.name, batch.num_bytes % 8) == ("rollout batch", 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "each"),
+    [
+        ("", 72),
+        ("algorithm.kl_coefficient=0.04", 76),
+        ("algorithm.name=vapo", 88),
+        ("rollout.prompts_per_iteration=1024", 144),
+        ("train.num_processes=4", 36),
+    ],
+)
+def test_the_rollout_batch_of_every_rank_is_counted_in_host_memory(overrides, each):
+    preset = "vapo-qwen2.5-7b" if "vapo" in overrides else "dapo-qwen2.5-7b"
+    sizes = (
+        "rollout.prompts_per_iteration=512 rollout.group_size=16 rollout.max_prompt_tokens=2048 "
+    )
+    sizes += "rollout.max_response_tokens=20480 " + overrides.replace("algorithm.name=vapo", "")
+    config, requests = configured(preset, sizes), profile_requests(GPUS)
+    parts = [d.parts for d in demands(config, find_shape(config), requests) if d.device == HOST]
+    assert parts[0][-1].num_bytes == 8 * 8192 * 22_528 * each
+    short = replace(
+        requests, stages={k: replace(v, memory="64Gi") for k, v in requests.stages.items()}
+    )
+    fault = next(d for d in demands(config, find_shape(config), short) if d.device == HOST).fault
+    is_large = 8192 * 22_528 * 8 * each > 60 << 30
+    assert ("are rollout batch; lower `rollout.prompts_per_iteration`" in fault) == is_large
 
 
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
