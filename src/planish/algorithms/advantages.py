@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 StdKind = Literal["sample", "population"]
-GAE_ROWS = 4096
-"""Rows whose advantages are estimated at once: what is laid out anew for it stays small."""
 
 
 def group_advantages(
@@ -127,23 +125,18 @@ def gae(
 
     Source: arXiv 1506.02438, equations 11 and 16.
     """
-    result = hidden(values, mask)
-    for start in range(0, len(values), GAE_ROWS):
-        rows = slice(start, start + GAE_ROWS)
-        # Tokens of one column lie side by side, so that a step reads whole lines of memory.
-        own, kept = result[rows].t().contiguous(), (mask[rows] != 0).t().contiguous()
-        rewards = hidden(token_rewards[rows], mask[rows]).to(own.dtype).t().contiguous()
-        decay = gamma * (lam if isinstance(lam, float | int) else lam[rows])
-        running = own.new_zeros(own.shape[1])
-        following = running if bootstrap is None else bootstrap[rows].to(own.dtype)
-        # A column of padding alone carries everything on.
-        for t in kept.any(1).nonzero().flatten().flip(0).tolist():
-            delta = rewards[t] + gamma * following - own[t]
-            running = (delta + decay * running).where(kept[t], running)
-            following = own[t].where(kept[t], following)
-            rewards[t] = running.where(kept[t], 0.0)
-        result[rows] = rewards.t().masked_fill_(mask[rows] == 0, 0.0)
-    return result
+    # Tokens of one column lie side by side, so that a step reads whole lines of memory.
+    own, kept = hidden(values, mask).t().contiguous(), (mask != 0).t().contiguous()
+    result = hidden(token_rewards, mask).to(own.dtype).t().contiguous()
+    running = own.new_zeros(own.shape[1])
+    following = running if bootstrap is None else bootstrap.to(own.dtype)
+    # A column of padding alone carries everything on; its rewards are hidden.
+    for t in kept.any(1).nonzero().flatten().flip(0).tolist():
+        delta = result[t] + gamma * following - own[t]
+        running = (delta + gamma * lam * running).where(kept[t], running)
+        following = own[t].where(kept[t], following)
+        result[t] = running.where(kept[t], 0.0)
+    return result.t().contiguous()
 
 
 def monte_carlo_returns(token_rewards: Tensor, mask: Tensor) -> Tensor:

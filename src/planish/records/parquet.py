@@ -170,16 +170,34 @@ def decode_pieces(
     """Read a file of `encode` piece by piece; at least one piece, of no rows where there are none.
 
     `with_optional` decodes the lists too that a set may lack; `name` is what errors call the file.
+
+    Raises:
+        RecordError: another release has written other columns.
     """
-    present = pq.ParquetFile(pa.BufferReader(data)).schema_arrow.names
+    present = pq.ParquetFile(pa.BufferReader(data)).schema_arrow
     found = [
         spec
         for spec in specs
-        if not spec.optional or (spec.name in present and (with_optional or spec.kind == "text"))
+        if not spec.optional
+        or (spec.name in present.names and (with_optional or spec.kind == "text"))
     ]
     columns = [spec.name for spec in found]
+    lacking = [spec.name for spec in found if not _is_of(spec, present)]
+    if lacking:
+        wanted = {spec.name: spec.kind for spec in found if spec.name in lacking}
+        seen = {key: str(present.field(key).type) for key in lacking if key in present.names}
+        raise RecordError(
+            f"`{name}` must have the columns {wanted}, got {seen or 'none of them'}; read it with "
+            "the release that wrote it"
+        )
     for batch in read_batches(pa.BufferReader(data), size=len(data), name=name, columns=columns):
         yield {spec.name: _from_arrow(batch.column(spec.name), spec) for spec in found}
+
+
+def _is_of(spec: Column, schema: pa.Schema) -> bool:
+    kinds = spec.kind[len("list<") : -1].split("|") if spec.kind.startswith("list<") else [""]
+    types = [arrow_type(spec.kind, kind) for kind in kinds]
+    return spec.name in schema.names and schema.field(spec.name).type in types
 
 
 def read_batches(

@@ -1,10 +1,14 @@
 """VAPO, PPO and VC-PPO: published constants, numbers by hand, edge cases."""
 
+import importlib
 import math
 
 import pytest
 import torch
 
+from planish.algorithms import build_algorithm
+from planish.algorithms.advantages import gae
+from planish.algorithms.masked import masked_whiten
 from planish.algorithms.ppo import PpoConfig
 from planish.algorithms.vapo import Vapo, VapoConfig
 from planish.algorithms.vc_ppo import VcPpoConfig
@@ -220,3 +224,46 @@ def test_corrections_of_the_engine_work_for_recipes_with_a_critic_too():
 def test_impossible_constants_are_refused(table, message):
     with pytest.raises(ConfigError, match=message):
         parse_section(VapoConfig, table, section="algorithm")
+
+
+@pytest.mark.parametrize("name", ["vapo", "tppo", "ppo", "vc_ppo"])
+def test_estimates_of_a_batch_that_is_described_are_made_once(name, monkeypatch):
+    module = importlib.import_module(f"planish.algorithms.{'tppo' if name == 'tppo' else 'vapo'}")
+    walks, walk = [], module.gae
+    monkeypatch.setattr(module, "gae", lambda *x, **y: walks.append(1) or walk(*x, **y))
+    algorithm, batch, other = build_algorithm({"name": name}), two_rows(), two_rows()
+    alone = algorithm.advantages(batch).advantages
+    algorithm.describe(batch)
+    assert torch.equal(algorithm.advantages(batch).advantages, alone)
+    assert len(walks) == 2
+    # Another batch has estimates of its own, and nothing is held.
+    algorithm.describe(batch)
+    algorithm.advantages(other)
+    algorithm.advantages(batch)
+    assert len(walks) == 5
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1, 7), (5, 1), (4, 9), (33, 40)])
+@pytest.mark.parametrize("holes", [0.0, 0.3, 1.0])
+def test_gae_by_lines_has_the_bits_of_a_walk_over_columns(shape, holes):
+    draw = torch.Generator().manual_seed(shape[0])
+    values, rewards = torch.randn(2, *shape, generator=draw)
+    mask = torch.rand(shape, generator=draw) >= holes
+    bootstrap, lam = torch.randn(2, shape[0], generator=draw)
+    seen = gae(rewards, values, mask, gamma=0.9, lam=lam, bootstrap=bootstrap)
+    running, following, wanted = torch.zeros(shape[0]), bootstrap, torch.zeros(shape)
+    for t in reversed(range(shape[1])):
+        delta = rewards[:, t] + 0.9 * following - values[:, t]
+        running = (delta + 0.9 * lam * running).where(mask[:, t], running)
+        following = values[:, t].where(mask[:, t], following)
+        wanted[:, t] = running.where(mask[:, t], 0.0)
+    assert torch.equal(seen, wanted)
+
+
+@pytest.mark.parametrize("columns", [0, 1, 17])
+def test_whitened_advantages_have_equal_bits_whatever_the_padding(columns):
+    draw = torch.Generator().manual_seed(columns)
+    x, mask = torch.randn(6, 11, generator=draw), torch.rand(6, 11, generator=draw) > 0.4
+    padded = torch.nn.functional.pad(x, (0, columns), value=math.nan)
+    kept = torch.nn.functional.pad(mask, (0, columns))
+    assert torch.equal(masked_whiten(padded, kept)[:, :11], masked_whiten(x, mask))

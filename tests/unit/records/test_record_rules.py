@@ -13,6 +13,7 @@ from rich.console import Console
 
 from planish.base.errors import RecordError
 from planish.records import Ragged, RolloutSet, ValueSet, WaitingSet, read_set, write_set
+from planish.records.parquet import decode_pieces
 from planish.records.prompts import prompt_id
 from planish.show.command import show
 from tests.unit.records.samples import (
@@ -344,3 +345,31 @@ def test_show_names_the_column_only_where_it_is(tmp_path):
         out = io.StringIO()
         show(written(tmp_path / name, rollouts), Console(file=out, width=200), rows=1)
         assert ("list<int8|int16>" in out.getvalue()) == (name == "routed")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.drop_columns(["accuracy"]), "accuracy.*got none of them"),
+        (lambda t: t.rename_columns({"reward": "rewards"}), "reward.*got none of them"),
+        (lambda t: t.set_column(0, "accuracy", t["accuracy"].cast("float64")), "'double'"),
+        (lambda t: t.set_column(0, "accuracy", t["extracted"]), "'string'"),
+        (lambda t: t.drop_columns(["reward", "keep"]), "reward.*keep"),
+    ],
+)
+def test_columns_of_another_release_are_told(change, words):
+    record = random_rewards()
+    table = pq.read_table(io.BytesIO(file_of(record)))
+    sink = io.BytesIO()
+    pq.write_table(change(table), sink)
+    with pytest.raises(RecordError, match=f"must have the columns .*{words}.*with the release"):
+        list(decode_pieces(sink.getvalue(), record.COLUMNS, name="set"))
+
+
+def test_columns_that_a_set_has_besides_are_passed_over():
+    record = random_rewards()
+    table = pq.read_table(io.BytesIO(file_of(record)))
+    sink = io.BytesIO()
+    pq.write_table(table.append_column("later", table["reward"]), sink, store_schema=False)
+    pieces = list(decode_pieces(sink.getvalue(), record.COLUMNS, name="set"))
+    assert type(record).from_columns(pieces[0]) == record

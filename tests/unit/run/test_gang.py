@@ -336,3 +336,11 @@ def test_pods_that_do_not_end_are_left_to_the_next_attempt(monkeypatch, caplog):
     launch.remove(cluster, PLANNED, patience_seconds=5.0)
     assert 120.0 <= now.seconds <= 121.0
     assert "its pods have not ended" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "3", '{"num_nodes": 4, "sidecar": {}}', '{"nodes": 4}', '"gpu-4x8"']
+)
+def test_pods_that_another_release_has_compiled_are_told(text):
+    with pytest.raises(ConfigError, match=r"must be JSON with .* compile the pipeline with"):
+        GangPods.parse(text)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from planish.base.config import Section
+from planish.base.errors import ConfigError
 
 Raw = Mapping[str, Any]
 
@@ -105,8 +106,18 @@ class GangPods:
 
     @classmethod
     def parse(cls, text: str) -> GangPods:
-        """Read the value of `GANG_ENV`; empty for pods like that of the stage."""
-        return cls(**json.loads(text or "{}"))
+        """Read the value of `GANG_ENV`; empty for pods like that of the stage.
+
+        Raises:
+            ConfigError: another release has compiled the pipeline, with other fields.
+        """
+        try:
+            return cls(**json.loads(text or "{}"))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"`{GANG_ENV}` must be JSON with {sorted(cls.__dataclass_fields__)}, got "
+                f"{text!r:.200} ({error}); compile the pipeline with the release of the image"
+            ) from None
 
     @classmethod
     def of_this_pod(cls) -> GangPods | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from planish.base.errors import ClusterError
+from planish.base.errors import ClusterError, ConfigError
 from planish.base.parallel import MIN_DRIVER
 from planish.run.gang.cluster import PERMISSIONS as GANG_PERMISSIONS
 from planish.run.gang.cluster import TRAINER_PERMISSIONS
@@ -128,8 +128,8 @@ class Findings(NamedTuple):
 
 _SUFFIX = (
     {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3}
-    | {letter: 1000.0 ** (power + 1) for power, letter in enumerate("kMGTP")}
-    | {f"{letter}i": 1024.0 ** (power + 1) for power, letter in enumerate("KMGTP")}
+    | {letter: 1000.0 ** (power + 1) for power, letter in enumerate("kMGTPE")}
+    | {f"{letter}i": 1024.0 ** (power + 1) for power, letter in enumerate("KMGTPE")}
 )
 
 
@@ -140,8 +140,13 @@ def amount(quantity: str) -> float:
         >>> amount("500m"), amount("4Gi")
         (0.5, 4294967296.0)
     """
-    number = quantity.rstrip("KMGTPikmnu")
-    return float(number) * _SUFFIX[quantity[len(number) :]]
+    number = quantity.rstrip("EKMGTPikmnu")
+    try:
+        return float(number) * _SUFFIX[quantity[len(number) :]]
+    except (KeyError, ValueError):
+        raise ConfigError(
+            f"a quantity must read like 500m, 2 or 4Gi, got {quantity!r:.80}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -195,10 +200,20 @@ class PodRequests:
 
     @classmethod
     def parse(cls, text: str) -> PodRequests:
-        """Parse the JSON that the compiled pipeline passes; empty for none."""
-        raw: dict[str, Any] = json.loads(text or "{}")
-        num_nodes = int(raw.get("num_nodes", 1))
-        stages = {name: Pod(**pod) for name, pod in raw.get("stages", {}).items()}
+        """Parse the JSON that the compiled pipeline passes; empty for none.
+
+        Raises:
+            ConfigError: another release has compiled the pipeline, with other fields.
+        """
+        try:
+            raw: dict[str, Any] = json.loads(text or "{}")
+            num_nodes = int(raw.get("num_nodes", 1))
+            stages = {name: Pod(**pod) for name, pod in raw.get("stages", {}).items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"`requests` must be JSON with pod, total and stages, got {text!r:.200} ({error}); "
+                "compile the pipeline with the release of the image"
+            ) from None
         return cls(
             raw.get("pod", {}),
             raw.get("total", {}),

@@ -22,7 +22,7 @@ from planish.engines.sampling import request_seed
 from planish.records.rollouts import FinishReason
 from planish.stages.rollout.commits import Commits
 from planish.stages.rollout.config import RolloutConfig
-from planish.stages.rollout.groups import Group, Slot
+from planish.stages.rollout.groups import ENDED, Group, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +186,11 @@ class InFlight:
         ended = []
         for output in outputs:
             member = self._members.pop(output.request_id)
+            if output.finish_reason in ENDED and not (
+                output.num_tokens or self._at(member)[1].num_tokens
+            ):
+                output.error = "a response must have at least one token, got none from the engine"
+                output.finish_reason = FinishReason.ABORT
             if output.error:
                 member.num_failures += 1
                 logger.warning(

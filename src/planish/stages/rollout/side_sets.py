@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from planish.base.errors import ObjectMissing
+from planish.base.errors import ObjectMissing, RecordError
 from planish.records.io import read_manifest, read_set, write_set
 from planish.records.refs import parse_pin
 from planish.records.rollouts import RolloutSet
@@ -18,10 +18,20 @@ def read_side_set(pin: str) -> tuple[RolloutSet, Mapping[str, Any]]:
 
     Raises:
         ObjectMissing: the set is gone.
-        RecordError: the set is damaged.
+        RecordError: the set is damaged, or another release names its groups otherwise.
     """
     uri, digest = parse_pin(pin)
-    return read_set(RolloutSet, uri, sha256=digest), read_manifest(uri, sha256=digest).attributes
+    rollouts, facts = read_set(RolloutSet, uri, sha256=digest), read_manifest(uri, sha256=digest)
+    for name in ("ordinals", "drawn"):
+        seen = facts.attributes.get(name)
+        is_list = isinstance(seen, list) and all(type(number) is int for number in seen)
+        if not is_list or len(seen) != rollouts.num_groups:
+            raise RecordError(
+                f"`{name}` of `{uri}` must be a number for each of its {rollouts.num_groups} "
+                f"groups, got {seen!r:.80}; go on with the release that wrote it, or start from "
+                "the policy alone"
+            )
+    return rollouts, facts.attributes
 
 
 def write_side_set(

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from planish.base.errors import CheckpointError
 from planish.stages.train.config import CriticConfig
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,18 @@ class Progress:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Progress:
-        """Read the counters from the JSON part of a train state."""
+        """Read the counters from the JSON part of a train state.
+
+        Raises:
+            CheckpointError: one is missing, as in a state of another release; 0 would begin anew.
+        """
+        names = cls().to_json()
+        bad = {name: raw.get(name) for name in names if type(raw.get(name)) is not int}
+        if bad:
+            raise CheckpointError(
+                f"a train state must hold the counters {list(names)} as whole numbers, got {bad}; "
+                "go on with the release that wrote it"
+            )
         return cls(**{name: raw[name] for name in asdict(cls()) if name in raw})
 
     def after_step(self, step: Mapping[str, float], *, alarm_after: int) -> Progress:

@@ -27,6 +27,7 @@ from planish.records.io import read_manifest, read_set
 from planish.records.refs import Ref, parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.records.rewards import RewardSet
+from planish.records.stream import state_root
 from planish.run.events import record_event
 from planish.run.gang.cluster import GangCluster
 from planish.run.gang.launch import run_gang
@@ -165,7 +166,18 @@ def in_ranks(job: TrainJob, module: str, cluster: GangCluster | None = None) -> 
 
 
 def _next_step(job: TrainJob) -> int:
-    """Return `Progress.step` after the iteration, which names the new state."""
+    """Return `Progress.step` after the iteration, which names the new state.
+
+    Raises:
+        ConfigError: the state belongs to a later iteration of this run; the state of another run
+            may be of any.
+    """
+    version = job.info.get("policy_version", 0)
+    if job.state_pin and state_root(job.state_pin) == job.root and version >= job.iteration:
+        raise ConfigError(
+            f"the train state before iteration {job.iteration} must be of an earlier policy "
+            f"version, got {version}; pass the state of the iteration before"
+        )
     uri, digest = parse_pin(job.rewards_pin)
     kept = int(np.count_nonzero(read_set(RewardSet, uri, sha256=digest).keep))
     return int(job.info.get("step", 0)) + job.train.num_steps(kept)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import yaml
 
+from planish.base.errors import ConfigError
 from planish.stages.prepare.cluster import (
     CLUSTER_PERMISSIONS,
     CONTROLLER,
@@ -278,3 +279,22 @@ def test_whether_the_cluster_tries_tasks_again_is_read_from_its_controller(setti
     cluster = FakeCluster(settings=settings)
     findings = check_cluster(cluster, REQUESTS, assume_autoscaling=False)
     assert findings.retries == retries_under(settings)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"num_nodes": "many"}', '{"stages": [1]}', '{"stages": {"train": {"gpu": 8}}}'],
+)
+def test_requests_that_another_release_has_compiled_are_told(text):
+    with pytest.raises(ConfigError, match=r"`requests` must be JSON .* compile the pipeline with"):
+        PodRequests.parse(text)
+
+
+@pytest.mark.parametrize("quantity", ["", "Gi", "4GB", "four", "1,5"])
+def test_quantities_of_another_form_are_told(quantity):
+    with pytest.raises(ConfigError, match="a quantity must read like"):
+        amount(quantity)
+
+
+def test_exabytes_and_exponents_are_read():
+    assert [amount(x) for x in ("2Ei", "1e3", "3E")] == [2 * 1024.0**6, 1000.0, 3e18]

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planish.base.errors import RecordError
 from planish.records.io import write_set
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.rollout.carry import deal, place, read_carry, refill, settle
@@ -121,3 +122,23 @@ def test_sets_are_read_in_the_order_of_their_shards(tmp_path):
     slots = [slot for part in sets for group in part for slot in group.slots]
     assert all(slot.start == slot.num_tokens for slot in slots)
     assert [names(part) for part in sets] == [[(7, 0), (7, 1), (7, 2)], [], [(2, 0)]]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"ordinals": [3, 4]},
+        {"ordinals": [3], "drawn": [1]},
+        {"ordinals": [3, 4], "drawn": ["1", "1"]},
+        {"ordinals": [3, True], "drawn": [1, 1]},
+        {"ordinals": {"0": 3}, "drawn": [1, 1]},
+    ],
+)
+def test_groups_that_another_release_names_otherwise_are_told(tmp_path, columns):
+    uri, rollouts = (
+        (tmp_path / "carry").as_uri(),
+        as_set([group(3, slot(0, 2)), group(4, slot(0, 1))]),
+    )
+    pin = write_set(uri, rollouts, parents={}, attributes=columns).pin()
+    with pytest.raises(RecordError, match=r"must be a number for each of its 2 groups, got"):
+        read_carry([pin])

@@ -19,6 +19,7 @@ from planish.run.stage import is_stopped
 from planish.stages.reward.config import RewardConfig
 from planish.stages.reward.score import score
 from planish.stages.rollout import job
+from planish.stages.rollout.in_flight import InFlight
 from planish.store.documents import write_json
 from tests.unit.stages.rollout.stage_run import after_iteration, easy_policy
 
@@ -457,3 +458,23 @@ def test_a_response_that_fails_keeps_its_slot_and_its_tokens(new_run, caplog):
     _, numbers = run.call(state_pin=good, number=3)
     assert (numbers["num_failed_rows"], numbers["num_live_slots"]) == (0, 24)
     assert numbers["num_continued"] == len(rows)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+def test_a_response_without_a_token_is_a_failed_one(new_run, monkeypatch, reason, caplog):
+    take, emptied = InFlight._take, []
+
+    def first_without_tokens(self, outputs):
+        for output in outputs:
+            if not emptied:
+                emptied.append(output.request_id)
+                output.token_ids, output.logprobs, output.versions = [], [], []
+                output.finish_reason = reason
+        return take(self, outputs)
+
+    monkeypatch.setattr(InFlight, "_take", first_without_tokens)
+    ref, metrics = new_run().call()
+    assert "must have at least one token, got none from the engine" in caplog.text
+    # It is tried again, and its group is whole.
+    assert metrics["group_dropped_incomplete"] == 0
+    assert read_set(RolloutSet, ref.uri).response_tokens.lengths.min() > 0

@@ -10,7 +10,7 @@ from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.algorithms.mismatch import mismatch_limit
 from planish.algorithms.tppo import Tppo, TppoConfig
 from planish.algorithms.vapo import Vapo, VapoConfig
-from planish.base.errors import ConfigError
+from planish.base.errors import CheckpointError, ConfigError
 from planish.stages.train.config import CriticConfig
 from planish.stages.train.metrics import batch_metrics, value_metrics
 from planish.stages.train.progress import Progress, judge
@@ -455,3 +455,11 @@ def test_counters_of_the_critic_are_in_the_state_only_where_there_is_one():
     critic = Progress(step=3, critic_iterations=2, critic_updates=6, pretrain_iterations=1)
     for progress in (plain, critic):
         assert Progress.from_json(progress.to_json() | {"data": {}}) == progress
+
+
+@pytest.mark.parametrize("step", [{}, {"step": None}, {"step": "3"}, {"step": 3.0}, {"step": True}])
+def test_counters_that_another_release_names_otherwise_do_not_begin_anew(step):
+    counters = Progress(step=3, updates=2, iterations=1).to_json()
+    del counters["step"]
+    with pytest.raises(CheckpointError, match=r"as whole numbers, got {'step': .*with the release"):
+        Progress.from_json({**counters, **step, "data": {}})

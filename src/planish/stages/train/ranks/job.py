@@ -241,7 +241,13 @@ def read_inputs(job: TrainJob) -> Inputs:
     ordinals: list[int] = []
     for shard in range(job.num_shards):
         place = layout.rollouts(job.root, job.iteration, shard)
-        manifest = read_manifest(place, sha256=scored[f"rollouts-{shard:02d}"])
+        digest = scored.get(f"rollouts-{shard:02d}", "none")
+        manifest = read_manifest(place)
+        if manifest.sha256 != digest:
+            raise RecordError(
+                f"`{uri}` must score the rollouts at `{place}` ({manifest.sha256[:12]}), got "
+                f"rewards of {digest[:12]}; run the reward stage of iteration {job.iteration} again"
+            )
         sets.append(read_set(RolloutSet, place, sha256=manifest.sha256))
         facts = manifest.attributes
         consumed += facts["consumed"]
