@@ -23,7 +23,7 @@ def read_side_set(pin: str) -> tuple[RolloutSet, Mapping[str, Any]]:
     uri, digest = parse_pin(pin)
     rollouts, facts = read_set(RolloutSet, uri, sha256=digest), read_manifest(uri, sha256=digest)
     for name in ("ordinals", "drawn"):
-        seen = facts.attributes.get(name)
+        seen: Any = facts.attributes.get(name)
         is_list = isinstance(seen, list) and all(type(number) is int for number in seen)
         if not is_list or len(seen) != rollouts.num_groups:
             raise RecordError(
