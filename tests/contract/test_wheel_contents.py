@@ -186,7 +186,8 @@ def test_the_base_requirements_are_enough_to_upload_and_bring_no_other_package(p
     def said(code):
         return installed(program.with_name("python"), "-c", code, home=tmp_path).stderr
 
-    upload = "from planish.store.hub import upload_model as f; f('a/b', {}, marker='', is_public=0)"
+    module = "planish.stages.export.hub"
+    upload = f"from {module} import upload_model as f; f('a/b', {{}}, marker='', is_public=0)"
     assert "an upload to hf://a/b needs a token" in said(upload)
     for module in ("torch", "datasets", "pyarrow", "matplotlib"):
         assert f"No module named '{module}'" in said(f"import {module}")

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.server
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch):
     monkeypatch.setattr(retry, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(s3_client, "STRANGER_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -215,7 +216,8 @@ def test_other_answers_are_not_tried_again(through, s3_root, answer, error, word
     proxy = through(answer)
     with pytest.raises(error, match=words):
         store.write(f"{s3_root}/x", b"1")
-    assert proxy.total() == 1
+    # A bare answer may be that of a gateway before a store that starts.
+    assert (proxy.total() == 1) == (error is not ConfigError)
     with pytest.raises(StoreError if error is ConfigError else error):
         store.create(f"{s3_root}/x", b"1")
 

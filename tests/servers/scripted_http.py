@@ -35,6 +35,10 @@ class Reply:
     """Before the first byte."""
     drip_seconds: float = 0.0
     """Between two bytes of the body."""
+    drips_head: bool = False
+    """The drip is a header that does not end."""
+    endless_mib: int = 0
+    """So many MiB of spaces follow the body, whose length is not told."""
     cut_bytes: int = -1
     """The connection ends after so many bytes of the body, which is told in full length."""
 
@@ -50,6 +54,8 @@ class ScriptedServer:
 
     answer: Callable[[Request], Reply] = lambda request: Reply()
     requests: list[Request] = field(default_factory=list)
+    sent_mib: int = 0
+    """Of endless bodies, until the client went away."""
 
     def __post_init__(self):
         outer = self
@@ -88,12 +94,19 @@ class ScriptedServer:
         )
         self._thread.start()
 
-    @staticmethod
-    def _send(handler, reply):
+    def _send(self, handler, reply):
         time.sleep(reply.delay_seconds)
         handler.send_response(reply.status)
         handler.send_header("Content-Type", "application/json")
-        handler.send_header("Content-Length", str(len(reply.body)))
+        if reply.endless_mib:
+            handler.close_connection = True
+        else:
+            handler.send_header("Content-Length", str(len(reply.body)))
+        if reply.drips_head:
+            handler.flush_headers()
+            for _ in range(2000):
+                handler.wfile.write(b"x")
+                time.sleep(reply.drip_seconds)
         for name, value in reply.headers.items():
             handler.send_header(name, value)
         handler.end_headers()
@@ -107,6 +120,9 @@ class ScriptedServer:
                 time.sleep(reply.drip_seconds)
         else:
             handler.wfile.write(reply.body)
+        for _ in range(reply.endless_mib):
+            handler.wfile.write(b" " * (1 << 20))
+            self.sent_mib += 1
 
     def close(self):
         self._server.shutdown()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from planish.base.answers import bounded
 from planish.base.errors import ClusterError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -111,13 +112,14 @@ class Kube:
         deadline, pause = time.monotonic() + self.patience_seconds, 0.5
         while True:
             try:
-                answer = function(
-                    *arguments,
-                    **options,
-                    _preload_content=False,
-                    _request_timeout=self.request_seconds,
-                )
-                text = answer.data.decode(errors="replace")
+                with bounded(self.request_seconds):
+                    answer = function(
+                        *arguments,
+                        **options,
+                        _preload_content=False,
+                        _request_timeout=math.ceil(self.request_seconds),
+                    )
+                    text = answer.data.decode(errors="replace")
                 is_json = answer.headers.get("Content-Type", "").startswith("application/json")
                 return json.loads(text) if is_json else text
             except ApiException as error:

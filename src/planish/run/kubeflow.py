@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from planish.base.answers import bounded
+from planish.base.errors import ClusterError, ConfigError
+from planish.base.telemetry import redact
 
 TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"
 """Where an installation for several users mounts the token that its API asks for."""
 
 REQUEST_SECONDS = 20
-"""A question that is not answered within so long is given up; the client asks four times."""
+"""A question that is not answered within so long is given up."""
+WRITE_SECONDS = 120
+"""The same for what starts or changes something."""
 
 CANCELLED = {"CANCELING", "CANCELED", "CANCELLED"}
 """States of a run that a person has ended."""
@@ -51,13 +58,15 @@ class KfpRuns:
         if client is None:
             settings = kfp_server_api.Configuration(host=host or api_url())
             authorise(settings)
-            client = kfp_server_api.ApiClient(settings)
+            client = api_client(settings)
         self._api = kfp_server_api
         self._runs = kfp_server_api.RunServiceApi(client)
+        self._url = redact(client.configuration.host)
 
     def facts(self, run_id: str) -> KubeflowRun:
         """Return how a run was started."""
-        run = self._runs.run_service_get_run(run_id, _request_timeout=REQUEST_SECONDS)
+        with asking(self._url):
+            run = self._runs.run_service_get_run(run_id)
         runtime = run.runtime_config
         pipeline: dict[str, Any] = {}
         if run.pipeline_version_reference is not None:
@@ -80,34 +89,70 @@ class KfpRuns:
     def find(self, name: str, experiment_id: str) -> str:
         """Return the id of the run of that name; empty when there is none."""
         predicate = {"operation": "EQUALS", "key": "display_name", "stringValue": name}
-        answer = self._runs.run_service_list_runs(
-            page_size=1,
-            experiment_id=experiment_id or None,
-            filter=json.dumps({"predicates": [predicate]}),
-        )
+        with asking(self._url):
+            answer = self._runs.run_service_list_runs(
+                page_size=1,
+                experiment_id=experiment_id or None,
+                filter=json.dumps({"predicates": [predicate]}),
+            )
         return str(answer.runs[0].run_id) if answer.runs else ""
 
     def create(self, name: str, facts: KubeflowRun) -> str:
         """Start a run and return its id."""
         api = self._api
         reference = facts.pipeline.get("pipeline_version_reference")
-        created = self._runs.run_service_create_run(
-            run=api.V2beta1Run(
-                display_name=name,
-                description=description(str(facts.parameters.get("root", ""))),
-                experiment_id=facts.experiment_id or None,
-                service_account=facts.service_account or None,
-                pipeline_spec=facts.pipeline.get("pipeline_spec"),
-                pipeline_version_reference=(
-                    api.V2beta1PipelineVersionReference(**reference) if reference else None
-                ),
-                runtime_config=api.V2beta1RuntimeConfig(
-                    parameters=dict(facts.parameters),
-                    pipeline_root=facts.pipeline_root or None,
-                ),
-            )
+        wanted = api.V2beta1Run(
+            display_name=name,
+            description=description(str(facts.parameters.get("root", ""))),
+            experiment_id=facts.experiment_id or None,
+            service_account=facts.service_account or None,
+            pipeline_spec=facts.pipeline.get("pipeline_spec"),
+            pipeline_version_reference=(
+                api.V2beta1PipelineVersionReference(**reference) if reference else None
+            ),
+            runtime_config=api.V2beta1RuntimeConfig(
+                parameters=dict(facts.parameters),
+                pipeline_root=facts.pipeline_root or None,
+            ),
         )
-        return str(created.run_id)
+        with asking(self._url):
+            return str(self._runs.run_service_create_run(run=wanted).run_id)
+
+
+def api_client(settings: Any) -> Any:
+    """Return the generated client, none of whose requests waits for ever."""
+    import kfp_server_api
+
+    class Client(kfp_server_api.ApiClient):  # type: ignore[misc]
+        def request(self, method: str, *words: Any, **options: Any) -> Any:
+            seconds = REQUEST_SECONDS if method == "GET" else WRITE_SECONDS
+            seconds = options.pop("_request_timeout", None) or seconds
+            with bounded(seconds):
+                return super().request(method, *words, _request_timeout=seconds, **options)
+
+    return Client(settings)
+
+
+@contextlib.contextmanager
+def asking(url: str) -> Iterator[None]:
+    """Turn what the server refuses into ConfigError, and its failures into ClusterError."""
+    from kfp_server_api import ApiException
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except ApiException as error:
+        status = int(error.status or 0)
+        text = redact(" ".join(str(error.body or error.reason or "").split()))
+        message = f"Kubeflow at {url} must do what is asked, got {status}: {text:.300}"
+        if 400 <= status < 500 and status not in (408, 429):
+            raise ConfigError(message) from None
+        raise ClusterError(f"{message}; try again", status=status) from None
+    except (HTTPError, OSError) as error:
+        if isinstance(error, (ClusterError, ConfigError)):
+            raise
+        cause = redact(" ".join(str(error).split()))
+        raise ClusterError(f"Kubeflow at {url} must answer, got {cause:.300}") from None
 
 
 def authorise(settings: Any, token: str = "") -> None:

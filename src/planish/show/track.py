@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from planish import store
-from planish.base.errors import PlanishError
+from planish.base.answers import bounded
+from planish.base.errors import EXIT_TRANSIENT, BackendUnavailable, PlanishError, exit_code
 from planish.base.telemetry import redact
 from planish.records import EvalReport, UpdateReport, layout, read_report
 from planish.records.reports import evaluations
@@ -30,6 +31,8 @@ from planish.store.documents import read_json, write_json
 logger = logging.getLogger(__name__)
 
 SCHEMA = "tracker/1"
+TRACKER_SECONDS = 600.0
+"""The longest that a tracker may keep the others waiting by answers that trickle."""
 SHARDED = "rollout"
 """The stage whose tasks have curves of their own."""
 WITHOUT_CURVES = ("prepare", "evaluate", "next", "report")
@@ -185,11 +188,20 @@ class Follower:
             self._tracker.close(has_ended=reader.has_ended, has_failed=reader.has_failed)
 
 
+def _passes(error: BaseException | None) -> bool:
+    """Return whether what a tracker raised, or has wrapped, is of a server or a network."""
+    while error is not None and not isinstance(error, (OSError, PlanishError)):
+        error = error.__cause__ or error.__context__
+    is_ours = isinstance(error, PlanishError)
+    return error is not None and (not is_ours or exit_code(error) == EXIT_TRANSIENT)
+
+
 def track(options: argparse.Namespace) -> str:
     """Follow a run as the command line says; return one line about what was written.
 
     Raises:
         ObjectMissing: no run has begun at the root, and none is waited for.
+        BackendUnavailable: a tracker did not answer; the same command goes on.
     """
     root = normal_uri(options.root)
     reader = RunReader(root)
@@ -202,12 +214,14 @@ def track(options: argparse.Namespace) -> str:
     stop = threading.Event()
     written = 0
     problems: dict[Follower, str] = {}
+    may_pass = False
     with on_signal(lambda _: stop.set()):
         while True:
             is_last = not options.follow or stop.wait(options.every)
             for follower in followers:
                 try:
-                    written += follower.advance()
+                    with bounded(TRACKER_SECONDS):
+                        written += follower.advance()
                     problems.pop(follower, None)
                     if is_last:
                         follower.close()
@@ -217,11 +231,13 @@ def track(options: argparse.Namespace) -> str:
                     if follower not in problems:
                         logger.warning("tracker=%s error=%s", follower.kind, text)
                     problems[follower] = text
+                    may_pass |= _passes(error)
             if is_last:
                 break
     if problems:
         told = "; ".join(f"{follower.kind}: {text}" for follower, text in problems.items())
-        raise PlanishError(
+        message = (
             f"each tracker must take the run, got {told}; the same command goes on where it stopped"
         )
+        raise BackendUnavailable(message, code="unknown") if may_pass else PlanishError(message)
     return f"{written} values written to {', '.join(follower.kind for follower in followers)}"

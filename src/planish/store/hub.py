@@ -1,4 +1,4 @@
-"""What the client of the hub may fail with, in one line each, and how a model is written there.
+"""What the client of the hub may fail with, in one line each, and which of it may pass.
 
 Reading from the hub is the work of `planish.store.sources`.
 """
@@ -6,20 +6,33 @@ Reading from the hub is the work of `planish.store.sources`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
-from planish.base.errors import ConfigError, StoreUnavailable
+from planish.base.errors import ConfigError, StoreError, StoreUnavailable
 from planish.base.telemetry import first_line
 
 HUB_TIMEOUT_SECONDS = 20.0
 """Wait for the hub's answer to one question."""
 
-_OWN = {".gitattributes"}
-"""Files that the hub puts into a new repository."""
+
+def passes(error: BaseException | None) -> bool:
+    """Return whether the hub, or another web server, may do the same later.
+
+    The clients wrap what has happened; the innermost error decides.
+    """
+    from httpx import TransportError
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    told = False
+    while error is not None and not isinstance(error, OfflineModeIsEnabled):
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        lost = (TransportError, ConnectionError, TimeoutError)
+        told = isinstance(error, lost) or status in (408, 429) or status >= 500
+        error = error.__cause__ or error.__context__
+    return told and error is None
 
 
-def hub_fault(error: Exception, *, key: str, place: str, revision: str) -> ConfigError:
+def hub_fault(error: Exception, *, key: str, place: str, revision: str) -> StoreError | ConfigError:
     """Return what to do about an error of the hub's client, in one line."""
     from huggingface_hub import errors
 
@@ -50,7 +63,8 @@ def hub_fault(error: Exception, *, key: str, place: str, revision: str) -> Confi
         ),
     )
     remedy = next((text for kind, text in remedies if isinstance(error, kind)), unreached)
-    return ConfigError(f"`{key}` must be {what} that the hub gives, got {place!r}; {remedy}")
+    kind = StoreUnavailable if passes(error) else ConfigError
+    return kind(f"`{key}` must be {what} that the hub gives, got {place!r}; {remedy}")
 
 
 @contextlib.contextmanager
@@ -58,92 +72,8 @@ def asking_hub(key: str, place: str, revision: str = "") -> Iterator[None]:
     """Turn what the hub's client raises in the block into `hub_fault`."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, StoreError):
         raise
     except Exception as error:
         # The client raises errors of several packages; each means that there is nothing.
         raise hub_fault(error, key=key, place=place, revision=revision) from None
-
-
-def upload_model(
-    repository: str, files: Mapping[str, Path | bytes], *, marker: str, is_public: bool
-) -> bool:
-    """Make a repository where there is none, commit all files at once, and tell if any was new.
-
-    A repository that holds the file `marker` with these bytes is brought up to date; any other that
-    is not empty is refused. ConfigError names that, and a token that is missing or refused;
-    StoreUnavailable a hub that is not reached, or fails.
-    """
-    import huggingface_hub
-    from huggingface_hub.errors import RepositoryNotFoundError
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    disable_progress_bars()
-    if not huggingface_hub.get_token():
-        raise ConfigError(
-            f"an upload to hf://{repository} needs a token, got none; set HF_TOKEN to one that may "
-            "write, or log in with `hf auth login`"
-        )
-    hub = huggingface_hub.HfApi()
-    try:
-        try:
-            info = hub.model_info(repository, timeout=HUB_TIMEOUT_SECONDS)
-        except RepositoryNotFoundError as error:
-            # The hub answers so too to a token that it does not know.
-            if error.response.status_code != 404:
-                raise
-            hub.create_repo(repository, private=not is_public)
-            info = hub.model_info(repository, timeout=HUB_TIMEOUT_SECONDS)
-        present = {file.rfilename for file in info.siblings or ()} - _OWN
-        if marker in present:
-            found = hub.hf_hub_download(repository, marker, revision=info.sha)
-            if Path(found).read_bytes() != files[marker]:
-                present.add("another model")
-            else:
-                present.clear()
-        if present:
-            raise ConfigError(
-                f"the target must be a new or empty repository or hold this very model, got "
-                f"{sorted(present)[:8]} in hf://{repository}; choose another name, or delete it"
-            )
-        commit = hub.create_commit(
-            repository,
-            [
-                huggingface_hub.CommitOperationAdd(name, content)
-                for name, content in sorted(files.items())
-            ],
-            commit_message="Export of planish",
-            parent_commit=info.sha,
-        )
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise _upload_fault(error, repository) from None
-    return commit.oid != info.sha
-
-
-def _upload_fault(error: Exception, repository: str) -> ConfigError | StoreUnavailable:
-    from huggingface_hub import errors
-
-    what = f"hf://{repository} must take the upload"
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
-        # The client wraps what happens to a single file.
-        error = error.__cause__
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return ConfigError(f"{what}, but HF_HUB_OFFLINE is set; unset it, or export to a folder")
-    if isinstance(error, errors.HFValidationError):
-        return ConfigError(f"{what}, got a name that the hub does not allow: {error}")
-    if not isinstance(error, errors.HfHubHTTPError):
-        return StoreUnavailable(
-            f"{what}, but the hub can not be reached or failed ({type(error).__name__}: "
-            f"{first_line(error)}); try again where there is a network, or export to a folder"
-        )
-    status = error.response.status_code
-    if status in (401, 403):
-        return ConfigError(
-            f"{what}, but the hub refused the token with HTTP status {status}; give one in "
-            "HF_TOKEN that may write there"
-        )
-    if status < 500 and status not in (408, 409, 412, 429):
-        return ConfigError(f"{what}, but the hub refused it with HTTP status {status}")
-    return StoreUnavailable(f"{what}, but the hub answered with HTTP status {status}; try again")

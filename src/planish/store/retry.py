@@ -7,6 +7,7 @@ hold is no failure here.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import socket
 import ssl
@@ -20,6 +21,7 @@ from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionErro
 from urllib3.exceptions import TimeoutError as LateError
 
 from planish.base import telemetry
+from planish.base.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ T = TypeVar("T")
 
 RETRY_SECONDS = 60.0
 """A request is sent again until the waits between its tries come to this: a server may restart."""
+STRANGER_SECONDS = 3.0
+"""The same where the address may be that of another server."""
 FIRST_WAIT_SECONDS = 0.1
 """Full jitter: the wait before try k + 1 is uniform in 0..min(10, 0.1 * 2**(k - 1))."""
 LONGEST_WAIT_SECONDS = 10.0
@@ -58,7 +62,16 @@ def passes(status: int, code: str) -> bool:
 class Transient(Exception):
     """A try failed in a way that may end by itself."""
 
-    def __init__(self, reason: str, text: str, *, sent: bool = True, answered: bool = False):
+    def __init__(
+        self,
+        reason: str,
+        text: str,
+        *,
+        sent: bool = True,
+        answered: bool = False,
+        last: StoreError | None = None,
+        patience: float = math.inf,
+    ):
         super().__init__(text)
         self.reason = reason
         """For the count: an HTTP status, an S3 code or the name of an error."""
@@ -66,6 +79,10 @@ class Transient(Exception):
         """Whether the server may have got, and acted upon, the request."""
         self.answered = answered
         """Whether the server has answered that it can not do it now."""
+        self.last = last
+        """What to raise once it is given up, where that is not of the server."""
+        self.patience = patience
+        """Seconds of waits after which it is given up, where that is sooner."""
 
 
 @dataclass
@@ -103,7 +120,8 @@ class Tries:
             except Transient as error:
                 self.is_ambiguous |= error.sent
                 wait = self.jitter(0.0, longest_wait(self.count))
-                if waited >= self.retry_seconds or time.monotonic() + wait >= self.deadline:
+                limit = min(self.retry_seconds, error.patience)
+                if waited >= limit or time.monotonic() + wait >= self.deadline:
                     raise
                 waited += wait
                 self.retries[error.reason] += 1

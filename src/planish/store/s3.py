@@ -48,6 +48,7 @@ from planish.store.base import (
     key_prefix,
     part_bytes,
 )
+from planish.store.keys import has_aws_keys
 from planish.store.retry import RETRY_SECONDS, Transient
 from planish.store.s3_client import (
     READ_SECONDS,
@@ -56,7 +57,6 @@ from planish.store.s3_client import (
     Client,
     Refused,
     S3Settings,
-    has_aws_credentials,
     headers_of,
     whole,
 )
@@ -87,7 +87,7 @@ def read_settings() -> S3Settings:
     """
     names = ("MINIO_ENDPOINT", "MINIO_ACCESS_KEY", "MINIO_SECRET_KEY")
     endpoint, access_key, secret_key = values = [os.environ.get(name, "") for name in names]
-    comes_from_aws = not access_key and has_aws_credentials()
+    comes_from_aws = not access_key and has_aws_keys()
     needed = zip(names, values, strict=True)
     missing = [n for n, value in needed if not value and not (comes_from_aws and n != names[0])]
     if missing:
@@ -98,10 +98,12 @@ def read_settings() -> S3Settings:
     secure = os.environ.get("MINIO_SECURE", "1")
     if secure not in {"0", "1"}:
         raise StoreMisconfigured(f"`MINIO_SECURE` must be 0 or 1, got {secure!r}")
-    if "/" in endpoint:
+    if "/" in endpoint or "@" in endpoint:
+        user, mark, host = endpoint.rpartition("@")
         raise StoreMisconfigured(
-            f"`MINIO_ENDPOINT` must be `host:port` without a scheme or path, got {endpoint!r}; "
-            "`MINIO_SECURE` chooses between http and https"
+            "`MINIO_ENDPOINT` must be `host:port` without a scheme, path or user, got "
+            f"{'***' * bool(user) + mark + host!r}; `MINIO_SECURE` chooses between http and https, "
+            "and `MINIO_ACCESS_KEY` and `MINIO_SECRET_KEY` say who asks"
         )
     text = os.environ.get("MINIO_RETRY_SECONDS", str(RETRY_SECONDS))
     try:
@@ -235,7 +237,9 @@ class S3Store:
         except Refused as refused:
             if not refused.code:
                 # The answer has no body, and not every server names its code in a header.
-                next(self._client.list_objects(self._client.bucket, prefix=key), None)
+                first = next(self._client.list_objects(self._client.bucket, prefix=key), None)
+                if first and first.object_name == key and refused.status == 404:
+                    return _stat(first)  # it was a gateway that said no
             raise self._client.error(refused, key) from None
         modified = parsedate_to_datetime(headers["Last-Modified"]).timestamp()
         return Stat(key, int(headers["Content-Length"]), headers.get("ETag", ""), modified)

@@ -8,6 +8,7 @@ checksum guards already, and hold each answer whole. No message holds a key, a s
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import ssl
 import time
@@ -22,20 +23,13 @@ from urllib.parse import urlunsplit
 import certifi
 import urllib3
 from minio import Minio
-from minio.credentials.providers import (
-    AWSConfigProvider,
-    ChainedProvider,
-    EnvAWSProvider,
-    IamAwsProvider,
-    Provider,
-    StaticProvider,
-)
 from minio.deleteobjects import DeleteError, DeleteResult
 from minio.error import S3Error
 from minio.signer import sign_v4_s3
 from minio.time import to_amz_date, utcnow
 from minio.xml import unmarshal
 
+from planish.base.answers import bounded
 from planish.base.errors import (
     AccessRefused,
     ObjectMissing,
@@ -43,9 +37,11 @@ from planish.base.errors import (
     StoreMisconfigured,
     StoreUnavailable,
 )
+from planish.store.keys import keys_of
 from planish.store.retry import (
     FULL_CODES,
     RETRY_SECONDS,
+    STRANGER_SECONDS,
     Transient,
     Tries,
     describe,
@@ -68,11 +64,16 @@ _HEAD_BYTES = 1000
 _MAX_IDLE = 64
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 """A body is guarded by a checksum of its own; hashing it here would cost more than sending it."""
-_AWS = (
-    *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
-    *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE"),
-)
-"""Any of these says that keys come as for other programs of AWS."""
+_DOCUMENT_BYTES = 16 << 20
+"""The longest answer of a server that is no object: a page of a listing has about one MiB."""
+_ERROR_BYTES = 1 << 16
+"""Of an answer that says no; what follows is not read."""
+_OF_OBJECTS = {400, 403, 404}
+"""What a server may answer to HEAD without saying why."""
+_OF_CONDITIONS = {412, 416}
+"""What nobody but a server that has read the condition of a request answers."""
+_spoken: set[str] = set()
+"""Addresses at which a server of S3 has answered this process."""
 
 
 _asked: ContextVar[Tries | None] = ContextVar("tries", default=None)
@@ -94,20 +95,12 @@ class S3Settings:
     retry_seconds: float = RETRY_SECONDS
     """A request that fails is sent again until its waits come to this; 0 for one try."""
 
-    def provider(self) -> Provider:
-        """Return where the keys come from."""
-        if self.access_key:
-            return StaticProvider(self.access_key, self.secret_key, self.session_token or None)
-        return ChainedProvider([EnvAWSProvider(), AWSConfigProvider(), IamAwsProvider()])
-
-
-def has_aws_credentials() -> bool:
-    """Tell whether the environment names credentials in the way of AWS."""
-    return any(os.environ.get(name) for name in _AWS)
-
 
 class Refused(Exception):
     """The server answered with an error that stays the same when the request is sent again."""
+
+    action = ""
+    """What the policy of the user must allow for the request."""
 
     def __init__(self, status: int, code: str, message: str = ""):
         super().__init__(f"{code} (HTTP {status}): {message}" if code else f"HTTP {status}")
@@ -134,7 +127,7 @@ class Client(Minio):
         self.read_seconds = read_seconds
         self._seen_date = ("", 0.0)
         self._process = os.getpid()
-        self._keys = settings.provider()
+        self._keys = keys_of(settings.access_key, settings.secret_key, settings.session_token)
         try:
             super().__init__(
                 settings.endpoint,
@@ -177,17 +170,26 @@ class Client(Minio):
         tries = _asked.get() or self._new_tries()
         view = None if body is None else memoryview(body)
 
+        limit = math.inf if method == "GET" and key else _DOCUMENT_BYTES
+
         def once() -> T:
+            left = tries.deadline - time.monotonic()
+            if left <= 0:
+                raise Transient("TimeoutError", "no answer in time", sent=False)
             own = headers() if callable(headers) else headers or {}
-            return self._send(method, key, take, query or {}, own, view, tries.deadline)
+            with bounded(left, limit):
+                return self._send(method, key, take, query or {}, own, view, left)
 
         try:
             return tries.run(once)
         except Refused as refused:
+            refused.action = _action(method, key, query or {})
             if refused.status in handled:
                 raise
             raise self.error(refused, key) from None
         except Transient as error:
+            if error.last is not None:
+                raise error.last from None
             place, times = self.place(key), f"{tries.count} tries"
             if error.answered:
                 raise StoreUnavailable(
@@ -248,11 +250,8 @@ class Client(Minio):
         query: Mapping[str, Any],
         headers: Mapping[str, str],
         body: memoryview | None,
-        deadline: float,
+        seconds: float,
     ) -> T:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise Transient("TimeoutError", "no answer in time", sent=False)
         if self._process != os.getpid():
             # The parent of a fork goes on using the connections.
             self._http, self._process = _pool(), os.getpid()
@@ -268,13 +267,15 @@ class Client(Minio):
                 redirect=False,
                 retries=False,
                 timeout=urllib3.Timeout(
-                    connect=min(CONNECT_SECONDS, left), read=min(self.read_seconds, left)
+                    connect=min(CONNECT_SECONDS, seconds), read=min(self.read_seconds, seconds)
                 ),
             )
             self._seen_date = (answer.headers.get("Date", ""), time.monotonic())
             if answer.status < 300:
-                return take(answer)
-            answer.read(cache_content=True)
+                taken = take(answer)
+                _spoken.add(self.endpoint)
+                return taken
+            page = urllib3.HTTPResponse(answer.read(_ERROR_BYTES))
         except urllib3.exceptions.HTTPError as error:
             raise transient(error) or StoreMisconfigured(
                 f"`MINIO_ENDPOINT` {self.endpoint!r} (bucket {self.bucket!r}) can not be spoken "
@@ -285,19 +286,30 @@ class Client(Minio):
             if answer is not None:
                 # One that was not read to its end must not be read by the next request.
                 answer.close()
-        code, message = error_of(answer)
+        code, message = error_of(page)
         code = code or answer.headers.get("x-minio-error-code", "")
         if passes(answer.status, code):
             raise Transient(
                 code or str(answer.status), code or f"HTTP {answer.status}", answered=True
             )
-        if not code and method != "HEAD":
-            raise StoreMisconfigured(
-                f"`MINIO_ENDPOINT` must be the S3 port of a server, got {self.endpoint!r}, which "
-                f"answers HTTP {answer.status} without an S3 error to a request for bucket "
-                f"{self.bucket!r}; correct the address, or `MINIO_SECURE` (0 without TLS)"
-            )
+        plain = _OF_CONDITIONS | (_OF_OBJECTS if method == "HEAD" else set())
+        if not code and answer.status not in plain:
+            raise self._stranger(answer.status)
+        if code:
+            _spoken.add(self.endpoint)
         raise Refused(answer.status, code, message)
+
+    def _stranger(self, status: int) -> Transient:
+        """Return the failure by an answer that is not of S3: of a gateway, or a wrong address."""
+        text = f"HTTP {status} without an S3 error"
+        if self.endpoint in _spoken:
+            return Transient(str(status), text, answered=True)
+        wrong = StoreMisconfigured(
+            f"`MINIO_ENDPOINT` must be the S3 port of a server, got {self.endpoint!r}, which "
+            f"answers {text} to a request for bucket {self.bucket!r}; correct the address, or "
+            "`MINIO_SECURE` (0 without TLS)"
+        )
+        return Transient(str(status), text, last=wrong, patience=STRANGER_SECONDS)
 
     def _signed(
         self,
@@ -307,13 +319,7 @@ class Client(Minio):
         headers: Mapping[str, str],
         body: memoryview | None,
     ) -> tuple[str, dict[str, str]]:
-        try:
-            keys = self._keys.retrieve()
-        except ValueError as error:
-            raise AccessRefused(
-                "`MINIO_ACCESS_KEY` and `MINIO_SECRET_KEY` must be set, or what AWS takes in their "
-                f"place must lead to keys, got: {str(error)[:200]}"
-            ) from None
+        keys = self._keys.retrieve()
         url = self._base_url.build(
             method=method,
             region=self._settings.region,
@@ -355,6 +361,7 @@ class Client(Minio):
                 bucket=self.bucket,
                 endpoint=self.endpoint,
                 answer=refused.code or f"HTTP {refused.status}",
+                action=refused.action,
                 ours=utcnow().strftime("%a, %d %b %Y %H:%M:%S GMT"),
                 theirs=self._seen_date[0],
             )
@@ -416,8 +423,8 @@ _ERRORS: dict[str, tuple[type[StoreError], str]] = {
     ),
     "AccessDenied": (
         AccessRefused,
-        "`MINIO_ACCESS_KEY` must be allowed to use {place}, but the server answers {answer}; give "
-        "the user a policy for this bucket",
+        "`MINIO_ACCESS_KEY` must be allowed {action} at {place}, but the server answers {answer}; "
+        "give the user a policy for this bucket",
     ),
 }
 """What an error code of S3 means and who must change what; see `retry` for those that pass."""
@@ -430,9 +437,22 @@ _CODE_OF_STATUS = {
 """The code to take an HTTP status for where the server's own is missing or unknown."""
 
 
+def _action(method: str, key: str, query: Mapping[str, Any]) -> str:
+    """Return what a policy calls a request."""
+    if "delete" in query:
+        return "`s3:DeleteObject`"
+    if not key:
+        return "`s3:ListBucketMultipartUploads`" if "uploads" in query else "`s3:ListBucket`"
+    if method in ("PUT", "POST"):
+        return "`s3:PutObject`"
+    if method == "DELETE":
+        return "`s3:AbortMultipartUpload`"
+    return "`s3:GetObject` (and `s3:ListBucket`: without it an absent object is forbidden too)"
+
+
 def headers_of(answer: Answer) -> Mapping[str, str]:
     """Read an empty body away and return the headers."""
-    answer.read()
+    answer.read(_ERROR_BYTES)
     return answer.headers
 
 
@@ -440,7 +460,7 @@ def whole(answer: Answer) -> Answer:
     """Read a document to its end; some that begin with HTTP 200 turn out to be errors."""
     answer.read(cache_content=True)
     try:
-        code, message = _error_in(answer) if answer.data else ("", "")
+        code, message = _error_in(answer)
     except (SyntaxError, ValueError):
         raise Transient("ParseError", "the answer is no XML document") from None
     if passes(200, code):
@@ -464,6 +484,8 @@ def _error_in(answer: Answer) -> tuple[str, str]:
     Raises:
         SyntaxError, ValueError: it is no document.
     """
+    if not answer.data:
+        return "", ""
     found: S3Error | DeleteError = S3Error.fromxml(answer)
     if b"<DeleteResult" in answer.data[:_HEAD_BYTES]:
         faults = unmarshal(DeleteResult, answer.data.decode()).error_list

@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -17,13 +18,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from planish import store
-from planish.base.errors import ConfigError, ObjectMissing, RecordError
+from planish.base.errors import ConfigError, ObjectMissing, RecordError, StoreUnavailable
 from planish.base.telemetry import first_line, redact
 from planish.store.base import file_path
-from planish.store.hub import HUB_TIMEOUT_SECONDS, asking_hub
+from planish.store.hub import HUB_TIMEOUT_SECONDS, asking_hub, passes
 
 WEB_TIMEOUT_SECONDS = 60.0
-"""Wait of a web server's next bytes."""
+"""Wait of a web server's next bytes, and of each further `WEB_BYTES`."""
+WEB_BYTES = 1 << 20
 FORMS = (
     "a path, `owner/name` on the hub, `hf://owner/name[/file][@revision]`, `s3://bucket/key`, or "
     "`https://...#sha256=<digest>`"
@@ -219,10 +221,14 @@ def _bucket_files(
 
 
 def download(source: Source, target: Path, *, key: str) -> None:
-    """Write the file of an `https://` address; bytes of another digest are refused."""
+    """Write the file of an `https://` address; bytes of another digest are refused.
+
+    StoreUnavailable: its server fails, or sends too slowly, for now.
+    """
     from huggingface_hub import get_session
 
     digest = hashlib.sha256()
+    done, mark, began = 0, 0, time.monotonic()
     try:
         # Raw bytes: what a server packs on the way is not what the digest was taken of.
         with (
@@ -239,9 +245,15 @@ def download(source: Source, target: Path, *, key: str) -> None:
             for block in answer.iter_raw():
                 digest.update(block)
                 file.write(block)
+                done += len(block)
+                if done >= mark + WEB_BYTES:
+                    mark, began = done, time.monotonic()
+                elif time.monotonic() - began > WEB_TIMEOUT_SECONDS:
+                    raise TimeoutError("it sends too slowly")
     except Exception as error:
         # The client raises errors of three packages; each means that there is no file.
-        raise ConfigError(
+        kind = StoreUnavailable if passes(error) else ConfigError
+        raise kind(
             f"`{key}` must be a file that its server gives, got {source.place!r} "
             f"({type(error).__name__}: {first_line(error)}); check the address"
         ) from None

@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,14 @@ from planish.base.errors import ClusterError, ConfigError
 from planish.base.telemetry import redact
 from planish.run.chain import FIRST_UNFINISHED, with_settings
 from planish.run.kube import own_namespace
-from planish.run.kubeflow import KfpRuns, KubeflowRun, authorise, description
+from planish.run.kubeflow import (
+    KfpRuns,
+    KubeflowRun,
+    api_client,
+    asking,
+    authorise,
+    description,
+)
 from planish.submit.parameters import pipeline_root
 from planish.submit.pipeline import CompiledPipeline
 
@@ -73,21 +80,9 @@ class Kubeflow:
         users = "several users" if self.is_multi_user else "one user"
         return f"Kubeflow at {self.url} serves {users}: runs go to namespace {namespace}"
 
-    @contextlib.contextmanager
-    def asked(self) -> Iterator[None]:
+    def asked(self) -> contextlib.AbstractContextManager[None]:
         """Turn what the server refuses into ConfigError, and its failures into ClusterError."""
-        try:
-            yield
-        except api.ApiException as error:
-            status = int(error.status or 0)
-            text = " ".join(str(error.body or error.reason or "").split())
-            message = f"Kubeflow at {self.url} must do what is asked, got {status}: {text:.300}"
-            if 400 <= status < 500:
-                raise ConfigError(message) from None
-            raise ClusterError(f"{message}; try again", status=status) from None
-        except (HTTPError, OSError) as error:
-            cause = redact(" ".join(str(error).split()))
-            raise ClusterError(f"Kubeflow at {self.url} must answer, got {cause:.300}") from None
+        return asking(self.url)
 
     def experiment(self, name: str, namespace: str) -> str:
         """Return the id of an experiment, which is made where there is none."""
@@ -266,7 +261,7 @@ def connect(host: str = "", kfp_namespace: str = "kubeflow", token: str = "") ->
         else:
             _load_kubeconfig(settings, kfp_namespace)
         authorise(settings, token)
-        client = api.ApiClient(settings)
+        client = api_client(settings)
         health = api.HealthzServiceApi(client).healthz_service_get_healthz(
             _request_timeout=TIMEOUT_SECONDS
         )

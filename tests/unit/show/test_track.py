@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from planish.__main__ import main
-from planish.base.errors import PlanishError
+from planish.base.errors import EXIT_TRANSIENT, BackendUnavailable, exit_code
 from planish.records import EvalReport, UpdateReport, layout
 from planish.records.reports import write_report
 from planish.show import trackers
@@ -249,8 +249,10 @@ def test_one_tracker_that_fails_keeps_nothing_from_the_other(root, monkeypatch):
     options = argparse.Namespace(
         root=root, to=list(made), follow=False, every=1.0, experiment="", name=""
     )
-    with pytest.raises(PlanishError, match="got a: ConnectionError: no route; the same command"):
+    told = "got a: ConnectionError: no route; the same command"
+    with pytest.raises(BackendUnavailable, match=told) as raised:
         track(options)
+    assert exit_code(raised.value) == EXIT_TRANSIENT
     assert len(memory.points) == 8
 
 
@@ -261,7 +263,7 @@ def test_the_password_of_a_server_that_is_down_is_printed_nowhere(
     pytest.importorskip("mlflow", reason="needs the extra trackers")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     target = f"mlflow=http://me:geheim@127.0.0.1:{closed_port}"
-    assert main(["track", root, "--to", target]) == 1
+    assert main(["track", root, "--to", target]) == EXIT_TRANSIENT
     told = "".join(capsys.readouterr())
     assert "http://***@127.0.0.1" in told
     assert "geheim" not in told

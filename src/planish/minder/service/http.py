@@ -13,6 +13,8 @@ from planish.base.config import Section
 from planish.base.errors import BackendUnavailable, ConfigError
 
 _BLOCK_BYTES = 1 << 18
+MAX_BYTES = 256 << 20
+"""Of an answer; 600,000 samples have about 20 MiB."""
 
 
 class AccessConfig(Section):
@@ -84,6 +86,8 @@ class HttpClient:
         """
         import urllib3
 
+        from planish.base.answers import bounded
+
         headers = {"Accept": "application/json", **self._access.headers}
         if form:
             headers["Content-Type"] = "application/x-www-form-urlencoded"
@@ -97,27 +101,28 @@ class HttpClient:
             headers["Authorization"] = f"Bearer {token}"
         wait = deadline.left()
         try:
-            response = self._pool.request(
-                method,
-                self._access.url.rstrip("/") + path,
-                body=form.encode() or None,
-                headers=headers,
-                timeout=urllib3.Timeout(connect=min(wait, 5.0), read=wait),
-                preload_content=False,
-                redirect=False,
-            )
-            try:
-                pieces: list[bytes] = []
-                while piece := response.read1(_BLOCK_BYTES):
-                    pieces.append(piece)
-                    deadline.left()
-                return int(response.status), b"".join(pieces)
-            except BaseException:
-                # The rest of this answer must not be read as the next one.
-                response.close()
-                raise
-            finally:
-                response.release_conn()
+            with bounded(wait, MAX_BYTES):
+                response = self._pool.request(
+                    method,
+                    self._access.url.rstrip("/") + path,
+                    body=form.encode() or None,
+                    headers=headers,
+                    timeout=urllib3.Timeout(connect=min(wait, 5.0), read=wait),
+                    preload_content=False,
+                    redirect=False,
+                )
+                try:
+                    pieces: list[bytes] = []
+                    while piece := response.read1(_BLOCK_BYTES):
+                        pieces.append(piece)
+                        deadline.left()
+                    return int(response.status), b"".join(pieces)
+                except BaseException:
+                    # The rest of this answer must not be read as the next one.
+                    response.close()
+                    raise
+                finally:
+                    response.release_conn()
         except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             raise BackendUnavailable(
                 f"`{self._access.url}` must answer, got {type(error).__name__}: "

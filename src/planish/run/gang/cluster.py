@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from planish.base.answers import bounded
 from planish.base.errors import ClusterError, ConfigError
 from planish.run.gang.manifests import GANG_LABEL, RUN_LABEL, Launcher
 from planish.run.kube import PATIENCE_SECONDS, REQUEST_SECONDS, Kube, in_pod
@@ -196,17 +197,19 @@ class GangCluster(Kube):
         """Return once a job of a name has another version, or the time is over."""
         from kubernetes.watch import Watch
 
-        for event in Watch().stream(
-            self.custom.list_namespaced_custom_object,
-            *self.jobs,
-            field_selector=f"metadata.name={name}",
-            timeout_seconds=max(1, min(WATCH_SECONDS, round(seconds))),
-            _request_timeout=(REQUEST_SECONDS, WATCH_SECONDS + REQUEST_SECONDS),
-            **begin,
-        ):
-            # A watch without a beginning tells first what is there.
-            if event["raw_object"]["metadata"]["resourceVersion"] != version:
-                return
+        limit = max(1, min(WATCH_SECONDS, round(seconds)))
+        with bounded(limit + REQUEST_SECONDS):
+            for event in Watch().stream(
+                self.custom.list_namespaced_custom_object,
+                *self.jobs,
+                field_selector=f"metadata.name={name}",
+                timeout_seconds=limit,
+                _request_timeout=(REQUEST_SECONDS, limit + REQUEST_SECONDS),
+                **begin,
+            ):
+                # A watch without a beginning tells first what is there.
+                if event["raw_object"]["metadata"]["resourceVersion"] != version:
+                    return
 
     def pods(self, digest: str) -> list[dict[str, Any]]:
         """Return the pods of a gang."""

@@ -19,12 +19,12 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from planish.base.errors import ConfigError
+from planish.base.errors import ConfigError, StoreUnavailable
 from planish.base.telemetry import redact
 from planish.records.files import hash_file
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.problem import CurationLedger, Drop, add_drop
-from planish.store.hub import HUB_TIMEOUT_SECONDS, hub_fault
+from planish.store.hub import HUB_TIMEOUT_SECONDS, hub_fault, passes
 from planish.store.sources import Source, fetch_file, parse_source
 
 logger = logging.getLogger(__name__)
@@ -239,6 +239,7 @@ def read_hub(
 
     Raises:
         ConfigError: offline and not cached, unknown, private, or without that split.
+        StoreUnavailable: the hub can not be reached, or fails, for now.
     """
     try:
         import datasets
@@ -275,7 +276,8 @@ def read_hub(
         if offline:
             raise hub_fault(error, key=key, place=source.place, revision=revision) from None
         reason = redact(str(error)).strip().partition("\n")[0][:300]
-        raise ConfigError(
+        kind = StoreUnavailable if passes(error) else ConfigError
+        raise kind(
             f"`{key}` must be a data set that the hub gives, got {source.place!r} (split "
             f"{split!r}), {type(error).__name__}: {reason}; check `hub_config` and "
             "`hub_split`, or give the path of a .jsonl or .parquet file"

@@ -19,8 +19,8 @@ from planish.records.refs import parse_pin
 from planish.records.reports import read_best
 from planish.run.stage import read_run
 from planish.stages.export.card import CARD, base_licence, check_licence, model_card
+from planish.stages.export.hub import upload_model
 from planish.store import file_uri, normal_uri
-from planish.store.hub import upload_model
 from planish.store.sources import parse_source
 
 

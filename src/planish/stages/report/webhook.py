@@ -6,12 +6,15 @@ import http.client
 import json
 import logging
 from collections.abc import Mapping
+from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 5.0
+LIMIT_SECONDS = 20.0
+"""For the whole message and its answer, each byte of which may come within `TIMEOUT_SECONDS`."""
 
 
 class _NoRedirect(HTTPRedirectHandler):
@@ -26,6 +29,16 @@ def post(url: str, message: Mapping[str, object]) -> bool:
 
     An empty URL sends nothing. A URL is a credential: no part of it is logged.
     """
+    taken: list[bool] = []
+    sending = Thread(target=lambda: taken.append(_post(url, message)), daemon=True)
+    sending.start()
+    sending.join(LIMIT_SECONDS)
+    if sending.is_alive():
+        logger.warning("webhook not sent error=TimeoutError")
+    return taken == [True]
+
+
+def _post(url: str, message: Mapping[str, object]) -> bool:
     if not url:
         return False
     try:

@@ -1,0 +1,64 @@
+"""Answers of servers: none is waited for longer, or read further, than the block that asks allows.
+
+A timeout of a socket counts anew for every byte. In a block of `bounded` the head of an answer and
+all of its body must have come by one moment, whichever package asks: urllib3 is below those of the
+store, Kubernetes, Kubeflow, Prometheus and MLflow. Outside such a block nothing changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from urllib3.connection import HTTPConnection
+
+DOCUMENT_BYTES = 64 << 20
+"""The longest answer that is read as one document."""
+
+_bounds: ContextVar[tuple[float, float] | None] = ContextVar("bounds", default=None)
+
+
+@contextlib.contextmanager
+def bounded(seconds: float, max_bytes: float = DOCUMENT_BYTES) -> Iterator[None]:
+    """Bound the answers that the block asks for by urllib3, which raises beyond as if it broke.
+
+    Args:
+        seconds: from now to the last byte of an answer.
+        max_bytes: of an answer, its head included.
+    """
+    token = _bounds.set((time.monotonic() + seconds, max_bytes))
+    try:
+        yield
+    finally:
+        _bounds.reset(token)
+
+
+class _Answer(http.client.HTTPResponse):
+    def __init__(self, sock: Any, *words: Any, **options: Any) -> None:
+        super().__init__(sock, *words, **options)
+        if not (bounds := _bounds.get()):
+            return
+        deadline, left = bounds
+        raw: Any = self.fp.raw  # type: ignore[attr-defined]
+        wait, read = sock.gettimeout(), raw.readinto
+
+        def read_in_bounds(buffer: memoryview) -> int | None:
+            nonlocal left
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                raise TimeoutError("no whole answer in time")
+            sock.settimeout(min(seconds, wait or seconds))
+            count: int | None = read(buffer)
+            left -= count or 0
+            if left < 0:
+                raise OSError("the answer is too long")
+            return count
+
+        raw.readinto = read_in_bounds
+
+
+HTTPConnection.response_class = _Answer

@@ -1,0 +1,101 @@
+"""Where the keys of requests come from: our own variables, or the ways of AWS.
+
+What a service of keys answers is judged here, and a hiccup of it retried as one of the store.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from urllib.parse import urlsplit
+
+import urllib3
+from minio.credentials import Credentials
+from minio.credentials.providers import (
+    AWSConfigProvider,
+    ChainedProvider,
+    EnvAWSProvider,
+    IamAwsProvider,
+    Provider,
+    StaticProvider,
+)
+
+from planish.base.errors import AccessRefused, StoreUnavailable
+from planish.store.retry import Transient, describe, passes
+
+ANSWER_SECONDS = 10.0
+"""Longest wait for the next bytes of a service of keys."""
+_AWS = (
+    *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
+    *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE"),
+)
+"""Any of these says that keys come as for other programs of AWS."""
+_GOOD = (200, 204, 206)
+
+
+def has_aws_keys() -> bool:
+    """Tell whether the environment names keys in the way of AWS."""
+    return any(os.environ.get(name) for name in _AWS)
+
+
+def keys_of(access_key: str, secret_key: str, session_token: str) -> Provider:
+    """Return where keys come from; an empty `access_key` takes those of AWS.
+
+    Its `retrieve` raises AccessRefused, or Transient where a service of keys may answer later.
+    """
+    if access_key:
+        return StaticProvider(access_key, secret_key, session_token or None)
+    return _AwsKeys()
+
+
+class _AwsKeys(Provider):
+    def __init__(self) -> None:
+        self._service = service = _Service()
+        last = IamAwsProvider(http_client=service)
+        self._chain = ChainedProvider([EnvAWSProvider(), AWSConfigProvider(), last])
+
+    def retrieve(self) -> Credentials:
+        self._service.asked = ""
+        try:
+            return self._chain.retrieve()
+        except (ValueError, LookupError, TypeError, AttributeError, SyntaxError, OSError) as error:
+            if isinstance(error, AccessRefused):
+                raise
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+        if self._service.asked:
+            raise self._service.hiccup("an answer without keys")
+        raise AccessRefused(
+            "`MINIO_ACCESS_KEY` and `MINIO_SECRET_KEY` must be set, or what AWS takes in their "
+            f"place must lead to keys, got {reason}"
+        )
+
+
+class _Service(urllib3.PoolManager):
+    """Asks a service of keys once; the store's own tries ask it again."""
+
+    asked = ""
+    """Address of the last question, which may have held a token, without its query."""
+
+    def urlopen(self, method: str, url: str, **options: Any) -> urllib3.BaseHTTPResponse:  # type: ignore[override]
+        self.asked = urlsplit(url)._replace(query="").geturl()
+        try:
+            answer = super().urlopen(
+                method, url, **options, redirect=False, retries=False, timeout=ANSWER_SECONDS
+            )
+        except urllib3.exceptions.HTTPError as error:
+            raise self.hiccup(describe(error)) from None
+        if answer.status in _GOOD:
+            return answer
+        if answer.status == 429 or passes(answer.status, ""):
+            raise self.hiccup(f"HTTP {answer.status}")
+        raise AccessRefused(
+            f"the service of keys at {self.asked!r} must give keys, got HTTP {answer.status}; "
+            "check the role of this pod or machine"
+        )
+
+    def hiccup(self, reason: str) -> Transient:
+        """Return the failure of a question that may be answered later."""
+        last = StoreUnavailable(
+            f"the service of keys at {self.asked!r} must give keys, got {reason}; try again later"
+        )
+        return Transient("keys", f"service of keys: {reason}", sent=False, last=last)
