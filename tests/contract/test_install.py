@@ -104,6 +104,8 @@ def test_one_machine_has_no_monitor_and_a_gpu_cluster_has_one():
     assert "minder" in names(resolve(FOLDER / "overlays/gpu"), "Deployment")
 
 
+LEFT_UPLOADS = "stale_uploads_expiry=48h stale_uploads_cleanup_interval=6h"
+"""Settings by which MinIO drops what killed writers have begun."""
 FAKE_CLIENT = """#!/bin/sh
 echo "$*" >> "$HOME/calls"
 case "$*" in "admin policy entities"*) echo "  $RUN_USER" ;; "ilm rule list"*) exit 1 ;; esac
@@ -129,6 +131,7 @@ def test_the_setup_of_the_store_needs_a_shell_and_its_client_and_no_other_progra
     assert (done.returncode, done.stderr) == (0, "")
     calls = (tmp_path / "calls").read_text().splitlines()
     assert f"admin policy create store planish-runs {tmp_path}/policy.json" in calls
+    assert "admin config set store api " + LEFT_UPLOADS in calls
     assert "ilm rule add --prefix kfp/ --expire-days 30 store/bucket" in calls
     statements = json.loads((tmp_path / "policy.json").read_text())["Statement"]
     resources = [resource for statement in statements for resource in statement["Resource"]]
@@ -163,3 +166,10 @@ def tasks():
         cpu, memory = asked["resourceCpuRequest"], asked["resourceMemoryRequest"]
         largest = (max(largest[0], amount(cpu)), max(largest[1], amount(memory)))
     return [largest] * CPU_TINY.parallelism
+
+
+@pytest.mark.server
+def test_the_store_takes_the_rule_about_uploads_that_nobody_ends(minio_server):
+    values = dict(setting.split("=") for setting in LEFT_UPLOADS.split())
+    minio_server.admin.config_set("api", values)
+    assert set(LEFT_UPLOADS.split()) <= set(minio_server.admin.config_get("api").split())

@@ -8,9 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from minio import MinioAdmin
+from minio.credentials import StaticProvider
+
 from tests.servers.program import BIN, Program, few_variables, free_port, require
 
 BINARY = BIN / "minio"
+ACTIONS = (
+    *("ListBucket", "ListBucketMultipartUploads", "GetObject", "PutObject", "DeleteObject"),
+    "AbortMultipartUpload",
+)
 
 
 def require_minio() -> None:
@@ -45,6 +52,27 @@ class Minio:
             "MINIO_SECURE": "0",
             "MINIO_RETRY_SECONDS": "10",
         }
+
+    @property
+    def admin(self) -> MinioAdmin:
+        """What the owner of the server may do."""
+        keys = StaticProvider(self.access_key, self.secret_key)
+        return MinioAdmin(endpoint=self.endpoint, credentials=keys, secure=False)
+
+    def user_without(self, *actions: str) -> dict[str, str]:
+        """Make a user who may do all that the setup of a cluster allows but these actions.
+
+        Returns:
+            The environment of the user.
+        """
+        name = f"user{secrets.token_hex(6)}"
+        allowed = [f"s3:{action}" for action in ACTIONS if action not in actions]
+        statement = {"Effect": "Allow", "Action": allowed, "Resource": ["arn:aws:s3:::*"]}
+        self.admin.user_add(name, self.secret_key)
+        policy = {"Version": "2012-10-17", "Statement": [statement]}
+        self.admin.policy_add(name, policy=policy)
+        self.admin.policy_set(name, user=name)
+        return {**self.environment, "MINIO_ACCESS_KEY": name}
 
     def start(self) -> None:
         """Start (again) on the same data and port, and wait until it answers."""

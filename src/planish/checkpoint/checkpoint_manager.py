@@ -238,8 +238,10 @@ class CheckpointManager:
 
     def _retain(self, storage: Store, path: str) -> None:
         rules = self.schedule
+        folder = path.rpartition("/")[0]
         keep: dict[str, Any] = {"keep_last": rules.keep_last, "keep_every": rules.keep_every}
-        catalog.retain(storage, path.rpartition("/")[0], **keep, pins=rules.pins)
+        catalog.retain(storage, folder, **keep, pins=rules.pins)
+        catalog.gc(storage, folder, grace_s=catalog.GRACE_SECONDS)
 
     def _pins(self) -> list[str]:
         """Return pins of the committed checkpoints, newest first, as rank 0 lists them."""

@@ -140,7 +140,8 @@ def begin_save(
             # Until now an older record was that of a whole state; killed here, it names another.
             store.write(manifest_uri(uri), data)
             try:
-                api.gc(uri, grace_s=GARBAGE_SECONDS)
+                # Beside it lie what killed saves of other steps have left.
+                api.gc(uri.rpartition("/")[0], grace_s=GARBAGE_SECONDS)
             except (StoreError, CheckpointError) as error:
                 # The state is saved; what killed and replaced saves left is cleared another time.
                 logger.warning("leftovers of saves stay uri=%s error=%s", uri, error)

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _PARALLEL_PARTS = 3
+_BEGUN = time.time()
+"""When this process began, about."""
 
 
 def open_store(uri: str, *, timeout_s: float = TIMEOUT_SECONDS) -> tuple[Store, str]:
@@ -235,6 +238,8 @@ def _write_parts(
     """Write an object whose ranges `read_part(start, length)` returns; a failure leaves nothing."""
     if num_bytes < SINGLE_PUT_BYTES:
         return store.put(key, read_part(0, num_bytes))
+    # An upload that began before this process is of a writer that was killed, or that it follows.
+    _abort(store, key, lambda upload: upload.started < store.now() - time.time() + _BEGUN)
     parts = store.open_multipart(key, num_bytes)
 
     def write_part(start: int) -> None:
@@ -260,15 +265,18 @@ def _write_parts(
 def abort_lost_uploads(store: Store, written: Iterable[Multipart]) -> None:
     """Abort what lost tries to begin `written` have begun; for keys that have one writer only."""
     for parts in written:
-        if not parts.may_be_begun_twice:
-            continue
-        try:
-            for upload in store.open_uploads(parts.key):
-                if upload.upload_id != parts.upload_id:
-                    store.abort_upload(parts.key, upload.upload_id)
-        except StoreError as error:
-            # The object is whole; what is left costs room until the store forgets it.
-            logger.warning("%s", telemetry.event("upload_left", key=parts.key, reason=str(error)))
+        if parts.may_be_begun_twice:
+            _abort(store, parts.key, lambda upload, own=parts.upload_id: upload.upload_id != own)
+
+
+def _abort(store: Store, key: str, is_left: Callable[[Upload], bool]) -> None:
+    try:
+        for upload in store.open_uploads(key):
+            if is_left(upload):
+                store.abort_upload(key, upload.upload_id)
+    except StoreError as error:
+        # No object suffers; what is left costs room until the store forgets it.
+        logger.warning("%s", telemetry.event("upload_left", key=key, reason=str(error)))
 
 
 def _open_object(uri: str) -> tuple[Store, str]:

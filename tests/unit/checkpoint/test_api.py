@@ -116,6 +116,19 @@ def test_saves_come_at_the_interval_and_old_ones_go(engine, root):
     assert steps_in(root) == [4, 6, 12, 14]
 
 
+def test_what_a_killed_save_of_another_step_has_left_goes_at_a_commit(engine, root, monkeypatch):
+    storage, path = open_store(root)
+    left = f"{path}/step-00000001/a-{'0' * 26}/data/0.safetensors"
+    storage.put(left, b"0")
+    storage.put(f"{path}/step-00000005/a-{'0' * 25}1/data/0.safetensors", b"0")
+    monkeypatch.setattr(catalog, "GRACE_SECONDS", 0.0)
+    manager = CheckpointManager(root, Schedule(2), engine=engine)
+    train(manager, range(1, 5))
+    manager.close()
+    names = {stat.key.removeprefix(f"{path}/").partition("/")[0] for stat in storage.list(path)}
+    assert names == {"step-00000002", "step-00000004", "LATEST"}
+
+
 def test_a_run_goes_on_from_its_newest_checkpoint(engine, root):
     manager = CheckpointManager(root, Schedule(3), engine=engine)
     empty = state_at(0)

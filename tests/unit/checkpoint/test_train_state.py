@@ -1,8 +1,10 @@
 """Train states: checkpoints with a manifest, their round trips and their damage."""
 
+import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -168,3 +170,18 @@ def test_a_state_of_another_schema_is_refused(file_root):
     store.write(manifest_uri(ref.uri), text)
     with pytest.raises(CheckpointError, match="policy/1"):
         api.load(manifest.ref(ref.uri).pin(), {})
+
+
+@pytest.mark.parametrize(("hours", "stays"), [(2.0, False), (0.5, True)])
+@pytest.mark.parametrize("step", [2, 4])
+def test_what_killed_saves_of_other_steps_have_left_goes_at_a_commit(tmp_path, step, hours, stays):
+    root = f"file://{tmp_path}"
+    kept = save(root, 1)
+    left = tmp_path / "states" / f"step-{step:08d}" / f"a-{'0' * 26}" / "data" / "0.safetensors"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"0")
+    at = time.time() - 3600 * hours
+    os.utime(left, (at, at))
+    save(root, 3)
+    assert left.exists() == stays
+    assert api.read_state_info(kept.pin())

@@ -33,6 +33,7 @@ from planish.stages.prepare.cluster import (
 )
 from planish.stages.prepare.inspect import inspect_sources
 from planish.stages.prepare.plan import RunPlan, render
+from planish.stages.prepare.probe import probe_store
 from planish.stages.prepare.run_file import (
     Config,
     StartPins,
@@ -218,6 +219,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     if faults := [*faults, *devices.device_faults(config, requests)]:
         raise ConfigError("; ".join(faults))
     away_from = nodes_to_avoid(root, chain.resume_from, wish.max_avoided_nodes, api=api)
+    probe_store(root)
     lock = acquire(root, me, alive=liveness(api))
     run_file, changed, is_new = open_run_file(
         root, config, resume_from=chain.resume_from, allow_config_change=chain.allow_config_change
