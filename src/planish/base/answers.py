@@ -16,7 +16,7 @@ from typing import Any
 
 from urllib3.connection import HTTPConnection
 
-DOCUMENT_BYTES = 64 << 20
+DOCUMENT_BYTES = 100_000_000
 """The longest answer that is read as one document."""
 
 _bounds: ContextVar[tuple[float, float] | None] = ContextVar("bounds", default=None)
@@ -43,17 +43,18 @@ class _Answer(http.client.HTTPResponse):
         if not (bounds := _bounds.get()):
             return
         deadline, left = bounds
-        raw: Any = self.fp.raw  # type: ignore[attr-defined]
-        wait, read = sock.gettimeout(), raw.readinto
+        raw: Any = self.fp.raw
+        wait = sock.gettimeout()
+        read = raw.readinto
 
-        def read_in_bounds(buffer: memoryview) -> int | None:
+        def read_in_bounds(buffer: Any) -> Any:
             nonlocal left
             seconds = deadline - time.monotonic()
             if seconds <= 0:
-                raise TimeoutError("no whole answer in time")
+                raise TimeoutError
             sock.settimeout(min(seconds, wait or seconds))
-            count: int | None = read(buffer)
-            left -= count or 0
+            count = read(buffer)
+            left -= count
             if left < 0:
                 raise OSError("the answer is too long")
             return count

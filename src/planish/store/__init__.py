@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -239,7 +240,7 @@ def _write_parts(
     if num_bytes < SINGLE_PUT_BYTES:
         return store.put(key, read_part(0, num_bytes))
     # An upload that began before this process is of a writer that was killed, or that it follows.
-    _abort(store, key, lambda upload: upload.started < store.now() - time.time() + _BEGUN)
+    _abort(store, key, _BEGUN)
     parts = store.open_multipart(key, num_bytes)
 
     def write_part(start: int) -> None:
@@ -266,13 +267,15 @@ def abort_lost_uploads(store: Store, written: Iterable[Multipart]) -> None:
     """Abort what lost tries to begin `written` have begun; for keys that have one writer only."""
     for parts in written:
         if parts.may_be_begun_twice:
-            _abort(store, parts.key, lambda upload, own=parts.upload_id: upload.upload_id != own)
+            _abort(store, parts.key, math.inf, parts.upload_id)
 
 
-def _abort(store: Store, key: str, is_left: Callable[[Upload], bool]) -> None:
+def _abort(store: Store, key: str, before: float, besides: str = "") -> None:
+    """Abort the uploads of a key that began before a moment of our clock, but for one."""
     try:
         for upload in store.open_uploads(key):
-            if is_left(upload):
+            ahead = store.now() - time.time()
+            if upload.started < before + ahead and upload.upload_id != besides:
                 store.abort_upload(key, upload.upload_id)
     except StoreError as error:
         # No object suffers; what is left costs room until the store forgets it.

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from urllib.parse import quote_from_bytes, unquote
 
 from planish.base.errors import StoreMisconfigured
+from planish.base.telemetry import redact
 
 STORES: dict[str, str] = {
     "file": "planish.store.file:connect",
@@ -250,10 +251,12 @@ def parse_uri(uri: str) -> Address:
         StoreMisconfigured: unknown scheme, empty bucket, relative file path, a segment `.`, `..`
             or empty, `#`, a backslash or a control character.
     """
+    shown = redact(uri)
     scheme, separator, rest = uri.partition("://")
     if not separator or scheme not in STORES:
         raise StoreMisconfigured(
-            f"a store URI must begin with one of {[f'{s}://' for s in sorted(STORES)]}, got {uri!r}"
+            f"a store URI must begin with one of {[f'{s}://' for s in sorted(STORES)]}, got "
+            f"{shown!r}"
         )
     forbidden = _FORBIDDEN_IN_URI.search(rest)
     if scheme == "file":
@@ -263,21 +266,21 @@ def parse_uri(uri: str) -> Address:
     bucket, _, key = rest.partition("/")
     if scheme == "file" and (bucket or not rest):
         raise StoreMisconfigured(
-            f"a file URI must be absolute (`file:///folder`, three slashes), got {uri!r}"
+            f"a file URI must be absolute (`file:///folder`, three slashes), got {shown!r}"
         )
     if scheme != "file" and not bucket:
         raise StoreMisconfigured(
-            f"an {scheme} URI must name a bucket (`{scheme}://bucket/...`), got {uri!r}"
+            f"an {scheme} URI must name a bucket (`{scheme}://bucket/...`), got {shown!r}"
         )
     key = key[:-1] if key.endswith("/") else key
     if forbidden:
         raise StoreMisconfigured(
-            f"a store URI must not hold {forbidden[0]!r}, got {uri!r}; rename the folder"
+            f"a store URI must not hold {forbidden[0]!r}, got {shown!r}; rename the folder"
         )
     faulty = [part for part in key.split("/") if part in {"", ".", ".."}] if key else []
     if faulty or bucket in {".", ".."}:
         raise StoreMisconfigured(
-            f"a store URI must have no empty, `.` or `..` segment, got {uri!r}; "
+            f"a store URI must have no empty, `.` or `..` segment, got {shown!r}; "
             "write the path in full"
         )
     return Address(scheme, bucket, key)

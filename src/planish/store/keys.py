@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import urllib3
-from minio.credentials import Credentials
+from minio.credentials.credentials import Credentials
 from minio.credentials.providers import (
     AWSConfigProvider,
     ChainedProvider,
@@ -30,7 +30,6 @@ _AWS = (
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE"),
 )
 """Any of these says that keys come as for other programs of AWS."""
-_GOOD = (200, 204, 206)
 
 
 def has_aws_keys() -> bool:
@@ -58,9 +57,10 @@ class _AwsKeys(Provider):
         self._service.asked = ""
         try:
             return self._chain.retrieve()
-        except (ValueError, LookupError, TypeError, AttributeError, SyntaxError, OSError) as error:
-            if isinstance(error, AccessRefused):
-                raise
+        except (AccessRefused, Transient):
+            raise
+        except Exception as error:
+            # The SDK trusts what it reads: an odd answer ends in almost any error.
             reason = f"{type(error).__name__}: {str(error)[:200]}"
         if self._service.asked:
             raise self._service.hiccup("an answer without keys")
@@ -84,7 +84,7 @@ class _Service(urllib3.PoolManager):
             )
         except urllib3.exceptions.HTTPError as error:
             raise self.hiccup(describe(error)) from None
-        if answer.status in _GOOD:
+        if answer.status < 300:
             return answer
         if answer.status == 429 or passes(answer.status, ""):
             raise self.hiccup(f"HTTP {answer.status}")

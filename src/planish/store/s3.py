@@ -38,6 +38,7 @@ from planish.base.errors import (
     StoreError,
     StoreMisconfigured,
 )
+from planish.base.telemetry import redact
 from planish.store.base import (
     TIMEOUT_SECONDS,
     Buffer,
@@ -141,9 +142,9 @@ class S3Store:
     ):
         try:
             check_bucket_name(bucket)
-        except ValueError as error:
+        except ValueError:
             raise StoreMisconfigured(
-                f"`s3://{bucket}` is not what an S3 server takes ({error}); correct the name of "
+                f"`{redact(f's3://{bucket}')}` is not what an S3 server takes; correct the name of "
                 "the bucket"
             ) from None
         self._client = Client(settings, bucket, timeout_s=timeout_s, read_seconds=read_seconds)

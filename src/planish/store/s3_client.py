@@ -68,10 +68,8 @@ _DOCUMENT_BYTES = 16 << 20
 """The longest answer of a server that is no object: a page of a listing has about one MiB."""
 _ERROR_BYTES = 1 << 16
 """Of an answer that says no; what follows is not read."""
-_OF_OBJECTS = {400, 403, 404}
-"""What a server may answer to HEAD without saying why."""
-_OF_CONDITIONS = {412, 416}
-"""What nobody but a server that has read the condition of a request answers."""
+_WITHOUT_CODE = {"HEAD": (400, 403, 404, 412)}
+"""What a server may answer without saying why; else only that a condition does not hold."""
 _spoken: set[str] = set()
 """Addresses at which a server of S3 has answered this process."""
 
@@ -292,11 +290,10 @@ class Client(Minio):
             raise Transient(
                 code or str(answer.status), code or f"HTTP {answer.status}", answered=True
             )
-        plain = _OF_CONDITIONS | (_OF_OBJECTS if method == "HEAD" else set())
-        if not code and answer.status not in plain:
-            raise self._stranger(answer.status)
         if code:
             _spoken.add(self.endpoint)
+        elif answer.status not in _WITHOUT_CODE.get(method, (412, 416)):
+            raise self._stranger(answer.status)
         raise Refused(answer.status, code, message)
 
     def _stranger(self, status: int) -> Transient:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from planish import store
 from planish.base.errors import (
     EXIT_CONFIG,
     EXIT_TRANSIENT,
@@ -15,6 +16,7 @@ from planish.base.errors import (
     StoreUnavailable,
     exit_code,
 )
+from planish.minder.service.http import AccessConfig, HttpClient
 from planish.store import retry, s3, s3_client
 from planish.store.s3 import S3Store
 from planish.store.s3_client import S3Settings
@@ -194,6 +196,29 @@ def test_a_password_in_the_address_is_refused_and_never_printed(monkeypatch, end
     with pytest.raises(ConfigError, match=r"got '\*\*\*@host") as raised:
         s3.connect("bucket")
     assert "pass-word" not in f"{raised.value!r}{raised.value.__cause__!r}"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://u:pass-word@b/k",
+        "s3://u:pass-word@b",
+        "https://u:pass-word@b/k",
+        "s3://u:pass-word@b//k",
+    ],
+)
+def test_a_password_in_a_uri_is_in_no_message(server, monkeypatch, uri):
+    for name in ("MINIO_ENDPOINT", "MINIO_ACCESS_KEY", "MINIO_SECRET_KEY"):
+        monkeypatch.setenv(name, "word")
+    with pytest.raises(ConfigError) as raised:
+        store.read(uri)
+    assert "pass-word" not in f"{raised.value!r}{raised.value.__cause__!r}"
+
+
+def test_a_password_in_the_url_of_a_monitoring_server_is_refused(server):
+    access = AccessConfig(url="http://u:pass-word@host:9090")
+    with pytest.raises(ConfigError, match=r"got 'http://\*\*\*@host:9090'"):
+        HttpClient(access)
 
 
 KEYS = {

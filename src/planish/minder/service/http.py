@@ -11,6 +11,7 @@ from pydantic import Field
 
 from planish.base.config import Section
 from planish.base.errors import BackendUnavailable, ConfigError
+from planish.base.telemetry import redact
 
 _BLOCK_BYTES = 1 << 18
 MAX_BYTES = 256 << 20
@@ -66,6 +67,11 @@ class HttpClient:
         import urllib3
 
         self._access = access
+        shown = redact(access.url)
+        if shown != access.url:
+            raise ConfigError(
+                f"`url` must hold no user and no token, got {shown!r}; give `bearer_token_file`"
+            )
         if not access.url.startswith(("http://", "https://")):
             raise ConfigError(f"`url` must begin with http:// or https://, got {access.url!r}")
         if access.ca_file and not Path(access.ca_file).is_file():
