@@ -3,6 +3,7 @@
 import kubernetes.client
 import pytest
 
+from planish.base.answers import bounded
 from planish.base.errors import (
     EXIT_TRANSIENT,
     BackendUnavailable,
@@ -145,3 +146,11 @@ def test_a_webhook_that_trickles_holds_up_no_report(server, slow):
     server.answer = lambda _: Reply(**SLOW[slow])
     assert webhook.post(server.url, {"text": "done"}) == (slow == "body")
     assert webhook.post("", {}) is False
+
+
+@pytest.mark.parametrize("slow", SLOW)
+def test_the_client_below_a_tracker_keeps_to_the_same_bounds(server, slow):
+    requests = pytest.importorskip("requests", reason="needs the extra trackers")
+    server.answer = lambda _: Reply(**SLOW[slow])
+    with bounded(SECONDS), pytest.raises(OSError, match="timed out"):
+        requests.get(server.url, timeout=60)

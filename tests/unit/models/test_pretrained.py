@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from planish.base.errors import ConfigError
+from planish.base.errors import EXIT_TRANSIENT, ConfigError, StoreUnavailable, exit_code
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, save_policy
 from planish.models.pretrained import find_folder, load_pretrained
@@ -123,12 +123,12 @@ def run_apart(code, tmp_path, **environment):
 
 
 FETCH = """
-from planish.base.errors import ConfigError
+from planish.base.errors import PlanishError
 from planish.models.pretrained import find_folder
 for name in ("someone/model", "someone/cached"):
     try:
         print("found", find_folder(name))
-    except ConfigError as error:
+    except PlanishError as error:
         print("refused", error)
 """
 
@@ -187,6 +187,29 @@ def test_each_refusal_of_the_hub_has_its_own_remedy(hub, status, code, remedy):
         find_folder("someone/model", revision="v9")
     assert "'someone/model'" in str(caught.value)
     assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_a_hub_that_fails_for_a_moment_is_asked_again_later(hub, monkeypatch, status):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    hub.answer = lambda _: Reply(status)
+    with pytest.raises(StoreUnavailable, match="must be a model that the hub gives") as caught:
+        find_folder("someone/model")
+    assert exit_code(caught.value) == EXIT_TRANSIENT
+
+
+def test_a_hub_that_is_not_reached_is_asked_again_later_unless_it_may_not_be(
+    hub, monkeypatch, closed_port
+):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed_port}")
+    with pytest.raises(StoreUnavailable, match="can not be reached or failed"):
+        find_folder("someone/model")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="can not be reached or failed"):
+        find_folder("someone/model")
 
 
 def test_name_that_only_looks_like_a_hub_id_is_refused(hub):
