@@ -46,7 +46,7 @@ def server():
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch):
     monkeypatch.setattr(retry, "FIRST_WAIT_SECONDS", 0.001)
-    monkeypatch.setattr(s3_client, "STRANGER_SECONDS", 0.01)
+    monkeypatch.setattr(s3_client, "STRANGER_SECONDS", 0.01, raising=False)
 
 
 def store_of(server, *, timeout_s=20.0, retry_seconds=0.05, key="key"):
