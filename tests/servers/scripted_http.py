@@ -63,6 +63,7 @@ class ScriptedServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
 
             def handle_any(self):
                 length = int(self.headers.get("Content-Length") or 0)
