@@ -67,6 +67,9 @@ class TrainBatch:
     """[T, layers with experts, experts per token] of the smallest integer type: the experts that an
     engine sent each of the T tokens of `attention_mask` to as an input, row after row; -1 unknown.
     None where nobody kept it."""
+    is_fresh: Tensor | None = None
+    """[B] bool, all tokens of the policy loss are of the policy before the iteration, so that its
+    trainer must find the engine's log-probabilities; None where every row is."""
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])

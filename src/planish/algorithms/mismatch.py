@@ -64,7 +64,7 @@ def check_mismatch(
         raise ConfigError(
             "engine and trainer must compute the same policy, got log-probabilities of "
             f"{float(engine.mean()):.4f} by the engine and {float(trainer.mean()):.4f} by the "
-            f"trainer in the mean of {len(engine)} tokens of the first iteration, {seen:.4f} "
+            f"trainer in the mean of {len(engine)} tokens that this policy sampled, {seen:.4f} "
             f"apart where the number formats explain {limit:g}; take the engine `transformers`, or "
             "another trainer"
         )

@@ -22,7 +22,7 @@ from planish.records.rollouts import FinishReason, RolloutSet
 Rows = npt.NDArray[np.int64]
 
 
-def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
+def train_batch(rollouts: RolloutSet, rewards: RewardSet, version: int | None = None) -> TrainBatch:
     """Join rollouts and their rewards, row by row, into padded sequences.
 
     Rows with `keep` False take no part. A row trains on the tokens that were sampled in this
@@ -31,6 +31,7 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
     Args:
         rollouts: all shards of the iteration, one after the other.
         rewards: row `r` scores row `r` of `rollouts`.
+        version: of the policy before the iteration; None where no other one has sampled.
 
     Returns:
         B sequences of S columns, S the longest; old and reference log-probabilities, values,
@@ -56,6 +57,11 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
         later = (rollouts.window_start[rows] > 0)[:, None]
         choices[(later & (np.arange(shape[1]) < starts[:, None] - 1))[real]] = -1
         routing = torch.from_numpy(choices)
+    is_fresh = None
+    if version is not None:
+        is_old = np.zeros(shape, np.bool_)
+        is_old[in_response] = rollouts.policy_version.take(rows).values != version
+        is_fresh = torch.from_numpy(~(is_old & trained).any(1))
     truncated = rollouts.finish[rows] == FinishReason.LENGTH
     # One number in memory, until it is computed.
     zeros = torch.zeros(()).expand(shape)
@@ -78,6 +84,7 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
         is_truncated=torch.from_numpy(truncated),
         is_finished=torch.from_numpy(truncated | (rollouts.finish[rows] == FinishReason.STOP)),
         routing=routing,
+        is_fresh=is_fresh,
     )
 
 

@@ -124,7 +124,8 @@ def run_update(
         waiting: finished responses that the critic has still to be trained on; None for none.
         reference_pin: pinned URI of the reference policy, for algorithms that need one.
         boundaries: between the steps; None does nothing there.
-        mismatch_limit: largest mean difference of log-probabilities of engine and trainer, nats.
+        mismatch_limit: largest mean difference of log-probabilities of engine and trainer, nats,
+            over tokens of the policy before the iteration.
 
     Raises:
         ConfigError: beyond the limit.
@@ -252,8 +253,10 @@ def _score_old_policy(
         part = part.updated(old_logprobs=old)
         batch = batch.updated(old_logprobs=batch.rollout_logprobs)
     if math.isfinite(mismatch_limit):
-        compared = part.old_logprobs, part.rollout_logprobs, part.policy_mask
-        check_mismatch(*compared, mismatch_limit)
+        fresh = part.policy_mask
+        if part.is_fresh is not None:
+            fresh = fresh & part.is_fresh[:, None]
+        check_mismatch(part.old_logprobs, part.rollout_logprobs, fresh, mismatch_limit)
     metrics = mismatch_metrics(part.old_logprobs, part.rollout_logprobs, part.policy_mask) | routed
     if metrics:
         metrics["entropy"] = float(masked_mean(entropy, part.policy_mask))

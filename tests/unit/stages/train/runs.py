@@ -128,7 +128,9 @@ def rewards_for(rollouts, seed, *, keep=None):
     )
 
 
-def add_iteration(tiny, iteration, *, keep_none=False, num_groups=4, experts=None):
+def add_iteration(
+    tiny, iteration, *, keep_none=False, num_groups=4, experts=None, change=lambda made: made
+):
     """Write rollouts and rewards of one iteration; returns the Ref of the rewards."""
     sets, parents = [], {}
     facts = {"config_sha256": tiny.digest, "iteration": iteration}
@@ -136,6 +138,7 @@ def add_iteration(tiny, iteration, *, keep_none=False, num_groups=4, experts=Non
         made = random_rollouts(
             tiny.policy, 100 * iteration + shard, num_groups=num_groups, experts=experts
         )
+        made = change(made)
         start = (iteration - 1) * 2 * num_groups
         consumed = [start + shard + tiny.num_shards * k for k in range(num_groups)]
         ref = write_set(

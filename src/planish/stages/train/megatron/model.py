@@ -43,6 +43,7 @@ from planish.base.errors import ConfigError
 from planish.base.parallel import Grid
 from planish.models.experts import num_experts, sharing_fault
 from planish.models.packing import Context, Packing, attend
+from planish.models.policy import DTYPES
 from planish.models.routing import RoutingReplay
 from planish.models.selected_states import rms_norm
 from planish.models.shapes import MEGATRON_FAMILIES
@@ -304,7 +305,8 @@ def build_gpt(
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
         context_parallel_size=grid.cp,
-        pipeline_dtype=torch.float32,
+        # A layer gives its sum the type of its products (`_bias_dropout_add_func`).
+        pipeline_dtype=DTYPES[config.compute_dtype],
         variable_seq_lengths=grid.pp > 1,
         num_moe_experts=experts or None,
         moe_ffn_hidden_size=width if experts else None,

@@ -10,7 +10,6 @@ import contextlib
 import gc
 import json
 import logging
-import math
 import resource
 import sys
 import time
@@ -168,7 +167,7 @@ def _train(
         trainer = _open_trainer(job, grid, device, has_critic=algorithm.needs_values)
     started = time.perf_counter()
     rollouts, rewards = inputs.rollouts, inputs.rewards
-    batch = train_batch(rollouts, rewards)
+    batch = train_batch(rollouts, rewards, info.get("policy_version"))
     ordinals = inputs.ordinals if algorithm.needs_values else None
     stored = None
     if ordinals is not None:
@@ -186,7 +185,7 @@ def _train(
         waiting=inputs.waiting if algorithm.needs_values else None,
         reference_pin=job.reference_pin,
         boundaries=boundaries,
-        mismatch_limit=math.inf if job.state_pin else mismatch_limit(job.config),
+        mismatch_limit=mismatch_limit(job.config),
     )
     seconds = time.perf_counter() - started
     scalars = result.scalars | trainer.sizes()
