@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planish.models import selected_states
-from planish.models.packing import Packing
+from planish.models.packing import Packing, cap_attention
 from planish.models.policy import DTYPES
 
 TOKENS_PER_CHUNK = 1024
@@ -130,6 +130,7 @@ class TokenScorer(nn.Module):
             vocabulary: part of the tokens that this process scores; None is all of them.
         """
         super().__init__()
+        cap_attention(model)
         self.model = model
         self.tokens_per_chunk = tokens_per_chunk
         self.vocabulary = vocabulary
@@ -313,6 +314,7 @@ class ValueScorer(nn.Module):
     def __init__(self, critic: Any) -> None:
         """Wrap a `planish.models.critic.Critic`; parameters are shared."""
         super().__init__()
+        cap_attention(critic.body)
         self.critic = critic
 
     def forward(self, input_ids: Tensor, packing: Packing | None, select: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from planish.models.shapes import PACKED_FAMILIES
+from planish.models.shapes import CAP, PACKED_FAMILIES
 
 GROUP_SPREAD = 0.8
 """Rows of a group are at least this share of its longest one."""
@@ -219,6 +219,18 @@ def attend(
         )
         found.append(read.transpose(1, 2).flatten(0, 1))
     return torch.cat(found).index_select(0, packing.slots)
+
+
+def cap_attention(model: Any) -> None:
+    """Let a model of transformers whose scores of attention have a cap attend by its own lines.
+
+    Kernels of torch have none, and transformers takes them all the same. Its own lines hold the
+    scores of all pairs of tokens.
+
+    Source: Gemma 2, arXiv 2408.00118, section 2 (logit soft-capping).
+    """
+    if getattr(getattr(model, "config", None), CAP, None) is not None:
+        model.set_attn_implementation("eager")
 
 
 def pack_attention(body: Any) -> bool:

@@ -23,6 +23,9 @@ MEGATRON_FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 PACKED_FAMILIES = frozenset({*MEGATRON_FAMILIES, "mistral"})
 """`model_type` of decoders of transformers that compute rows that lie end to end, if told to."""
 
+CAP = "attn_logit_softcapping"
+"""Key of config.json: scores of attention are `CAP * tanh(scores / CAP)`."""
+
 
 @dataclass(frozen=True)
 class ModelShape:

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from planish.base.errors import EngineError
 from planish.engines.transformers.kv_cache import KeyValueCache
+from planish.models.packing import cap_attention
 
 
 class _RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
@@ -60,6 +61,7 @@ class ModuleDecoder:
     """Decoder over the model's own forward."""
 
     def __init__(self, model: Any, cache: KeyValueCache) -> None:
+        cap_attention(model)
         self.model = model
         self.cache = cache
         config = model.config
