@@ -24,12 +24,13 @@ from planish.models.headers import (
     Tensors,
     context_tokens,
     folder_fault,
+    language_config,
     read_config,
     read_headers,
     room_fault,
     vocabulary,
 )
-from planish.models.library import model_class
+from planish.models.library import model_class, unread_settings
 from planish.models.tokens import Tokenizer, load_tokenizer
 from planish.store.sources import SourceFolder, open_folder, parse_source
 
@@ -212,6 +213,13 @@ def weight_rows(folder: SourceFolder, found: Inspection) -> tuple[list[tuple[str
             check()
         except ConfigError as error:
             found.faults.append(str(error))
+    if unread := unread_settings(raw):
+        found.faults.append(
+            "config.json must have no setting of the mathematics that transformers leaves out for "
+            f"a {raw.get('model_type')!r} model, got "
+            f"{', '.join(f'{name} = {language_config(raw)[name]!r:.50}' for name in unread)}; "
+            "trainer and engine would compute two models: take a model of the family that has it"
+        )
     names = raw.get("architectures")
     parameters = sum(math.prod(shape) for _, shape in tensors.values())
     weights = sum(size for name, size in folder.sizes.items() if name.endswith(".safetensors"))

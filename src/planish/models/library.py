@@ -8,8 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planish.base.errors import ConfigError
+from planish.models.headers import language_config
+from planish.models.shapes import CAP
 
 _ARCHITECTURE = re.compile(r"[A-Za-z0-9]+(?P<head>For[A-Za-z]+)")
+_MATHEMATICS = re.compile(
+    r"soft_?cap|multiplier|logits?_scal|scale_attn|query_pre_attn|sliding_window|partial_rotary"
+    r"|clip_qkv|alibi|sink|qk_(layer_?)?norm|(attention|qkv|mlp|o)_bias|parallel_residual"
+)
+"""Names of settings that change what a decoder computes from its tensors."""
+_READERS = {CAP: ("gemma2", "vaultgemma")}
+"""Settings that other families of transformers know and do not read, and those that do."""
 UNUSED = ("sklearn", "scipy")
 
 
@@ -35,6 +44,33 @@ def load_transformers() -> Any:
         for name in hidden:
             del sys.modules[name]
     return transformers
+
+
+def unread_settings(config: Mapping[str, Any]) -> list[str]:
+    """Return settings of a config.json that change the mathematics and that transformers ignores.
+
+    What is off there, or a factor of 1, changes nothing. Engines of another kind may read them, so
+    that they and the trainer would compute two models.
+    """
+    load_transformers()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = language_config(config)
+    family = config.get("model_type")
+    if family not in CONFIG_MAPPING:
+        return []
+    made = CONFIG_MAPPING[family]
+    defaults = made().to_dict()
+    known = {*defaults, *made.attribute_map, *(defaults.get("rope_parameters") or ())}
+    off = "sliding_window" if config.get("use_sliding_window") is False else None
+    return [
+        name
+        for name, value in config.items()
+        if _MATHEMATICS.search(name)
+        and (value is True or value not in (None, False, "", 0, 1))
+        and name != off
+        and (name not in known or family not in _READERS.get(name, (family,)))
+    ]
 
 
 def model_class(config: Mapping[str, Any], heads: Sequence[str] = ("ForCausalLM",)) -> Any:

@@ -8,6 +8,7 @@ import torch
 
 from planish.base.parallel import Grid
 from planish.models.critic import blank_critic, critic_from_policy, describe_critic, random_critic
+from planish.models.library import unread_settings
 from planish.models.logprobs import ValueScorer
 from planish.models.packing import pack_rows
 from planish.stages.train.config import TrainConfig
@@ -139,3 +140,32 @@ def test_a_critic_has_the_cap_of_its_policy(name, made):
         far = (ValueScorer(critic)(ids, None, select) - wanted).abs().max()
     print(f"{name} critic {far:.1e}")
     assert far < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "unread"),
+    [
+        ("qwen2", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),
+        ("gemma3_text", {"attn_logit_softcapping": None, "sliding_window": 512}, []),
+        ("gemma2", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, []),
+        ("llama", {"sliding_window": 4096}, ["sliding_window"]),
+        ("llama", {"sliding_window": 4096, "use_sliding_window": False}, []),
+        ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ("llama", {"partial_rotary_factor": 1.0, "rope_scaling": None, "rope_theta": 1e4}, []),
+        ("glm4", {"partial_rotary_factor": 0.5}, []),
+        ("phi3", {"partial_rotary_factor": 0.5}, []),
+        ("qwen3", {"residual_multiplier": 0.2, "logits_scaling": 8.0},
+         ["residual_multiplier", "logits_scaling"]),
+        ("granite", {"residual_multiplier": 0.2, "logits_scaling": 8.0}, []),
+        ("llama", {"clip_qkv": 8, "alibi": True}, ["clip_qkv", "alibi"]),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "pretraining_tp": 1}, []),
+        ("qwen2", {"sliding_window": 32768, "max_window_layers": 28, "use_sliding_window": False},
+         []),
+        ("nobody", {"attn_logit_softcapping": 50.0}, []),
+    ],
+)  # fmt: skip
+def test_a_setting_that_transformers_leaves_out_is_found(family, settings, unread):
+    assert unread_settings({"model_type": family, **settings}) == unread
+    inner = {"model_type": "outer", "text_config": {"model_type": family, **settings}}
+    assert unread_settings(inner) == unread
