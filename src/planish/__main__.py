@@ -61,13 +61,22 @@ def parser() -> argparse.ArgumentParser:
         help="hold one of yours to the contract: any text, in time, 0 to 1, the same each time; "
         "count what a built-in one judges right and wrong",
     )
-    check.add_argument("name", help="built-in, package.module:function, or an entry point")
-    check.add_argument(
-        "--data", default="", metavar="FILE", help="JSONL of `answer`, and `response` and `score`"
+    compare = verifier_commands.add_parser(
+        "compare", help="show the rows that two verifiers judge differently"
     )
-    check.add_argument(
-        "--timeout-seconds", type=float, default=10.0, help="limit of one call (default 10)"
-    )
+    for command in (check, compare):
+        command.add_argument("name", help="built-in, package.module:function, or an entry point")
+        command.add_argument(
+            "--data",
+            default="",
+            required=command is compare,
+            metavar="FILE",
+            help="JSONL of `answer`, and `response` and `score`",
+        )
+        command.add_argument(
+            "--timeout-seconds", type=float, default=10.0, help="limit of one call (default 10)"
+        )
+    compare.add_argument("other", help="math-verify, or as NAME")
     minder = commands.add_parser("minder", help="find the faulty machine of a training job")
     minder_cli.add_commands(minder)
     if "_ARGCOMPLETE" in os.environ:

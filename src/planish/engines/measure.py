@@ -87,7 +87,10 @@ def generate_rollouts(
         finish=np.array([o.finish_reason for o in outputs], dtype=np.int8),
         rollout_id=[o.request_id for o in outputs],
         prompt_id=[prompts.prompt_id[group] for group in groups],
-        response=[tokenizer.decode(o.token_ids) for o in outputs],
+        response=[
+            tokenizer.opened_thought(prompt_tokens[group]) + tokenizer.decode(output.token_ids)
+            for group, output in zip(groups, outputs, strict=True)
+        ],
         answer=[prompts.answer[group] for group in groups],
         verifier=[prompts.verifier[group] for group in groups],
         extra=[prompts.extra[group] for group in groups] if prompts.extra else None,

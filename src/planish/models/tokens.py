@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 from planish.base.errors import ConfigError
+from planish.verifiers.thoughts import CLOSING, OPENING, OPENS
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 """Special tokens of the from-scratch tokenizer; their ids are 0, 1, 2 and 3."""
@@ -29,9 +31,13 @@ _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 ALL_ENDS = "all_eos_token_ids"
 """Key of a policy's generation_config.json: all ends, whatever else its files name."""
 
+PROMPT_TAIL = 32
+"""Tokens at the end of a prompt that may open a thought."""
+
 MAX_STOP_BYTES = 256
 """Limit of all stop strings of a policy together, in UTF-8."""
 
+_OPENED = re.compile(rf"(?:{OPENS})\s*$", re.IGNORECASE)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _ADDING_DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
 """Decoders of `tokenizers` under which a text is the sum of what its tokens stand for."""
@@ -91,6 +97,12 @@ class Tokenizer:
         self.pad_token_id: int = ids[0] if pad is None else int(pad)
         self.vocab_size: int = len(backend)
         self._plain_decoder = _plain_decoder(backend)
+        # Special tokens go from a text, those of a thought stay.
+        self._kept = {
+            token: str(entry)
+            for token, entry in backend.added_tokens_decoder.items()
+            if entry.special and str(entry) in f"{OPENING} {CLOSING}"
+        }
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the token ids of `messages` under the chat template, ready for a response."""
@@ -111,11 +123,23 @@ class Tokenizer:
         return [*self._encode(text), self.eos_token_ids[0]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens and without end tokens at its end."""
+        """Return the text of `ids` without special tokens and without end tokens at its end.
+
+        Special tokens that open or close a thought stay.
+        """
         tokens = [int(i) for i in ids]
         # Not every end token is marked as special.
         while tokens and tokens[-1] in self.eos_token_ids:
             tokens.pop()
+        parts = [(token, list(run)) for token, run in groupby(tokens, self._kept.get)]
+        return "".join((kept or "") * len(run) or self._text(run) for kept, run in parts)
+
+    def opened_thought(self, prompt_ids: Sequence[int]) -> str:
+        """Return the mark at the end of a prompt that opens a thought, "" where there is none."""
+        found = _OPENED.search(str(self.backend.decode(list(prompt_ids[-PROMPT_TAIL:]))))
+        return found[0] if found else ""
+
+    def _text(self, tokens: list[int]) -> str:
         if self._plain_decoder is not None:
             return str(self._plain_decoder.decode(tokens, skip_special_tokens=True))
         text = self.backend.decode(

@@ -85,7 +85,9 @@ class RolloutSet(Record):
     finish: npt.NDArray[np.int8] = column("int8", "0 STOP, 1 LENGTH, 2 WINDOW, 3 ABORT")
     rollout_id: list[str] = column("text", "<prompt_id>-<sample_index in 3 digits>")
     prompt_id: list[str] = column("text", "16 hex digits; equal within a group")
-    response: list[str] = column("text", "decoded response")
+    response: list[str] = column(
+        "text", "decoded, behind a mark of the prompt that opens a thought"
+    )
     """Untrusted text."""
     answer: list[str] = column("text", "ground truth")
     verifier: list[str] = column("text", "key of the verifier table")

@@ -21,12 +21,16 @@ from planish.verifiers.contract import VerifierCase, check_contract, read_cases
 from planish.verifiers.own import installed_verifiers
 
 MAX_EXAMPLES = 3
+GRADERS = {"math-verify": "planish.show.verifier:math_verify"}
+"""Graders of others that can be compared with, to functions that call them."""
 
 
 def run(options: argparse.Namespace, progress: Callable[[str, int, int], None]) -> Iterator[str]:
     """Yield the verifiers, or what a check says; `Ended` where there are faults."""
     if options.action == "list":
         yield from list_verifiers()
+    elif options.action == "compare":
+        yield from compare(options.name, options.other, options.data, options.timeout_seconds)
     else:
         yield from check(options.name, options.data, options.timeout_seconds)
 
@@ -62,6 +66,36 @@ def check(name: str, data: str, timeout_seconds: float) -> Iterator[str]:
         right = sum(score == 1.0 for score in scores)
         calls += f"; {len(scores)} rows: {right} right, mean {sum(scores) / len(scores):.3f}"
     yield f"{name}: keeps the contract; {calls}"
+
+
+def math_verify(response: str, answer: str) -> float:
+    """Grade as math-verify does, with none of our rules; runs in a child process."""
+    import math_verify as library
+
+    truth, said = (library.parse(text, parsing_timeout=None) for text in (answer, response))
+    return float(library.verify(truth, said, timeout_seconds=None))
+
+
+def compare(name: str, other: str, data: str, timeout_seconds: float) -> Iterator[str]:
+    """Yield the rows of `data` that two verifiers judge differently, and how many there are.
+
+    `other` is any verifier, or `math-verify` by its own rules.
+    """
+    names = name, GRADERS.get(other, other)
+    for each in names:
+        check_verifier(each)
+    options = VerifierOptions(timeout_seconds=timeout_seconds)
+    cases, num_differing = read_cases(data), 0
+    for number, case in enumerate(cases, 1):
+        scores = []
+        for each in names:
+            verdict = verify(each, case.text, case.answer, options, case.extra)
+            scores.append(verdict.accuracy if verdict.score is None else verdict.score)
+        if abs(scores[0] - scores[1]) > 1e-6:
+            num_differing += 1
+            row = f"answer {case.answer[:40]!a}, response {case.text[-80:]!a}"
+            yield f"row {number}: {name} {scores[0]:g}, {other} {scores[1]:g}: {row}"
+    yield f"{name} and {other} differ on {num_differing} of {len(cases)} rows"
 
 
 def _check_built_in(

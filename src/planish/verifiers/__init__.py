@@ -30,7 +30,15 @@ from planish.verifiers.own import (
     is_reference,
     shared_verifier,
 )
-from planish.verifiers.verdict import Verdict, Verifier, VerifierOptions, clean_text, failed
+from planish.verifiers.thoughts import after_thought
+from planish.verifiers.verdict import (
+    Verdict,
+    Verifier,
+    VerifierOptions,
+    clean_text,
+    failed,
+    not_found,
+)
 
 __all__ = [
     "FORMS",
@@ -111,11 +119,10 @@ def find_verifier(name: str) -> Verifier:
         shipped = getattr(importlib.import_module(module), function)
         verifier: Verifier = functools.partial(shipped, form=form) if form else shipped
         return verifier
-    if is_reference(name):
-        return shared_verifier(name)
     installed = installed_verifiers()
-    if name in installed:
-        return shared_verifier(installed[name])
+    own = name if is_reference(name) else installed.get(name)
+    if own:
+        return shared_verifier(own)
     known = sorted({*VERIFIERS, *installed})
     close = difflib.get_close_matches(name, known, n=1)
     raise ConfigError(
@@ -156,8 +163,9 @@ def verify(
 ) -> Verdict:
     """Verify one response; any text at all gets a verdict.
 
-    `response` is sampled text without special tokens and without the prompt; `extra` holds columns
-    of the data row for a verifier of the user, as a JSON object.
+    `response` is sampled text without special tokens and without the prompt, behind the mark of a
+    thought that the prompt has opened. One of ours looks at what follows its thoughts, one of the
+    user at all of it; `extra` holds columns of the data row for the latter, as a JSON object.
 
     Raises:
         ConfigError: there is no such verifier here.
@@ -167,7 +175,8 @@ def verify(
     try:
         if isinstance(verifier, OwnVerifier):
             return verifier(response, answer, options, extra)
-        return verifier(response, answer, options)
+        judged = after_thought(response, answer, options.answer_after)
+        return not_found() if judged is None else verifier(judged, answer, options)
     except (ConfigError, VerifierFailure):
         raise
     except Exception:
@@ -184,20 +193,23 @@ def verify_many(
     workers = len(os.sched_getaffinity(0))
 
     def judge(row: Sequence[str]) -> Verdict:
-        return verify(row[0], row[1], row[2], options, *row[3:])
+        name, response, answer, *extra = row
+        return verify(name, response, answer, options, *extra)
 
     if sum(row[0] in PARALLEL for row in listed) < 2 or workers < 2:
         verdicts = [judge(row) for row in listed]
     else:
         with ThreadPoolExecutor(workers) as pool:
             verdicts = list(pool.map(judge, listed))
-    late = [row for row, verdict in enumerate(verdicts) if verdict.timeout and not verdict.error]
+    judged = zip(listed, verdicts, strict=True)
+    judged = zip(listed, verdicts, strict=True)
+    late = [row[1] for row, verdict in judged if verdict.timeout and not verdict.error]
     if late:
         logger.warning(
             "%d of %d responses counted as wrong: they could not be judged in time, first %r",
             len(late),
             len(listed),
-            clean_text(listed[late[0]][1])[-80:],
+            clean_text(late[0])[-80:],
         )
     return verdicts
 

@@ -51,8 +51,7 @@ def verify_countdown(response: str, answer: str, options: VerifierOptions) -> Ve
     numbers, target = task
     given = extract_answer(response)
     if given is None:
-        lines = [line.strip() for line in response[-TAIL_CHARS:].splitlines()]
-        given = next((line for line in reversed(lines) if line), None)
+        *_, given = response[-TAIL_CHARS:].strip().split("\n")
     if not given:
         return not_found()
     expression, equals, claimed = given.strip("$ ").partition("=")

@@ -1,7 +1,7 @@
 """Find the final answer of a response and compare it: integers by rule, the rest in a child.
 
-Only the last 300 characters of the response are read, never the prompt. The form that the prompt
-asks for is looked for first, then the other ones, then what math-verify finds in the text.
+The form that the prompt asks for is looked for first, in all of the response; then the other ones,
+and what math-verify finds, in its last 300 characters.
 
 Source: DAPO, arXiv 2503.14476, section 2.4 (rule-based reward) and its published normalisation.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+from typing import Any
 
 from planish.verifiers.own import shared_verifier
 from planish.verifiers.verdict import (
@@ -26,7 +27,7 @@ from planish.verifiers.verdict import (
 logger = logging.getLogger(__name__)
 
 TAIL_CHARS = 300
-"""How much of the end of a response is searched for an answer."""
+"""How much of the end of a response is searched for an answer that nothing announces as asked."""
 MAX_DIGITS = 64
 MAX_ANSWER_CHARS = 1000
 MAX_DEPTH = 16
@@ -34,8 +35,12 @@ MAX_DEPTH = 16
 
 FORMS = {"line": "`Answer:`", "box": r"`\boxed{}`", "hash": "`####`", "tags": "`<answer>`"}
 """How prompts ask for an answer, in the order in which responses are searched."""
+_LABEL = re.compile(
+    "(?:answer|\u7b54(?:\u6848|\u3048)?)([\"'\u201c\u201d\u2019*_`\\s]*)[:\uff1a]", re.IGNORECASE
+)
+"""What stands before an answer, in English, Chinese and Japanese."""
 _ASKED = {
-    "line": re.compile(r"answer[*_]*\s*:", re.IGNORECASE),
+    "line": _LABEL,
     "box": re.compile(r"\\(?:boxed|fbox)\b"),
     "hash": re.compile(r"####(?!\s*[A-Z][a-z])"),
     "tags": re.compile(r"</answer>"),
@@ -50,15 +55,23 @@ _GRADED_AS = {
 }
 """`data_source` of verl to the form that its published rule reads."""
 
-_ANSWER = re.compile(
-    r"Answer[*_]*\s*:[\s*_]*(\$\$.+?\$\$|\\\[.+?\\\]|\\begin\{.+?\\end\{[^\n]*|[^\n]+)",
-    re.IGNORECASE | re.DOTALL,
-)
-_HASH = re.compile(r"####(?![ \t*]*[A-Za-z]{2})([^\n]+)")
+_VALUE = re.compile(r"\$\$.+?\$\$|\\\[.+?\\\]|\\begin\{.+?\\end\{[^\n]*|[^\n]+", re.DOTALL)
+_JSON_VALUE = re.compile(r"\"(?:[^\"\\]|\\.)*\"|[^,}\n]*")
+_HASH = re.compile(r"####(?![ \t*]*[A-Za-z]{2})([^\n]*)")
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _INTEGRAL_DECIMAL = re.compile(r"([+-]?[0-9]+)\.0+")
+_PLAIN = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?")
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_SPACED = (
+    "(?:(?<=(?<![\\w.,])[0-9])|(?<=(?<![\\w.,])[0-9]{2})|(?<=(?<![\\w.,])[0-9]{3})|"
+    "(?<=[ '\u00a0\u2009\u202f][0-9]{3}))[ '\u00a0\u2009\u202f]"
+    "(?=[0-9]{3}(?:[ '\u00a0\u2009\u202f][0-9]{3})*(?!\\w))"
+)
+"""What stands between groups of three digits."""
+_JOINED = "(?<![\\w.])[0-9]+(?:[-\u2010-\u2015][0-9]+){2,}(?![\\w.])"
+_OPAQUE = re.compile(f"{_JOINED}|^[0-9]+[-\u2010-\u2015][0-9]+$|[0-9]_[0-9]", re.MULTILINE)
+"""What equals its own text alone: digits that hyphens join, a number with the index of its base."""
 _FORMULA = re.compile(
     r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
 )
@@ -67,29 +80,87 @@ _WORDS = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _DISPLAY = re.compile(r"\\(?:begin|end)\{(?:align|equation|gather|multline|split)(?:ed)?\*?\}")
-_MINUS = re.compile("\u2212|(?<![0-9])[\u2010-\u2013](?=[0-9.])")
-_DEGREES = re.compile(
+_CURRENCY = re.compile(
+    "[\u00a2-\u00a5\u058f\u060b\u09f2\u09f3\u0e3f\u17db\u20a0-\u20c0\ufdfc\uff04\uffe0\uffe1\uffe5"
+    "\uffe6]|\\\\(?:pounds|(?:text)?(?:sterling|euro|yen|rupee))(?![A-Za-z])(?:\\{\\})?"
+    "|\\b(?:US|CA|AU|NZ|HK|NT|SG|[ACRS])(?=\\\\?\\$)"
+    "|\\b(?:[A-Z]{3}|Rs\\.?|kr\\.?)(?=\\s*[+-]?[0-9])|(?<=[0-9])\\s*(?:[A-Z]{3}|Rs|kr|z\u0142)\\b"
+)
+_SURFACE = {
+    r"\\?\$": "",
+    "\u2212|(?<![0-9])[\u2010-\u2013](?=[0-9.])": "-",
+    r"(?<!\\)\\[!,]": "",
+    r"\{,\}": ",",
+    r"(?<!\\)\\[;:> ]|~": " ",
     "(?:\\^\\s*(?:\\\\circ|\\{\\s*\\\\circ\\s*\\})|\\\\degree|\u00b0)"
-    r"(?:\s*(?:\\(?:text|mathrm)\{\s*[CF]\s*\}|[CF]\b))?"
-)
-_TEXT_UNIT = re.compile(
-    r"(?<=[0-9])\s*\\(?:text|mathrm|textrm|mbox)\{(?!\s*[ie]\s*\}|.*\b(?:or|and|[mbtr]+illion|dozen|"
-    r"hundred|thousand)\b)[A-Za-z\s./]*\}(?:\^\{?[23]\}?)?(?=[\s.$]*$)"
-)
-_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}")
+    "(?:\\s*(?:\\\\(?:text|mathrm)\\{\\s*[CF]\\s*\\}|[CF]\\b))?": "",
+    r"(?<=[0-9}])\s*\\(?:text|mathrm|textrm|mbox)\{(?!\s*[ie]\s*\}|.*\b(?:or|and|[mbtr]+illion|"
+    r"dozen|hundred|thousand)\b)[A-Za-z\s./]*\}(?:\^\{?[23]\}?)?(?=[\s.$]*$)": "",
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}": r"\1",
+    r"(?i)(?<=[0-9])(?:_\{(\w+)\}|\s*\(?(?:in )?base[ -]?([0-9]+)\)?)": r"_\1\2",
+    _SPACED: "",
+}
+"""What says nothing about a value, to what stands for it: degrees, units, wrappers, spaces."""
 _EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
-_NAME = re.compile(r"\|?\\?[A-Za-z][A-Za-z' ]*(?:_\w|_\{[^{}]*\})?'*(?:\(\w+\))?\|?")
+_NAMED = re.compile(r"\|?\\?[A-Za-z][A-Za-z' ]*(?:_\w|_\{[^{}]*\})?'*(?:\(\w+\))?\|?|[^A-Za-z]*")
+"""The left side of a ground truth that is a name, or has none."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-_INDEX = re.compile(r"_\w|_\{[^{}]*\}|(?<=[A-Za-z])\(\w+\)")
-_SPACE = re.compile(r"(?<![0-9A-Za-z.])\s+|\s+(?![0-9A-Za-z.])")
+_SPACE = re.compile(r"(?<![0-9A-Za-z.\s])\s+|\s+(?![0-9A-Za-z.\s])")
+_FUNCTION = re.compile(r"(?<![A-Za-z\\])[A-Za-z]'*\(\w+\)(?=\s*=)")
 _UNITS = (
-    "apples|cents|centimeters|clips|cm|days|degrees|dollars|euros|feet|ft|gallons|grams|hours|hrs|"
-    "inches|integers|kg|kilometers|kilograms|km|liters|meters|miles|minutes|mins|months|mph|people|"
-    "percent|points|pounds|seconds|sq|square|students|units|ways|weeks|yards|years"
+    "apples|cents|centimeters|clips|cups|days|degrees|dollars|euros|gallons|grams|hours|hrs|"
+    "integers|kg|kilograms|liters|minutes|mins|months|mph|people|percent|points|pounds|seconds|"
+    "square|sq|students|ways|weeks|years"
+)
+_LENGTHS = (
+    "[ckm]?m|(?:kilo|centi|milli)?met(?:er|re)s?|inch(?:es)?|in|feet|foot|ft|miles?|yards?|units?"
 )
 _UNIT = re.compile(
-    rf"(?<=[0-9])\s*(?:(?:{_UNITS})\b(?:\^\{{?[23]\}}?|/[a-z]+)?\s*)+$", re.IGNORECASE
+    rf"(?<=[0-9}}])\s*(?:(?:{_UNITS}|{_LENGTHS})\b(?:\^\{{?[23]\}}?|/[a-z]+)?\s*)+$", re.IGNORECASE
 )
+_UNIT_POWER = re.compile(
+    rf"(?<![A-Za-z])({_LENGTHS}|s)(?:\^\{{?-?[1-3]\}}?|[23\u00b2\u00b3])(?!\w)"
+)
+
+# How an equation ends in a number.
+_IMPLIES = re.compile(
+    r"\\(?:implies|iff|therefore|(?:Long)?[Rr]ightarrow)(?![A-Za-z])|=>|[\u21d2\u2234]"
+    r"|\b(?:so|thus|hence|therefore)\b"
+)
+_SIDES = re.compile(rf"{_EQUALS.pattern}|\\equiv(?![A-Za-z])|\u2261")
+_MODULO = re.compile(r"\(?\s*\\?[pb]?mod\s*\{?\s*[0-9]+\s*\}?\s*\)?[\s.]*$")
+_BRACKETS = re.compile(r"[(\[{][^()\[\]{}]*[)\]}]")
+_LIST = re.compile(
+    r"(?<![0-9]),(?!\s*=)|,(?![0-9]{3}(?![0-9])|\s*=)|;|\b(?:and|or)\b|\\\\(?!\s*(?:=|$))|\\q?quad\b"
+    r"|[0-9]\s+\\?[A-Za-z](?:_\w+)?\s*="
+)
+_STRUCTURE = re.compile(r"\\(?:[dt]?frac|sqrt|cdot|times|pi)(?![A-Za-z])")
+_MULTIPLE = re.compile(
+    r"(?![A-Z]{2,}\^\{?2\}?$)[^A-Za-z|!\\]*"
+    r"(?P<name>(?:\\(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|phi|omega)|[A-Z]{2,}|[A-Za-z])"
+    r"(?:_\w+|_\{[^{}]*\})?'*)(?![\w({])"
+    r"(?:[^A-Za-z|!\\]|(?P=name))*|(?P<words>)[0-9.]+\s*[A-Za-z]{4,}(?: [A-Za-z]+)*"
+)
+"""The left side of an equation for one name, such as `2x`: its number is no value asked for."""
+
+# Words around one number.
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?![0-9,])|[0-9]+)(?:\.[0-9]+)?")
+_NEGATIVE = re.compile(r"\b(?:negative|minus)\s+(?=[0-9])", re.IGNORECASE)
+_STRANGE = re.compile(
+    r"[\x00-\x08\x0e-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
+    r"|[\\^_<>|=+*~@&\u00b1\u00b7\u00d7\u00f7\u2200-\u22ff]|[^\D0]"
+    r"|[^\W\d_]0|\.0|(?<![^\W_])[a-z][\s,;(]*0|0[)\]}]*!|/(?![^\W\d_])|(?<![^\W_])-|-(?![^\W\d_])"
+    rf"|0(?!(?:st|nd|rd|th|[mghslnjwv]|{_UNITS}|{_LENGTHS})\b)[a-z\u0370-\u03ff]"
+    r"|0[\s-]+(?![mghslnjwv]\b)[a-z\u0370-\u03ff](?![^\W_])"
+    "|0\\s*[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209f\u2150-\u218f\u4e07\u4ebf\u5104\u5146\u5341"
+    "\u534a\u5343\u767e\u842c\ub9cc\uc5b5\ucc9c]"
+    r"|n't\b|0.*\band\b|\b(?:or|not|never|cannot|neither|nor|wrong|incorrect|than|between|half|twice|"
+    r"double|triple|dozen|hundred|thousand|[mbtr]+illion|lakh|crore|halves|thirds|f(?:our|if)ths|"
+    r"tenths|hundredths|thousandths|pi|sqrt|root|squared|cubed|factorial|power|mod|modulo|base|log|"
+    r"ln|sin|cos|tan|infinity|plus|minus|negative)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+"""What makes more of a text than words around its one number, which stands as 0."""
 
 
 def asked_form(prompt: str, data_source: str = "") -> str | None:
@@ -100,33 +171,46 @@ def asked_form(prompt: str, data_source: str = "") -> str | None:
     """
     if data_source in _GRADED_AS:
         return _GRADED_AS[data_source]
-    named = {form: [m.end() for m in mark.finditer(prompt)] for form, mark in _ASKED.items()}
-    last = {form: ends[-1] for form, ends in named.items() if ends}
-    return max(last, key=lambda form: last[form]) if last else None
+    named = ((m.end(), form) for form, mark in _ASKED.items() for m in mark.finditer(prompt))
+    return max(named, default=(0, None))[1]
 
 
 def extract_answer(response: str, form: str = "line") -> str | None:
     """Return the text of the final answer in one of the `FORMS`; None where there is none of them.
 
-    Of each form the last one counts. A box or tags that are cut off make it empty: no answer, and
+    Of each form the last one counts. One that is empty or cut off makes it empty: no answer, and
     not the one before.
 
-    Only the last 300 characters are searched, for `form` first.
+    `form` is looked for first, in all of the response, the others in its last 300 characters.
     """
-    tail = response[-TAIL_CHARS:]
     for name in (form, *FORMS):
+        text = response if name == form else response[-TAIL_CHARS:]
         if name == "box":
-            found = last_boxed(tail)
+            found = last_boxed(text)
         elif name == "tags":
-            _, tag, found = tail.rpartition("<answer>")
-            found = found.partition("</answer>")[0] if "</answer>" in found else ""
-            found = found if tag else None
-        else:
-            lines = (_ANSWER if name == "line" else _HASH).findall(tail)
+            _, tag, found = text.rpartition("<answer>")
+            content, closing, _ = found.partition("</answer>")
+            found = (closing and content) if tag else None
+        elif name == "hash":
+            lines = _HASH.findall(text)
             found = lines[-1] if lines else None
+        else:
+            found = _last_line(text)
         if found is not None:
             return str(found).strip()
     return None
+
+
+def _last_line(text: str) -> str | None:
+    """Return what stands behind the last label, there or below; a value of JSON ends as there."""
+    labels = list(_LABEL.finditer(text))
+    if not labels:
+        return None
+    behind = text[labels[-1].end() :]
+    is_json = '"' in labels[-1][1]
+    value = (_JSON_VALUE if is_json else _VALUE).match(behind.lstrip("*_` \t\r\n"))
+    found = value[0] if value else ""
+    return found.replace("\\\\", "\\") if is_json else found
 
 
 def last_boxed(text: str) -> str | None:
@@ -138,8 +222,8 @@ def last_boxed(text: str) -> str | None:
 def _box_at(text: str, start: int) -> tuple[str, int]:
     """Return what a box holds whose mark ends at `start`, and where it ends itself."""
     if not text.startswith("{", start):
-        bare = re.compile(r"[^\s$\\]*").match(text, start)
-        return (bare[0], bare.end()) if bare else ("", start)
+        bare = re.split(r"[\s$\\]", text[start:], maxsplit=1)[0]
+        return bare, start + len(bare)
     depth = 0
     for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
@@ -148,65 +232,96 @@ def _box_at(text: str, start: int) -> tuple[str, int]:
     return "", len(text)
 
 
-def _unwrap(text: str) -> str:
-    """Take away boxes and the signs around formulas; words around a single one go with them."""
-    text, count = _DISPLAY.subn("", text)
-    text = text.replace("&", "") if count else text
-    boxes = list(_BOX.finditer(text))
-    for box in reversed(boxes):
-        content, end = _box_at(text, box.end())
-        before, after = text[: box.start()], text[end:]
-        if len(boxes) == 1 and _WORDS.fullmatch(before) and _WORDS.fullmatch(after):
+def _opened(text: str, spans: list[tuple[int, str, int]]) -> str:
+    """Put contents in place of what is from a start to an end; words around a single one go."""
+    for start, content, end in reversed(spans):
+        before, after = text[:start], text[end:]
+        if len(spans) == 1 and _WORDS.fullmatch(before) and _WORDS.fullmatch(after):
             before = after = ""
         text = before + content + after
-    formulas = list(_FORMULA.finditer(text))
-    for found in reversed(formulas):
-        before, after = text[: found.start()], text[found.end() :]
-        if len(formulas) == 1 and _WORDS.fullmatch(before) and _WORDS.fullmatch(after):
-            before = after = ""
-        text = before + next(part for part in found.groups() if part is not None) + after
-    return text.replace("\\$", "").replace("$", "")
+    return text
 
 
-def _right_side(text: str) -> str:
-    """Cut an equation whose left side is one name or has none; nor may what lies between two `=`.
+def _plain(text: str) -> str:
+    r"""Take away what surrounds an answer: currencies, boxes, delimiters, `\text{}`, quotes."""
+    text, count = _DISPLAY.subn("", _CURRENCY.sub("  ", text[-MAX_ANSWER_CHARS:]))
+    text = text.replace("&", "") if count else text
+    text = _opened(text, [(box.start(), *_box_at(text, box.end())) for box in _BOX.finditer(text)])
+    formulas = _FORMULA.finditer(text)
+    text = _opened(text, [(f.start(), f[f.lastindex or 0], f.end()) for f in formulas])
+    for pattern, instead in [*_SURFACE.items()] * 3:
+        text = re.sub(pattern, instead, text)
+    return text.strip("*`\"'\u201c\u201d \t\n")
 
-    So `x=9, y=2` stays whole.
+
+def _masked(text: str) -> str:
+    """Return a text of equal length without what is in brackets; those too deep or open stay."""
+    for _ in range(MAX_DEPTH):
+        text = _BRACKETS.sub(lambda found: "." * len(found[0]), text)
+    return text
+
+
+def _value(text: str, *, is_truth: bool) -> str:
+    """Return the last side of an equation, all of what is none or is a list of them.
+
+    The left side of a ground truth must be a name or have none, that of an answer may be anything
+    but a multiple of one name.
     """
-    left, *sides = _EQUALS.split(text)
-    has_names = [bool(re.search("[A-Za-z,;]", _COMMAND.sub("", side))) for side in (left, *sides)]
-    is_cut = _NAME.fullmatch(left.strip()) or not has_names[0]
-    return sides[-1] if sides and is_cut and not any(has_names[1:-1]) else text
+    masked = _masked(text)
+    signs = list(_SIDES.finditer(masked))
+    if not signs or _LIST.search(masked):
+        return text
+    left = _STRUCTURE.sub("2", text[: signs[0].start()]).strip()
+    if is_truth:
+        is_cut = bool(_NAMED.fullmatch(left))
+    else:
+        multiple = _MULTIPLE.fullmatch(left)
+        is_cut = not multiple or not re.search(
+            r"[-0-9^/]", left.replace(multiple["name"] or " ", "")
+        )
+    return text[signs[-1].end() :] if is_cut else text
 
 
-def normalise_answer(text: str, *, cut: bool = True) -> str:
+def normalise_answer(text: str, *, cut: bool = True, is_truth: bool = True) -> str:
     r"""Reduce an answer to the form that is compared.
 
     Boxes, delimiters of formulas and wrappers such as `\text{}` go; so do one name with the only
-    `=`, units, degrees, periods at the end, thousands commas of plain numbers, and spaces. A space
-    between two digits or letters stays, so that `5 7` is not 57.
+    `=`, currencies, units, degrees, periods at the end, thousands commas and spaces of plain
+    numbers, and other spaces. A space between two digits or letters stays, so that `5 7` is not 57.
 
-    `cut` takes the right side of an equation whose left side is one name.
+    `cut` takes the right side of an equation: of a ground truth only where one name is on its left.
 
     Example:
         >>> normalise_answer(r"x = $\boxed{1{,}234}$ dollars.")
         '1234'
     """
-    text = _MINUS.sub("-", _unwrap(text[-MAX_ANSWER_CHARS:]))
-    text = re.sub(r"(?<!\\)\\[!,]", "", text).replace("{,}", ",")
+    text = _plain(text)
     if text.count("=") > 1 and "\\begin" not in text:
-        text = re.sub(r",?\s+and\s+|\\q?quad\b|\\\\", ",", text)
-    text = re.sub(r"(?<!\\)\\(?:[;:> ]|q?quad\b)|~", " ", text)
-    text = _TEXT_UNIT.sub("", _DEGREES.sub("", text).strip())
-    for _ in range(4):
-        text, count = _WRAPPER.subn(r"\1", text)
-        if count == 0:
-            break
-    text = text.strip("* \t\n")
-    text = (_right_side(text) if cut else text).rstrip(". \t\n").rstrip("* \t")
+        text = re.sub(r",?\s+and\s+|\\q?quad\b|\\\\(?!\s*=)", ",", text)
+    text = re.sub(r"\\q?quad\b", " ", text)
+    text = (_value(text, is_truth=is_truth) if cut else text).rstrip(".* \t\n")
     text = _UNIT.sub("", text).removesuffix("\\%").removesuffix("%")
     text = _SPACE.sub("", text).rstrip(".")
     return text.replace(",", "") if _GROUPED.fullmatch(text) else text
+
+
+def number_in(text: str) -> str | None:
+    """Return the one number that an answer gives among words, signs of currency and units.
+
+    A chain of equations ends in it, whatever is on its left; a list of them, or one for a multiple
+    of a name, gives none.
+
+    Example:
+        >>> number_in("$m+n = 256+37 = 293$ cm"), number_in("12 500 per day"), number_in("2x = 14")
+        ('293', '12500', None)
+    """
+    text = _value(_MODULO.sub("", _IMPLIES.split(_plain(text))[-1]), is_truth=False)
+    text = _NEGATIVE.sub("-", text.strip("*_ \t\n").replace("**", ""))
+    text = _UNIT_POWER.sub(r"\1", text)
+    numbers = _NUMBER.findall(text)
+    if len(numbers) != 1 or _STRANGE.search(_NUMBER.sub("0", text)):
+        return None
+    return str(numbers[0]).replace(",", "")
 
 
 def as_integer(text: str, options: VerifierOptions) -> int | None:
@@ -219,52 +334,46 @@ def as_integer(text: str, options: VerifierOptions) -> int | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _asked(text: str, gold: str, seconds: float) -> float | str | None:
-    """Return what `math_library.judge` says; None where it did not in time, which stays so."""
-    child = shared_verifier("planish.verifiers.math_library:judge")
+def _asked(text: str, gold: str, seconds: float) -> Any:
+    """Return what `math_library.judge` says; None where it did not in time, which stays so.
+
+    Responses of a group share their answers. OSError: its process ended.
+    """
     try:
-        reply = child.ask(text, gold, seconds)
+        reply = shared_verifier("planish.verifiers.math_library:judge").ask(text, gold, seconds)
     except TimeoutError:
-        logger.warning("verifier timeout seconds=%g", seconds)
+        logger.warning("verifier timeout")
         return None
     except OSError as error:
         logger.warning("verifier crash error=%r", str(error))
         raise
-    said: float | str = reply["value"] if "value" in reply else reply["score"]
-    return said
+    return reply["value"] if "value" in reply else reply["score"]
 
 
-def in_child(text: str, gold: str, seconds: float) -> float | str:
-    """Return what `math_library.judge` says of a text; responses of a group share their answers.
-
-    Raises:
-        TimeoutError: it did not in time.
-        OSError: its process ended.
-    """
-    said = _asked(text, gold, seconds)
-    if said is None:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    return said
-
-
-def _find(response: str, expected: str, form: str, options: VerifierOptions) -> Verdict | str:
-    """Return the answer as it is compared with `expected`, or the verdict where there is none."""
+def _find(response: str, answer: str, form: str, options: VerifierOptions) -> Verdict | str:
+    """Return the answer as it is compared with `answer`, or the verdict where there is none."""
     given = extract_answer(response, form)
     if given is None:
+        tail = re.sub(_SPACED, "", re.sub(_JOINED, " ", response[-TAIL_CHARS:]))
         try:
-            given = str(in_child(response[-TAIL_CHARS:], "", options.timeout_seconds))
-        except TimeoutError:
-            return timed_out()
+            given = _asked(tail, "", options.timeout_seconds) if tail.strip() else ""
         except OSError:
             return failed()
+        if given is None:
+            return timed_out()
     if not given:
         return not_found()
-    has_equation = "=" in expected
-    seen = normalise_answer(given, cut=not has_equation)
-    left, *sides = _EQUALS.split(seen)
-    # `m+n=7` is 7, as DAPO and math-verify have it; `2x=14` is not 14.
-    is_named = len(sides) == 1 and not re.search(r"[0-9^;]", _INDEX.sub("", left))
-    return sides[0] if is_named and not has_equation else seen
+    texts = _plain(given), _plain(answer)
+    defined, wanted = (set(_FUNCTION.findall(text)) for text in texts)
+    if defined and wanted and defined != wanted:
+        return wrong(given)
+    expected = normalise_answer(answer)
+    if _PLAIN.fullmatch(expected) and (number := number_in(given)):
+        return number
+    seen = normalise_answer(given, cut="=" not in expected, is_truth=False)
+    if _OPAQUE.search("\n".join(texts)):
+        return (right if seen == expected else wrong)(seen)
+    return seen
 
 
 def verify_integer(
@@ -274,15 +383,14 @@ def verify_integer(
     expected = normalise_answer(answer)
     if not expected:
         return failed()
-    seen = _find(response, expected, form, options)
+    seen = _find(response, answer, form, options)
     return seen if isinstance(seen, Verdict) else _by_rule(seen, expected, options)
 
 
 def _by_rule(seen: str, expected: str, options: VerifierOptions) -> Verdict:
     wanted, given = as_integer(expected, options), as_integer(seen, options)
-    if wanted is not None:
-        return right(seen) if given == wanted else wrong(seen)
-    return right(seen) if seen == expected else wrong(seen)
+    is_right = seen == expected if wanted is None else given == wanted
+    return (right if is_right else wrong)(seen)
 
 
 def verify_math(
@@ -292,31 +400,25 @@ def verify_math(
     expected = normalise_answer(answer)
     if not expected or len(answer) > MAX_ANSWER_CHARS:
         return failed()
-    seen = _find(response, expected, form, options)
+    seen = _find(response, answer, form, options)
     if isinstance(seen, Verdict):
         return seen
     ruled = _by_rule(seen, expected, options)
-    both_integers = None not in (as_integer(seen, options), as_integer(expected, options))
+    both_integers = _INTEGER.fullmatch(seen) and _INTEGER.fullmatch(expected)
     if ruled.accuracy == 1.0 or both_integers or not _is_comparable(seen, expected):
         return ruled
+    # The response is to blame for a late answer, unless the ground truth takes far longer against
+    # anything: a busy machine must not make an error of it.
     try:
-        is_equal = in_child(seen, expected, options.timeout_seconds)
-        return right(seen) if is_equal else wrong(seen)
-    except TimeoutError:
-        pass
+        is_equal = _asked(seen, expected, options.timeout_seconds)
+        if is_equal is not None:
+            return (right if is_equal else wrong)(seen)
+        if _asked("0", expected, 6 * options.timeout_seconds) is not None:
+            return timed_out(seen)
     except OSError:
         return failed(seen)
-    # The response is to blame, unless the ground truth takes far longer against anything: a busy
-    # machine must not make an error of it.
-    try:
-        in_child("0", expected, 6 * options.timeout_seconds)
-    except TimeoutError:
-        return failed(
-            seen, timeout=True, reason=f"the answer {answer!r:.80} takes too long to read"
-        )
-    except OSError:
-        return failed(seen)
-    return timed_out(seen)
+    told = f"the answer {answer!r:.80} takes too long to read"
+    return failed(seen, timeout=True, reason=told)
 
 
 def _is_comparable(text: str, expected: str) -> bool:
@@ -325,17 +427,9 @@ def _is_comparable(text: str, expected: str) -> bool:
     Of equations math-verify may compare the last right side alone: none equals a value, unless it
     is between numbers, and several without a comma equal nothing.
     """
-    braces = brackets = 0
-    for character in text:
-        braces += {"{": 1, "}": -1}.get(character, 0)
-        brackets += {"(": 1, "[": 1, ")": -1, "]": -1}.get(character, 0)
-        if braces < 0 or max(braces, brackets) > MAX_DEPTH:
-            return False
-        if character.isdigit() and not character.isascii():
-            return False
-    lowered = f" {text.lower()} "
-    sides = _EQUALS.split(text)[:-1]
-    named = [side for side in sides if re.search("[A-Za-z]", _COMMAND.sub("", side))]
+    *sides, _ = _EQUALS.split(_COMMAND.sub("", text))
+    named = [side for side in sides if re.search("[A-Za-z]", side)]
     if (named and "=" not in expected) or (len(named) > 1 and not re.search("[,;]", text)):
         return False
-    return braces == 0 and bool(text) and " or " not in lowered and "boxed" not in lowered
+    refused = re.search("[^\\D0-9]|[\u2010-\u2015]|boxed|(?i: or )", text)
+    return bool(text) and not refused and not re.search(r"[{}(\[]", _masked(text))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planish.verifiers.math_answer import TAIL_CHARS, as_integer
+from planish.verifiers.math_answer import as_integer
 from planish.verifiers.verdict import Verdict, VerifierOptions, failed, not_found, right, wrong
 
 _WHOLE_NUMBERS = VerifierOptions(accept_integral_decimals=False)
@@ -18,7 +18,7 @@ def verify_trace(response: str, answer: str, options: VerifierOptions) -> Verdic
     wanted = as_integer(answer.strip(), _WHOLE_NUMBERS)
     if wanted is None:
         return failed()
-    _, equals, given = response[-TAIL_CHARS:].rpartition("=")
+    _, equals, given = response.rpartition("=")
     given = given.strip(" \t\r\n")
     if not equals or not given:
         return not_found()

@@ -5,8 +5,11 @@ Deliberately without rewards: the reward stage makes numbers that train of a ver
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from planish.verifiers.thoughts import AUTO
 
 MAX_EXTRACTED_CHARS = 300
 """Longest `extracted` text that is kept for audits."""
@@ -47,6 +50,17 @@ class VerifierOptions:
     """`5.0` equals 5."""
     timeout_seconds: float = 10.0
     """Limit of one comparison in the child process."""
+    answer_after: str = AUTO
+    """Text behind which the answer stands; `auto`: the end of a thought."""
+
+    @classmethod
+    def of(cls, reward: Mapping[str, Any]) -> VerifierOptions:
+        """Return how all stages of a run judge; `reward` is its section of that name."""
+        return cls(
+            reward.get("accept_integral_decimals", True),
+            reward.get("verifier_timeout_seconds", 10.0),
+            reward.get("answer_after", AUTO),
+        )
 
 
 Verifier = Callable[[str, str, VerifierOptions], Verdict]

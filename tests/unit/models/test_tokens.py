@@ -1,6 +1,7 @@
 """Tokenizer: ids, round trips, and folders that cannot be opened."""
 
 import json
+import string
 
 import numpy as np
 import pytest
@@ -304,3 +305,31 @@ def test_stop_strings_that_are_off_leave_the_configuration_as_it_was():
     assert ModelConfig(stop_strings=["a"]).model_dump()["stop_strings"] == ["a"]
     with pytest.raises(ValueError, match="must not be empty"):
         ModelConfig(stop_strings=[""])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opened"),
+    [
+        ("1+1=<think>\n", "<think>\n"),
+        ("Assistant: <think>", "<think>"),
+        ("1[THINK]", "[THINK]"),
+        ("<think>\n\n</think>\n\n", ""),
+        ("Begin with <think>.\nAssistant:", ""),
+        ("", ""),
+    ],
+)
+def test_a_prompt_opens_a_thought_at_its_end_only(prompt, opened):
+    tokenizer = character_tokenizer(string.printable)
+    tokens = tokenizer.encode_prompt([{"role": "user", "content": prompt}])
+    assert tokenizer.opened_thought(tokens) == opened
+
+
+def test_marks_of_a_thought_stay_in_a_text_also_where_they_are_special():
+    backend = character_tokenizer(string.printable).backend
+    backend.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]", "<|x|>"]})
+    tokenizer = Tokenizer(backend)
+    text = "[THINK]1+1[/THINK]<|x|>2"
+    ids = tokenizer.encode_response(text)
+    assert tokenizer.decode(ids) == "[THINK]1+1[/THINK]2"
+    assert tokenizer.decode(ids[:3] * 50) == "[THINK]1+" * 50
+    assert tokenizer.decode(ids[:1] * 5000) == "[THINK]" * 5000

@@ -57,9 +57,21 @@ def test_a_response_without_an_answer_is_invalid_and_not_an_error(response):
     assert (verdict.accuracy, verdict.invalid, verdict.error) == (0.0, True, False)
 
 
-def test_only_the_last_300_characters_are_searched_for_the_answer_line():
-    assert verify("integer", "Answer: 72\n" + "y" * 289, "72").accuracy == 1.0
-    assert verify("integer", "Answer: 72\n" + "y" * 300, "72").invalid
+@pytest.mark.parametrize(
+    ("name", "asked", "other"),
+    [
+        ("integer", "Answer: 72", "\\boxed{72}"),
+        ("integer/hash", "#### 72", "Answer: 72"),
+        ("math/box", "\\boxed{72}", "Answer: 72"),
+        ("integer/tags", "<answer>72</answer>", "#### 72"),
+    ],
+)
+def test_the_form_that_is_asked_for_counts_anywhere_and_others_near_the_end(name, asked, other):
+    for behind in ("\n" + "y" * 200, "\n" + "y" * 10_000):
+        assert verify(name, asked + behind, "72").accuracy == 1.0
+        assert verify(name, asked.replace("72", "71") + "\n" + asked + behind, "72").accuracy == 1.0
+    assert verify(name, other + "\n" + "y" * 200, "72").accuracy == 1.0
+    assert verify(name, other + "\n" + "y" * 300, "72").invalid
 
 
 def test_integral_decimals_are_refused_when_the_option_is_off():

@@ -72,8 +72,7 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
         found.rows.append(("data", f"generated, {code_span(settings.task)}"))
         made = task_stream(settings, config.get("run", {}).get("seed", 0))
         found.prompts += [problem.messages for problem in itertools.islice(made, SAMPLED_PROMPTS)]
-    seconds = config.get("reward", {}).get("verifier_timeout_seconds")
-    options = VerifierOptions() if seconds is None else VerifierOptions(timeout_seconds=seconds)
+    options = VerifierOptions.of(config.get("reward", {}))
     sources = [("data", settings), ("held-out data", settings.of_held_out())]
     opened = [inspect_source(label, own, options, found) for label, own in sources if own.dataset]
     sets = [

@@ -28,7 +28,11 @@ def prompt_set(problems: Sequence[Problem]) -> PromptSet:
 
 
 def measure_pass_rates(
-    problems: Sequence[Problem], config: CurateConfig, engine_config: EngineConfig, seed: int
+    problems: Sequence[Problem],
+    config: CurateConfig,
+    engine_config: EngineConfig,
+    seed: int,
+    judging: VerifierOptions | None = None,
 ) -> list[Problem]:
     """Return the problems with `pass_rate` set: the mean accuracy of sampled responses.
 
@@ -60,6 +64,6 @@ def measure_pass_rates(
             sampling=Sampling(max_new_tokens=config.pass_rate_max_tokens),
             run_seed=seed,
         )
-    verdicts = judge(rollouts, VerifierOptions(), max_error_rate=1.0)
+    verdicts = judge(rollouts, judging or VerifierOptions(), max_error_rate=1.0)
     rates = np.array([verdict.accuracy for verdict in verdicts]).reshape(-1, count).mean(axis=1)
     return [replace(p, pass_rate=float(rate)) for p, rate in zip(problems, rates, strict=True)]

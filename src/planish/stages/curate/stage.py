@@ -21,6 +21,7 @@ from planish.stages.curate.problem import CurationLedger, Problem
 from planish.stages.curate.records import DataTable, read_data
 from planish.stages.curate.report import curation_metrics, curation_report
 from planish.stages.curate.select import Curated, curate, set_problems
+from planish.verifiers import VerifierOptions
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ def make_prompts(context: Context) -> Outcome:
         config=config,
         engine_config=context.section(EngineConfig, "engine"),
         seed=context.seed,
+        judging=VerifierOptions.of(context.config.get("reward", {})),
     )
     curated = curate(
         config,

@@ -42,10 +42,6 @@ class EvaluateConfig(Section):
     """torch threads on CPU; more than one hurts where cores are shared."""
     max_verifier_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
     """Share of responses whose verifier may fail before the stage fails."""
-    accept_integral_decimals: bool = True
-    """`5.0` equals 5."""
-    verifier_timeout_seconds: float = Field(default=10.0, gt=0.0, le=600.0)
-    """Limit of one mathematical comparison, or call of a verifier of your own."""
 
     @field_validator("pass_at")
     @classmethod

@@ -28,6 +28,7 @@ from planish.records.rollouts import RolloutSet
 from planish.run.stage import Artifact, Context, Outcome, execute
 from planish.stages.evaluate.config import EvaluateConfig
 from planish.stages.evaluate.score import Judged, rise_error, scalars
+from planish.verifiers import VerifierOptions
 
 if TYPE_CHECKING:
     from planish.engines import OpenEngine
@@ -41,8 +42,7 @@ HELD_OUT = ""
 MARKS = "marks"
 """Attribute of a report: `Judged.marks` of its sampled rollouts."""
 CONDITIONS = {
-    *("accept_integral_decimals", "max_prompts", "max_response_tokens", "num_samples"),
-    *("temperature", "top_p"),
+    *("max_prompts", "max_response_tokens", "num_samples", "temperature", "top_p"),
 }
 """Settings that two policies must share for their scores to be compared."""
 SAMPLED, GREEDY = "rollouts", "temperature-0"
@@ -198,7 +198,11 @@ class _Task:
     def evaluate(self) -> Scored:
         uri = f"{self.folder}/{layout.REPORT}"
         attributes = {
-            "conditions": self.config.model_dump(include=CONDITIONS),
+            "conditions": {
+                **self.config.model_dump(include=CONDITIONS),
+                "accept_integral_decimals": self.judging.accept_integral_decimals,
+                "answer_after": self.judging.answer_after,
+            },
             "config_sha256": self.context.config_sha256,
             "parents": self.parents,
             "policy_version": self.version,
@@ -227,16 +231,21 @@ class _Task:
         )
         return Scored(self.name, Ref(EvalReport.schema, uri, digest, facts), report, is_new)
 
+    @property
+    def judging(self) -> VerifierOptions:
+        """How responses are judged, as in every other stage."""
+        return VerifierOptions.of(self.context.config.get("reward", {}))
+
     def _score(self, attributes: dict[str, object]) -> EvalReport:
         from planish.engines.measure import judge
-        from planish.verifiers import VerifierOptions
 
         config, seed = self.config, self.context.seed
-        options = VerifierOptions(config.accept_integral_decimals, config.verifier_timeout_seconds)
         limit = config.max_verifier_error_rate
         counts = {SAMPLED: config.num_samples, **({GREEDY: 1} if config.greedy else {})}
         judged = {
-            name: Judged(rollouts, judge(rollouts, options, max_error_rate=limit), counts[name])
+            name: Judged(
+                rollouts, judge(rollouts, self.judging, max_error_rate=limit), counts[name]
+            )
             for name, rollouts in self._rollouts(counts).items()
         }
         sampled, greedy = judged[SAMPLED], judged.get(GREEDY)

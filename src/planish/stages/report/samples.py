@@ -18,6 +18,7 @@ from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.report.facts import ReportFacts, Sample, SampleComparison
 from planish.stages.report.reader import Reader
+from planish.verifiers import VerifierOptions, verify_many
 
 MAX_SET_BYTES = 256 << 20
 MAX_VERIFIED_GROUPS = 64
@@ -91,10 +92,8 @@ def _iteration_groups(root: str, iteration: int, texts: Texts) -> Groups:
     return _rows(rollouts, rewards.accuracy.tolist(), rewards.extracted, texts)
 
 
-def _evaluation_groups(root: str, version: int, texts: Texts) -> Groups:
+def _evaluation_groups(root: str, version: int, texts: Texts, judging: VerifierOptions) -> Groups:
     """Return the sampled rollouts that lie beside an evaluation, with their verdicts."""
-    from planish.verifiers import VerifierOptions, verify_many
-
     files = store.list_uris(f"{layout.evaluation(root, version)}/")
     sets = (uri.rpartition("/")[0] for uri in files if uri.endswith("/manifest.json"))
     uri = next((s for s in sets if read_manifest(s).schema == RolloutSet.SCHEMA), "")
@@ -102,7 +101,7 @@ def _evaluation_groups(root: str, version: int, texts: Texts) -> Groups:
         return {}
     rollouts = read_set(RolloutSet, uri, with_optional=False)
     rollouts = rollouts.take_groups(range(min(rollouts.num_groups, MAX_VERIFIED_GROUPS)))
-    verdicts = verify_many(rollouts.to_verify(), VerifierOptions())
+    verdicts = verify_many(rollouts.to_verify(), judging)
     accuracy, extracted = [v.accuracy for v in verdicts], [v.extracted for v in verdicts]
     return _rows(rollouts, accuracy, extracted, texts)
 
@@ -111,12 +110,13 @@ def _held_out(reader: Reader, facts: ReportFacts) -> list[SampleComparison]:
     if not facts.before or not facts.after:
         return []
     place = layout.evaluation_prompts(reader.root)
+    judging = VerifierOptions.of(facts.config.get("reward", {}))
     texts = _prompt_texts(reader, place, "the held-out prompts")
     first, last = versions = min(facts.evaluations), max(facts.evaluations)
     before, after = (
         reader.attempt(
             f"sample rollouts of the evaluation of policy {version}",
-            partial(_evaluation_groups, reader.root, version, texts),
+            partial(_evaluation_groups, reader.root, version, texts, judging),
             Groups(),
         )
         for version in versions

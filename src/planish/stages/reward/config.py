@@ -58,9 +58,13 @@ class RewardConfig(Section):
     verifier_timeout_seconds: float = Field(default=10.0, gt=0.0, le=600.0)
     """Limit of one mathematical comparison, or call of a verifier of your own; its child process
     is killed after it."""
+    answer_after: str = Field(default="auto", min_length=1)
+    """Text behind whose last place a response is judged, such as `</think>`; without it there is
+    no answer. `auto`: behind the end of a thought where the prompt or the response opens one."""
 
     def _off(self) -> list[str]:
-        return [] if self.functions else ["functions"]
+        unused = {"functions": self.functions, "answer_after": self.answer_after != "auto"}
+        return [name for name, is_used in unused.items() if not is_used]
 
     @model_validator(mode="after")
     def _check_overlong(self) -> RewardConfig:

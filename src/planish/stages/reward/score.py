@@ -97,7 +97,7 @@ def _judge(
     rollouts: RolloutSet, names: Sequence[str], rows: Sequence[int], config: RewardConfig
 ) -> list[Verdict]:
     """Return a verdict for each rollout, by verifiers `names` [R]; wrong where not in `rows`."""
-    options = VerifierOptions(config.accept_integral_decimals, config.verifier_timeout_seconds)
+    options = VerifierOptions.of(config.model_dump())
     verdicts = [Verdict(accuracy=0.0)] * rollouts.num_rows
     every = rollouts.to_verify()
     asked = ((names[row], *every[row][1:]) for row in rows)

@@ -18,7 +18,7 @@ from planish.stages.rollout.groups import ENDED, Group, Slot
 from planish.stages.rollout.in_flight import InFlight
 from planish.stages.rollout.progress import SamplingProgress
 from planish.stages.rollout.sampler import LookAhead, qualifies
-from planish.verifiers import verify_many
+from planish.verifiers import VerifierOptions, verify_many
 
 
 class GroupSampler:
@@ -34,8 +34,10 @@ class GroupSampler:
         *,
         seed: int,
         iteration: int,
+        judging: VerifierOptions,
     ) -> None:
         """Bind the parts; `seed` is the run's."""
+        self._judging = judging
         self._engine, self._tokenizer, self._prompts = engine, tokenizer, prompts
         self._config, self._seed, self._iteration = config, seed, iteration
         self.flight = InFlight(engine, config, commits, seed)
@@ -118,18 +120,20 @@ class GroupSampler:
         if fault:
             raise ConfigError(f"{fault} (prompt {group.prompt_id})")
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of response tokens."""
-        return self._tokenizer.decode(tokens)
+    def text_of(self, group: Group, slot: Slot) -> str:
+        """Return the text of a response, behind the mark of a thought that its prompt opens."""
+        opened = self._tokenizer.opened_thought(group.prompt_tokens)
+        return opened + self._tokenizer.decode(slot.tokens.tolist())
 
     def _judge(self, ended: Sequence[Group]) -> list[Group]:
         """Return groups with their texts, and with verdicts where all responses are there."""
         judged = []
         for group in ended:
             if group.slots and all(slot.finish in ENDED for slot in group.slots):
-                texts = [self.decode(slot.tokens.tolist()) for slot in group.slots]
+                texts = [self.text_of(group, slot) for slot in group.slots]
                 verdicts = verify_many(
-                    [(group.verifier, text, group.answer, group.extra) for text in texts]
+                    [(group.verifier, text, group.answer, group.extra) for text in texts],
+                    self._judging,
                 )
                 slots = zip(group.slots, texts, strict=True)
                 scores = {v.accuracy if v.score is None else v.score for v in verdicts}

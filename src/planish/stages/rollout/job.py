@@ -22,6 +22,7 @@ from planish.run.stage import Context
 from planish.run.update import Pins
 from planish.stages.rollout.commits import Commits
 from planish.stages.rollout.config import RolloutConfig
+from planish.verifiers import VerifierOptions
 
 if TYPE_CHECKING:
     from planish.stages.rollout.generate import GroupSampler
@@ -101,6 +102,11 @@ class RolloutJob:
         return {"prompts": self.prompts_sha256, "policy": policy}
 
     @property
+    def judging(self) -> VerifierOptions:
+        """How responses are judged, here and in every other stage."""
+        return VerifierOptions.of(self.context.config.get("reward", {}))
+
+    @property
     def num_groups(self) -> int:
         """Groups that this shard has room for."""
         return shard_groups(self.config.prompts_per_iteration, self.context.shard, self.num_shards)
@@ -163,6 +169,7 @@ class RolloutJob:
                 self.commits(),
                 seed=self.context.seed,
                 iteration=self.context.iteration,
+                judging=self.judging,
             )
             session = Session(sampler, engine.version())
             yield session

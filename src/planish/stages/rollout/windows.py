@@ -67,7 +67,7 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
         if slot.finish is FinishReason.ABORT:
             slot = before  # it failed, and stays as it was
         else:
-            slot = replace(slot, text=sampler.decode(slot.tokens.tolist()))
+            slot = replace(slot, text=sampler.text_of(groups[g], slot))
         growths.append(Growth(groups[g], before, slot))
     after = {at: growth.after for at, growth in zip(places, growths, strict=True)}
     grown = [
@@ -81,7 +81,8 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
     digest = write_side_set(uri, as_set(kept), job.parents, facts, group_facts(kept))
     ended = [(growth.group, growth.after) for growth in growths if not growth.after.is_open]
     verdicts = verify_many(
-        [(group.verifier, slot.text, group.answer, group.extra) for group, slot in ended]
+        [(group.verifier, slot.text, group.answer, group.extra) for group, slot in ended],
+        job.judging,
     )
     metrics = {
         **window_metrics(growths, given, kept, verdicts),

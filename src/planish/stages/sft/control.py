@@ -22,6 +22,7 @@ from planish.records.io import read_manifest, read_set
 from planish.records.prompts import PromptSet, TraceSet
 from planish.run.stage import read_run
 from planish.stages.sft.config import SftConfig
+from planish.verifiers import VerifierOptions
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,9 @@ def measure_control(root: str, seconds: float) -> dict[str, float]:
         number = next(steps).number
     spent = time.monotonic() - begin
     prompts = read_set(PromptSet, layout.evaluation_prompts(root))
-    with Probe(policy, config, engine, run_seed=seed, dtype=DTYPES[served]) as probe:
+    judging = VerifierOptions.of(tables.get("reward", {}))
+    dtype = DTYPES[served]
+    with Probe(policy, config, engine, run_seed=seed, dtype=dtype, judging=judging) as probe:
         accuracy = probe.accuracy(
             prompts,
             num_samples=int(measured["num_samples"]),

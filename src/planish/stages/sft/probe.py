@@ -36,6 +36,7 @@ class Probe:
         *,
         run_seed: int,
         dtype: torch.dtype,
+        judging: VerifierOptions | None = None,
     ) -> None:
         """Start the engine of rollouts and evaluation.
 
@@ -54,6 +55,7 @@ class Probe:
         options = {"max_rows": config.max_rows, "device": str(policy.model.device)}
         self._engine = open_engine(engine, ModelRef(policy=twin), **options)
         self._count = policy.version
+        self._judging = judging or VerifierOptions()
 
     def accuracy(
         self,
@@ -84,7 +86,7 @@ class Probe:
             sampling=sampling,
             run_seed=self._run_seed,
         )
-        return float(np.mean([v.accuracy for v in judge(rollouts, VerifierOptions())]))
+        return float(np.mean([v.accuracy for v in judge(rollouts, self._judging)]))
 
     def __enter__(self) -> Probe:
         return self

@@ -18,6 +18,7 @@ from planish.records.prompts import PromptSet, TraceSet
 from planish.records.refs import Ref, parse_pin
 from planish.run.stage import Artifact, Context, Outcome, execute, read_ref
 from planish.stages.sft.config import SftConfig
+from planish.verifiers import VerifierOptions
 
 if TYPE_CHECKING:
     from planish.models.policy import Policy
@@ -156,7 +157,10 @@ def _train(
     engine = context.section(EngineConfig, "engine")
     # Random weights have nothing to keep: a model that is built learns with all of them.
     adapters = configured(model_config) if model_config.path else None
-    with Probe(policy, config, engine, run_seed=context.seed, dtype=dtype) as probe:
+    judging = VerifierOptions.of(context.config.get("reward", {}))
+    with Probe(
+        policy, config, engine, run_seed=context.seed, dtype=dtype, judging=judging
+    ) as probe:
         if adapters is not None:
             add_adapters(policy.model, adapters, seed=(context.seed,))
         sizes = [p.numel() for p in policy.model.parameters() if p.requires_grad]

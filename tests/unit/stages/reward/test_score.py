@@ -147,10 +147,10 @@ def test_more_than_one_percent_of_verifier_errors_fails_loudly():
 def test_a_response_that_takes_the_verifier_too_long_is_wrong_and_ends_nothing(monkeypatch, caplog):
     def judge(text, gold, seconds):
         if "hostile" in (gold, text):
-            raise TimeoutError
+            return None
         return 0.0
 
-    monkeypatch.setattr("planish.verifiers.math_answer.in_child", judge)
+    monkeypatch.setattr("planish.verifiers.math_answer._asked", judge)
     texts = ["Answer: x", "Answer: hostile", "Answer: x", "Answer: 1/3"]
     batch = rollouts([(text, 1, STOP) for text in texts], verifier="math", answer="x")
     done = score(batch, CONFIG)

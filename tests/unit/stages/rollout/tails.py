@@ -113,7 +113,16 @@ def draw(
     engine = TailEngine(max_rows=max_rows, device="cpu", config=EngineConfig())
     engine.start(ModelRef())
     commits = Commits((folder / "commits").as_uri(), parents=dict, facts={})
-    sampler = GroupSampler(engine, tokenizer, prompts, config, commits, seed=seed, iteration=1)
+    sampler = GroupSampler(
+        engine,
+        tokenizer,
+        prompts,
+        config,
+        commits,
+        seed=seed,
+        iteration=1,
+        judging=VerifierOptions(),
+    )
     sampler.go_on(num_groups)
 
     def sample(ordinals, ahead):

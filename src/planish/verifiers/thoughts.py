@@ -1,0 +1,41 @@
+"""Thoughts in a response: what stands inside of one, or in one that never ended, is no answer."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+AUTO = "auto"
+
+OPENING = (
+    "<think> <thinking> <thought> <reasoning> <seed:think> [THINK] \u25c1think\u25b7 "
+    "<|begin_of_thought|> <|channel>thought <|channel|>analysis<|message|>"
+)
+CLOSING = (
+    "</think> </thinking> </thought> </reasoning> </seed:think> [/THINK] \u25c1/think\u25b7 "
+    "<|end_of_thought|> <channel|> <|channel|>final<|message|>"
+)
+"""Marks that open and end the thought of a model, in the order of the models that write them."""
+
+OPENS, _CLOSES = ("|".join(map(re.escape, marks.split())) for marks in (OPENING, CLOSING))
+"""Patterns of them."""
+_MARK = re.compile(f"(?P<open>{OPENS})|{_CLOSES}", re.IGNORECASE)
+_ENDS = re.compile(r"(?:<[|\uff5c][^<>\s]{1,40}[|\uff5c]>\s*)+$")
+_END_CHARS = 200
+
+
+def after_thought(response: str, answer: str, answer_after: str = AUTO) -> str | None:
+    """Return the part of a response that is judged; None where its thought has not ended.
+
+    It stands behind the last `answer_after`: for `auto` behind the last mark, where any is there,
+    closes a thought and is not part of the ground truth. Control tokens at its end, such as
+    `<|im_end|>`, are left out.
+    """
+    text = response[:-_END_CHARS] + _ENDS.sub("", response[-_END_CHARS:])
+    if answer_after != AUTO:
+        _, mark, behind = text.rpartition(answer_after)
+        return behind if mark else None
+    last = None if _MARK.search(answer) else deque(_MARK.finditer(text), maxlen=1)
+    if not last:
+        return text
+    return None if last[0]["open"] else text[last[0].end() :]

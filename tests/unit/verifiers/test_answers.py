@@ -1,0 +1,311 @@
+"""Answers as models write them, with a truth that is known by hand, and text that would be slow."""
+
+import itertools
+import random
+import sys
+
+import pytest
+
+from planish.verifiers import VerifierOptions, verify
+from planish.verifiers.math_answer import normalise_answer, number_in
+from planish.verifiers.thoughts import after_thought
+
+RIGHT = [
+    ("integer", "Answer: $m+n = 256+37 = 293$", "293"),
+    ("integer", "Answer: $100m+n = 304$", "304"),
+    ("integer", "Answer: $a^2+b^2 = 25$", "25"),
+    ("integer", "Answer: $N \\bmod 1000 = 24$", "24"),
+    ("integer", "Answer: N mod 1000 = 24", "24"),
+    ("integer", "Answer: $n! = 120$", "120"),
+    ("math", "Answer: $n! = 120$", "120"),
+    ("integer", "Answer: $a_1+a_2+a_3=7$", "7"),
+    ("integer", "Answer: $\\lfloor 100x \\rfloor = 14$", "14"),
+    ("integer", "Answer: $\\binom{5}{2} = 10$", "10"),
+    ("integer", "Answer: $\\gcd(12, 18) = 6$", "6"),
+    ("integer", "Answer: $N \\equiv 24 \\pmod{1000}$", "24"),
+    ("integer", "Answer: $\\sum_{k=1}^{10} k = 55$", "55"),
+    ("integer", "Answer: $2x = 14 \\implies x = 7$", "7"),
+    ("integer", "Answer: $f(3) = 9$", "9"),
+    ("integer", "Answer: $|S| = 12$", "12"),
+    ("integer", "Answer: $AB^2 = 25$", "25"),
+    ("integer", "Answer: $p+q+r = 1,234$", "1234"),
+    ("integer", "Answer: m+n = 293 cm", "293"),
+    ("integer", "Answer: \\boxed{m+n = 256+37 = 293}", "293"),
+    ("integer", "Answer: \\begin{align*} m+n &= 256+37 \\\\ &= 293 \\end{align*}", "293"),
+    ("integer", "Answer: \u20ac18", "18"),
+    ("integer", "Answer: 18 USD", "18"),
+    ("integer", "Answer: USD 18", "18"),
+    ("integer", "Answer: US$18", "18"),
+    ("integer", "Answer: R$ 18", "18"),
+    ("integer", "Answer: \u20bf18", "18"),
+    ("integer", "Answer: 18 z\u0142", "18"),
+    ("integer", "Answer: CHF18", "18"),
+    ("integer", "Answer: \xa51,800", "1800"),
+    ("integer", "Answer: Rs. 18", "18"),
+    ("integer", "Answer: \\pounds 18", "18"),
+    ("integer", "Answer: \\$18", "18"),
+    ("integer", "Answer: -\u20ac18", "-18"),
+    ("integer", "Answer: -$18", "-18"),
+    ("integer", "Answer: $18/day", "18"),
+    ("integer", "Answer: 18 km per hour", "18"),
+    ("integer", "Answer: 18 m^2", "18"),
+    ("integer", "Answer: 18 m/s^2", "18"),
+    ("integer", "Answer: 18 m\xb2", "18"),
+    ("integer", "Answer: 12\u2009500", "12500"),
+    ("integer", "Answer: 12\u202f500", "12500"),
+    ("integer", "Answer: 12\xa0500", "12500"),
+    ("integer", "Answer: $12\\,500$", "12500"),
+    ("integer", "Answer: $12\\ 500$", "12500"),
+    ("integer", "Answer: 12~500", "12500"),
+    ("integer", "Answer: 1 234 567", "1234567"),
+    ("integer", "Answer: 12'500", "12500"),
+    ("integer", "Answer: 1,25,000", "125000"),
+    ("integer", "Answer: 12 500 dollars", "12500"),
+    ("integer", '{"answer": "18"}', "18"),
+    ("integer", '{"answer": 18}', "18"),
+    ("integer", '{"answer": "18", "confidence": 0.9}', "18"),
+    ("integer", '{"reasoning": "6*3", "answer": 18, "x": 3}', "18"),
+    ("integer", "Answer: `18`", "18"),
+    ("integer", 'Answer: "18"', "18"),
+    ("integer", "Answer: '18'", "18"),
+    ("integer", "Answer: \u201c18\u201d", "18"),
+    ("integer", "Answer: {18}", "18"),
+    ("integer", "Answer: ```18```", "18"),
+    ("integer", "Answer:\n```\n18\n```", "18"),
+    ("integer", "\u7b54\u6848\uff1a12", "12"),
+    ("integer", "\u7b54\u6848\uff1a12\u4e2a", "12"),
+    ("integer", "Answer\uff1a12", "12"),
+    ("integer", "**Answer**\uff1a12", "12"),
+    ("math", "Answer: $f(x)=x+1$", "f(x)=x+1"),
+    ("math", "Answer: $y=x+1$", "f(x)=x+1"),
+    ("math", "Answer: $1011_2$", "1011_2"),
+    ("math", "Answer: $1011_{2}$", "1011_2"),
+    ("math", "Answer: 1011 (base 2)", "1011_2"),
+    ("math", "Answer: 2-1", "2-1"),
+    ("math", "Answer: $3-2\\sqrt{2}$", "3-2\\sqrt{2}"),
+    ("math", "Answer: x-1", "x-1"),
+    ("math", "Answer: \u20ac12.50", "12.5"),
+    ("math", "Answer: 12.50 EUR", "12.5"),
+    ("math", "Answer: 12.5 dollars per day", "12.5"),
+    ("math", "Answer: $\\frac{3}{4}$ cups", "3/4"),
+    ("math", "Answer: $\\frac{3}{4}\\text{ cups}$", "3/4"),
+    ("integer", "Answer: negative 18", "-18"),
+    ("integer", "Answer: The total is 18 apples.", "18"),
+    ("integer", "Answer: Tom and Jerry have 18 apples", "18"),
+    ("integer", "Answer: 18th", "18"),
+    ("integer", "Answer: Option B: 18", "18"),
+    ("integer", "Answer: 18-year-old", "18"),
+    ("integer", "Answer: 18 percent", "18"),
+    ("integer", "Answer: 18.", "18"),
+    ("integer", "Answer: (18)", "18"),
+    ("integer", "Answer: [18]", "18"),
+    ("integer", "Answer: 18\xb0", "18"),
+    ("integer", "so it costs \u20ac18.", "18"),
+    ("integer", "so it costs 18 dollars per day.", "18"),
+    ("integer", "in total 12 500.", "12500"),
+]
+WRONG = [
+    ("integer", "Answer: $2x=14$", "14"),
+    ("integer", "Answer: $x=9, y=2$", "2"),
+    ("integer", "Answer: x = 1; y = 2", "2"),
+    ("integer", "Answer: $\\frac{x}{2} = 7$", "7"),
+    ("integer", "Answer: $\\sqrt{x} = 7$", "7"),
+    ("integer", "Answer: $-x = 5$", "5"),
+    ("integer", "Answer: $x^2 = 25$", "25"),
+    ("integer", "Answer: $x = 5$ and $y = 7$", "7"),
+    ("integer", "Answer: x=5 or x=7", "7"),
+    ("integer", "Answer: -\u20ac18", "18"),
+    ("integer", "Answer: 18\u20ac50", "1850"),
+    ("integer", "Answer: 18\xb2", "18"),
+    ("integer", "Answer: 12 50", "1250"),
+    ("integer", "\u7b54\u6848\uff1a12\u4e07", "12"),
+    ("integer", "Answer: 42\nAnswer:", "42"),
+    ("integer", "Answer: 42\nAnswer: \n\n", "42"),
+    ("integer", "Answer: 42\n**Answer:**", "42"),
+    ("integer/hash", "#### 42\n####", "42"),
+    ("integer/tags", "<answer>42</answer><answer></answer>", "42"),
+    ("math", "Answer: $g(x)=x+1$", "f(x)=x+1"),
+    ("math", "Answer: $f'(x)=2x$", "f(x)=2x"),
+    ("math", "Answer: $g(x)=3$", "f(x)=3"),
+    ("math", "Answer: $f(1)=3$", "f(2)=3"),
+    ("math", "Answer: $g(x)=x, f(x)=2x$", "f(x)=x, g(x)=2x"),
+    ("math", "Answer: $P(B)=\\frac12$", "$P(A)=\\frac12$"),
+    ("math", "Answer: $1011_3$", "1011_2"),
+    ("math", "Answer: 1011", "1011_2"),
+    ("math", "Answer: 11", "1011_2"),
+    ("integer", "Answer: $101_2$", "101"),
+    ("math", "Answer: $101_2$", "101"),
+    ("math", "Answer: $101_{\\text{two}}$", "101_2"),
+    ("math", "Answer: 5-7", "-2"),
+    ("math", "Answer: 1-800-555-1234", "-2588"),
+    ("math", "call 1-800-555-1234", "-2588"),
+    ("integer", "call 1-800-555-1234", "-2588"),
+    ("math", "Answer: 2024-01-15", "2008"),
+    ("integer", "Answer: 18 and a half", "18"),
+    ("integer", "Answer: 18 million", "18"),
+    ("integer", "Answer: not 18", "18"),
+    ("integer", "Answer: 18!", "18"),
+    ("integer", "Answer: 18\u03c0", "18"),
+    ("integer", "Answer: 18x", "18"),
+    ("integer", "Answer: 18 x", "18"),
+    ("integer", "Answer: 18k", "18"),
+    ("integer", "Answer: x 18", "18"),
+    ("integer", "Answer: negative 18", "18"),
+    ("integer", "Answer: more than 18", "18"),
+    ("integer", "Answer: 1/18", "18"),
+    ("integer", "Answer: .18", "18"),
+    ("integer", "Answer: 18 of 20", "18"),
+    ("integer", "Answer: \u224818", "18"),
+    ("integer", "Answer: $x \\ge 18$", "18"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "answer", "accuracy"),
+    [(*row, 1.0) for row in RIGHT] + [(*row, 0.0) for row in WRONG],
+)
+def test_chains_currencies_units_groups_and_quotes(name, response, answer, accuracy):
+    verdict = verify(name, response, answer)
+    assert (verdict.accuracy, verdict.error, verdict.timeout) == (accuracy, False, False)
+
+
+FORMS = {
+    "integer": ("Answer: {}", "so it is\n**Answer:** {}", "Answer\uff1a{}", "Answer:\n\n{}\n"),
+    "integer/box": ("So \\boxed{{{}}}.", "$$\\boxed{{{}}}$$", "\\fbox{{{}}}"),
+    "integer/hash": ("6*7\n#### {}", "#### {}\nas wanted"),
+    "integer/tags": ("<answer>{}</answer>", "<think>13</think><answer>\\boxed{{{}}}</answer>"),
+}
+VALUES = (
+    *("{}", "{}.", "{}.0", "+{}", "({})", "`{}`", '"{}"', "x = {}", "m+n = 2+3 = {}", "n! = {}"),
+    *("100m+n = {}", "a^2+b^2 = {}", "\\gcd(a, b) = {}", "\u20ac{}", "{} USD", "US$ {}", "{} cm^2"),
+    *(
+        "{} dollars per day",
+        "{} km/h",
+        "{}^\\circ",
+        "\\text{{{}}}",
+        "the total is {} apples",
+        "{}%",
+    ),
+)
+OTHERS = (
+    *("2x = {}", "x = 5, y = {}", "{} or 5", "{}!", "{}k", "{} million", "{}x", "{} and a half"),
+    *(
+        "{}/7",
+        "7-{}",
+        "0x{}",
+        "{} is not it",
+        "{}e1",
+        "{}_7",
+        "\\sqrt{{{}}}",
+        "{}^2",
+        "{} or more",
+        "1{}",
+    ),
+)
+
+
+def test_answers_of_templates_are_graded_as_their_truth_is():
+    draw = random.Random(0)
+    count = 0
+    for name, forms in FORMS.items():
+        for form, (value, is_right) in itertools.product(
+            forms, [(v, 1.0) for v in VALUES] + [(v, 0.0) for v in OTHERS]
+        ):
+            for number in (draw.randint(2, 999), draw.randint(1000, 99_999)):
+                response = form.format(value.format(number))
+                assert verify(name, response, str(number)).accuracy == is_right, (name, response)
+                assert verify(name, response, str(number + 1)).accuracy == 0.0, (name, response)
+                count += 2
+    assert count >= 1500
+
+
+@pytest.mark.parametrize("groups", ["12,500", "12 500", "12\u2009500", "12\u202f500", "12\\,500"])
+def test_groups_of_three_are_one_number_and_others_are_not(groups):
+    assert normalise_answer(groups) == number_in(groups) == "12500"
+    assert number_in(groups.replace("500", "50")) is None or "\\," in groups
+
+
+THOUGHTS = [
+    ("Answer: 42", "Answer: 42"),
+    ("<think>Answer: 41</think>\nAnswer: 42", "\nAnswer: 42"),
+    ("41</think>Answer: 42", "Answer: 42"),
+    ("<think>a<think>b</think>c</think>d", "d"),
+    ("<THINK>a</Think>d", "d"),
+    ("[THINK]a[/THINK]d", "d"),
+    ("<think></think>d<|im_end|>", "d"),
+    ("<|channel|>analysis<|message|>a<|channel|>final<|message|>d", "d"),
+    ("<think>Answer: 42", None),
+    ("Answer: 41 <think>or rather", None),
+    ("<think>a</think>d<think>b", None),
+    ("<reasoning>42", None),
+]
+
+
+@pytest.mark.parametrize(("response", "judged"), THOUGHTS)
+def test_what_follows_the_last_thought_is_judged(response, judged):
+    assert after_thought(response, "42") == judged
+    assert after_thought("", "42") == ""
+    assert after_thought(response, "<think>") == response.removesuffix("<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "said"),
+    [
+        ("integer", "42", "42"),
+        ("math", "1/2", "\\boxed{1/2}"),
+        ("exact", "yes", "yes"),
+        ("trace", "7", "3+4=7"),
+        ("regex", "o+k", "ook"),
+        ("countdown", '{"numbers": [1, 2], "target": 3}', "1+2"),
+        ("json_schema", '{"type": "object"}', "{}"),
+    ],
+)
+def test_no_verifier_of_ours_takes_an_answer_out_of_a_thought(name, answer, said):
+    assert verify(name, f"<think>hm</think>{said}", answer).accuracy == 1.0
+    for response in (f"<think>{said}", f"<think>{said}</think>", f"hm</think>{said}<think>"):
+        assert verify(name, response, answer).accuracy == 0.0, response
+    marked = VerifierOptions(timeout_seconds=120.0, answer_after="@@")
+    assert verify(name, f"hm@@{said}", answer, marked).accuracy == 1.0
+    assert verify(name, said, answer, marked).invalid
+
+
+HOSTILE = [
+    *("\\boxed{", "Answer:", "=", " ", "1", "####", "<answer>", "<think>", "</think>", "$", "\n"),
+    *(
+        "answer ",
+        "(",
+        "}{",
+        "1 ",
+        "1 000 ",
+        "1-",
+        "1,",
+        "-",
+        "<|a|>",
+        "a=",
+        "\\[",
+        '"answer":"',
+        "\\",
+    ),
+]
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+@pytest.mark.parametrize("name", ["integer", "math/box"])
+def test_a_megabyte_of_one_piece_takes_linear_work(name, piece):
+    def lines_run(length):
+        count = 0
+
+        def look(*_):
+            nonlocal count
+            count += 1
+            return look
+
+        sys.settrace(look)
+        try:
+            verdict = verify(name, (piece * length)[:length], "72")
+        finally:
+            sys.settrace(None)
+        assert verdict.accuracy == 0.0
+        return count
+
+    assert lines_run(1_000_000) < 20_000
