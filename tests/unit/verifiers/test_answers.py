@@ -1,11 +1,13 @@
 """Answers as models write them, with a truth that is known by hand, and text that would be slow."""
 
 import itertools
+import json
 import random
 import sys
 
 import pytest
 
+from planish.show.verifier import compare
 from planish.verifiers import VerifierOptions, verify
 from planish.verifiers.math_answer import normalise_answer, number_in
 from planish.verifiers.thoughts import after_thought
@@ -309,3 +311,28 @@ def test_a_megabyte_of_one_piece_takes_linear_work(name, piece):
         return count
 
     assert lines_run(1_000_000) < 20_000
+
+
+def test_rows_that_another_grader_judges_differently_are_shown(tmp_path):
+    rows = [
+        {"response": "Answer: $2x = 14$", "answer": "14"},
+        {"response": "Answer: 18", "answer": "18"},
+        {"response": "<think>Answer: 18", "answer": "18"},
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    told = list(compare("integer", "math-verify", str(data), 120.0))
+    assert [line.partition(": answer")[0] for line in told] == [
+        "row 1: integer 0, math-verify 1",
+        "row 3: integer 0, math-verify 1",
+        "integer and math-verify differ on 2 of 3 rows",
+    ]
+    own = list(compare("integer", "planish.show.verifier:math_verify", str(data), 120.0))
+    assert own[-1].endswith("differ on 2 of 3 rows")
+    assert list(compare("integer", "integer/box", str(data), 120.0))[:-1] == []
+
+
+def test_all_stages_judge_with_the_settings_of_the_reward():
+    table = {"verifier_timeout_seconds": 60.0, "answer_after": "@", "reward_wrong": 0.0}
+    assert VerifierOptions.of(table) == VerifierOptions(True, 60.0, "@")
+    assert VerifierOptions.of({}) == VerifierOptions(timeout_seconds=10.0)
