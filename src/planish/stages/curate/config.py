@@ -215,7 +215,7 @@ class CurateConfig(Section):
     """Shorter problems are never near duplicates: `1+2=` and `1+3=` differ."""
     contamination_ngram: int = Field(default=13, ge=2)
     """Training problems that share so many words in a row with a held-out problem are dropped;
-    instructions that a fifth of all problems share do not count."""
+    instructions that one problem in two hundred begins, ends or is built with do not count."""
     pass_rate_policy: str = ""
     """Pinned URI of a reference policy that measures pass rates; empty: off."""
     pass_rate_samples: int = Field(default=8, ge=1)

@@ -9,9 +9,11 @@ Source: near duplicates by MinHash as in arXiv 2107.06499, section 4.2.
 from __future__ import annotations
 
 import multiprocessing
+import zlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -31,10 +33,14 @@ CANDIDATES = 0.6
 pair, and surplus pairs are sorted out exactly."""
 FRAME_WORDS = 5
 """Words in a row by which instructions are known."""
-FRAME_FRACTION = 0.2
-"""Word sequences in more than this share of the problems are instructions and are ignored."""
-FRAME_MIN = 5
+FRAME_FRACTION = 0.005
+"""Word sequences in more than this share of the problems are instructions and are ignored: a file
+may hold a hundred sources, each with an instruction of its own."""
+FRAME_MIN = 4
 """They must stand in more problems than this as well."""
+ANCHORS = 4
+"""Word sequences by which a problem is found in another frame, of which all but one may be part of
+something else there."""
 
 
 def remove_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[Drop]]:
@@ -87,67 +93,172 @@ def _sketches(sets: Sequence[frozenset[str]], workers: int) -> list[Any]:
 def remove_near_duplicates(
     problems: Sequence[Problem], *, threshold: float, min_words: int, workers: int = 1
 ) -> tuple[list[Problem], list[Drop]]:
-    """Drop problems that are like an earlier kept one; frames do not count.
+    """Drop problems that are like an earlier kept one, or equal it but for the frame.
 
     `threshold` is the Jaccard similarity from which two problems count as one; problems of fewer
     than `min_words` are kept as they are.
     """
-    tokens = without_frames([words(problem.question) for problem in problems])
-    long = {i: ngrams(t, SHINGLE_WORDS) for i, t in enumerate(tokens) if len(t) >= min_words}
-    if threshold >= 1.0 or not long:
+    found = contents([words(problem.question) for problem in problems])
+    if threshold >= 1.0:
         return list(problems), []
     from datasketch import MinHashLSH
 
+    long = {
+        i: ngrams(content.rest, SHINGLE_WORDS)
+        for i, content in enumerate(found)
+        if len(content.rest) >= min_words
+    }
     # Problems made from one pattern share a part that says nothing.
-    boilerplate = _frequent(long.values(), len(long))
-    sets = {i: rest for i, own in long.items() if (rest := own - boilerplate)}
+    boilerplate = _frequent(long.values(), _limit(len(problems)))
+    enough = min_words - SHINGLE_WORDS + 1
+    sets = {i: rest for i, own in long.items() if len(rest := own - boilerplate) >= enough}
+    sketches = dict(zip(sets, _sketches(list(sets.values()), workers), strict=True))
     index = MinHashLSH(threshold=CANDIDATES * threshold, num_perm=NUM_PERMUTATIONS)
-    twins: dict[int, int] = {}
-    for i, sketch in zip(sets, _sketches(list(sets.values()), workers), strict=True):
-        similar = [j for j in sorted(index.query(sketch)) if jaccard(sets[i], sets[j]) >= threshold]
-        if similar:
-            twins[i] = similar[0]
-        else:
-            index.insert(i, sketch)
+    known, twins = Twins(), dict[int, Problem]()
+    for i, (content, problem) in enumerate(zip(found, problems, strict=True)):
+        twin = known.find(content, problem, one_sided=False)
+        if twin is None and i in sets:
+            near = sorted(index.query(sketches[i]))
+            like = (problems[j] for j in near if jaccard(sets[i], sets[j]) >= threshold)
+            twin = next(like, None)
+        if twin is not None:
+            twins[i] = twin
+            continue
+        known.add(content, problem)
+        if i in sets:
+            index.insert(i, sketches[i])
     kept = [problem for i, problem in enumerate(problems) if i not in twins]
     drops = [
-        Drop("near_duplicate", f"{problems[i].origin} is like {problems[j].origin}: "
-             f"{problems[i].question}")
-        for i, j in twins.items()
+        Drop("near_duplicate", f"{problems[i].origin} is like {twin.origin}: "
+             f"{problems[i].question}", problems[i].source)
+        for i, twin in twins.items()
     ]  # fmt: skip
     return kept, drops
 
 
-def without_frames(texts: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Take out the instructions that stand before, behind or around the problems of a data set.
+@dataclass(frozen=True)
+class Content:
+    """What a problem says of its own."""
 
-    A word is part of such a frame when five words in a row that cover it stand in more than a
-    fifth of all `texts`, which are lists of words.
+    text: str
+    """All its words, each between spaces."""
+    core: str
+    """Those between the frames."""
+    rest: tuple[str, ...]
+    """Those of the core that belong to no pattern."""
+    anchors: tuple[int, ...]
+    """Hashes of the other word sequences of the core, ascending."""
+
+    @property
+    def family(self) -> str:
+        """Text that is equal for the same problem in any frame; empty where little is left."""
+        return " ".join(self.rest) if len(self.rest) >= FRAME_WORDS else ""
+
+
+def contents(texts: Sequence[Sequence[str]]) -> list[Content]:
+    """Take out the instructions that stand before, behind or around the problems of each source.
+
+    A frame is what many of `texts`, lists of words, begin or end with alike. A word is part of a
+    pattern when five words in a row that cover it stand in as many different cores.
 
     Example:
-        >>> without_frames([["please", "solve", "this", "for", "me", name] for name in "abcdef"])
-        [['a'], ['b'], ['c'], ['d'], ['e'], ['f']]
+        >>> found = contents([["please", "solve", "this", "for", "me", name] for name in "abcdef"])
+        >>> [content.core for content in found]
+        [' a ', ' b ', ' c ', ' d ', ' e ', ' f ']
     """
+    limit = _limit(len(texts))
+    before = _common_starts(texts, limit)
+    behind = _common_starts([text[::-1] for text in texts], limit)
+    cores = []
+    for text, (start, begun), (end, ended) in zip(texts, before, behind, strict=True):
+        if start + end > len(text) - FRAME_WORDS:
+            # A problem in many frames is no frame.
+            start, end = (start, 0) if begun > ended else (0, end)
+        cores.append(tuple(text[start : len(text) - end]))
+    different = set(cores)
     # Words in a row are frequent only if each of them is: few are counted.
-    usual = _frequent(map(frozenset, texts), len(texts))
-    runs = (frozenset(filter(usual.issuperset, _runs(text))) for text in texts)
-    frames = _frequent(runs, len(texts))
-    rests = []
-    for text in texts:
-        starts = [i for i, run in enumerate(_runs(text)) if run in frames]
-        covered = {i + offset for i in starts for offset in range(FRAME_WORDS)}
-        rests.append([word for i, word in enumerate(text) if i not in covered])
-    return rests
+    usual = _frequent(map(frozenset, different), limit)
+    runs = (frozenset(filter(usual.issuperset, _runs(core))) for core in different)
+    patterns = _frequent(runs, limit)
+    return [_content(text, core, patterns) for text, core in zip(texts, cores, strict=True)]
+
+
+def _content(text: Sequence[str], core: Sequence[str], patterns: set[tuple[str, ...]]) -> Content:
+    covered: set[int] = set()
+    hashes = set()
+    for i, run in enumerate(_runs(core)):
+        if run in patterns:
+            covered.update(range(i, i + FRAME_WORDS))
+        else:
+            hashes.add(zlib.crc32(" ".join(run).encode("utf-8")))
+    rest = tuple(word for i, word in enumerate(core) if i not in covered)
+    anchors = tuple(sorted(hashes))
+    return Content(f" {' '.join(text)} ", f" {' '.join(core)} ", rest, anchors)
+
+
+class Twins:
+    """Finds problems that are known from another frame."""
+
+    def __init__(self) -> None:
+        self._by_anchor: dict[tuple[int, str], list[tuple[Content, Problem]]] = {}
+
+    def add(self, content: Content, problem: Problem) -> None:
+        """Make a problem known."""
+        for anchor in content.anchors[:ANCHORS]:
+            self._by_anchor.setdefault((anchor, problem.answer), []).append((content, problem))
+
+    def find(self, content: Content, problem: Problem, *, one_sided: bool) -> Problem | None:
+        """Return a known problem of the same answer whose core this one holds, or None.
+
+        Unless `one_sided`, that one must hold the core of this one as well.
+        """
+        for anchor in content.anchors:
+            for known, twin in self._by_anchor.get((anchor, problem.answer), ()):
+                is_held = known.core in content.text
+                if is_held and (one_sided or content.core in known.text):
+                    return twin
+        return None
+
+
+def _common_starts(texts: Sequence[Sequence[str]], limit: float) -> list[tuple[int, int]]:
+    """Return how many words each text begins with as more than `limit` do, and how many do so.
+
+    Five such words in a row are meant that hardly any text leaves on the way.
+    """
+    found = [(0, 0)] * len(texts)
+    groups = [(list(range(len(texts))), 0)]
+    depth = 0
+    while groups:
+        depth += 1
+        deeper = []
+        for group, since in groups:
+            by_word: dict[str, list[int]] = {}
+            for i in group:
+                if len(texts[i]) >= depth:
+                    by_word.setdefault(texts[i][depth - 1], []).append(i)
+            for own in by_word.values():
+                if len(own) > limit:
+                    begun = since if 2 * len(own) > len(group) else depth - 1
+                    deeper.append((own, begun))
+                    if depth - begun >= FRAME_WORDS:
+                        for i in own:
+                            found[i] = depth, len(own)
+        groups = deeper
+    return found
 
 
 def _runs(text: Sequence[str]) -> Iterator[tuple[str, ...]]:
     return zip(*(text[i:] for i in range(FRAME_WORDS)), strict=False)
 
 
-def _frequent(sets: Iterable[Iterable[_T]], count: int) -> set[_T]:
-    """Return what stands in so many of `count` sets that it is a part of a frame."""
+def _limit(count: int) -> float:
+    """Return in how many of `count` problems a frame stands at least."""
+    return max(FRAME_MIN, FRAME_FRACTION * count)
+
+
+def _frequent(sets: Iterable[Iterable[_T]], limit: float) -> set[_T]:
+    """Return what stands in more than `limit` sets."""
     counts = Counter(item for own in sets for item in own)
-    limit = max(FRAME_MIN, FRAME_FRACTION * count)
     return {item for item, number in counts.items() if number > limit}
 
 
@@ -162,22 +273,31 @@ def remove_contaminated(
 ) -> tuple[list[Problem], list[Drop]]:
     """Drop training problems that equal a held-out one or share `ngram` words in a row with it.
 
-    With `ngram` 0 only equal problems count. Frames of the problems do not count: 13 words of
-    which 12 are instructions are no leak.
+    One that stands whole in a training problem of the same answer is a leak as well, however short.
+    With `ngram` 0 only equal problems count. Frames do not count: 13 words of which 12 are
+    instructions are no leak.
     """
     held_out = {problem.key for problem in evaluation}
     leaks: set[str] = set()
-    own: dict[int, list[str]] = {}
+    own: dict[int, Content] = {}
+    known = Twins()
     if ngram:
         problems = [*train, *evaluation]
-        rests = without_frames([words(problem.question) for problem in problems])
-        leaks = set().union(*(ngrams(text, ngram) for text in rests[len(train) :]))
-        own = {id(problem): text for problem, text in zip(train, rests, strict=False)}
+        found = contents([words(problem.question) for problem in problems])
+        own = {id(problem): content for problem, content in zip(train, found, strict=False)}
+        for problem, content in zip(evaluation, found[len(train) :], strict=True):
+            leaks |= ngrams(content.rest, ngram)
+            known.add(content, problem)
 
     def judge(problem: Problem) -> Drop | None:
         if problem.key in held_out:
             return drop(problem, "equals_held_out")
-        if leaks and not leaks.isdisjoint(ngrams(own[id(problem)], ngram)):
+        if not ngram:
+            return None
+        content = own[id(problem)]
+        if known.find(content, problem, one_sided=True) is not None:
+            return drop(problem, "equals_held_out_but_for_frame")
+        if not leaks.isdisjoint(ngrams(content.rest, ngram)):
             return drop(problem, f"shares_{ngram}_words_with_held_out")
         return None
 

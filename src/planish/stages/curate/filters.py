@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from planish.stages.curate.dedup import without_frames
+from planish.stages.curate.dedup import contents
 from planish.stages.curate.problem import Drop, Problem, drop, fraction_of, sift, words
 from planish.verifiers import answer_fault, verify
 
@@ -43,7 +43,8 @@ def remove_long(problems: Sequence[Problem], max_chars: int) -> tuple[list[Probl
             return drop(problem, "prompt_empty")
         length = sum(len(message["content"]) for message in problem.messages)
         if length > max_chars:
-            return Drop("prompt_too_long", f"{problem.origin}: {length} characters")
+            told = f"{problem.origin}: {length} characters"
+            return Drop("prompt_too_long", told, problem.source)
         return None
 
     return sift(problems, judge)
@@ -58,7 +59,8 @@ def remove_outside_band(
         if math.isnan(problem.pass_rate) or low <= problem.pass_rate <= high:
             return None
         reason = "too_hard" if problem.pass_rate < low else "too_easy"
-        return Drop(reason, f"{problem.origin}: pass rate {problem.pass_rate:.3f}")
+        told = f"{problem.origin}: pass rate {problem.pass_rate:.3f}"
+        return Drop(reason, told, problem.source)
 
     return sift(problems, judge)
 
@@ -73,13 +75,14 @@ def split(
 ) -> tuple[list[Problem], list[Problem]]:
     """Return (training, held-out) problems in order; a family is never divided.
 
-    Equal problems in different frames are one family. Held out by hash is this fraction, of a small
-    set at least one family, and at most `most` problems but for that family.
+    Equal problems in different frames are one family, if they say enough of their own. Held out by
+    hash is this fraction, of a small set at least one family, and at most `most` problems but for
+    that family.
     """
-    rests = without_frames([words(problem.question) for problem in problems])
+    found = contents([words(problem.question) for problem in problems])
     places = [
-        fraction_of(problem.family or " ".join(rest) or problem.key)
-        for problem, rest in zip(problems, rests, strict=True)
+        fraction_of(problem.family or content.family or problem.key)
+        for problem, content in zip(problems, found, strict=True)
     ]
     ranked = sorted(places)
     limit = min([fraction, *ranked[most : most + 1]])

@@ -17,9 +17,16 @@ Messages = list[dict[str, str]]
 
 MAX_EXAMPLES = 3
 MUCH = 0.2
-"""A filter that drops a larger part of its rows than this is shown to people."""
+"""A filter that drops a larger part of its rows, or of those of a source, is shown to people."""
+MUCH_ROWS = 10
+"""Rows that a source must have for that."""
 
-_WORD = re.compile(r"[0-9]+(?:\.[0-9]+)?|[^\W\d_]+|[-+*/=%<>^()]")
+_TYPOGRAPHIC = (
+    r""".,;:!?'"`$\\{}\[\]"""
+    r"\u2013\u2014\u2018\u2019\u201c\u201d\u2026\xab\xbb\xad\u200b-\u200f\u2060\ufeff"
+)
+_WORD = re.compile(rf"[0-9]+(?:\.[0-9]+)?|[^\W\d_]+|_|[^\w\s{_TYPOGRAPHIC}]")
+"""Marks that stand for something, as in a drawn grid, are words too; how text is set is not."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,8 @@ class Drop:
     reason: str
     example: str
     """The row in short, with its origin."""
+    source: str = ""
+    """Source of the problem, where rows name one."""
 
 
 def add_drop(drops: list[Drop], new: Drop, shown: dict[str, list[Drop]]) -> None:
@@ -99,16 +108,25 @@ class Filter:
     examples: dict[str, list[str]]
     is_choice: bool = False
     """Nothing is wrong with dropped rows: they are held out, for example."""
+    sources: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """(dropped, in) of each source."""
 
     @property
     def num_dropped(self) -> int:
         """Rows that did not go on."""
         return self.num_in - self.num_out
 
-    @property
-    def drops_much(self) -> bool:
-        """Tell whether people should look at what a filter takes out."""
-        return not self.is_choice and self.num_dropped > MUCH * self.num_in
+    def much(self) -> dict[str, tuple[int, int]]:
+        """Return what people should look at: (dropped, in) of all rows, as "", or of sources."""
+        if self.is_choice:
+            return {}
+        if self.num_dropped > MUCH * self.num_in:
+            return {"": (self.num_dropped, self.num_in)}
+        return {
+            source: (dropped, num_in)
+            for source, (dropped, num_in) in self.sources.items()
+            if num_in >= MUCH_ROWS and dropped > MUCH * num_in
+        }
 
 
 @dataclass
@@ -142,7 +160,12 @@ class CurationLedger:
                 seen.append(drop.example)
         ordered = dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0])))
         num_in = len(kept) + len(drops)
-        self.filters.append(Filter(name, unit, num_in, len(kept), ordered, examples, is_choice))
+        lost = Counter(drop.source for drop in drops)
+        every = lost + Counter(getattr(row, "source", "") for row in kept)
+        sources = {source: (lost[source], count) for source, count in every.items() if source}
+        self.filters.append(
+            Filter(name, unit, num_in, len(kept), ordered, examples, is_choice, sources)
+        )
         return kept
 
     def counts(self) -> str:
@@ -186,4 +209,5 @@ def keep_first(
 
 def drop(problem: Problem, reason: str) -> Drop:
     """Return the ledger entry for a problem that is taken out."""
-    return Drop(reason, f"{problem.origin}: {problem.question} -> {problem.answer}")
+    told = f"{problem.origin}: {problem.question} -> {problem.answer}"
+    return Drop(reason, told, problem.source)

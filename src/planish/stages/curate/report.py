@@ -40,15 +40,19 @@ def curation_metrics(curated: Curated) -> dict[str, float]:
 
 
 def drop_warnings(ledger: CurationLedger) -> list[str]:
-    """Return a line of Markdown, with three examples, on each filter that drops a good part."""
+    """Return a line of Markdown on each filter that drops a good part of all rows or of a source.
+
+    It shows three examples.
+    """
     lines = []
     for item in ledger.filters:
-        if item.drops_much:
-            examples = [(reason, text) for reason, own in item.examples.items() for text in own]
-            shown = "; ".join(f"{reason} in {_code(text)}" for reason, text in examples[:3])
+        examples = [(reason, text) for reason, own in item.examples.items() for text in own]
+        shown = "; ".join(f"{reason} in {_code(text)}" for reason, text in examples[:3])
+        for source, (dropped, num_in) in item.much().items():
+            whose = f" of the source {_code(source)}" if source else ""
             lines.append(
-                f"the filter `{item.name}` drops {item.num_dropped} of {item.num_in} {item.unit} "
-                f"({item.num_dropped / item.num_in:.0%}), such as {shown}"
+                f"the filter `{item.name}` drops {dropped} of {num_in} {item.unit}{whose} "
+                f"({dropped / num_in:.0%}), such as {shown}"
             )
     return lines
 
