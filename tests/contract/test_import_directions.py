@@ -25,6 +25,8 @@ LAYERS = [
 
 EDGES = {
     ("records", "store"),
+    # Files of a user are opened at one place, which looks at their frame first.
+    ("verifiers", "records"),
     ("engines", "models"),
     ("checkpoint", "models"),
     ("stages.monitor_check", "minder"),

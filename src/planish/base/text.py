@@ -27,7 +27,7 @@ def bytes_text(count: float) -> str:
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+            return f"{count:.{int(unit != 'B')}f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
 
@@ -40,8 +40,8 @@ def seconds_text(seconds: float) -> str:
         ('0.4 ms', '0.25 s', '61 s')
     """
     if seconds < 0.1:
-        return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:.0f} ms"
-    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
+        return f"{1000 * seconds:.{int(seconds < 0.01)}f} ms"
+    return f"{seconds:.{2 * (seconds < 10)}f} s"
 
 
 def rate_text(num_bytes: int, seconds: float) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planish.base.errors import ConfigError
+from planish.models.headers import MAX_SIZE
 from planish.verifiers.thoughts import CLOSING, OPENING, OPENS
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
@@ -294,6 +295,7 @@ def load_tokenizer(
         if not any((folder / name).is_file() for name in _VOCABULARIES):
             # transformers would hand out an empty tokenizer of the model's family.
             raise FileNotFoundError(f"none of {', '.join(_VOCABULARIES)}")
+        _check_ids(folder)
         backend = _backend_class(folder).from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
@@ -316,6 +318,18 @@ def load_tokenizer(
             "tokenizer_config.json beside the weights"
         ) from None
     return tokenizer
+
+
+def _check_ids(folder: Path) -> None:
+    """Refuse ids that no vocabulary has: `tokenizers` takes memory up to the largest, or aborts."""
+    for name in ("tokenizer.json", "vocab.json"):
+        path = folder / name
+        if path.is_file():
+            raw = json.loads(path.read_text("utf-8"))
+            vocabulary = raw["model"]["vocab"] if name == "tokenizer.json" else raw
+            ids = vocabulary.values() if isinstance(vocabulary, dict) else ()
+            if any(type(token) is not int or not 0 <= token < MAX_SIZE for token in ids):
+                raise ValueError(f"{name} must number tokens from 0 to {MAX_SIZE}")
 
 
 def _backend_class(folder: Path) -> Any:

@@ -99,8 +99,7 @@ def store_file(uri: str, name: str, path: Path) -> Shard:
 
 def withdraw(uri: str) -> None:
     """Take the manifest of a set away, if there is one: its files are about to change."""
-    if store.exists(manifest_uri(uri)):
-        store.delete(manifest_uri(uri))
+    store.delete(manifest_uri(uri))
 
 
 def hash_file(path: Path) -> tuple[int, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 
 from planish.base import arrow
 from planish.base.errors import RecordError
+from planish.base.thrift import read_value
 from planish.records.ragged import Array, Ragged
 from planish.records.schema import Column, ColumnData, Kind, limit_bytes
 
@@ -34,6 +36,8 @@ _SCALARS: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
     "text": pa.string(),
 }
+_ENTRIES = pa.dictionary(pa.int32(), pa.string())
+"""Type in which texts are read."""
 _DICTIONARY = {"text": "{}", "list<int8|int16>": "{}.list.element"}
 """Kinds of which few different values are many, to the path of their values in Parquet."""
 
@@ -42,17 +46,16 @@ def _list_of(value: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("element", value, nullable=False))
 
 
-def arrow_type(kind: Kind, dtype: str = "") -> pa.DataType:
-    """Return the Arrow type of a cell of `kind`; `dtype` chooses among its numbers."""
+def arrow_type(kind: Kind, dtype: str = "", text: pa.DataType = _SCALARS["text"]) -> pa.DataType:
+    """Return the Arrow type of a cell of `kind`; `dtype` chooses among its numbers.
+
+    `text` is the type of texts.
+    """
+    if kind == "text":
+        return text
     if kind == "messages":
-        return _list_of(
-            pa.struct(
-                [
-                    pa.field("role", pa.string(), nullable=False),
-                    pa.field("content", pa.string(), nullable=False),
-                ]
-            )
-        )
+        fields = [pa.field(name, text, nullable=False) for name in ("role", "content")]
+        return _list_of(pa.struct(fields))
     if kind.startswith("list<"):
         dtypes = kind[len("list<") : -1].split("|")
         return _list_of(_SCALARS[dtype if dtype in dtypes else dtypes[0]])
@@ -172,76 +175,97 @@ def decode_pieces(
     `with_optional` decodes the lists too that a set may lack; `name` is what errors call the file.
 
     Raises:
-        RecordError: another release has written other columns.
+        RecordError: damaged, or with other columns.
     """
-    present = pq.ParquetFile(pa.BufferReader(data)).schema_arrow
-    found = [
-        spec
-        for spec in specs
-        if not spec.optional
-        or (spec.name in present.names and (with_optional or spec.kind == "text"))
-    ]
-    columns = [spec.name for spec in found]
-    lacking = [spec.name for spec in found if not _is_of(spec, present)]
-    if lacking:
-        wanted = {spec.name: spec.kind for spec in found if spec.name in lacking}
-        seen = {key: str(present.field(key).type) for key in lacking if key in present.names}
-        raise RecordError(
-            f"`{name}` must have the columns {wanted}, got {seen or 'none of them'}; read it with "
-            "the release that wrote it"
-        )
-    for batch in read_batches(pa.BufferReader(data), size=len(data), name=name, columns=columns):
+    asked = [s for s in specs if with_optional or not s.optional or s.kind == "text"]
+    for batch in read_batches(data, name=name, columns=[spec.name for spec in asked]):
+        found = [s for s in asked if not s.optional or s.name in batch.schema.names]
+        for spec in found:
+            _check_field(batch.schema, spec, name)
         yield {spec.name: _from_arrow(batch.column(spec.name), spec) for spec in found}
 
 
-def _is_of(spec: Column, schema: pa.Schema) -> bool:
-    kinds = spec.kind[len("list<") : -1].split("|") if spec.kind.startswith("list<") else [""]
-    types = [arrow_type(spec.kind, kind) for kind in kinds]
-    return spec.name in schema.names and schema.field(spec.name).type in types
+def _check_field(schema: pa.Schema, spec: Column, name: str) -> None:
+    """Refuse a column that is not as `encode` writes it: with nulls, say, or of other numbers."""
+    place = schema.get_field_index(spec.name)
+    dtypes = spec.kind.removeprefix("list<").rstrip(">").split("|")
+    kinds = [arrow_type(spec.kind, dtype, _ENTRIES) for dtype in dtypes]
+    if place < 0 or schema.field(place).nullable or schema.field(place).type not in kinds:
+        raise RecordError(
+            f"`{name}` must have the column `{spec.name}` as {kinds[0]} without nulls, got others "
+            f"({schema!s:.200}); write the set again"
+        )
 
 
 def read_batches(
-    source: Any, *, size: int, name: str, columns: list[str] | None = None
+    source: bytes | Path, *, name: str, columns: list[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Read a Parquet file of unknown origin without decoding more than `limit_bytes(size)`.
+    """Read a Parquet file of unknown origin without decoding more than `limit_bytes` of its size.
 
     Texts come dictionary-encoded: equal ones are held once, and their length is known before any
     is built. At least one batch, of no rows where there are none.
 
-    `size` is that of the file in bytes, `name` what errors call it; None for `columns` decodes all.
+    `name` is what errors call the file; None for `columns` decodes all, else those that it has.
 
     Raises:
-        RecordError: beyond the limit.
-        ArrowException: not Parquet.
+        RecordError: no sound Parquet file, or beyond the limit.
     """
-    limit = limit_bytes(size)
-    plain = pq.ParquetFile(source).schema
-    texts = [plain.column(i).path for i in range(len(plain)) if _width(plain.column(i)) is None]
-    file = pq.ParquetFile(source, read_dictionary=texts)
-    total = max(_declared_bytes(file.metadata, plain))
-    if total <= limit:
-        if not file.metadata.num_rows:
-            schema = file.schema_arrow
-            yield pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in schema], schema=schema)
+    try:
+        opened = pa.BufferReader(source) if isinstance(source, bytes) else pa.OSFile(str(source))
+        found = chunk_sizes(opened)
+        plain = list(pq.ParquetFile(opened).schema)
+        # Of all values, texts counted as indices, or of all pages.
+        widths = [_width(column) or 4 for column in plain]
+        values = sum(number * widths[place] for place, number, _ in found)
+        total = max(values, sum(pages for *_, pages in found))
+        _check_size(total, opened.size(), name)
+        texts = [column.path for column in plain if _width(column) is None]
+        file, batch = pq.ParquetFile(opened, read_dictionary=texts), None
         # One row group at a time: a batch would else be filled from several. No threads: one of
         # Arrow's that drops the last hold on the bytes while Python ends aborts the process.
-        groups = range(file.metadata.num_row_groups)
-        batches = (
-            file.iter_batches(
-                batch_size=_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False
-            )
-            for group in groups
-        )
-        for batch in itertools.chain.from_iterable(batches):
-            total += sum(_text_bytes(column) for column in batch.columns)
-            if total > limit:
-                break
-            yield batch
-    if total > limit:
+        for group in range(file.metadata.num_row_groups):
+            for batch in file.iter_batches(_BATCH_ROWS, [group], columns, use_threads=False):
+                batch.validate(full=True)
+                total += sum(_text_bytes(column) for column in batch.columns)
+                _check_size(total, opened.size(), name)
+                yield batch
+        if batch is None:
+            yield pa.RecordBatch.from_pylist([], schema=file.schema_arrow)
+    except (pa.ArrowException, OSError, UnicodeError, IndexError) as error:
         raise RecordError(
-            f"`{name}` has {size} bytes and must decode to at most {limit} (64 times its length, "
-            f"and 512 MiB in any case), got {total} or more; write it in several files"
+            f"`{name}` must be a Parquet file, got {error!s:.200}; copy or write it again"
+        ) from None
+
+
+def _check_size(total: int, size: int, name: str) -> None:
+    if total > limit_bytes(size):
+        raise RecordError(
+            f"`{name}` has {size} bytes and must decode to at most {limit_bytes(size)} (64 times "
+            f"its length, and 512 MiB in any case), got {total} or more; write it in several files"
         )
+
+
+def chunk_sizes(opened: Any) -> list[tuple[int, int, int]]:
+    """Return what the footer of an open file says of each column's chunks.
+
+    Arrow's own way to ask ends the process where an entry contradicts the schema.
+
+    Returns:
+        Place of the column in the schema, its values, and the bytes of its pages once decompressed.
+
+    Raises:
+        ArrowInvalid: the footer is damaged.
+
+    Source: the Parquet format, `FileMetaData`, in the compact protocol of Thrift.
+    """
+    end = max(opened.size() - 8, 0)
+    length = int.from_bytes(opened.read_at(4, end), "little")
+    try:
+        groups = read_value(iter(opened.read_at(min(length, end), max(end - length, 0))))[4]
+        columns = [pair for group in groups for pair in enumerate(group[1])]
+        return [(place, column[3][5], column[3][6]) for place, column in columns]
+    except (LookupError, TypeError, StopIteration, RecursionError) as error:
+        raise pa.ArrowInvalid(f"a damaged footer ({error!r})") from None
 
 
 def _width(column: Any) -> int | None:
@@ -249,17 +273,6 @@ def _width(column: Any) -> int | None:
     if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
         return int(column.length)
     return _WIDTHS.get(column.physical_type)
-
-
-def _declared_bytes(metadata: Any, schema: Any) -> tuple[int, int]:
-    """Return what the footer says of all values, texts counted as indices, and of all pages."""
-    values = pages = 0
-    for group in range(metadata.num_row_groups):
-        for place in range(metadata.num_columns):
-            chunk = metadata.row_group(group).column(place)
-            values += chunk.num_values * (_width(schema.column(place)) or 4)
-            pages += chunk.total_uncompressed_size
-    return values, pages
 
 
 def _text_bytes(array: pa.Array) -> int:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planish.base.errors import ConfigError, VerifierFailure
+from planish.base.errors import ConfigError, RecordError, VerifierFailure
 from planish.verifiers.own import OwnVerifier, installed_verifiers, is_reference
 from planish.verifiers.verdict import VerifierOptions
 
@@ -135,14 +135,14 @@ def read_cases(path: str | Path) -> list[VerifierCase]:
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield place and content of each row of a file; a `ValueError` for a line that is no JSON."""
     if path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        from planish.records.parquet import read_batches
 
         try:
-            rows = pq.read_table(path).to_pylist()
-        except (OSError, pa.ArrowException) as error:
+            batches = read_batches(path, name=str(path))
+            rows = (row for batch in batches for row in batch.to_pylist())
+            yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
+        except (OSError, RecordError) as error:
             raise ConfigError(f"rows must be a Parquet file, got {str(path)!r}: {error}") from None
-        yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
         return
     try:
         lines = path.read_text("utf-8").splitlines()

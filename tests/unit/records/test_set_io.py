@@ -337,7 +337,7 @@ from planish.base.errors import RecordError
 from planish.records.parquet import read_batches
 path = Path({str(tmp_path / "bomb.parquet")!r})
 try:
-    for batch in read_batches(path, size=path.stat().st_size, name="x"):
+    for batch in read_batches(path, name="x"):
         pass
 except RecordError as error:
     print(error)

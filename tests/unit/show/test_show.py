@@ -241,7 +241,7 @@ def test_a_parquet_file_of_any_origin_shows_its_columns_and_rows(store_root, tmp
     assert lines_with(output, "a", "int64")
     assert lines_with(output, "x1b")[0] == ["b", r"\x1b[31m"]
     store.write(f"{store_root}/y.parquet", b"PAR1 and no more")
-    with pytest.raises(RecordError, match="sound Parquet"):
+    with pytest.raises(RecordError, match="must be a Parquet"):
         shown(f"{store_root}/y.parquet")
 
 

@@ -12,7 +12,6 @@ import io
 import logging
 import mmap
 import os
-import pickle
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -148,7 +147,7 @@ class _Folder:
             _, view = self._part(name, ())
             try:
                 values[name] = torch.load(io.BytesIO(view), "cpu", weights_only=True)
-            except _UNREADABLE as error:
+            except Exception as error:  # torch's loader raises anything on strange bytes
                 text = f"`{name}` must hold plain values ({error!s:.160})"
                 raise self._corrupt(text) from None
         return values
@@ -168,7 +167,7 @@ class _Folder:
             data = torch.frombuffer(view[start : start + size], dtype=torch.uint8)
             place = fake.storage_offset(), fake.shape, fake.stride()
             return torch.empty(0, dtype=fake.dtype).set_(data.untyped_storage(), *place)
-        except _UNREADABLE as error:
+        except Exception as error:  # torch's loader raises anything on strange bytes
             text = f"`{name}` must be a saved tensor ({error!s:.160})"
             raise self._corrupt(text) from None
 
@@ -240,8 +239,6 @@ def _shared(values: Mapping[str, Any], parameters: Collection[str]) -> dict[str,
 
 _OF_OPTIMIZER = re.compile(r"optim(izer)?\.(?P<part>state|param_groups)\.(?P<path>.+)")
 """Name of a value of an optimizer."""
-_UNREADABLE = (pickle.UnpicklingError, RuntimeError, ValueError, AttributeError, EOFError)
-"""What torch's loader raises on bytes that are not what they should be."""
 TYPES_OF_TORCH = {str(dtype).removeprefix("torch."): name for dtype, name in NAMES.items()}
 """Name of a type in torch to ours."""
 

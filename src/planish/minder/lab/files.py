@@ -137,8 +137,8 @@ def _read_long(path: Path) -> Frame:
         if path.suffix == ".csv":
             table = csv.read_csv(path)
         else:
-            batches = read_batches(path, size=path.stat().st_size, name=str(path))
-            table = pa.Table.from_batches(list(batches)).unify_dictionaries()
+            table = pa.Table.from_batches(list(read_batches(path, name=str(path))))
+            table = table.unify_dictionaries()
         ts, *texts, value = (table.column(name) for name in LONG_COLUMNS)
         is_date = pa.types.is_timestamp(ts.type)
         seconds = ts.cast(pa.timestamp("us")).cast(pa.int64()) if is_date else ts

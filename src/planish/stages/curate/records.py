@@ -211,17 +211,13 @@ def _fields(item: Any) -> dict[str, Any]:
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-
     from planish.records.parquet import read_batches
 
     try:
-        for batch in read_batches(path, size=path.stat().st_size, name=path.name):
+        for batch in read_batches(path, name=path.name):
             yield from batch.to_pylist()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise ConfigError(
-            f"`{path.name}` must be a Parquet file, got: {error}; check `curate.dataset`"
-        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{error}; check `curate.dataset`") from None
 
 
 def read_hub(

@@ -272,7 +272,7 @@ def csv_lines(start, step):
         ("t.csv", HEADER + "1,a,cpu_usage,1\n9e11,a,cpu_usage,1\n", "one trace"),
         ("t.csv", HEADER + csv_lines(1_700_000_000_000, 1000), "unix seconds, got 1700000000000"),
         ("t.csv", HEADER + csv_lines(0, 1000), "at most 60 s apart, got 1,000"),
-        ("t.parquet", "nonsense", "readable table"),
+        ("t.parquet", "nonsense", "must be a Parquet file"),
         ("t.npz", "nonsense", "npz"),
     ],
 )
