@@ -36,6 +36,7 @@ KINDS = {
     "head": "head",
     "folder": "list",
     "tidy": "tidy",
+    "delete_exact": "delete",
 }
 """Methods of a store, and what their requests are."""
 

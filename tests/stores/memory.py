@@ -45,6 +45,7 @@ class MemoryStore:
     """`mem://name/key`."""
 
     in_memory = True
+    deletes_exactly = True
 
     def __init__(self, name: str = "memory"):
         self.clock = time.time
@@ -147,6 +148,12 @@ class MemoryStore:
         with self._lock:
             for key in keys:
                 self._objects.pop(key, None)
+
+    def delete_exact(self, key: str, etag: str) -> None:
+        self.requests["delete"] += 1
+        with self._lock:
+            if key in self._objects and self._objects[key][1].etag == etag:
+                del self._objects[key]
 
     def tidy(self, folder: str) -> None:
         """Memory has no folders."""

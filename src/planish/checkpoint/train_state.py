@@ -7,6 +7,7 @@ checkpoint. What needs no tensors needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -16,6 +17,9 @@ from planish import store
 from planish.base.errors import (
     CheckpointCorrupt,
     CheckpointError,
+    CheckpointExists,
+    ObjectChanged,
+    ObjectExists,
     ObjectMissing,
     StoreError,
     UnexpectedKeys,
@@ -138,7 +142,7 @@ def begin_save(
         manifest, data = seal(STATE_SCHEMA, 0, (), parents, {**attributes, _DIGEST: digest})
         if ranks.is_first:
             # Until now an older record was that of a whole state; killed here, it names another.
-            store.write(manifest_uri(uri), data)
+            _write_record(uri, data, digest)
             try:
                 # Beside it lie what killed saves of other steps have left.
                 api.gc(uri.rpartition("/")[0], grace_s=GARBAGE_SECONDS)
@@ -148,6 +152,32 @@ def begin_save(
         return manifest.ref(uri)
 
     return commit
+
+
+def _write_record(uri: str, manifest: bytes, digest: str) -> None:
+    """Write the manifest of a state that is committed, unless another save has replaced it.
+
+    The order decides: whoever writes over the manifest that was there before a save's commit was
+    still seen can not hide a newer one.
+
+    Raises:
+        CheckpointExists: another save has been committed there since.
+    """
+    from planish.checkpoint.commit.commit import read_commit, tag
+
+    storage, path = store.open_store(uri)
+    key = manifest_uri(path)
+    while True:
+        seen = tag(storage, key)
+        commit = read_commit(storage, path)
+        if commit is None or commit.meta_sha256 != digest:
+            raise CheckpointExists(
+                f"`{uri}` must hold the state that was just committed there, but another save or "
+                "removal has replaced it; run one training at a time on a root"
+            )
+        with contextlib.suppress(ObjectExists, ObjectChanged, ObjectMissing):
+            storage.put(key, manifest, if_none_match=not seen, if_match=seen)
+            return
 
 
 def load(

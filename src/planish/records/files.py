@@ -17,7 +17,7 @@ from typing import Any
 import google_crc32c
 
 from planish import store
-from planish.base.errors import ObjectMissing, RecordError
+from planish.base.errors import ObjectChanged, ObjectExists, ObjectMissing, RecordError
 from planish.records.manifest import (
     MANIFEST,
     Manifest,
@@ -122,23 +122,41 @@ def publish(uri: str, manifest: bytes, files: Mapping[str, Path | bytes | Shard]
     """Put files and then their manifest in place, leaving nothing else in the folder.
 
     The manifest of another set in the same place goes first, so that no reader ever sees it
-    beside files that are not its own.
+    beside files that are not its own. Nothing is replaced or removed but what was there at first:
+    what another writer has put there meanwhile stays.
+
+    Raises:
+        RecordError: another writer has written something else there meanwhile.
     """
     base = uri.rstrip("/")
-    place = manifest_uri(uri)
-    present = store.list_uris(base)
-    if place in present and store.read(place) != manifest:
-        store.delete(place)
+    opened, folder = store.open_store(base)
+    present = {stat.key.removeprefix(f"{folder}/"): stat.etag for stat in opened.list(folder)}
+    if MANIFEST in present and opened.read(f"{folder}/{MANIFEST}") != manifest:
+        opened.delete_exact(f"{folder}/{MANIFEST}", present.pop(MANIFEST))
     for name, content in files.items():
-        if isinstance(content, bytes):
-            store.write(f"{base}/{name}", content)
-        elif isinstance(content, Path):
-            store.write_file(f"{base}/{name}", content)
-    kept = {place, *(f"{base}/{name}" for name in files)}
-    for stale in present:
-        if stale not in kept:
-            store.delete(stale)
-    store.write(place, manifest)
+        if not isinstance(content, Shard):
+            _replace(f"{base}/{name}", content, present.get(name, ""))
+    for stale in present.keys() - files.keys() - {MANIFEST}:
+        opened.delete_exact(f"{folder}/{stale}", present[stale])
+    _replace(manifest_uri(uri), manifest, present.get(MANIFEST, ""))
+
+
+def _replace(uri: str, content: bytes | Path, seen: str) -> None:
+    """Write a file over the one of the entity tag `seen`; another one must have these bytes."""
+    try:
+        if isinstance(content, Path):
+            store.write_file(uri, content, over=seen)
+        else:
+            store.write(uri, content, over=seen)
+    except (ObjectExists, ObjectChanged) as error:
+        if isinstance(content, Path):
+            own = hash_file(content)[1]
+        else:
+            own = hashlib.sha256(content).hexdigest()
+        if hash_object(uri)[1] != own:
+            raise RecordError(
+                f"a set must be written by one process at a time, got {error}; run its stage again"
+            ) from None
 
 
 def fetch_files(

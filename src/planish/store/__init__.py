@@ -114,10 +114,16 @@ def read(uri: str, start: int = 0, length: int | None = None) -> bytes:
     return data
 
 
-def write(uri: str, data: Buffer) -> None:
-    """Put an object in place as a whole: readers see the old bytes or all of the new."""
+def write(uri: str, data: Buffer, *, over: str | None = None) -> None:
+    """Put an object in place as a whole: readers see the old bytes or all of the new.
+
+    `over` is the entity tag of what is to be replaced, "" for nothing, None for anything.
+
+    Raises:
+        ObjectExists, ObjectChanged, ObjectMissing: something else is there.
+    """
     store, key = _open_object(uri)
-    upload(store, key, data)
+    upload(store, key, data, over=over)
     _count("written", uri, len(data))
 
 
@@ -128,8 +134,8 @@ def create(uri: str, data: Buffer) -> None:
     _count("written", uri, len(data))
 
 
-def write_file(uri: str, path: Path) -> None:
-    """Write an object from a local file of any size, as a whole."""
+def write_file(uri: str, path: Path, *, over: str | None = None) -> None:
+    """Write an object from a local file of any size, as `write`."""
     store, key = _open_object(uri)
     with open(path, "rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
@@ -140,7 +146,7 @@ def write_file(uri: str, path: Path) -> None:
                 raise StoreError(f"`{path}` must not change while it is copied to `{uri}`")
             return data
 
-        _write_parts(store, key, num_bytes, read_part, num_threads=_PARALLEL_PARTS)
+        _write_parts(store, key, num_bytes, read_part, _PARALLEL_PARTS, over)
     _count("written", uri, num_bytes)
 
 
@@ -223,10 +229,14 @@ def local_path(uri: str) -> Path | None:
     return Path(f"/{address.key}") if address.scheme == "file" else None
 
 
-def upload(store: Store, key: str, data: Buffer) -> str:
-    """Write an object of any size from one thread and return its entity tag."""
+def upload(store: Store, key: str, data: Buffer, *, over: str | None = None) -> str:
+    """Write an object of any size from one thread, as `write`, and return its entity tag."""
     view = memoryview(data).cast("B")
-    return _write_parts(store, key, view.nbytes, lambda start, length: view[start : start + length])
+
+    def read_part(start: int, length: int) -> memoryview:
+        return view[start : start + length]
+
+    return _write_parts(store, key, view.nbytes, read_part, over=over)
 
 
 def _write_parts(
@@ -235,10 +245,13 @@ def _write_parts(
     num_bytes: int,
     read_part: Callable[[int, int], Buffer],
     num_threads: int = 1,
+    over: str | None = None,
 ) -> str:
     """Write an object whose ranges `read_part(start, length)` returns; a failure leaves nothing."""
+    must_be_new, tag = over == "", over or ""
     if num_bytes < SINGLE_PUT_BYTES:
-        return store.put(key, read_part(0, num_bytes))
+        data = read_part(0, num_bytes)
+        return store.put(key, data, if_none_match=must_be_new, if_match=tag)
     # An upload that began before this process is of a writer that was killed, or that it follows.
     _abort(store, key, _BEGUN)
     parts = store.open_multipart(key, num_bytes)
@@ -255,7 +268,7 @@ def _write_parts(
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        etag = parts.complete()
+        etag = parts.complete(if_none_match=must_be_new, if_match=tag)
     except BaseException:
         parts.abort()
         raise

@@ -124,6 +124,8 @@ class Store(Protocol):
 
     retries: Counter[str]
     """Tries that were not the first, by the reason (an HTTP status or the name of an error)."""
+    deletes_exactly: bool
+    """Whether nothing can come between the look and the removal of `delete_exact`."""
     in_memory: bool
     """Whether the objects lie in the memory of this process, where no other process finds them."""
 
@@ -193,6 +195,9 @@ class Store(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; absent ones are no error."""
+
+    def delete_exact(self, key: str, etag: str) -> None:
+        """Remove an object if it is the one with this entity tag; another one, or none, stays."""
 
     def tidy(self, folder: str) -> None:
         """Remove what a file system keeps of a folder whose objects are gone.

@@ -70,6 +70,7 @@ class FileStore:
     """Files below a root folder."""
 
     in_memory = False
+    deletes_exactly = True
 
     def __init__(self, root: str | Path = "/"):
         self.retries: Counter[str] = Counter()
@@ -176,6 +177,13 @@ class FileStore:
         for key in keys:
             path = self._path(key)
             with _store_errors(self.uri(key)), _ABSENT_IS_FINE, _locked(path.parent):
+                path.unlink()
+
+    def delete_exact(self, key: str, etag: str) -> None:
+        """Remove a file that has not changed."""
+        path = self._path(key)
+        with _store_errors(self.uri(key)), _ABSENT_IS_FINE, _locked(path.parent):
+            if _stat(key, path.stat()).etag == etag:
                 path.unlink()
 
     def tidy(self, folder: str) -> None:

@@ -131,6 +131,8 @@ class S3Store:
     """`s3://bucket/key`; an own set of connections."""
 
     in_memory = False
+    deletes_exactly = False
+    """AWS heeds the condition of a deletion, MinIO does not."""
 
     def __init__(
         self,
@@ -270,6 +272,13 @@ class S3Store:
         named = (DeleteObject(check_key(key)) for key in keys)
         for _ in self._client.remove_objects(self._client.bucket, named):
             pass  # a key that can not be removed has failed its request
+
+    def delete_exact(self, key: str, etag: str) -> None:
+        """Remove an object that has not changed."""
+        with contextlib.suppress(ObjectMissing, Refused):
+            if self.head(key).etag == etag:
+                condition = _condition(False, etag)
+                self._client.call("DELETE", key, headers_of, headers=condition, handled={412})
 
     def tidy(self, folder: str) -> None:
         """A bucket has no folders."""

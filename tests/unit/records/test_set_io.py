@@ -109,11 +109,11 @@ def test_a_writer_that_dies_before_the_manifest_leaves_no_set(store_root, monkey
     write_set(f"{store_root}/set", random_prompts(1), parents={}, attributes={})
     written = []
 
-    def die_at_the_manifest(uri, data):
+    def die_at_the_manifest(uri, data, **options):
         if uri.endswith("manifest.json"):
             raise KeyboardInterrupt
         written.append(uri)
-        write(uri, data)
+        write(uri, data, **options)
 
     write = store.write
     monkeypatch.setattr(store, "write", die_at_the_manifest)

@@ -14,8 +14,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planish.base import telemetry
-from planish.base.errors import CheckpointCorrupt, ConfigError, SaveFailed
-from planish.checkpoint.commit.commit import LATEST, Commit, discard, read_commit, require_commit
+from planish.base.errors import CheckpointCorrupt, CheckpointExists, ConfigError, SaveFailed
+from planish.checkpoint.commit.commit import (
+    LATEST,
+    Commit,
+    discard,
+    read_commit,
+    require_commit,
+    withdraw,
+)
 from planish.checkpoint.commit.journal import (
     COMMIT,
     announced,
@@ -24,7 +31,7 @@ from planish.checkpoint.commit.journal import (
     join,
     started,
 )
-from planish.store import Folder, Store
+from planish.store import Folder, Stat, Store
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +81,12 @@ class _Place:
         return [name[2:] for name in names if name.startswith("a-") and is_attempt(name[2:])]
 
     def commit_modified(self) -> float | None:
+        stat = self.commit_stat()
+        return stat.modified if stat and stat.size else None
+
+    def commit_stat(self) -> Stat | None:
         name = join(self.path, COMMIT)
-        return next((s.modified for s in self.content.objects if s.key == name), None)
+        return next((stat for stat in self.content.objects if stat.key == name), None)
 
 
 def _places(storage: Store, root: str) -> list[_Place]:
@@ -88,7 +99,7 @@ def _places(storage: Store, root: str) -> list[_Place]:
             looked_at = [_Place(*pair) for pair in zip(level, contents, strict=True)]
             level = []
             for place in looked_at:
-                if place.commit_modified() is not None or place.attempts():
+                if place.commit_stat() or place.attempts():
                     places.append(place)
                 else:
                     level += place.content.folders
@@ -131,14 +142,20 @@ def info(storage: Store, path: str) -> Entry:
 
 
 def delete(storage: Store, path: str) -> None:
-    """Remove the checkpoint at a path: from the first request on nothing is visible."""
+    """Remove the checkpoint at a path: from the first request on nothing is visible.
+
+    One that a save has replaced meanwhile stays, and is `CheckpointExists`.
+    """
     commit = require_commit(storage, path)
-    _remove(storage, path, commit.attempt)
+    if not _remove(storage, path, commit):
+        raise CheckpointExists(
+            f"`{storage.uri(path)}` must hold step {commit.step} until it is removed, but another "
+            "save has replaced it; remove that one if it is to go too"
+        )
 
 
-def _remove(storage: Store, path: str, attempt: str) -> None:
-    storage.delete([join(path, COMMIT)])
-    discard(storage, path, attempt)
+def _remove(storage: Store, path: str, commit: Commit) -> bool:
+    return withdraw(storage, path, commit) and discard(storage, path, commit.attempt)
 
 
 def retain(
@@ -174,8 +191,8 @@ def retain(
             verdict = CatalogVerdict(entry.path, "keep", "pinned")
         else:
             verdict = CatalogVerdict(entry.path, "delete", f"step {entry.step}: no rule keeps it")
-            if not dry_run:
-                _remove(storage, entry.path, entry.commit.attempt)
+            if not dry_run and not _remove(storage, entry.path, entry.commit):
+                verdict = CatalogVerdict(entry.path, "keep", "another save has replaced it")
         verdicts.append(verdict)
     return verdicts
 
@@ -202,6 +219,9 @@ def gc(
 def _collect_place(
     storage: Store, place: _Place, grace_s: float, dry_run: bool
 ) -> list[CatalogVerdict]:
+    mark = place.commit_stat()
+    if mark and not mark.size and not dry_run and storage.now() - mark.modified >= grace_s:
+        storage.delete_exact(mark.key, mark.etag)
     try:
         commit = read_commit(storage, place.path)
     except CheckpointCorrupt as error:

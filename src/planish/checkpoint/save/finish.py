@@ -176,11 +176,11 @@ def _announce(save: Save) -> None:
     save.replaces = standing(save.storage, save.path)
     if save.replaces and not save.options.overwrite:
         commit = read_commit(save.storage, save.path)
-        taken = f"step {commit.step}" if commit is not None else "a checkpoint"
-        raise CheckpointExists(
-            f"`{save.options.uri}` must be free, but has {taken} committed; choose another "
-            "path, or `overwrite=True`"
-        )
+        if commit is not None:
+            raise CheckpointExists(
+                f"`{save.options.uri}` must be free, but has step {commit.step} committed; choose "
+                "another path, or `overwrite=True`"
+            )
     save.journal = Journal(save.storage, save.path, save.agreed.attempt)
     save.journal.begin()
     save.journal.keep()

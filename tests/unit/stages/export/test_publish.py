@@ -174,11 +174,11 @@ def test_in_a_bucket_the_manifest_is_last_and_a_cut_off_export_goes_on(
     target = f"{s3_root}/models/mine"
     write, keys = store.write, []
 
-    def cut_off(uri, data):
+    def cut_off(uri, data, **options):
         if uri.endswith("manifest.json"):
             raise StoreUnavailable("cut off")
         keys.append(uri)
-        write(uri, data)
+        write(uri, data, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "write", cut_off)
