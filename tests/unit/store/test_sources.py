@@ -63,7 +63,7 @@ def test_other_forms_are_refused_with_the_forms_there_are(text):
 @pytest.fixture
 def shared_folder():
     """A folder that every user may search."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
         Path(name).chmod(0o755)
         yield Path(name)
         os.seteuid(os.getuid())
