@@ -1,5 +1,5 @@
 # prepare, reward, next, report and resharding: opens data and models, without torch.
-ARG BASE=python:3.11-slim-bookworm
+ARG BASE=docker.io/library/python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 FROM ${BASE} AS build
 
 # A mirror of the package index, and one more; their names and passwords stay out of the image.
