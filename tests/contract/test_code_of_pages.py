@@ -1,5 +1,6 @@
 """The Python on the pages for people who come from Kubeflow and from Python runs as it stands."""
 
+import os
 import re
 import runpy
 import shlex
@@ -114,9 +115,15 @@ def test_the_blocks_of_the_page_for_python_are_one_program(tmp_path):
     assert first in page
     (tmp_path / "page.py").write_text(page.replace(first, repr(FEW)))
     done = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "page.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "FORCE_COLOR": "1"},  # as the kernel of a notebook has it
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\n") < 100, "a cell that nobody can read"
     *_, loss, exact, several, checkpoint = done.stdout.splitlines()
     assert "'approx_kl': " in loss
     assert (exact, several) == (r"1.0 \frac{3}{2}", "[0.0, 1.0]")

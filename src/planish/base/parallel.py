@@ -182,13 +182,25 @@ def grid_fault(size: int, *, tp: int, pp: int, ep: int, cp: int, replicas: int =
     return ""
 
 
-def trainer_fault(name: str) -> str:
-    """Return why a trainer is not to be had in this environment; "" where it is."""
-    if name != "megatron" or find_spec("megatron"):
+_PACKAGES = {
+    "megatron": ("megatron", "`pip install 'planish[megatron]'`"),
+    "nixl": ("nixl_cu13", "`pip install 'planish[rollout]'`"),
+    **dict.fromkeys(
+        ("vllm", "vllm_disagg"),
+        ("vllm", "`pip install 'planish[rollout]'`, or `make engines` where there is no GPU,"),
+    ),
+}
+"""Choice of a setting -> the module that it needs, and what brings it."""
+
+
+def package_fault(key: str, choice: str) -> str:
+    """Return why the choice of a setting is not to be had in this environment; "" where it is."""
+    module, remedy = _PACKAGES.get(choice, ("", ""))
+    if not module or find_spec(module):
         return ""
     return (
-        f"`train.trainer` must be 'fsdp2' where megatron-core is not installed, got {name!r}; `pip "
-        "install planish[megatron]` installs it"
+        f"`{key}` = {choice!r} must find the package {module!r} in this environment, got none; "
+        f"{remedy} installs it"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from planish.base.config import nearest, parse_section
 from planish.base.errors import ConfigError
-from planish.base.parallel import grid_fault, num_trainers, trainer_fault
+from planish.base.parallel import grid_fault, num_trainers, package_fault
 from planish.base.text import bytes_text
 from planish.engines import APART
 from planish.models.config import ModelConfig
@@ -136,12 +136,18 @@ def find_shape(config: Config) -> ModelShape:
 def device_faults(config: Config, requests: PodRequests) -> list[str]:
     """Return where settings ask for other devices than the pods have, or waste all of them.
 
-    Outside a cluster, where all stages run on this machine, also for a trainer that it lacks; the
-    image of the train stage is another than that of `prepare`, and is looked at there.
+    Outside a cluster, where all stages run on this machine, also for packages that it lacks; the
+    images of other stages hold others than that of `prepare`, and are looked at there.
     """
     faults = []
-    if not requests.num_nodes and (fault := trainer_fault(config["train"]["trainer"])):
-        faults.append(fault)
+    if not requests.num_nodes:
+        engine = config["engine"].get("name", "")
+        faults += [
+            package_fault("train.trainer", config["train"]["trainer"]),
+            package_fault("engine.name", engine),
+            package_fault("engine.transport", config["engine"].get("transport", ""))
+            * (engine in APART),
+        ]
     if requests.have_gpus and not config["model"]["path"]:
         faults.append(
             "`model.path` must name a model in pods with GPUs, got none; what is built from "
@@ -189,7 +195,7 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
                 f"{setting} must be at most the GPUs of a pod of `{stage}` "
                 f"({pod.gpus}), got {ranks}; lower it, or take a profile with more"
             )
-    return faults
+    return list(filter(None, faults))
 
 
 def _rank_faults(config: Config, requests: PodRequests) -> list[str]:

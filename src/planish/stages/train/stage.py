@@ -21,7 +21,7 @@ from planish import store
 from planish.algorithms import build_algorithm
 from planish.base import errors, telemetry
 from planish.base.errors import ConfigError, PeerLost, PlanishError
-from planish.base.parallel import Ranks, leave, num_devices, trainer_fault
+from planish.base.parallel import Ranks, leave, num_devices, package_fault
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.refs import Ref, parse_pin
@@ -227,7 +227,7 @@ def launch_gang(
             image of this one, would lack the trainer.
         LayoutMismatch: the state before the iteration lacks the critic that the algorithm needs.
     """
-    if fault := trainer_fault(job.train.trainer):
+    if fault := package_fault("train.trainer", job.train.trainer):
         raise ConfigError(fault)
     has_critic = build_algorithm(job.config.get("algorithm", {})).needs_values
     if has_critic and job.state_pin and not job.info.get("critic"):

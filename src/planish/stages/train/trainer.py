@@ -21,7 +21,7 @@ from torch import Tensor
 
 from planish.algorithms.base import LossFn, TrainBatch, ValueLossFn
 from planish.base.errors import ConfigError
-from planish.base.parallel import Grid, trainer_fault
+from planish.base.parallel import Grid, package_fault
 from planish.checkpoint import train_state as checkpoint
 from planish.checkpoint.train_state import HeldState
 from planish.models.adapters import KEY, Adapters, check_same, is_adapter
@@ -362,7 +362,7 @@ class Trainer:
 def _sharding(name: str) -> type[Sharding]:
     if name not in TRAINERS:
         raise ConfigError(f"`train.trainer` must be one of {sorted(TRAINERS)}, got {name!r}")
-    if fault := trainer_fault(name):
+    if fault := package_fault("train.trainer", name):
         raise ConfigError(fault)
     module, _, attribute = TRAINERS[name].partition(":")
     # megatron-core speaks of every package that would make it faster.

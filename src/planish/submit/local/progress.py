@@ -136,7 +136,8 @@ def watch(
     began = time.time()
     shown: dict[tuple[int, str, int], TaskLog] = {}
     told, sampling = 0, ""
-    with console.status("") if console.is_terminal else nullcontext() as status:
+    # `console.is_terminal` is true of a pipe where FORCE_COLOR is set, as in notebooks and CI.
+    with console.status("") if console.file.isatty() else nullcontext() as status:
         while True:
             ended = process.poll() is not None
             for task in read_tasks(root, began - 1):

@@ -110,10 +110,27 @@ def test_what_this_machine_lacks_is_told_before_the_run(file_root, monkeypatch):
         prepare(file_root, wish(overrides=f"{SMALL} train.num_nodes=2"))
     with pytest.raises(ConfigError, match="`max_avoided_nodes` must be 0 or more, got -1"):
         prepare(file_root, wish(max_avoided_nodes=-1))
-    monkeypatch.setattr("planish.base.parallel.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"planish\[megatron\]"):
-        prepare(file_root, wish(overrides=f'{SMALL} train.trainer="megatron"'))
     assert not store.exists(layout.run_file(file_root))
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ('train.trainer="megatron"', r"'megatron' must find .*planish\[megatron\]"),
+        ('engine.name="vllm"', r"'vllm' must find .*planish\[rollout\].*`make engines`"),
+        ('engine.name="vllm_disagg" model.num_experts=4', "`engine.name` = 'vllm_disagg' must"),
+        ('engine.name="disagg" engine.transport="nixl" model.num_experts=4', "'nixl_cu13'"),
+    ],
+)
+def test_a_package_that_this_machine_lacks_is_told_before_the_cold_start(
+    setting, told, file_root, monkeypatch
+):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setattr("planish.base.parallel.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=told):
+        prepare(file_root, wish(overrides=f"{SMALL} {setting}"))
+    assert not store.exists(layout.run_file(file_root))
+    prepare(file_root, wish(overrides=f'{SMALL} engine.transport="nixl"'))
 
 
 def test_the_same_command_again_changes_nothing(file_root, tmp_path):

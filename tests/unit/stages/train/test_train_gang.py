@@ -36,7 +36,7 @@ def submit(job, num_nodes=2, pods=None):
 def test_a_trainer_that_the_image_lacks_is_refused_before_the_gang(gangs, file_root, monkeypatch):
     job = job_of(file_root, trainer="megatron")
     monkeypatch.setattr("planish.base.parallel.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"megatron-core is not installed.*planish\[megatron\]"):
+    with pytest.raises(ConfigError, match=r"find the package 'megatron'.*planish\[megatron\]"):
         submit(job)
     assert gangs == []
     submit(job_of(file_root))

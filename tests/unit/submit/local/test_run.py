@@ -1,10 +1,12 @@
 import argparse
 import dataclasses
+import io
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -19,7 +21,13 @@ from planish.stages.prepare.settings import build_config, split_overrides
 from planish.stages.report.facts import TaskLog
 from planish.store.documents import write_json
 from planish.submit.local.pipeline import Result
-from planish.submit.local.progress import progress_line, read_tasks, seconds_by_stage, work_seconds
+from planish.submit.local.progress import (
+    progress_line,
+    read_tasks,
+    seconds_by_stage,
+    watch,
+    work_seconds,
+)
 from planish.submit.local.run import default_root, finish, pipelines_folder, tiny_preset
 from tests.unit.submit.kfp_server import Server
 
@@ -46,6 +54,21 @@ def test_parallel_shards_count_once() -> None:
     trained = TaskLog("train", 1, 0, "done", 6.0, 9.0, metrics={"update_seconds": 4.0})
     assert seconds_by_stage([*tasks, trained]) == {"rollout": 6.0, "train": 9.0}
     assert work_seconds([*tasks, trained]) == 7.0
+
+
+@pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1"}, {"TTY_COMPATIBLE": "1"}])
+def test_nothing_is_animated_where_the_output_is_no_terminal(variables, tmp_path, monkeypatch):
+    """As in notebooks and on GitHub, which ask for colours of a pipe."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("planish.submit.local.progress.POLL_SECONDS", 0.0)
+    log = tmp_path / "log"
+    log.write_text("sampling kept=3 goal=8 dropped=1 tokens_per_second=9 slots=2 seconds_left=5\n")
+    looks = iter([None] * 200 + [0])
+    process = SimpleNamespace(poll=lambda: next(looks))
+    out = io.StringIO()
+    assert watch(process, f"file://{tmp_path}/root", Console(file=out), log, lambda: None) == []
+    assert out.getvalue() == ""
 
 
 def test_only_ended_attempts_of_this_run_are_read(tmp_path: Path) -> None:
