@@ -164,6 +164,13 @@ class Kube:
             if not options["_continue"]:
                 return
 
+    def workflows(self, run_id: str) -> Iterator[dict[str, Any]]:
+        """Yield the workflows of a run: Kubeflow tells them by a label, plain Argo by its name."""
+        place = ("argoproj.io", "v1alpha1", self.namespace, "workflows")
+        listing = self.custom.list_namespaced_custom_object
+        yield from self.items(listing, *place, label_selector=f"pipeline/runid={run_id}")
+        yield from self.items(listing, *place, field_selector=f"metadata.name={run_id}")
+
 
 def request_name(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
     """Return a request as people call it: `read namespaced pod`, `create jobs.batch`."""

@@ -14,6 +14,7 @@ from typing import Any
 from planish.base.answers import bounded
 from planish.base.errors import ClusterError, ConfigError
 from planish.base.telemetry import redact
+from planish.run.kube import Kube, in_pod
 
 TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"
 """Where an installation for several users mounts the token that its API asks for."""
@@ -24,7 +25,7 @@ WRITE_SECONDS = 120
 """The same for what starts or changes something."""
 
 CANCELLED = {"CANCELING", "CANCELED", "CANCELLED"}
-"""States of a run that a person has ended."""
+"""States of a run that a person has ended; Kubeflow 2.17 shows them only until its next look."""
 
 API = "ml-pipeline.kubeflow.svc.cluster.local"
 """Name of the API's service where Kubeflow is in its own namespace."""
@@ -42,7 +43,7 @@ class KubeflowRun:
     pipeline: Mapping[str, Any] = field(default_factory=dict)
     """Either `pipeline_version_reference` or `pipeline_spec`, as the API gave it."""
     state: str = ""
-    """State of the run now, in the words of the API."""
+    """State of the run now, in the words of the API; CANCELED where its workflow was terminated."""
 
 
 class KfpRuns:
@@ -83,7 +84,7 @@ class KfpRuns:
             service_account=run.service_account or "",
             pipeline_root=(runtime.pipeline_root or "") if runtime else "",
             pipeline=pipeline,
-            state=str(run.state or ""),
+            state="CANCELED" if was_terminated(run_id) else str(run.state or ""),
         )
 
     def find(self, name: str, experiment_id: str) -> str:
@@ -153,6 +154,21 @@ def asking(url: str) -> Iterator[None]:
             raise
         cause = redact(" ".join(str(error).split()))
         raise ClusterError(f"Kubeflow at {url} must answer, got {cause:.300}") from None
+
+
+def was_terminated(run_id: str) -> bool:
+    """Tell whether a person has ended the run of this pod; its state is FAILED soon after.
+
+    Raises:
+        ClusterError: the API server refuses to list workflows, or does not answer.
+
+    Source: `GetTerminatePatch` of kubeflow/pipelines 2.17 sets `activeDeadlineSeconds` of the
+    workflow to 0, the commands `argo stop` and `argo terminate` set `shutdown`.
+    """
+    if not in_pod():
+        return False
+    specs = [flow["spec"] for flow in Kube.connect(patience_seconds=0).workflows(run_id)]
+    return any(spec.get("activeDeadlineSeconds") == 0 or spec.get("shutdown") for spec in specs)
 
 
 def authorise(settings: Any, token: str = "") -> None:

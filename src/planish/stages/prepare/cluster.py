@@ -85,19 +85,10 @@ class ClusterApi(Kube):
         ]
 
     def run_is_active(self, run_id: str) -> bool:
-        """Tell whether the workflow of a run exists and has not ended.
-
-        Kubeflow tells it by a label, plain Argo by its name.
-        """
-        place = ("argoproj.io", "v1alpha1", self.namespace, "workflows")
-        listing = self.custom.list_namespaced_custom_object
+        """Tell whether the workflow of a run exists and has not ended."""
         return any(
             item.get("status", {}).get("phase", "") in ACTIVE_PHASES
-            for selector in (
-                {"label_selector": f"pipeline/runid={run_id}"},
-                {"field_selector": f"metadata.name={run_id}"},
-            )
-            for item in self.items(listing, *place, **selector)
+            for item in self.workflows(run_id)
         )
 
     def has_runtime(self, name: str) -> bool:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from planish import store
 from planish.base.config import config_sha256
 from planish.records import layout
 from planish.run.avoid import AvoidedNode, avoid
+from planish.run.kube import Kube
 from planish.run.kubeflow import KfpRuns, KubeflowRun, api_url, restart_name, run_name
 from planish.run.lock import Holder, acquire, current_holder
 from planish.run.stage import PathArtifact
@@ -280,6 +282,41 @@ def test_a_run_that_a_person_ended_stays_ended(named):
     assert ask_restart(named, runs) == "not restarted: a person ended the run"
     assert runs.created == []
     assert store.list_uris(layout.restarts(named)) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "state"),
+    [
+        ({"entrypoint": "e", "activeDeadlineSeconds": 0}, "CANCELED"),
+        ({"entrypoint": "e", "shutdown": "Terminate"}, "CANCELED"),
+        ({"entrypoint": "e", "shutdown": "Stop"}, "CANCELED"),
+        ({"entrypoint": "e", "activeDeadlineSeconds": 86400}, "FAILED"),
+        ({"entrypoint": "e"}, "FAILED"),
+    ],
+)
+def test_who_ended_a_run_is_read_from_its_workflow(spec, state, named, server, monkeypatch):
+    """Kubeflow's API tells FAILED of a run that a person has terminated."""
+    run = server.add_run(display_name="x", state="FAILED", runtime_config={"parameters": {}})
+    monkeypatch.setenv("RUN_ID", run["run_id"])
+    avoid(named, AvoidedNode("node-4", "monitor_check", run["run_id"]))
+
+    def list_namespaced_custom_object(group, version, namespace, plural, **options):
+        assert (group, namespace, plural) == ("argoproj.io", "ns", "workflows")
+        is_asked = options.get("label_selector") == f"pipeline/runid={run['run_id']}"
+        data = json.dumps({"items": [{"spec": spec}] * is_asked}).encode()
+        return SimpleNamespace(data=data, headers={"Content-Type": "application/json"})
+
+    def connect(**options):
+        kube = Kube(None, "ns", **options)
+        kube.custom = SimpleNamespace(list_namespaced_custom_object=list_namespaced_custom_object)
+        return kube
+
+    monkeypatch.setattr("planish.run.kubeflow.in_pod", lambda: True)
+    monkeypatch.setattr(Kube, "connect", connect)
+    assert KfpRuns().facts(run["run_id"]).state == state
+    decision = restart(named, "FAILED", 1)
+    assert decision.startswith("restarted" if state == "FAILED" else "not restarted: a person")
+    assert len(server.posted("runs")) == (state == "FAILED")
 
 
 def test_the_lock_is_free_for_the_restart_although_the_exit_task_still_works(named):
