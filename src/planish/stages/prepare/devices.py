@@ -141,12 +141,11 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
     """
     faults = []
     if not requests.num_nodes:
-        engine = config["engine"].get("name", "")
+        engine = config["engine"]
         faults += [
             package_fault("train.trainer", config["train"]["trainer"]),
-            package_fault("engine.name", engine),
-            package_fault("engine.transport", config["engine"].get("transport", ""))
-            * (engine in APART),
+            package_fault("engine.name", engine.get("name", "")),
+            package_fault("engine.transport", engine.get("transport", "")),
         ]
     if requests.have_gpus and not config["model"]["path"]:
         faults.append(

@@ -130,7 +130,6 @@ def test_a_package_that_this_machine_lacks_is_told_before_the_cold_start(
     with pytest.raises(ConfigError, match=told):
         prepare(file_root, wish(overrides=f"{SMALL} {setting}"))
     assert not store.exists(layout.run_file(file_root))
-    prepare(file_root, wish(overrides=f'{SMALL} engine.transport="nixl"'))
 
 
 def test_the_same_command_again_changes_nothing(file_root, tmp_path):
