@@ -17,6 +17,7 @@ from planish.engines.disagg.placement import ExpertLayout
 from planish.engines.requests import Request, Sampling
 from planish.engines.weights import DictWeights
 from planish.models.experts import on_disk
+from tests.rounding import VALUES
 from tests.unit.engines.disagg.instances import FAMILIES, disagg, moe_policy
 from tests.unit.engines.tiny import prompt, start
 
@@ -69,7 +70,7 @@ def equal(outputs, expected) -> bool:
     """Compare tokens and reasons exactly, log-probabilities to what float32 of them holds."""
     return all(
         (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
-        and torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=2e-6)
+        and torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=VALUES)
         for a, b in zip(outputs, expected, strict=True)
     )
 

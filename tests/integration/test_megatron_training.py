@@ -27,12 +27,12 @@ from tests.golden.write import (
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.test_train_processes import job_of
 from tests.integration.test_train_stage import all_tensors
+from tests.rounding import GRADIENTS
 from tests.unit.stages.train.runs import TINY, add_iteration, start_run
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-TOLERANCE = 1e-5
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {},
     "tp2": {"tensor_parallel": 2},
@@ -156,7 +156,7 @@ def test_ten_steps_have_the_losses_of_one_rank(pins, tmp_path, kind, layout, siz
     for algorithm in algorithms:
         seen, wanted = np.array(found[0][algorithm]), golden(kind, algorithm)
         print(f"{layout} {algorithm}: largest difference {np.abs(seen - wanted).max():.1e}")
-        np.testing.assert_allclose(seen, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+        np.testing.assert_allclose(seen, wanted, atol=GRADIENTS, rtol=GRADIENTS)
 
 
 def test_half_precision_stays_near_to_full(pins, tmp_path):
@@ -232,7 +232,7 @@ def test_a_state_goes_from_trainer_to_trainer_without_a_changed_bit(
         moved = without_random(hop)
         assert moved.keys() == before.keys()
         assert all(torch.equal(moved[name], tensor) for name, tensor in before.items())
-    np.testing.assert_allclose(steps, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+    np.testing.assert_allclose(steps, wanted, atol=GRADIENTS, rtol=GRADIENTS)
 
 
 FAMILIES = {
@@ -295,7 +295,7 @@ def test_every_family_has_the_log_probabilities_of_transformers(tmp_path):
     for differences in found:
         assert differences.keys() == FAMILIES.keys()
         for family, values in differences.items():
-            assert max(values) < TOLERANCE, (family, values)
+            assert max(values) < GRADIENTS, (family, values)
 
 
 def test_a_model_that_does_not_divide_is_refused(pin):

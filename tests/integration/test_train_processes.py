@@ -27,13 +27,9 @@ from planish.stages.train.ranks.job import TrainJob, write_job
 from planish.stages.train.stage import launch, train
 from tests.integration.test_train_stage import all_tensors
 from tests.integration.train_forks import train_job
+from tests.rounding import GRADIENTS, MOMENTS, STEPS
 from tests.unit.stages.train.runs import add_iteration, start_run, tiny_config
 from tests.unit.stages.train.windows import add_window_iteration
-
-TOLERANCE = 1e-6
-WEIGHT_TOLERANCE = 2e-5
-"""One process computes selected tokens alone, two the modules of transformers: where a gradient is
-near 0, AdamW makes much of another rounding."""
 
 
 def job_of(tiny, iteration, state_pin="", processes=1, **train_changes):
@@ -118,29 +114,29 @@ def test_two_processes_have_the_critic_of_one(one_and_two_with_critic):
     for one, two in zip(steps, others, strict=True):
         assert one.keys() == two.keys()
         for name in ("loss", "grad_norm", "value_loss", "value_grad_norm", "value_clipfrac"):
-            wanted = pytest.approx(one.get(name), abs=TOLERANCE, rel=TOLERANCE)
+            wanted = pytest.approx(one.get(name), abs=STEPS, rel=STEPS)
             assert two.get(name) == wanted, name
     assert any(name.startswith("critic.head") for name in tensors)
     difference = largest_difference(tensors, moved)
     print(f"largest difference of weights and moments with a critic {difference:.2e}")
-    assert difference < WEIGHT_TOLERANCE
+    assert difference < MOMENTS
     assert values.keys() == stored.keys()
     assert values
     # Sums of products of hidden states of order 1: rounding alone is above that of the weights.
-    assert max(np.abs(values[key] - stored[key]).max() for key in values) < 10 * TOLERANCE
+    assert max(np.abs(values[key] - stored[key]).max() for key in values) < GRADIENTS
 
 
 def test_two_processes_have_the_losses_and_gradient_norms_of_one(one_and_two):
     for one, two in zip(one_and_two[1][2], one_and_two[2][2], strict=True):
         assert one.keys() == two.keys()
         for name in ("loss", "grad_norm", "entropy", "approx_kl", "clipfrac_high"):
-            assert two[name] == pytest.approx(one[name], abs=TOLERANCE, rel=TOLERANCE), name
+            assert two[name] == pytest.approx(one[name], abs=STEPS, rel=STEPS), name
 
 
 def test_two_processes_have_the_weights_of_one(one_and_two):
     difference = largest_difference(one_and_two[1][3], one_and_two[2][3])
     print(f"largest difference of weights and moments {difference:.2e}")
-    assert difference < WEIGHT_TOLERANCE
+    assert difference < MOMENTS
 
 
 def test_two_processes_write_a_shard_each(one_and_two):
@@ -239,7 +235,7 @@ def test_a_killed_iteration_goes_on_from_its_newest_commit_here_and_on_other_ran
         for one, two in zip(report.minibatches, reference, strict=True):
             for name in ("loss", "grad_norm", "entropy", "approx_kl", "clipfrac_high"):
                 # It goes on from weights that two processes have summed up in another order.
-                wanted = pytest.approx(two[name], abs=10 * TOLERANCE, rel=10 * TOLERANCE)
+                wanted = pytest.approx(two[name], abs=GRADIENTS, rel=GRADIENTS)
                 assert one[name] == wanted, (trainer, name)
 
     capfd.readouterr()

@@ -16,14 +16,13 @@ from planish.records.reports import UpdateReport, read_report
 from tests.integration.test_train_critic import critic_config, train_windows
 from tests.integration.test_train_processes import largest_difference, trained_by_one_and_two
 from tests.integration.test_train_stage import train_all
+from tests.rounding import STEPS
 from tests.unit.stages.train.runs import (
     add_iteration,
     start_run,
     tiny_config,
     train_once,
 )
-
-TOLERANCE = 1e-6
 
 
 def penalised(coefficient=0.5, algorithm="grpo", **train):
@@ -133,9 +132,9 @@ def test_two_processes_have_losses_divergence_and_weights_of_one(one_and_two):
     for one, two in zip(steps, others, strict=True):
         assert one.keys() == two.keys()
         for name in ("loss", "grad_norm", "entropy", "approx_kl", "reference_kl"):
-            assert two[name] == pytest.approx(one[name], abs=TOLERANCE, rel=TOLERANCE), name
-    assert abs(others[0]["reference_kl"]) < TOLERANCE < others[-1]["reference_kl"]
+            assert two[name] == pytest.approx(one[name], abs=STEPS, rel=STEPS), name
+    assert abs(others[0]["reference_kl"]) < STEPS < others[-1]["reference_kl"]
     difference = largest_difference(tensors, moved)
     print(f"largest difference of weights and moments with a penalty {difference:.2e}")
-    assert difference < TOLERANCE
+    assert difference < STEPS
     assert reference_of(pin) == reference_of(other_pin)

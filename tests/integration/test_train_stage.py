@@ -18,6 +18,7 @@ from planish.run.stage import mark_stopped
 from planish.stages.export.stage import run as run_export
 from tests.golden.write import ALGORITHMS, LOSSES, golden_losses
 from tests.integration import programs
+from tests.rounding import STEPS, VALUES
 from tests.unit.stages.train.runs import (
     add_iteration,
     artifact,
@@ -59,7 +60,7 @@ def test_ten_steps_give_the_golden_losses_and_gradient_norms(algorithm, file_roo
         ]
     )
     assert wanted.shape == (10, 5 if algorithm in ("vapo", "tppo") else 3)
-    np.testing.assert_allclose(seen, wanted, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(seen, wanted, rtol=STEPS, atol=VALUES)
 
 
 def test_state_report_and_cursor_after_two_iterations(file_root, tmp_path):

@@ -15,6 +15,7 @@ from tests.integration.test_train_critic import critic_config, scalars_of, train
 from tests.integration.test_train_processes import job_of
 from tests.integration.test_train_stage import all_tensors, run_stage
 from tests.integration.train_forks import train_job
+from tests.rounding import STEPS
 from tests.unit.records.samples import rows_of
 from tests.unit.stages.train.runs import start_run, train_once
 from tests.unit.stages.train.windows import add_window_iteration, whole_responses
@@ -129,4 +130,4 @@ def test_two_processes_select_and_wait_as_one_does(tmp_path):
     assert one == two
     assert one[0][0] == 3.0
     assert one[0][1] > 0
-    assert others == pytest.approx(losses, abs=1e-5)
+    assert others == pytest.approx(losses, abs=STEPS)

@@ -25,6 +25,7 @@ from planish.algorithms.losses import (
 from planish.algorithms.masked import masked_mean, masked_whiten
 from planish.algorithms.tppo import Tppo, TppoConfig, expected_lengths
 from planish.algorithms.vapo import Vapo, VapoConfig
+from tests.rounding import VALUES
 from tests.unit.algorithms.batches import make_batch, ragged_mask, value_step, whole_step
 
 NUMBERS = Path(__file__).parents[2] / "golden" / "numbers"
@@ -34,7 +35,7 @@ def golden(name):
     return json.loads((NUMBERS / f"{name}.json").read_text())
 
 
-def close(seen, wanted, tolerance=1.5e-6):
+def close(seen, wanted, tolerance=VALUES):
     torch.testing.assert_close(
         torch.as_tensor(seen, dtype=torch.float64),
         torch.as_tensor(wanted, dtype=torch.float64),

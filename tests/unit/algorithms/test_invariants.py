@@ -21,6 +21,7 @@ from planish.algorithms.gspo import Gspo, GspoConfig
 from planish.algorithms.losses import aggregate, clipped_surrogate, loss_counts, policy_ratio
 from planish.algorithms.tppo import Tppo, TppoConfig
 from planish.algorithms.vapo import Vapo, VapoConfig
+from tests.rounding import VALUES
 from tests.thin import examples
 from tests.unit.algorithms.batches import make_batch, ragged_mask, value_step, whole_step
 
@@ -62,16 +63,16 @@ def check_split_order_and_padding(loss, batch, new, step, seed):
     order = np.random.default_rng(seed).permutation(6)
     parts = [part.tolist() for part in np.split(order, [1, 3])]
     split_value, split_gradient = loss_and_gradient(loss, batch, new, parts, step)
-    assert split_value == pytest.approx(value, abs=1e-6)
-    torch.testing.assert_close(split_gradient, gradient, atol=1e-6, rtol=0)
+    assert split_value == pytest.approx(value, abs=VALUES)
+    torch.testing.assert_close(split_gradient, gradient, atol=VALUES, rtol=0)
     per_token = [name for name, tensor in batch.tensors().items() if tensor.dim() == 2]
     wide = {name: torch.nn.functional.pad(getattr(batch, name), (0, 3)) for name in per_token}
     garbage = torch.nn.functional.pad(new, (0, 3), value=float("nan"))
     padded_value, padded_gradient = loss_and_gradient(
         loss, batch.updated(**wide), garbage, [list(range(6))], step
     )
-    assert padded_value == pytest.approx(value, abs=1e-6)
-    torch.testing.assert_close(padded_gradient[:, :-3], gradient, atol=1e-6, rtol=0)
+    assert padded_value == pytest.approx(value, abs=VALUES)
+    torch.testing.assert_close(padded_gradient[:, :-3], gradient, atol=VALUES, rtol=0)
 
 
 TPPO = Tppo(TppoConfig(window_tokens=7, ignored_tail_tokens=1))
@@ -127,7 +128,7 @@ def test_i1_advantages_do_not_depend_on_padding_or_order(algorithm, seed):
     )
     for name in ("advantages", "returns", "policy_mask", "value_mask", "positive_mask"):
         inner = getattr(seen, name)[:, 2:-3]
-        torch.testing.assert_close(inner, getattr(wanted, name)[order], atol=2e-6, rtol=0)
+        torch.testing.assert_close(inner, getattr(wanted, name)[order], atol=VALUES, rtol=0)
 
 
 @given(seed=SEEDS, gamma=st.floats(0.5, 1.0))
@@ -216,10 +217,10 @@ def test_i7_token_mean_ignores_duplication_and_equals_seq_mean_at_equal_lengths(
 
     once = aggregated(x, mask, "token-mean")
     twice = aggregated(torch.cat([x, x]), torch.cat([mask, mask]), "token-mean")
-    assert twice == pytest.approx(once, abs=1e-6)
+    assert twice == pytest.approx(once, abs=VALUES)
     full = torch.ones_like(mask)
     assert aggregated(x, full, "token-mean") == pytest.approx(
-        aggregated(x, full, "seq-mean-token-mean"), abs=1e-6
+        aggregated(x, full, "seq-mean-token-mean"), abs=VALUES
     )
 
 

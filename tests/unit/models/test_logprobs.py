@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from planish.models.logprobs import TokenScorer, ValueScorer
 from planish.models.packing import pack_rows
 from planish.models.policy import DTYPES
+from tests.rounding import GRADIENTS, VALUES
 
 SMALL = {
     "vocab_size": 23,
@@ -103,8 +104,8 @@ def test_scores_equal_the_naive_computation(temperature, tokens_per_chunk):
         logprobs, entropy = scorer(ids, None, select, temperature)
         expected_logprobs, expected_entropy = naive(model, ids, select, temperature)
     assert logprobs.dtype == entropy.dtype == torch.float32
-    assert torch.allclose(logprobs, expected_logprobs, atol=2e-6)
-    assert torch.allclose(entropy, expected_entropy, atol=2e-6)
+    assert torch.allclose(logprobs, expected_logprobs, atol=VALUES)
+    assert torch.allclose(entropy, expected_entropy, atol=VALUES)
 
 
 @pytest.mark.parametrize(
@@ -130,12 +131,12 @@ def test_scores_and_gradients_of_families_are_those_of_their_own_forward(
     scorer = TokenScorer(model, tokens_per_chunk=tokens_per_chunk)
     logprobs, entropy = scorer(ids, None, select, temperature)
     expected_logprobs, expected_entropy = naive(twin, ids, select, temperature)
-    assert torch.allclose(logprobs, expected_logprobs, atol=2e-6)
-    assert torch.allclose(entropy, expected_entropy, atol=2e-6)
+    assert torch.allclose(logprobs, expected_logprobs, atol=VALUES)
+    assert torch.allclose(entropy, expected_entropy, atol=VALUES)
     (logprobs * weights).sum().backward()
     (expected_logprobs * weights).sum().backward()
     for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(mine.grad, theirs.grad, atol=1e-5), name
+        assert torch.allclose(mine.grad, theirs.grad, atol=GRADIENTS), name
 
 
 class Scores(TorchDispatchMode):
@@ -172,7 +173,7 @@ def test_adapters_train_under_a_head_that_stays():
     naive(twin, ids, select, 1.0)[0].sum().backward()
     assert model.lm_head.weight.grad is None
     seen, wanted = (side.model.layers[0].mlp.up_proj.weight.grad for side in (model, twin))
-    assert torch.allclose(seen, wanted, atol=1e-5)
+    assert torch.allclose(seen, wanted, atol=GRADIENTS)
 
 
 @pytest.mark.parametrize(("dtype", "first"), [("float32", 1.0009765625), ("bfloat16", 1.0)])
@@ -185,10 +186,10 @@ def test_the_head_computes_in_the_type_that_its_configuration_names(dtype, first
     with torch.autocast("cpu", torch.bfloat16):
         logprobs, _ = TokenScorer(model)(ids, None, select, 1.0)
         logprobs.sum().backward()
-    assert logprobs.item() == pytest.approx(-math.log1p(math.exp(-first)), abs=1e-6)
+    assert logprobs.item() == pytest.approx(-math.log1p(math.exp(-first)), abs=VALUES)
     slope = 1 / (1 + math.exp(first))
     rounded = torch.tensor([slope, -slope]).to(DTYPES[dtype]).float()
-    assert torch.allclose(model.head.weight.grad.flatten(), rounded, atol=1e-6)
+    assert torch.allclose(model.head.weight.grad.flatten(), rounded, atol=VALUES)
 
 
 def test_entropy_carries_no_gradient_and_can_be_left_out():
@@ -210,8 +211,8 @@ def test_packed_sequences_score_as_if_they_were_alone():
     with torch.no_grad():
         together, entropies = scorer(both, packing, select, 1.0)
         alone = [scorer(ids, None, ids.cumsum(1) > ids[:, :1], 1.0) for ids in (first, second)]
-    assert torch.allclose(together, torch.cat([found[0] for found in alone]), atol=1e-6)
-    assert torch.allclose(entropies, torch.cat([found[1] for found in alone]), atol=1e-6)
+    assert torch.allclose(together, torch.cat([found[0] for found in alone]), atol=VALUES)
+    assert torch.allclose(entropies, torch.cat([found[1] for found in alone]), atol=VALUES)
 
 
 def test_empty_selection_gives_no_scores_and_zero_gradients():

@@ -31,6 +31,7 @@ from planish.models.policy import (
 from planish.models.tokens import Tokenizer
 from planish.records.io import read_manifest, write_files
 from planish.records.refs import parse_pin
+from tests.rounding import VALUES
 
 TINY = ModelConfig(num_layers=1, hidden_size=16, intermediate_size=24, head_dim=8)
 FACTS = {"config_sha256": "c" * 64, "seed": 7}
@@ -286,7 +287,7 @@ def test_a_reward_model_gives_backbone_and_head(tmp_path, family):
         # A reward model scores the state after its last token: the state before the next one.
         seen = ValueScorer(critic)(ids, None, select)
     assert wanted.shape == (1, 1)
-    assert seen.item() == pytest.approx(wanted.item(), abs=1e-6)
+    assert seen.item() == pytest.approx(wanted.item(), abs=VALUES)
     assert critic.head.bias.tolist() == [0.0]
 
 

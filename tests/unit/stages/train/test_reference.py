@@ -21,6 +21,7 @@ from planish.stages.train.progress import Progress
 from planish.stages.train.sharded_model import ShardedModel
 from planish.stages.train.trainer import Trainer
 from planish.stages.train.update import run_update
+from tests.rounding import GRADIENTS
 from tests.unit.stages.train.runs import TINY, random_rollouts, rewards_for
 from tests.unit.stages.train.tables import TableTrainer, batch_of, table_config
 
@@ -141,7 +142,7 @@ def test_a_reference_of_other_sizes_is_scored_by_its_own_forward(tiny, batch):
     seen = trainer.reference_logprobs(batch, saved(tiny, "large", large))
     with torch.no_grad():
         chosen = TokenScorer(large.model)(batch.input_ids, None, batch.policy_mask, 1.0)[0]
-    assert (seen[batch.policy_mask] - chosen).abs().max() < 2e-5
+    assert (seen[batch.policy_mask] - chosen).abs().max() < GRADIENTS
     assert (seen[~batch.policy_mask] == 0).all()
 
 

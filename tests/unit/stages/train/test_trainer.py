@@ -29,6 +29,7 @@ from planish.stages.train.batching import (
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.fsdp2 import decoder_layers
 from planish.stages.train.trainer import STILL_ROWS, Trainer
+from tests.rounding import GRADIENTS, VALUES
 from tests.unit.models.test_policy import reward_model
 from tests.unit.stages.train.runs import TINY, TINY_CRITIC, random_rollouts, rewards_for, start_run
 
@@ -157,11 +158,11 @@ def test_i1_the_token_budget_changes_neither_loss_nor_gradient(model, budget):
     wanted, seen = model.step(whole), model.step(split)
     assert seen.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert seen[name] == pytest.approx(value, abs=1e-6, rel=1e-5), name
+        assert seen[name] == pytest.approx(value, abs=VALUES, rel=VALUES), name
     # After one step the first moment is a tenth of the clipped gradient.
     ours, theirs = (t.state().parts[model.moments] for t in (split, whole))
     for name in (n for n in ours if n.endswith(".exp_avg")):
-        assert (ours[name] - theirs[name]).abs().max() < 1e-6, name
+        assert (ours[name] - theirs[name]).abs().max() < VALUES, name
 
 
 def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(model):
@@ -202,7 +203,7 @@ def test_half_precision_compute_keeps_float32_weights_and_stays_close(model):
 def test_logprobs_equal_those_of_a_plain_forward_pass(tiny, batch):
     seen = trainer_of(tiny, tokens_per_microbatch=64).logprobs(batch)[0]
     wanted = batch.rollout_logprobs
-    assert (seen - wanted).abs().max() < 2e-5
+    assert (seen - wanted).abs().max() < GRADIENTS
     assert (seen[~batch.policy_mask] == 0).all()
 
 
@@ -270,10 +271,10 @@ def test_rows_without_an_advantage_make_no_backward_pass_and_count_in_every_metr
     scored = rows_scored(part)
     seen = whole.step(mixed, loss_over(mixed), learning_rate=5e-4)
     found = part.step(moving, loss_over(mixed), learning_rate=5e-4, still=still)
-    assert found == pytest.approx(seen, abs=1e-6, rel=1e-5)
+    assert found == pytest.approx(seen, abs=VALUES, rel=VALUES)
     assert {"approx_kl", "entropy", "clipfrac_high", "clipfrac_low", "ratio_error_max"} <= set(seen)
     assert scored == {True: len(moving), False: len(still)}
-    torch.testing.assert_close(flat(whole.policy), flat(part.policy), atol=1e-6, rtol=0.0)
+    torch.testing.assert_close(flat(whole.policy), flat(part.policy), atol=VALUES, rtol=0.0)
 
 
 def test_of_many_rows_without_an_advantage_a_few_stand_for_all(tiny, batch):
@@ -287,8 +288,8 @@ def test_of_many_rows_without_an_advantage_a_few_stand_for_all(tiny, batch):
     seen = whole.step(mixed, loss_over(mixed), learning_rate=5e-4)
     found = part.step(moving, loss_over(mixed), learning_rate=5e-4, still=still)
     errors = {name: found.pop(name) for name in ("approx_kl_error", "entropy_error")}
-    assert errors == pytest.approx(dict.fromkeys(errors, 0.0), abs=1e-6)
-    assert found == pytest.approx(seen, abs=1e-6, rel=1e-5)
+    assert errors == pytest.approx(dict.fromkeys(errors, 0.0), abs=VALUES)
+    assert found == pytest.approx(seen, abs=VALUES, rel=VALUES)
     assert scored == {True: len(moving), False: STILL_ROWS}
 
 
@@ -320,7 +321,7 @@ def test_values_equal_those_of_a_plain_forward_pass(tiny, raw_batch):
         wanted = scorer(raw_batch.input_ids, None, raw_batch.value_mask)
     seen = trainer.values(raw_batch)
     assert seen.dtype == torch.float32
-    assert (seen[raw_batch.value_mask] - wanted).abs().max() < 1e-5
+    assert (seen[raw_batch.value_mask] - wanted).abs().max() < GRADIENTS
     assert (seen[~raw_batch.value_mask] == 0).all()
     assert wanted.std() > 0.1
 
@@ -346,7 +347,7 @@ def test_rows_without_a_target_are_not_computed(tiny, valued):
     assert seen["tokens"] == int(selected_lengths(some.value_mask)[finished].sum() - finished.sum())
     theirs = value_step(alone, valued.take(finished.nonzero().flatten()))
     assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
-    assert (flat(trainer.critic) - flat(alone.critic)).abs().max() < 1e-6
+    assert (flat(trainer.critic) - flat(alone.critic)).abs().max() < VALUES
 
 
 def test_prefix_tokens_never_meet_the_lm_head_and_rows_without_a_token_no_layer(tiny, valued):
