@@ -263,6 +263,8 @@ def status(options: argparse.Namespace) -> Lines:
             server.wait(options.run, timeout_seconds=options.timeout_seconds)
         found = server.run(options.run)
     yield str(found.state)
+    if found.error and found.error.message:
+        yield str(found.error.message)
     rows = task_rows(found)
     if rows and not options.wait:
         yield Table("tasks", ("task", "state", "start", "end", "error"), rows)

@@ -301,7 +301,8 @@ def retries_under(settings: Mapping[str, str] | None) -> str:
         return f"on: `retryPolicy: {policy}`"
     return (
         f"off: `retryPolicy: {policy}` of the cluster tries no pod again whose program failed; "
-        "each runs it once more by itself (`manifests/overlays/kfp-patch` turns retries on)"
+        "each runs it once more by itself, unless its container dies as a whole "
+        "(`manifests/overlays/kfp-patch` turns retries on)"
     )
 
 
