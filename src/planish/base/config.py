@@ -125,8 +125,36 @@ def _check_table(section: str, raw: object) -> None:
         raise ConfigError(f"`{section}` must be a table of settings, got {raw!r:.200}")
 
 
+ELSEWHERE = {
+    "beta": "algorithm.kl_coefficient",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "clip_ratio_low": "algorithm.clip_low",
+    "clip_ratio_high": "algorithm.clip_high",
+    "gradient_checkpointing": "train.activation_checkpointing",
+    "enable_gradient_checkpointing": "train.activation_checkpointing",
+    "kl_loss_coef": "algorithm.kl_coefficient",
+    "lr": "train.learning_rate",
+    "max_completion_length": "rollout.max_response_tokens",
+    "max_response_length": "rollout.max_response_tokens",
+    "n": "rollout.group_size",
+    "num_generations": "rollout.group_size",
+    "ppo_mini_batch_size": "train.rollouts_per_minibatch",
+    "rollout_n": "rollout.group_size",
+    "tensor_model_parallel_size": "engine.tensor_parallel",
+    "train_batch_size": "rollout.prompts_per_iteration",
+    "gpu_memory_utilization": "engine.memory_share",
+}
+"""Words of verl and TRL -> the settings here that say the same."""
+
+
 def nearest(key: str, valid: Iterable[str]) -> str:
-    """Return "; did you mean `...`?" with the valid name most like `key`, or nothing."""
+    """Return "; did you mean `...`?" with the valid name most like `key`, or nothing.
+
+    A word of another program is answered with the whole path of the setting.
+    """
+    if key in ELSEWHERE:
+        return f"; did you mean `{ELSEWHERE[key]}`?"
     close = difflib.get_close_matches(key, list(valid), n=1, cutoff=0.5)
     return f"; did you mean `{close[0]}`?" if close else ""
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from planish.algorithms import ALGORITHMS
 from planish.base.config import (
+    ELSEWHERE,
     SECTIONS,
     Section,
     config_sha256,
@@ -241,3 +242,13 @@ def test_tables_of_any_shape_resolve_or_are_refused(tables):
 def test_tables_of_the_monitor_of_any_shape_are_read_or_refused(tables):
     with contextlib.suppress(ConfigError):
         service_settings({"prometheus": {"url": "http://p:9090"}} | tables)
+
+
+@pytest.mark.parametrize(("word", "path"), sorted(ELSEWHERE.items()))
+def test_a_word_of_verl_or_trl_is_answered_with_a_setting_that_there_is(word, path):
+    section, _, name = path.partition(".")
+    table = {"name": "dapo"} if section == "algorithm" else {}
+    known = section_class(section, table).model_fields
+    assert name in known
+    with pytest.raises(ConfigError, match=f"did you mean `{path}`"):
+        parse_section(section_class("rollout", {}), {word: 1}, section="rollout")
