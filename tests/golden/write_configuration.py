@@ -10,7 +10,7 @@ import json
 import textwrap
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -116,6 +116,8 @@ def kind(annotation: Any) -> str:
         return f"{kind(next(o for o in options if o is not NoneType))} or none"
     if options and all(isinstance(option, (str, int)) for option in options):
         return ", ".join(f"`{option}`" for option in options)
+    if get_origin(annotation) is dict:
+        return "table"
     if options:
         return f"list of {kind(options[0])}"
     if issubclass(annotation, Section):

@@ -92,7 +92,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _check(self, request: Request) -> str:
-        """Return why this request can not be served; "" when it can."""
+        """Return why a request without a `fault` can not be served; "" when it can."""
 
     @abstractmethod
     def _free_rows(self) -> int:
@@ -154,9 +154,9 @@ class BaseEngine(ABC):
             telemetry.set_level("planish_rollout_weight_version", self._version)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, all or none.
+        """Queue requests, all or none; one with a `fault` ends at once, and alone.
 
-        An empty prompt raises ConfigError, and an id that is alive EngineError.
+        An empty prompt and an id that is no text raise ConfigError, one that is alive EngineError.
         """
         with self._lock:
             self._expect("submit", *_AT_WORK)
@@ -164,20 +164,23 @@ class BaseEngine(ABC):
             for request in requests:
                 self._refuse(request, seen)
                 seen.add(request.request_id)
-            for request in requests:
-                self._alive.add(request.request_id)
-                fault = self._check(request)
+            # Nothing has changed yet, whatever a check may raise.
+            faults = [self._fault(request) for request in requests]
+            self._alive |= seen
+            for request, fault in zip(requests, faults, strict=True):
                 if fault:
-                    failed = Output(request.request_id, [], [], [], FinishReason.ABORT)
-                    failed.error = fault
-                    self._finished.append(failed)
-                    continue
-                self._queue.append(request)
+                    self._finished.append(Output.failed(request.request_id, fault))
+                else:
+                    self._queue.append(request)
             self._settle()
         self._arrived.set()
 
     def _refuse(self, request: Request, seen: set[str]) -> None:
-        if not request.prompt_ids:
+        if type(request.request_id) is not str:
+            raise ConfigError(
+                f"`request_id` must be a text, got {request.request_id!r:.80}; name the request"
+            )
+        if type(request.prompt_ids) is tuple and not request.prompt_ids:
             raise ConfigError(
                 f"`prompt_ids` must hold at least one token, got none in {request.request_id!r}; "
                 "the chat template of this policy gives empty prompts"
@@ -187,6 +190,16 @@ class BaseEngine(ABC):
                 f"a request id must be unique while it is alive, got {request.request_id!r} "
                 "again; collect its output or abort it first"
             )
+
+    def _fault(self, request: Request) -> str:
+        """Return why a request ends alone, so that nothing in flight hears of it."""
+        fault = request.fault()
+        if not fault and request.sampling.want_routing and not self.routing:
+            fault = (
+                "`want_routing` must be false with an engine that keeps no experts, got true; "
+                "open it with `routing` (`rollout.keep_routing`)"
+            )
+        return fault or self._check(request)
 
     def poll(self, timeout: float) -> list[Output]:
         """Work until an output is there or `timeout` seconds are over; return all outputs.

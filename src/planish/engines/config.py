@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -50,9 +50,14 @@ class EngineConfig(Section):
     Engines `disagg`, `vllm_disagg`."""
     rank_timeout_seconds: float = Field(default=60.0, gt=0.0)
     """Longest wait for an iteration, a change of weights or another rank; twice that for the start,
-    in which ranks read their weights. Engines `disagg`, `vllm_disagg`."""
+    in which ranks read their weights, and 15 minutes at least where vLLM starts as well. Engines
+    `disagg`, `vllm_disagg`."""
     batch_tokens: int = Field(default=0, ge=0)
     """Most tokens of one forward pass over prompts; 0 is the engine's own choice."""
+    vllm: dict[str, Any] = Field(default={})
+    """Options of vLLM's `EngineArgs` that have no setting here, such as `kv_cache_dtype`,
+    `attention_backend`, or `speculative_config` with the method `ngram`. Engines `vllm`,
+    `vllm_disagg`."""
     compile: bool = True
     """Compile the model and capture its graphs, which takes minutes at the start. Engine `vllm` on
     accelerators."""
@@ -68,6 +73,22 @@ class EngineConfig(Section):
                     f"{getattr(self, key)!r}; it belongs to "
                     + " and ".join(f"`{name}`" for name in _OWNERS[key])
                 )
+        for option in sorted(self.vllm.keys() & VLLM_OURS.keys()):
+            raise ValueError(
+                f"`vllm` must leave out `{option}`, got {self.vllm[option]!r:.80}; "
+                + VLLM_OURS[option]
+            )
+        guesses = self.vllm.get("speculative_config", {"method": "ngram"})
+        if not isinstance(guesses, dict) or guesses.get("method") != "ngram":
+            raise ValueError(
+                "`vllm.speculative_config` must have the method 'ngram', got "
+                f"{guesses!r:.80}; a model that guesses would stay as it was at the start"
+            )
+        if self.guesses and self.name != "vllm":
+            raise ValueError(
+                "`vllm.speculative_config` must be left out with the engine 'vllm_disagg', got "
+                f"{guesses!r:.80}; frames between ranks have no room for guesses"
+            )
         num_ranks = self.num_ranks
         if self.peers and (len(set(self.peers)) != num_ranks or len(self.peers) != num_ranks):
             raise ValueError(
@@ -82,6 +103,16 @@ class EngineConfig(Section):
         return self.attention_ranks + self.expert_ranks
 
     @property
+    def guesses(self) -> bool:
+        """Whether vLLM guesses tokens, and takes several in a step."""
+        return "speculative_config" in self.vllm
+
+    @property
+    def start_seconds(self) -> float:
+        """Longest wait until ranks are ready; those that wait for each other give up before."""
+        return max(2 * self.rank_timeout_seconds, _VLLM_START_S * (self.name == "vllm_disagg"))
+
+    @property
     def frame_tokens(self) -> int:
         """Most tokens of one forward over prompts, with engines apart; frames are as large."""
         return self.batch_tokens or 512
@@ -94,10 +125,51 @@ class EngineConfig(Section):
         ]
 
 
+TEMPERATURES = (1e-4, 1e4)
+"""Least and greatest above 0: vLLM takes less than 1e-5 for 0, and quotients of logits must be
+numbers of float32."""
+
 DEAD_S = 10.0
 """Silence of a rank, asked whether it lives, after which it counts as dead."""
 
-VLLM_SETTINGS = frozenset({"memory_share", "cache_bytes", "batch_tokens"})
+_VLLM_START_S = 900.0
+"""vLLM alone takes minutes where its kernels are compiled from cold."""
+
+_CHOSEN = "the engine itself chooses it"
+_FIXED = "it would change the model, or run other code than this engine's"
+VLLM_OURS = {
+    "tensor_parallel_size": "set `engine.tensor_parallel`",
+    "enable_expert_parallel": "set `engine.expert_parallel`",
+    "quantization": "set `engine.quantization`",
+    "gpu_memory_utilization": "set `engine.memory_share`",
+    "kv_cache_memory_bytes": "set `engine.cache_bytes`",
+    "max_num_batched_tokens": "set `engine.batch_tokens`",
+    "enforce_eager": "set `engine.compile`",
+    "max_num_seqs": "set `rollout.max_rows`",
+    "max_model_len": "set `rollout.max_response_tokens` and `rollout.max_prompt_tokens`",
+    "dtype": "set `model.dtype`",
+    "enable_return_routed_experts": "set `rollout.keep_routing`",
+    "model": "set `model.path`",
+    **dict.fromkeys(
+        (
+            *("skip_tokenizer_init", "load_format", "generation_config", "enable_chunked_prefill"),
+            *("distributed_executor_backend", "enable_sleep_mode", "compilation_config"),
+            *("logprobs_mode", "weight_transfer_config", "worker_extension_cls"),
+            *("disable_log_stats", "async_scheduling"),
+        ),
+        _CHOSEN,
+    ),
+    **dict.fromkeys(
+        (
+            *("tokenizer", "trust_remote_code", "hf_overrides", "worker_cls", "scheduler_cls"),
+            *("logits_processors", "enable_lora", "pipeline_parallel_size", "data_parallel_size"),
+        ),
+        _FIXED,
+    ),
+}
+"""Options of vLLM that `engine.vllm` must leave out, and why."""
+
+VLLM_SETTINGS = frozenset({"memory_share", "cache_bytes", "batch_tokens", "vllm"})
 """Of vLLM wherever it runs, the attention side of experts apart included."""
 
 _OWNERS = {

@@ -11,7 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from planish.engines.config import TEMPERATURES
 from planish.records.rollouts import FinishReason
+
+_MOST = 2**63 - 1
+"""What tensors of int64 hold."""
 
 
 class EngineState(StrEnum):
@@ -30,19 +34,53 @@ class Sampling:
     """How to sample one response."""
 
     max_new_tokens: int
-    """Budget of this call in tokens, >= 1."""
+    """Budget of this call in tokens, 1 to 2**63 - 1."""
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divides the logits, within `TEMPERATURES`; 0 takes the likeliest token."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probability reaches this; 0 < top_p <= 1."""
     top_k: int = 0
-    """Sample from so many likeliest tokens; 0 is off."""
+    """Sample from so many likeliest tokens, 0 to 2**63 - 1; 0 is off."""
     ignore_eos: bool = False
     """Go on past the end tokens and the stop strings of the model."""
     seed: int = 0
-    """Noise of response position t is a hash of (seed, t), whatever the windows."""
+    """Noise of response position t is a hash of (seed, t), whatever the windows; 0 to 2**63 - 1."""
     want_routing: bool = False
     """Return the experts that each token was sent to; the engine must be made with `routing`."""
+
+    def fault(self) -> str:
+        """Return which value no engine serves; "" where there is none.
+
+        Example:
+            >>> Sampling(max_new_tokens=1, seed=-1).fault()
+            '`seed` must be a whole number of 0 to 9223372036854775807, got -1'
+        """
+        for name, least in (("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
+            number = getattr(self, name)
+            if type(number) is not int or not least <= number <= _MOST:
+                return f"`{name}` must be a whole number of {least} to {_MOST}, got {_show(number)}"
+        coolest, hottest = TEMPERATURES
+        heat, share = self.temperature, self.top_p
+        if not _is_real(heat) or not (heat == 0 or coolest <= heat <= hottest):
+            return f"`temperature` must be 0 or {coolest:g} to {hottest:g}, got {_show(heat)}"
+        if not _is_real(share) or not 0 < share <= 1:
+            return f"`top_p` must be above 0 and at most 1, got {_show(share)}"
+        for name in ("ignore_eos", "want_routing"):
+            if type(getattr(self, name)) is not bool:
+                return f"`{name}` must be true or false, got {_show(getattr(self, name))}"
+        return ""
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _show(value: object) -> str:
+    """Return the start of a value; numbers of thousands of digits have no text in Python."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:
+        return f"one of type {type(value).__name__} that has no text"
 
 
 @dataclass(frozen=True)
@@ -56,6 +94,18 @@ class Request:
     sampling: Sampling
     response_prefix: tuple[int, ...] = ()
     """Response tokens of earlier windows; never tokenised again."""
+
+    def fault(self) -> str:
+        """Return what makes this no request, whatever the engine; "" where it is one."""
+        for name in ("prompt_ids", "response_prefix"):
+            ids = getattr(self, name)
+            if type(ids) is not tuple or not set(map(type, ids)) <= {int}:
+                return f"`{name}` must be a tuple of whole numbers, got {_show(ids)}"
+            if ids and not -_MOST <= min(ids) <= max(ids) <= _MOST:
+                return f"`{name}` must be of ids that int64 holds, got {_show(ids)}"
+        if not isinstance(self.sampling, Sampling):
+            return f"`sampling` must be a `Sampling`, got {_show(self.sampling)}"
+        return self.sampling.fault()
 
 
 @dataclass
@@ -79,10 +129,16 @@ class Output:
     prefix included. The last token has been no input yet. -1 where unknown; None where nobody asked
     for it or nothing was sampled."""
     error: str = ""
-    """Why this request failed alone, for ABORT: too long a prompt, non-finite logits."""
+    """Why this request failed alone, for ABORT: a value of `Sampling` that no engine serves, too
+    long a prompt, non-finite logits."""
     is_lost: bool = False
     """It failed with a part of the engine, and not by its own fault: asked again it is served by
     what is left. With an `error` only."""
+
+    @classmethod
+    def failed(cls, request_id: str, error: str, *, is_lost: bool = False) -> Output:
+        """Return that of a request of which nothing is left."""
+        return cls(request_id, [], [], [], FinishReason.ABORT, error=error, is_lost=is_lost)
 
     @property
     def num_tokens(self) -> int:

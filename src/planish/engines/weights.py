@@ -110,6 +110,9 @@ class FolderWeights(WeightSource):
         return tensor
 
 
+HEAD = "lm_head.weight"
+"""The LM head in a policy folder."""
+
 _fetched: WeakValueDictionary[str, WeightSource] = WeakValueDictionary()
 """By address: what somebody in this process holds need not be read or verified again."""
 
@@ -143,20 +146,23 @@ def fetch_weights(address: str) -> WeightSource:
     return weights
 
 
-def check_weights(
-    given: Names,
-    wanted: Mapping[str, tuple[int, ...]],
-    *,
-    refuse_others: bool = True,
-) -> None:
-    """Compare names and shapes of new weights with those of the model that is served.
+def without_tied(names: Names, config: Mapping[str, Any]) -> Names:
+    """Return the tensors of a policy folder but an LM head that is the embedding once more."""
+    tied = bool(config.get("tie_word_embeddings"))
+    return {name: fact for name, fact in names.items() if not (tied and name == HEAD)}
+
+
+def check_weights(given: Names, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare names and shapes of weights with those of the model that serves.
+
+    An LM head that is the embedding may come or not.
 
     Raises:
         EngineError: they do not fit; the message names the first five.
     """
     faults = [f"{name} is missing" for name in wanted if name not in given]
-    if refuse_others:
-        faults += [f"{name} is not of this model" for name in given if name not in wanted]
+    others = given.keys() - wanted.keys() - {HEAD}
+    faults += [f"{name} is not of this model" for name in others]
     faults += [
         f"{name} has shape {tuple(given[name][0])} in place of {tuple(shape)}"
         for name, shape in wanted.items()

@@ -59,7 +59,7 @@ def make_policy(request):
 
 @pytest.fixture(params=HERE)
 def new_engine(request, make_policy, monkeypatch):
-    """Make a started engine over a policy in memory; all are closed at the end."""
+    """Make a started engine over a policy in memory; a second vLLM closes the first."""
     # vLLM collects garbage eight times for each engine, and there is much of it to look through.
     monkeypatch.setattr(gc, "collect", lambda generation=2: 0)
     module, _, name = ENGINES[request.param].partition(":")
@@ -78,11 +78,12 @@ def new_engine(request, make_policy, monkeypatch):
             )
             changes["launcher"] = ThreadRank
         if request.param == "vllm_disagg":
-            # One vLLM: a second one in this process would share its tables of layers.
             changes["config"] = EngineConfig(
                 name=request.param, expert_ranks=2, cache_bytes=16 << 20
             )
             changes["launcher"] = ThreadRank
+        if "vllm" in request.param and made:
+            made[-1].close()  # a process has one
         engine = cls(**{**options, **changes})
         made.append(engine)
         engine.start(ModelRef(policy=policy or make_policy()))

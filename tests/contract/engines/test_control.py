@@ -4,6 +4,7 @@ import random
 import threading
 
 import pytest
+import torch
 
 from planish.base.errors import ConfigError, EngineBusy, EngineError, NotSupported
 from planish.engines.requests import ModelRef, Request, Sampling
@@ -53,12 +54,13 @@ def test_abort_returns_a_prefix_of_what_would_have_been_produced(new_engine):
 
 def test_updated_weights_act_as_in_a_fresh_engine_and_go_back_again(new_engine, make_policy):
     requests = [request(i, 20) for i in range(5)]
+    fresh = ids_of(new_engine(make_policy(1)).generate(requests))
     engine = new_engine(make_policy(0))
     first = engine.generate(requests)
     report = engine.update_weights(weights(make_policy(1)), 1)
     assert (report.version, engine.version()) == (1, 1)
     second = engine.generate(requests)
-    assert ids_of(second) == ids_of(new_engine(make_policy(1)).generate(requests))
+    assert ids_of(second) == fresh
     assert ids_of(second) != ids_of(first)
     assert {v for o in second for v in o.versions} == {1}
     engine.update_weights(weights(make_policy(2)), 2)
@@ -85,9 +87,10 @@ def test_an_engine_that_slept_samples_as_a_fresh_one_or_says_that_it_cannot(
     with pytest.raises(EngineError, match="asleep"):
         engine.submit(requests)
     engine.update_weights(weights(make_policy(1)), 1)
-    seen, fresh = engine.generate(requests), new_engine(make_policy(1))
+    seen, steps = engine.generate(requests), engine.stats()["steps"]
+    fresh = new_engine(make_policy(1))
     assert ids_of(seen) == ids_of(fresh.generate(requests))
-    assert engine.stats()["steps"] == fresh.stats()["steps"]
+    assert steps == fresh.stats()["steps"]
 
 
 def test_weights_may_not_change_while_requests_are_in_flight(new_engine, make_policy):
@@ -106,6 +109,9 @@ def test_weights_that_do_not_fit_change_nothing(new_engine, make_policy):
     name = next(n for n in reversed(tensors) if n.endswith("up_proj.weight"))
     with pytest.raises(EngineError, match=f"got {name} has shape \\(3, 4\\) in place of"):
         engine.update_weights(DictWeights({**tensors, name: tensors[name][:3, :4]}), 1)
+    for other in ("one_more", "model.layers.9.mlp.up_proj.weight", "model.norm.bias"):
+        with pytest.raises(EngineError, match=f"got {other} is not of this model"):
+            engine.update_weights(DictWeights({**tensors, other: torch.ones(3)}), 1)
     del tensors[name]
     with pytest.raises(EngineError, match=f"{name} is missing \\(1 in all\\)"):
         engine.update_weights(DictWeights(tensors), 1)
@@ -158,8 +164,8 @@ def test_arrivals_and_aborts_change_other_responses_by_rounding_only(new_engine,
 
 
 def test_submit_poll_and_abort_from_different_threads(new_engine, make_policy):
-    engine = new_engine()
     whole = {o.request_id: o for o in new_engine().generate([request(i, 30) for i in range(40)])}
+    engine = new_engine()
     done, aborted, submitted = {}, {}, threading.Barrier(3, timeout=600)
 
     def poll():

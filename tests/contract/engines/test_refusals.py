@@ -47,6 +47,15 @@ def extra_expert(config, tensors, tokens):
     tensors[EXPERT.replace(".3.", ".4.")] = tensors[EXPERT].clone()
 
 
+def extra_tensor(config, tensors, tokens):
+    tensors["model.layers.1.mlp.one_more.weight"] = torch.ones(4)
+
+
+def extra_layer(config, tensors, tokens):
+    name = "model.layers.1.self_attn.o_proj.weight"
+    tensors[name.replace(".1.", ".2.")] = tensors[name].clone()
+
+
 def other_vocabulary(config, tensors, tokens):
     config |= {"vocab_size": 2}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -65,6 +74,8 @@ REFUSED = {
     quantized: "quantization_config",
     missing_expert: EXPERT,
     extra_expert: EXPERT.replace(".3.", ".4."),
+    extra_tensor: "layers.1.mlp.one_more",
+    extra_layer: "layers.2",
     other_vocabulary: "vocabulary of 2",
     unspelled_stop: "\u4e2d\u6587",
 }

@@ -1,14 +1,15 @@
 """What the engine `vllm` refuses, each by name and before a token is sampled."""
 
+import re
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
-from planish.base.errors import ConfigError, EngineError, RecordError
-from planish.engines.config import EngineConfig
+from planish.base.errors import ConfigError, EngineBusy, EngineError, RecordError
+from planish.engines.config import VLLM_OURS, EngineConfig
 from planish.engines.disagg.engine import DisaggEngine
 from planish.engines.requests import EngineState, ModelRef
 from planish.engines.vllm.engine import VllmEngine
@@ -120,6 +121,69 @@ def test_a_cache_too_small_for_one_sequence_is_refused():
     )
 
 
+def test_a_second_vllm_of_a_process_is_refused_by_name_and_the_first_goes_on():
+    asked = [request(0, 8, temperature=0.0)]
+    with VllmEngine(max_rows=2, config=SMALL) as engine:
+        engine.start(ModelRef(policy=qwen3_policy()))
+        before = ids_of(engine.generate(asked))
+        second = VllmEngine(max_rows=2, config=SMALL)
+        with pytest.raises(EngineBusy, match="got a second engine `vllm` beside one that is ready"):
+            second.start(ModelRef(policy=qwen3_policy(1)))
+        second.close()
+        assert ids_of(engine.generate(asked)) == before
+        engine.submit(asked)
+        engine.poll(0.0)
+        with pytest.raises(EngineBusy, match="beside one that is running; close that one"):
+            VllmEngine(max_rows=2, config=SMALL).start(ModelRef(policy=qwen3_policy(1)))
+        assert [o.token_ids for o in engine.poll(60.0)] == before
+    # One that could not start leaves the place as well.
+    assert "head_dim" in refused(qwen3_policy(head_dim=16))
+    with VllmEngine(max_rows=2, config=SMALL) as engine:
+        engine.start(ModelRef(policy=qwen3_policy()))
+        assert ids_of(engine.generate(asked)) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"no_such_option": 1}, r"options of this vLLM's `EngineArgs`, got \['no_such_option'\]"),
+        ({"kv_cache_dtype": "int3"}, "change `engine.vllm` = {'kv_cache_dtype': 'int3'}"),
+        ({"block_size": "wide"}, "change `engine.vllm` = {'block_size': 'wide'}"),
+        ({"attention_backend": "NONE_SUCH"}, "change `engine.vllm` = {'attention_backend': "),
+    ],
+)
+def test_options_that_this_vllm_does_not_take_are_refused_by_name(options, text):
+    told = refused(qwen3_policy(), config=SMALL.model_copy(update={"vllm": options}))
+    assert re.search(text, told), told
+
+
+def test_options_of_vllm_reach_it_and_ours_are_those_that_none_may_name(monkeypatch):
+    import vllm
+
+    ours = {}
+
+    class Recording(vllm.EngineArgs):
+        def __init__(self, **options):
+            ours.update(options)
+            super().__init__(**options)
+
+    monkeypatch.setattr(vllm, "EngineArgs", Recording)
+    config = SMALL.model_copy(update={"vllm": {"block_size": 64, "seed": 5}})
+    with VllmEngine(max_rows=2, config=config) as engine:
+        engine.start(ModelRef(policy=qwen3_policy()))
+        found = engine._llm.vllm_config
+        assert (found.cache_config.block_size, found.model_config.seed) == (64, 5)
+    assert ours.keys() - config.vllm.keys() <= VLLM_OURS.keys()
+    assert VLLM_OURS.keys() <= {option.name for option in fields(vllm.EngineArgs)}
+
+
+def test_a_change_of_weights_writes_no_line_of_layers_without_weights(caplog):
+    with VllmEngine(max_rows=2, config=SMALL) as engine, caplog.at_level("WARNING"):
+        engine.start(ModelRef(policy=qwen3_policy()))
+        engine.update_weights(weights(qwen3_policy(1)), 1)
+    assert "Failed to load weights" not in caplog.text
+
+
 def test_new_weights_that_are_damaged_change_nothing_and_a_failure_while_loading_is_final(
     tmp_path, monkeypatch
 ):
@@ -176,6 +240,9 @@ def test_experts_are_not_returned_on_the_cpu_and_never_of_a_dense_model():
     text = refused(experts_policy(), routing=True)
     assert "`rollout.keep_routing` must be false with the engine `vllm` on the CPU" in text
     assert "must be false for a model without experts" in refused(qwen3_policy(), routing=True)
+    guessing = SMALL.model_copy(update={"vllm": {"speculative_config": {"method": "ngram"}}})
+    told = refused(experts_policy(), routing=True, config=guessing)
+    assert "must be false with `engine.vllm.speculative_config`" in told
 
 
 def choice(position):

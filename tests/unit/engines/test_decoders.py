@@ -83,10 +83,11 @@ def test_what_the_fused_decoder_does_not_cover_goes_elsewhere(architecture, chan
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "tie_word_embeddings": True,
     }
-    names = ["model.embed_tokens.weight", "model.layers.11.mlp.up_proj.weight"]
+    names = ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"]
     assert fused_decoder.fits("LlamaForCausalLM", good, names)
     assert not fused_decoder.fits(architecture, {**good, **changes}, names)
-    assert not fused_decoder.fits("LlamaForCausalLM", good, [*names, "model.layers.0.mlp.extra"])
+    for other in ("model.layers.0.mlp.extra", names[1].replace(".1.", ".2.")):
+        assert not fused_decoder.fits("LlamaForCausalLM", good, [*names, other])
 
 
 def test_half_precision_gives_nearly_the_log_probabilities_of_single_precision():

@@ -14,7 +14,8 @@ from planish.engines.base import TurnLock
 from planish.engines.config import EngineConfig
 from planish.engines.requests import ModelRef
 from planish.engines.transformers.served_model import open_model
-from planish.engines.vllm.engine import VllmEngine, check_cpu_sizes
+from planish.engines.vllm.cpu import check_cpu_sizes
+from planish.engines.vllm.engine import VllmEngine
 from planish.engines.weights import DictWeights, FolderWeights
 from planish.models.logprobs import TokenScorer
 from planish.models.policy import save_policy
@@ -177,11 +178,36 @@ def test_a_folder_without_weights_is_refused(tmp_path):
         ({"name": "vllm", "tensor_paralel": 2}, "did you mean `tensor_parallel`"),
         ({"name": "vllm", "memory_share": 1.5}, "less than or equal to 1"),
         ({"name": "vllm", "quantization": "int3"}, "'none' or 'fp8'"),
+        ({"vllm": {"seed": 1}}, "`vllm` must be left out with the engine 'transformers'"),
+        ({"name": "vllm", "vllm": {"max_num_seqs": 7}}, "got 7; set `rollout.max_rows`"),
+        ({"name": "vllm", "vllm": {"quantization": "fp8"}}, "set `engine.quantization`"),
+        ({"name": "vllm_disagg", "vllm": {"trust_remote_code": True}}, "or run other code than"),
+        ({"name": "vllm", "vllm": {"speculative_config": {"model": "x"}}}, "the method 'ngram'"),
+        ({"name": "vllm", "vllm": {"speculative_config": "ngram"}}, "the method 'ngram', got"),
+        (
+            {"name": "vllm_disagg", "vllm": {"speculative_config": {"method": "ngram"}}},
+            "must be left out with the engine 'vllm_disagg'",
+        ),
+        ({"name": "vllm", "vllm": ["kv_cache_dtype"]}, "valid dictionary"),
     ],
 )
 def test_a_wrong_setting_of_engines_is_refused(raw, text):
     with pytest.raises(ConfigError, match=text):
         parse_section(EngineConfig, raw, section="engine")
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [
+        ({"name": "disagg"}, 120),
+        ({"name": "disagg", "rank_timeout_seconds": 7}, 14),
+        ({"name": "vllm_disagg"}, 900),
+        ({"name": "vllm_disagg", "rank_timeout_seconds": 5}, 900),
+        ({"name": "vllm_disagg", "rank_timeout_seconds": 700}, 1400),
+    ],
+)
+def test_ranks_have_a_time_for_their_start_and_vllm_minutes(settings, seconds):
+    assert parse_section(EngineConfig, settings, section="engine").start_seconds == seconds
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from planish.base.errors import PeerLost
@@ -47,3 +48,23 @@ def test_the_others_hear_the_first_which_hears_that_one_has_died(tmp_path):
     assert [rank.exitcode for rank in ranks] == [0, 9]
     heard = json.loads((tmp_path / "heard.json").read_text())
     assert heard == [False, ["a", "b"], ["drop", ["x", "y"]]]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:547] closed by peer"), True),
+        (RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting"), True),
+        (dist.DistNetworkError("the connection was reset"), True),
+        (dist.DistBackendError("gloo connectFullMesh failed"), True),
+        (RuntimeError("max(): Expected reduction dim to be specified"), False),
+        (torch.OutOfMemoryError("no memory"), False),
+        (NotImplementedError("no kernel"), False),
+        (RecursionError("too deep"), False),
+    ],
+)
+def test_only_what_gloo_raises_is_a_lost_rank(error, is_lost):
+    team = Team.__new__(Team)
+    with pytest.raises(PeerLost if is_lost else type(error)) as caught, team.together():
+        raise error
+    assert (caught.value is error) != is_lost

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from planish.base.errors import EngineError
-from planish.engines.weights import FolderWeights, WeightSource
-from planish.models.experts import disk_tensors
+from planish.engines.weights import FolderWeights, WeightSource, without_tied
+from planish.models.experts import disk_tensors, is_expert
 from planish.models.policy import empty_model, read_model_config
 
 Exchange = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -63,7 +63,7 @@ class AttentionModel:
 
     def read(self, weights: WeightSource) -> dict[str, Tensor]:
         """Return tensors by their names in memory; nothing changes yet."""
-        given = weights.names()
+        given = without_tied(weights.names(), self.config)
         exact = {
             *(getattr(self.modules, "_keep_in_fp32_modules", None) or ()),
             *(getattr(self.modules, "_keep_in_fp32_modules_strict", None) or ()),
@@ -84,6 +84,12 @@ class AttentionModel:
             if any(re.search(rf"(^|\.){pattern}(\.|$)", name) for pattern in exact):
                 value = value.float()
             fresh[name] = value.to(self._device, copy=True)
+            del given[part.name]
+        if others := [name for name in given if not is_expert(name)]:
+            raise EngineError(
+                f"weights must fit the model that was started, got {others[:5]}, which it has not "
+                f"({len(others)} in all); export the policy again"
+            )
         return fresh
 
     def write(self, fresh: Mapping[str, Tensor]) -> None:

@@ -42,6 +42,7 @@ from planish.engines.weights import (
     address_of,
     check_weights,
     local_policy,
+    without_tied,
 )
 from planish.models.experts import expert_names, num_experts, routing_dtype, spread_fault
 from planish.models.headers import context_tokens, dtype_name
@@ -130,7 +131,9 @@ class DisaggEngine(BaseEngine):
                 f"`engine.micro_batches`), got {max_rows}"
             )
         self._device = device
-        self._timeout_s = timeout_s or self._config.rank_timeout_seconds
+        if timeout_s:
+            self._config = self._config.model_copy(update={"rank_timeout_seconds": timeout_s})
+        self._timeout_s = self._config.rank_timeout_seconds
         self._stage_s = stage_s
         self._launcher = launcher or partial(launch, device=device)
         self.layout: ExpertLayout
@@ -163,7 +166,7 @@ class DisaggEngine(BaseEngine):
             settings = self._plan_ranks(*local_policy(model, self._scratch))
             settings = self._settings = replace(settings, pin=model.pin if peers else "")
             # Ranks that wait for each other give up, and tell why, before the coordinator does.
-            processes = self._processes = Processes(2 * self._timeout_s, opener)
+            processes = self._processes = Processes(self._config.start_seconds, opener)
             attention = [replace(settings, rank=rank) for rank in settings.attention_ranks]
             experts = [
                 replace(settings, rank=rank, role="expert") for rank in settings.expert_ranks
@@ -174,6 +177,7 @@ class DisaggEngine(BaseEngine):
                 addresses = {str(peer.rank): ready[peer.rank]["address"] for peer in others}
                 connect = {"op": "connect", "addresses": addresses}
                 questions |= {rank.rank: connect for rank in mine}
+            processes.timeout_s = 2 * self._timeout_s
             self._ask(questions)
         except _Broken as error:
             self._release()
@@ -194,8 +198,9 @@ class DisaggEngine(BaseEngine):
     def _plan_ranks(self, folder: Path, version: int) -> RankSettings:
         """Return the settings of rank 0 for a policy folder that this instance can serve."""
         weights = FolderWeights(folder)
-        self._names = {name: shape for name, (shape, _) in weights.names().items()}
-        model_config, tokenizer = check_policy(folder, self._names)
+        model_config, tokenizer = check_policy(folder, weights.names())
+        held = without_tied(weights.names(), model_config)
+        self._names = {name: shape for name, (shape, _) in held.items()}
         fault = spread_fault(
             num_experts(model_config), self._config.expert_ranks, self._config.redundant_experts
         )
@@ -299,10 +304,7 @@ class DisaggEngine(BaseEngine):
         """End requests without their tokens."""
         for name in names:
             del self._running[name]
-        return [
-            Output(name, [], [], [], FinishReason.ABORT, error=error, is_lost=True)
-            for name in names
-        ]
+        return [Output.failed(name, error, is_lost=True) for name in names]
 
     def _break(self, error: _Broken) -> list[Output]:
         """Fail, and return every request with the tokens that it has."""
@@ -324,8 +326,7 @@ class DisaggEngine(BaseEngine):
             self._running.pop(output.request_id, None)
             output.finish_reason, output.error = FinishReason.ABORT, output.error or reason
         outputs += self._failed(list(self._running), reason)
-        for request in self._queue:
-            outputs.append(Output(request.request_id, [], [], [], FinishReason.ABORT, error=reason))
+        outputs += [Output.failed(request.request_id, reason) for request in self._queue]
         self._queue.clear()
         return outputs
 

@@ -227,6 +227,9 @@ class Rank:
     _next: tuple[int, ExpertLayout, Any]
     """Version, placement and weights that `commit` takes over."""
 
+    def close(self) -> None:
+        """Free what would outlive this rank in its process."""
+
     def load(self, message: Mapping[str, Any]) -> Message:
         """Read other weights, or other experts, beside those in use."""
         layout = ExpertLayout.parse(message["layout"])

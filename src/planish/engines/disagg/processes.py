@@ -114,7 +114,7 @@ class Processes:
 
     def __init__(self, timeout_s: float, opener: Opener) -> None:
         """Start none yet; `timeout_s` is the longest wait for an answer."""
-        self._timeout_s, self._open = timeout_s, opener
+        self.timeout_s, self._open = timeout_s, opener
         self._ranks: dict[int, _Rank] = {}
         self._number = 0
         self._lost: dict[int, str] = {}
@@ -152,7 +152,7 @@ class Processes:
         asked whether it lives, and ended when it does not answer.
         """
         answers = Answers()
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         for rank in self._ranks.values():
             # Nobody listened before, so silence until now says nothing.
             rank.heard_s = rank.asked_s = time.monotonic()
@@ -170,7 +170,7 @@ class Processes:
             deadline += self.watch(looked_s)
             if time.monotonic() > deadline:
                 for number in waiting & set(self._ranks):
-                    self.kill(number, f"did not answer within {self._timeout_s:g} s")
+                    self.kill(number, f"did not answer within {self.timeout_s:g} s")
 
     def watch(self, looked_s: float) -> float:
         """End ranks that have exited or stay silent, and ask quiet ones whether they live.

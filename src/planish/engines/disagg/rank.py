@@ -150,6 +150,7 @@ def serve(
         _work(role, channel, inbox, held)
     finally:
         transport.close()
+        role.close()
 
 
 def _listen(channel: Channel, inbox: Inbox, on_end: Callable[[], None]) -> None:

@@ -31,7 +31,7 @@ FAMILIES = frozenset(
 
 _NEEDED = ("hidden_act", "num_attention_heads", "num_hidden_layers", "rms_norm_eps")
 _NAME = re.compile(
-    r"lm_head\.weight|model\.embed_tokens\.weight|model\.norm\.weight|model\.layers\.\d+\."
+    r"lm_head\.weight|model\.embed_tokens\.weight|model\.norm\.weight|model\.layers\.(\d+)\."
     r"((input|post_attention)_layernorm\.weight|self_attn\.([qkvo]_proj\.(weight|bias)"
     r"|[qk]_norm\.weight)|mlp\.(gate|up|down)_proj\.(weight|bias))"
 )
@@ -81,7 +81,10 @@ def fits(architecture: str, config: Mapping[str, Any], names: Sequence[str]) -> 
         and not windowed
         and rope.get("rope_type") in SCALINGS
         and rope.get("partial_rotary_factor", 1.0) == 1.0
-        and all(_NAME.fullmatch(name) for name in names)
+        and all(
+            (found := _NAME.fullmatch(name)) and int(found[1] or 0) < config["num_hidden_layers"]
+            for name in names
+        )
         and ("lm_head.weight" in names or bool(config.get("tie_word_embeddings")))
     )
 

@@ -18,7 +18,13 @@ from planish.engines.policy_folder import check_policy
 from planish.engines.requests import ModelRef
 from planish.engines.stops import StopTable, tokenizer_stops
 from planish.engines.transformers import fused_decoder
-from planish.engines.weights import FolderWeights, WeightSource, check_weights, local_policy
+from planish.engines.weights import (
+    FolderWeights,
+    WeightSource,
+    check_weights,
+    local_policy,
+    without_tied,
+)
 from planish.models.experts import on_disk
 from planish.models.policy import Policy, load_model
 from planish.models.tokens import Tokenizer
@@ -66,9 +72,7 @@ class ServedModel:
         given = source.names()
         # Under their names in a policy folder, over the same storage.
         wanted = on_disk(self.tensors, self.config)
-        check_weights(
-            given, {name: tuple(t.shape) for name, t in wanted.items()}, refuse_others=False
-        )
+        check_weights(given, _shapes(wanted))
         # In the order of the source, which may be one in which they come.
         fresh = ((name, source.read(name)) for name in given if name in wanted)
         # What is in memory cannot fail half-way, and would be there twice.
@@ -88,18 +92,14 @@ def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedM
         config, tokenizer = check_policy(folder, weights.names())
         names = config.get("architectures")
         architecture = str(names[0]) if isinstance(names, list) and names else ""
-        held = [
-            name
-            for name in weights.names()
-            if name != "lm_head.weight" or not config.get("tie_word_embeddings")
-        ]
-        if fused and fused_decoder.fits(architecture, config, held):
+        held = without_tied(weights.names(), config)
+        if fused and fused_decoder.fits(architecture, config, list(held)):
             tensors = {name: weights.read(name).to(device, copy=True) for name in held}
             return ServedModel(architecture, config, tensors, tokenizer, version)
         policy = Policy(load_model(folder).to(device), tokenizer, version, folder)
     modules = policy.model.eval()
     saved = modules.state_dict().keys()
-    return ServedModel(
+    served = ServedModel(
         type(modules).__name__,
         modules.config.to_dict(),
         {
@@ -110,3 +110,10 @@ def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedM
         int(policy.version),
         modules,
     )
+    if model.policy is None:
+        check_weights(weights.names(), _shapes(on_disk(served.tensors, served.config)))
+    return served
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -53,14 +53,22 @@ class VllmAttentionRank(ExchangingRank):
             config=EngineConfig(name="vllm", compile=False, **(settings.vllm or {})),
             load_format=remote_experts.LOAD_FORMAT,
         )
-        with remote_experts.without_experts():
-            self._engine.start(ModelRef(folder=settings.folder, version=settings.version))
-        self._hear = self._engine.keep_choices(settings.routing) if settings.routing else None
-        self._engine.apply(lambda model: remote_experts.connect(model, self.compute))
+        try:
+            with remote_experts.without_experts():
+                self._engine.start(ModelRef(folder=settings.folder, version=settings.version))
+            self._hear = self._engine.keep_choices(settings.routing) if settings.routing else None
+            self._engine.apply(lambda model: remote_experts.connect(model, self.compute))
+        except BaseException:
+            self.close()
+            raise
         names = FolderWeights(settings.path).names().items()
         self._num_bytes = sum(
             math.prod(shape) * dtype.itemsize for n, (shape, dtype) in names if not is_expert(n)
         )
+
+    def close(self) -> None:
+        """Leave the process to another vLLM."""
+        self._engine.close()
 
     def compute(self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the experts of each row, as `ExpertExchange.compute`."""

@@ -7,21 +7,24 @@ found in token ids by the table that every engine uses.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from torch import Tensor
 
 from planish.base import telemetry
-from planish.base.errors import ConfigError, EngineError, PlanishError
+from planish.base.errors import ConfigError, EngineBusy, EngineError, PlanishError
+from planish.engines.architectures import window_fault
 from planish.engines.base import BaseEngine
 from planish.engines.config import EngineConfig
 from planish.engines.disagg.control import decode_requests, encode_request
@@ -37,6 +40,7 @@ from planish.engines.requests import (
 from planish.engines.sampling import request_seed
 from planish.engines.stops import StopTable, tokenizer_stops
 from planish.engines.transformers.batch import Limits
+from planish.engines.vllm.cpu import refuse_on_cpu
 from planish.engines.vllm.plugin import LOAD_FORMAT, WEIGHT_TRANSFER, register
 from planish.engines.vllm.routing import SlotRouting, inputs_routing, layers_with_experts
 from planish.engines.vllm.team import Team
@@ -47,6 +51,7 @@ from planish.engines.weights import (
     check_weights,
     local_policy,
     offer,
+    without_tied,
 )
 from planish.models.experts import is_expert, num_experts, routing_dtype
 from planish.models.headers import context_tokens, dtype_name
@@ -61,13 +66,15 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 _CPU_CACHE_BYTES = 1 << 30
-_CPU_VECTOR = 8
-"""Numbers that a kernel of the CPU takes at once."""
 _CPU_BATCH_TOKENS = 4096
 _UPDATE_SECONDS = 1800.0
 """Longest wait for the workers to take new weights."""
 _RANKS_SECONDS = 10.0
 """For ranks to end once vLLM has asked them to; vLLM itself kills them after eight."""
+
+
+_living: WeakSet[VllmEngine] = WeakSet()
+"""That of this process: vLLM has its ranks, its tables of layers and its sleep once in each."""
 
 
 @dataclass
@@ -132,10 +139,18 @@ class VllmEngine(BaseEngine):
     def _load(self, model: ModelRef) -> int:
         begin = time.monotonic()
         folder, version = local_policy(model, self._scratch)
-        self._names = FolderWeights(folder).names()
-        config, tokenizer = check_policy(folder, self._names)
+        names = FolderWeights(folder).names()
+        config, tokenizer = check_policy(folder, names)
+        self._names = without_tied(names, config)
         limit = context_tokens(config)
         self.max_model_len = min(self.max_model_len or limit, limit)
+        if self._routing and self._config.guesses:
+            raise ConfigError(
+                "`rollout.keep_routing` must be false with `engine.vllm.speculative_config`, and "
+                "so must `train.replay_routing`, got true; refused guesses have experts as well"
+            )
+        if fault := window_fault(config):
+            raise ConfigError(f"`engine.name` must serve the model, got 'vllm' and {fault}")
         size, self._eos = int(config["vocab_size"]), frozenset(tokenizer.eos_token_ids)
         self._limits = Limits(self._max_rows, self.max_model_len, size, self._eos)
         self._strings = tokenizer_stops(tokenizer, size)
@@ -156,13 +171,12 @@ class VllmEngine(BaseEngine):
                 name
                 for name in self._names
                 if not (self._load_format != LOAD_FORMAT and is_expert(name))
-                # An LM head that is the embedding is the same tensor again.
-                and not (name == "lm_head.weight" and config.get("tie_word_embeddings"))
             }
             self._check_taken()
             # One token, so that a model that this build can not run fails now.
             one = Sampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-            self._add(Request("probe", (0,), one))
+            if refused := self._add(Request("probe", (0,), one)):
+                raise EngineError(f"a prompt of one token must be served, got {refused[0].error}")
             while self._running:
                 self._step()
             self._counts = dict.fromkeys(self._counts, 0)
@@ -180,6 +194,12 @@ class VllmEngine(BaseEngine):
         return version
 
     def _open(self, folder: Path, model_config: dict[str, Any]) -> Any:
+        if _living:
+            raise EngineBusy(
+                "`start` needs a process without another vLLM, got a second engine `vllm` beside "
+                f"one that is {next(iter(_living)).state}; close that one, or take a process each"
+            )
+        _living.add(self)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         try:
@@ -187,7 +207,6 @@ class VllmEngine(BaseEngine):
             from vllm.config import CompilationConfig, WeightTransferConfig
             from vllm.envs import disable_envs_cache
             from vllm.platforms import current_platform
-            from vllm.v1.engine.llm_engine import LLMEngine
         except ImportError as error:
             raise ConfigError(
                 f"the engine `vllm` needs the package vllm, got {error}; use the image `rollout`, "
@@ -201,7 +220,7 @@ class VllmEngine(BaseEngine):
                 f"{current_platform.device_type!r}, got {self._device!r}"
             )
         if is_cpu:
-            _refuse_on_cpu(settings, model_config, routing=self._routing)
+            refuse_on_cpu(settings, model_config, routing=self._routing)
             if settings.tensor_parallel > 1:
                 # vLLM would give each rank a NUMA node of its own, which few machines have. An
                 # engine that was here before has made it keep what the environment said then.
@@ -212,43 +231,61 @@ class VllmEngine(BaseEngine):
         batch_tokens = settings.batch_tokens
         if is_cpu:
             batch_tokens = max(batch_tokens or _CPU_BATCH_TOKENS, self.max_model_len)
-        arguments = EngineArgs(
-            model=str(folder),
-            skip_tokenizer_init=True,
-            load_format=self._load_format,
-            generation_config="vllm",
-            dtype=dtype_name(model_config),
-            max_model_len=self.max_model_len,
-            max_num_seqs=self._max_rows,
-            max_num_batched_tokens=batch_tokens or None,
+        ours: dict[str, Any] = {
+            "model": str(folder),
+            "skip_tokenizer_init": True,
+            "load_format": self._load_format,
+            "generation_config": "vllm",
+            "dtype": dtype_name(model_config),
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self._max_rows,
+            "max_num_batched_tokens": batch_tokens or None,
             # A prompt that is cut asks the generator of its request to step back, which generators
             # on the CPU can not.
-            enable_chunked_prefill=not is_cpu,
-            tensor_parallel_size=settings.tensor_parallel,
+            "enable_chunked_prefill": not is_cpu,
+            "tensor_parallel_size": settings.tensor_parallel,
             # Each rank of a trainer has an engine of its own; vLLM takes them for data parallel.
-            distributed_executor_backend="external_launcher" if is_rank else None,
-            enable_sleep_mode=self._sleeps,
-            enable_expert_parallel=settings.expert_parallel,
-            quantization=None if settings.quantization == "none" else settings.quantization,
-            gpu_memory_utilization=settings.memory_share,
-            kv_cache_memory_bytes=cache_bytes or None,
-            enforce_eager=is_cpu or not settings.compile,
+            "distributed_executor_backend": "external_launcher" if is_rank else None,
+            "enable_sleep_mode": self._sleeps,
+            "enable_expert_parallel": settings.expert_parallel,
+            "quantization": None if settings.quantization == "none" else settings.quantization,
+            "gpu_memory_utilization": settings.memory_share,
+            "kv_cache_memory_bytes": cache_bytes or None,
+            "enforce_eager": is_cpu or not settings.compile,
             # The kernel of the CPU (`csrc/cpu/pos_encoding.cpp` of vLLM) takes each head of a query
             # [tokens, heads, width], as in latent attention, for a token; torch's way does not.
-            compilation_config=CompilationConfig(custom_ops=["-rotary_embedding"] * is_cpu),
-            logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
-            worker_extension_cls="planish.engines.vllm.taken.TellsTaken",
-            disable_log_stats=True,
+            "compilation_config": CompilationConfig(custom_ops=["-rotary_embedding"] * is_cpu),
+            "logprobs_mode": "processed_logprobs",
+            "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER),
+            "worker_extension_cls": "planish.engines.vllm.taken.TellsTaken",
+            "disable_log_stats": True,
             # None is on wherever it can be, which is not on the CPU (`platforms/cpu.py` of vLLM).
             # Experts of a token are read between two steps, when none may be under way.
-            async_scheduling=False if self._routing else None,
-            enable_return_routed_experts=self._routing,
-        )
+            "async_scheduling": False if self._routing else None,
+            "enable_return_routed_experts": self._routing,
+        }
+        return self._new_llm(EngineArgs, ours, model_config, cache_bytes)
+
+    def _new_llm(
+        self, made: Any, ours: dict[str, Any], model_config: dict[str, Any], cache_bytes: int
+    ) -> Any:
+        """Start vLLM by its class of options, with ours and those of `engine.vllm`."""
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        given = copy.deepcopy(self._config.vllm)
+        if unknown := sorted(given.keys() - {option.name for option in fields(made)}):
+            raise ConfigError(
+                f"`engine.vllm` must hold options of this vLLM's `EngineArgs`, got {unknown}; "
+                "correct or leave them out"
+            )
         try:
-            return LLMEngine.from_engine_args(arguments)
-        except ValueError as error:
-            raise self._refusal(str(error), model_config, cache_bytes) from None
+            # Its own default is that of a server, which takes fewer tokens in a step.
+            return LLMEngine.from_engine_args(made(**ours, **given), UsageContext.LLM_CLASS)
+        except Exception as error:
+            if not given and not isinstance(error, ValueError):
+                raise
+            raise self._refusal(str(error) or repr(error), model_config, cache_bytes) from None
 
     def _refusal(self, fault: str, model_config: dict[str, Any], cache_bytes: int) -> PlanishError:
         settings = self._config
@@ -263,15 +300,18 @@ class VllmEngine(BaseEngine):
                 f"at the start, got {fault}; lower it (that of the cold start's probe is "
                 "`sft.probe_memory_share`), or end what else runs there"
             )
-        if "cache" in fault:
+        if "cache" in fault and "validation error" not in fault:
             return EngineError(
                 f"the cache must hold one sequence of {self.max_model_len} tokens, got "
                 f"`engine.cache_bytes` = {cache_bytes} and `engine.memory_share` = "
                 f"{settings.memory_share}; raise them, or take a device with more memory ({fault})"
             )
-        return EngineError(
+        kind = ConfigError if settings.vllm else EngineError
+        return kind(
             f"a policy and the settings of `engine` must be such that vLLM serves, got "
-            f"{model_config.get('architectures')} and {fault}; take the engine `transformers`"
+            f"{model_config.get('architectures')} and {fault}; "
+            + (f"change `engine.vllm` = {settings.vllm}, or " if settings.vllm else "")
+            + "take the engine `transformers`"
         )
 
     def _release(self) -> None:
@@ -288,6 +328,7 @@ class VllmEngine(BaseEngine):
                 rank.join()
         self._ranks = []
         self._scratch.close()
+        _living.discard(self)
 
     def _renew(self) -> None:
         self._counts.update(dict.fromkeys(self._counts, 0))
@@ -317,6 +358,12 @@ class VllmEngine(BaseEngine):
     # Requests.
 
     def _check(self, request: Request) -> str:
+        if request.sampling.top_k and self._config.guesses:
+            # vLLM ends at a step without a guess: it asks for the largest `top_k` of no row.
+            return (
+                "`top_k` must be 0 where vLLM guesses (`engine.vllm.speculative_config`), got "
+                f"{request.sampling.top_k}"
+            )
         return self._limits.fault(request)
 
     def _free_rows(self) -> int:
@@ -327,9 +374,7 @@ class VllmEngine(BaseEngine):
 
     def _admit(self, requests: Sequence[Request]) -> list[Output]:
         self._tell("admit", [encode_request(request) for request in requests])
-        for request in requests:
-            self._add(request)
-        return []
+        return [failed for request in requests for failed in self._add(request)]
 
     def _advance(self) -> list[Output]:
         self._tell("step")
@@ -364,9 +409,11 @@ class VllmEngine(BaseEngine):
             else:
                 return
 
-    def _add(self, request: Request) -> None:
-        from vllm import SamplingParams
+    def _add(self, request: Request) -> list[Output]:
+        """Hand a request to vLLM; return its output where vLLM refuses it."""
         from vllm.sampling_params import RequestOutputKind
+
+        from planish.engines.vllm.params import TrueParams
 
         sampling, prefix = request.sampling, request.response_prefix
         row = _Running(request, frozenset() if sampling.ignore_eos else self._eos)
@@ -374,24 +421,26 @@ class VllmEngine(BaseEngine):
             row.stop_state = self._strings.advance(0, prefix)
         # A number generator of vLLM begins anew in each window: the same seed would repeat itself.
         seed = request_seed(sampling.seed, len(prefix), "", 0) if prefix else sampling.seed
-        self._llm.add_request(
-            request.request_id,
-            {"prompt_token_ids": [*request.prompt_ids, *prefix]},
-            SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
+        prompt = {"prompt_token_ids": [*request.prompt_ids, *prefix]}
+        try:
+            params = TrueParams(
+                temperature=float(sampling.temperature),
+                top_p=float(sampling.top_p),
                 top_k=sampling.top_k,
-                max_tokens=sampling.max_new_tokens,
+                max_tokens=min(sampling.max_new_tokens, self.max_model_len),
                 stop_token_ids=sorted(row.stop_ids),
                 ignore_eos=True,
                 seed=seed,
                 logprobs=0,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
-            ),
-        )
+            )
+            self._llm.add_request(request.request_id, prompt, params)
+        except ValueError as error:
+            return [Output.failed(request.request_id, f"vLLM refuses the request: {error}")]
         (row.internal_id,) = self._llm.output_processor.external_req_ids[request.request_id]
         self._running[request.request_id] = row
+        return []
 
     def _step(self) -> list[Output]:
         rows = len(self._running)
@@ -520,55 +569,3 @@ class VllmEngine(BaseEngine):
     def _forget(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise EngineError("the cache of prompts must be free to be dropped, got blocks in use")
-
-
-def _refuse_on_cpu(settings: EngineConfig, config: dict[str, Any], *, routing: bool) -> None:
-    """Refuse what vLLM can on accelerators only; some of it would fail at the first token."""
-    if settings.quantization != "none":
-        raise ConfigError(
-            f"`engine.quantization` must be 'none' on the CPU, got {settings.quantization!r}"
-        )
-    if settings.tensor_parallel > 1 and num_experts(config):
-        # Ranks with whole experts end in a fault of memory, ranks with parts take no new weights.
-        raise ConfigError(
-            "`engine.tensor_parallel` must be 1 on the CPU for a model with experts, got "
-            f"{settings.tensor_parallel}; take an accelerator"
-        )
-    if routing:
-        raise ConfigError(
-            "`rollout.keep_routing` must be false with the engine `vllm` on the CPU, which "
-            "can not return the experts of a token, and so must `train.replay_routing`, got true; "
-            "take the engine `transformers`"
-        )
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    head_sizes = CPUAttentionBackend.get_supported_head_sizes()
-    check_cpu_sizes(config, head_sizes, settings.tensor_parallel)
-
-
-def check_cpu_sizes(config: dict[str, Any], head_sizes: list[int], ranks: int) -> None:
-    """Refuse sizes that the kernels of vLLM for the CPU do not take.
-
-    Args:
-        config: config.json of the model.
-        head_sizes: widths of heads that attention knows.
-        ranks: that share a matrix.
-
-    Raises:
-        EngineError: all that do not fit are named.
-    """
-    faults = []
-    size = config.get("head_dim")
-    if size is None and config.get("num_attention_heads") and "kv_lora_rank" not in config:
-        size = int(config["hidden_size"]) // int(config["num_attention_heads"])
-    if size is not None and size not in head_sizes:
-        faults.append(f"`head_dim` must be one of {head_sizes}, got {size}")
-    # Norms and activations go through vectors of this many numbers.
-    for name, divided in (("hidden_size", 1), ("intermediate_size", ranks)):
-        width = int(config.get(name) or 0)
-        if width % (_CPU_VECTOR * divided):
-            faults.append(f"`{name}` must be a multiple of {_CPU_VECTOR * divided}, got {width}")
-    if faults:
-        raise EngineError(
-            f"{'; '.join(faults)} for vLLM on the CPU; take the engine `transformers`"
-        )

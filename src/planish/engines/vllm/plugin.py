@@ -5,6 +5,8 @@ A plug-in may be run several times in one process.
 
 from __future__ import annotations
 
+import logging
+
 WEIGHT_TRANSFER = "planish"
 """Name of our way to change weights."""
 
@@ -12,8 +14,14 @@ LOAD_FORMAT = "planish"
 """Name of our way to read them at the start."""
 
 
+def _tells_news(record: logging.LogRecord) -> bool:
+    """Drop a line of each change of weights; what a model does not take we find ourselves."""
+    return not str(record.msg).endswith("Failed to load weights")
+
+
 def register() -> None:
     """Make both known to this process."""
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_tells_news)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor import model_loader
 

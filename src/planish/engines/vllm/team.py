@@ -29,12 +29,13 @@ class Team:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raise PeerLost where what all ranks of the team do at once fails, as without one."""
+        """Raise PeerLost for what gloo raises where all ranks of the team do something at once."""
         try:
             yield
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            # Most of it has no class of its own, but names the file of gloo that found it.
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                raise
             raise PeerLost(f"the ranks that share a vLLM must all live, got {error}") from error
 
     def tell(self, call: str, words: Any = None) -> None:
@@ -58,5 +59,6 @@ class Team:
         """Return which of some names, in one order, any rank of the team has found."""
         names = list(among)
         marks = torch.tensor([name in found for name in names], dtype=torch.uint8)
-        dist.all_reduce(marks, dist.ReduceOp.MAX, self._group)
+        with self.together():
+            dist.all_reduce(marks, dist.ReduceOp.MAX, self._group)
         return {name for name, mark in zip(names, marks.tolist(), strict=True) if mark}

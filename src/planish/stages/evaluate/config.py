@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from planish.base.config import Section
+from planish.engines.config import TEMPERATURES
 
 
 class EvaluateConfig(Section):
@@ -20,7 +21,7 @@ class EvaluateConfig(Section):
     the iteration that starts from it; 0 measures only before and after a run."""
     num_samples: int = Field(default=32, ge=1, le=999)
     """Responses to each prompt, n. DAPO, section 4.1: 32."""
-    temperature: float = Field(default=1.0, gt=0.0)
+    temperature: float = Field(default=1.0, ge=TEMPERATURES[0], le=TEMPERATURES[1])
     """Of the sampled responses. DAPO, section 4.1: 1."""
     top_p: float = Field(default=0.7, gt=0.0, le=1.0)
     """Nucleus of the sampled responses. DAPO, section 4.1: 0.7."""

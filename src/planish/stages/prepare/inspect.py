@@ -9,7 +9,7 @@ from typing import Any
 from planish.base.errors import ConfigError
 from planish.base.inspection import Inspection
 from planish.engines import APART
-from planish.engines.architectures import VLLM
+from planish.engines.architectures import VLLM, window_fault
 from planish.models.config import ModelConfig
 from planish.models.experts import FAMILIES, num_experts
 from planish.models.inspect import inspect_model, open_tokenizer
@@ -66,6 +66,8 @@ def inspect_sources(
             f"`engine.name` must serve {name}, got {engine!r}, whose version of vLLM does not; "
             "take the engine 'transformers', or another model"
         )
+    elif engine.startswith("vllm") and (fault := window_fault(found.model_config)):
+        found.faults.append(f"`engine.name` must serve the model, got {engine!r} and {fault}")
     family = found.model_config.get("model_type")
     if name and engine in APART and (family not in FAMILIES or not num_experts(found.model_config)):
         found.faults.append(

@@ -34,7 +34,8 @@ log-probabilities, as probabilities, and twice in float64 while these are summed
 CACHE_STEP = 64
 """Its rows are as wide as a multiple of so many tokens: `ROW_STEP` of its `kv_cache`."""
 BATCH_TOKENS = 8192
-"""Tokens of one forward pass of vLLM where `engine.batch_tokens` leaves it open."""
+"""Tokens of one forward pass of vLLM where `engine.batch_tokens` leaves it open; twice that on
+devices of 70 GiB or more."""
 SAMPLER_BYTES = 24
 """Bytes of each logit of vLLM's sampler: float32 logits and log-probabilities, sorted with
 indices."""
@@ -345,7 +346,7 @@ def engine_parts(
             MemoryPart("logits of a step", drawn, f"{logits} {DRAWN_LOGIT_BYTES} B"),
             MemoryPart("keys and values", rows * wide_rows * cached, how),
         ]
-    at_once = engine.get("batch_tokens", 0) or BATCH_TOKENS
+    at_once = engine.get("batch_tokens", 0) or BATCH_TOKENS * (1 + (room_bytes >= 70 << 30))
     forward = 8 * shape.hidden_size + 6 * shape.intermediate_size * shape.experts_per_token
     step = MemoryPart(
         "forward pass and sampler",
@@ -385,9 +386,9 @@ def expert_rank_part(config: Config, shape: ModelShape) -> MemoryPart:
 
 def read_at_start(config: Config, num_bytes: int) -> str:
     """Return, in words, how fast a rank must read its weights so that its engine starts."""
-    seconds = 2 * settings_of_engine(config).rank_timeout_seconds
+    seconds = settings_of_engine(config).start_seconds
     rate = num_bytes / seconds / 1e9
-    return f", read at {rate:.2g} GB/s or more (2 x `engine.rank_timeout_seconds` = {seconds:g} s)"
+    return f", read at {rate:.2g} GB/s or more (`engine.rank_timeout_seconds` allows {seconds:g} s)"
 
 
 def frames_part(config: Config, shape: ModelShape, section: str, peers: int) -> MemoryPart:

@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from planish.base.config import Section
+from planish.engines.config import TEMPERATURES
 from planish.records.rewards import MAX_ITERATIONS_WITHOUT_SIGNAL
 
 Unfinished = Literal["train", "hold", "hold_group"]
@@ -27,7 +28,7 @@ class RolloutConfig(Section):
     """Longest response in tokens. DAPO, section 4.1: 16384 + 4096."""
     max_prompt_tokens: int = Field(default=2048, ge=1)
     """Prompts with more tokens are dropped and counted. DAPO's script: 2048."""
-    temperature: float = Field(default=1.0, gt=0.0)
+    temperature: float = Field(default=1.0, ge=TEMPERATURES[0], le=TEMPERATURES[1])
     """Divides the logits. DAPO's script: 1."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Share of probability that is sampled from; runs that train refuse others. DAPO's script:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from planish.base.errors import ConfigError
+from planish.engines.architectures import window_fault
 from planish.models.config import ModelConfig
 from planish.models.experts import on_disk
 from planish.models.inspect import built_tensors
@@ -418,6 +419,38 @@ def test_an_architecture_that_trainer_or_engine_do_not_know_is_refused(model):
     message = refused(path=model, engine="vllm")
     assert "`architectures` in config.json must name a model that this version" in message
     assert "`engine.name` must serve OwnForCausalLM, got 'vllm'" in message
+
+
+MIXED = ["full_attention", "sliding_attention"]
+NUMBERED = {"use_sliding_window": True, "sliding_window": 8, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_refused"),
+    [
+        ({"layer_types": MIXED}, True),
+        ({"layer_types": MIXED[1:] * 2}, False),
+        ({"layer_types": MIXED[:1] * 2, **NUMBERED, "max_window_layers": 1}, False),
+        ({"layer_types": None, **NUMBERED, "max_window_layers": 1}, True),
+        ({"layer_types": None, **NUMBERED, "max_window_layers": 2}, False),
+        ({"layer_types": None, **NUMBERED, "max_window_layers": 0}, False),
+        ({"layer_types": None, "sliding_window": 8, "max_window_layers": 1}, False),
+        ({"layer_types": MIXED, "architectures": ["Qwen2MoeForCausalLM"]}, True),
+        ({"layer_types": MIXED, "architectures": ["MistralForCausalLM"]}, True),
+        ({"layer_types": MIXED, "architectures": ["Gemma2ForCausalLM"]}, False),
+        ({"text_config": {"layer_types": MIXED}}, True),
+    ],
+)
+def test_windows_in_some_layers_are_refused_with_vllm(changes, is_refused):
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **changes}
+    assert bool(window_fault(config)) == is_refused
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm_disagg"])
+def test_windows_that_vllm_lacks_are_told_before_a_rollout(model, engine):
+    with_config(model, layer_types=MIXED, sliding_window=8, use_sliding_window=True)
+    told = "and windows in some layers of Qwen3ForCausalLM, which vLLM lacks; take the engine 'tr"
+    assert told in refused(path=model, engine=engine)
 
 
 def test_each_fault_of_data_and_model_is_told_together(tmp_path):
