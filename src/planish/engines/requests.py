@@ -62,7 +62,8 @@ class Sampling:
         coolest, hottest = TEMPERATURES
         heat, share = self.temperature, self.top_p
         if not _is_real(heat) or not (heat == 0 or coolest <= heat <= hottest):
-            return f"`temperature` must be 0 or {coolest:g} to {hottest:g}, got {_show(heat)}"
+            limits = f"a number, 0 or {coolest:g} to {hottest:g}"
+            return f"`temperature` must be {limits}, got {_show(heat)}"
         if not _is_real(share) or not 0 < share <= 1:
             return f"`top_p` must be above 0 and at most 1, got {_show(share)}"
         for name in ("ignore_eos", "want_routing"):

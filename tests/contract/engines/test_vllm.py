@@ -159,6 +159,7 @@ def test_options_that_this_vllm_does_not_take_are_refused_by_name(options, text)
 
 def test_options_of_vllm_reach_it_and_ours_are_those_that_none_may_name(monkeypatch):
     import vllm
+    from vllm.v1.engine.llm_engine import LLMEngine
 
     ours = {}
 
@@ -168,12 +169,20 @@ def test_options_of_vllm_reach_it_and_ours_are_those_that_none_may_name(monkeypa
             super().__init__(**options)
 
     monkeypatch.setattr(vllm, "EngineArgs", Recording)
+    contexts, opened = [], LLMEngine.from_engine_args
+
+    def opening(arguments, context):
+        contexts.append(context.name)
+        return opened(arguments, context)
+
+    monkeypatch.setattr(LLMEngine, "from_engine_args", opening)
     config = SMALL.model_copy(update={"vllm": {"block_size": 64, "seed": 5}})
     with VllmEngine(max_rows=2, config=config) as engine:
         engine.start(ModelRef(policy=qwen3_policy()))
         found = engine._llm.vllm_config
         assert (found.cache_config.block_size, found.model_config.seed) == (64, 5)
     assert ours.keys() - config.vllm.keys() <= VLLM_OURS.keys()
+    assert contexts == ["LLM_CLASS"]
     assert VLLM_OURS.keys() <= {option.name for option in fields(vllm.EngineArgs)}
 
 

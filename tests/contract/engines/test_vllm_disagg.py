@@ -73,6 +73,16 @@ def test_no_request_is_answered_with_the_zeros_of_the_start(monkeypatch, caplog)
     assert "failed engine=vllm_disagg reason=rank 0" in caplog.text
 
 
+def test_options_of_vllm_reach_the_attention_ranks_which_leave_room_for_others():
+    from planish.engines.vllm.engine import _living
+
+    with start(experts_policy(), launcher=ThreadRank, vllm={"block_size": 64}) as engine:
+        (attention,) = _living
+        assert attention._llm.vllm_config.cache_config.block_size == 64
+        assert engine.generate([request(0, 4)])[0].num_tokens == 4
+    assert not _living
+
+
 SPARSE_ALIKE = ("Qwen3Moe", "Mixtral")
 """Families whose layers the others have too."""
 SERVED = {
