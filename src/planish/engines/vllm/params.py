@@ -12,7 +12,7 @@ class TrueParams(SamplingParams):  # type: ignore[misc]  # vllm is untyped here
     """
 
     def __post_init__(self) -> None:
-        heat = self.temperature
+        heat = self.temperature  # type: ignore[has-type]
         self.temperature = float(heat > 0)
         super().__post_init__()
         self.temperature = heat
