@@ -56,7 +56,7 @@ class EngineConfig(Section):
     """Most tokens of one forward pass over prompts; 0 is the engine's own choice."""
     vllm: dict[str, Any] = Field(default={})
     """Options of vLLM's `EngineArgs` that have no setting here, such as `kv_cache_dtype`,
-    `attention_backend`, or `speculative_config` with the method `ngram`. Engines `vllm`,
+    `attention_backend`, or on accelerators `speculative_config` of method `ngram`. Engines `vllm`,
     `vllm_disagg`."""
     compile: bool = True
     """Compile the model and capture its graphs, which takes minutes at the start. Engine `vllm` on

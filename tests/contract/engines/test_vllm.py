@@ -65,6 +65,9 @@ def test_what_needs_accelerators_is_refused_on_the_cpu():
     config = EngineConfig(name="vllm", quantization="fp8")
     text = refused(qwen3_policy(), config=config)
     assert "`engine.quantization` must be 'none' on the CPU, got 'fp8'" in text
+    config = EngineConfig(name="vllm", vllm={"speculative_config": {"method": "ngram"}})
+    text = refused(qwen3_policy(), config=config)
+    assert "`engine.vllm.speculative_config` must be left out on the CPU, where vLLM gives" in text
     config = EngineConfig(name="vllm", tensor_parallel=2)
     text = refused(experts_policy(), config=config)
     assert "must be 1 on the CPU for a model with experts, got 2; take an accelerator" in text

@@ -144,18 +144,18 @@ class VllmEngine(BaseEngine):
         self._names = without_tied(names, config)
         limit = context_tokens(config)
         self.max_model_len = min(self.max_model_len or limit, limit)
-        if self._routing and self._config.guesses:
-            raise ConfigError(
-                "`rollout.keep_routing` must be false with `engine.vllm.speculative_config`, and "
-                "so must `train.replay_routing`, got true; refused guesses have experts as well"
-            )
-        if fault := window_fault(config):
-            raise ConfigError(f"`engine.name` must serve the model, got 'vllm' and {fault}")
         size, self._eos = int(config["vocab_size"]), frozenset(tokenizer.eos_token_ids)
         self._limits = Limits(self._max_rows, self.max_model_len, size, self._eos)
         self._strings = tokenizer_stops(tokenizer, size)
         self._experts = layers_with_experts(self._names)
         try:
+            if self._routing and self._config.guesses:
+                raise ConfigError(
+                    "`rollout.keep_routing` must be false with `engine.vllm.speculative_config`, "
+                    "and so must `train.replay_routing`, got true; guesses have experts as well"
+                )
+            if fault := window_fault(config):
+                raise ConfigError(f"`engine.name` must serve the model, got 'vllm' and {fault}")
             self._routing_dtype = routing_dtype(config) if self._routing else ""
             ranks, experts = self._config.tensor_parallel, num_experts(config)
             if self._config.expert_parallel and (not experts or experts % ranks):
