@@ -22,19 +22,19 @@ LINK = re.compile(r"(?:\]\(|src=\")([^)\"#:]+)(?:#[^)\"]*)?[)\"]")
 
 
 CEILINGS = {
-    "algorithms": 5_300,
-    "base": 5_400,
+    "algorithms": 5_400,
+    "base": 5_850,
     "checkpoint": 70_000,
     "engines": 48_300,
     "minder": 42_400,
     "models": 13_700,
     "records": 11_100,
-    "run": 10_200,
+    "run": 10_400,
     "show": 8_400,
     "stages": 84_300,
-    "store": 10_400,
+    "store": 10_700,
     "submit": 11_300,
-    "verifiers": 12_100,
+    "verifiers": 12_300,
     "components": 2_700,
     "pipelines": 6_400,
 }

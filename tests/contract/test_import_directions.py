@@ -84,7 +84,7 @@ OWNERS = {
     "kfp_server_api": ("src/planish/run/", "src/planish/submit/"),
     "vllm": ("src/planish/engines/",),
     "megatron": ("src/planish/stages/train/", "src/planish/checkpoint/"),
-    "math_verify": ("src/planish/verifiers/",),
+    "math_verify": ("src/planish/verifiers/", "src/planish/show/verifier.py"),
     "datasets": ("src/planish/stages/curate/",),
     "rich": ("src/planish/show/", "src/planish/submit/local/", "src/planish/__main__.py"),
 }

@@ -175,8 +175,8 @@ def test_the_installed_package_is_enough_to_run_here_and_from_python(program, tm
 )
 def test_the_base_requirements_are_enough_to_ask_for_models(program, words, tmp_path):
     done = installed(program, *words, home=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
-    # One line that names what is not there, of an exception that we raise on purpose.
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    # One line that names what does not answer, and the exit code of what may pass.
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (75, "", 1), done.stderr
     assert done.stderr.startswith("planish: ")
     assert "No module" not in done.stderr
 

@@ -18,16 +18,18 @@ HUB_TIMEOUT_SECONDS = 20.0
 def passes(error: BaseException | None) -> bool:
     """Return whether the hub, or another web server, may do the same later.
 
-    The clients wrap what has happened; the innermost error decides.
+    The clients wrap what has happened; the innermost error decides. Which library a client asks
+    with is its own matter: httpx and its successor call a lost connection a TransportError.
     """
-    from httpx import TransportError
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     told = False
     while error is not None and not isinstance(error, OfflineModeIsEnabled):
         status = getattr(getattr(error, "response", None), "status_code", 0)
-        lost = (TransportError, ConnectionError, TimeoutError)
-        told = isinstance(error, lost) or status in (408, 429) or status >= 500
+        lost = isinstance(error, (ConnectionError, TimeoutError)) or any(
+            kind.__name__ == "TransportError" for kind in type(error).__mro__
+        )
+        told = lost or status in (408, 429) or status >= 500
         error = error.__cause__ or error.__context__
     return told and error is None
 
