@@ -66,6 +66,13 @@ def test_manifests_of_the_page_are_there_and_make_what_it_shows():
     assert "minio-setup" in names(resolve((FOLDER / "overlays/local").resolve()), "Job")
 
 
+def test_the_form_runs_as_many_iterations_as_the_command_of_the_page():
+    asked = re.findall(
+        r"planish (submit|upload) [^`\n]*--iterations (\d+)", PAGE.read_text("utf-8")
+    )
+    assert asked == [("submit", "2"), ("upload", "2")]
+
+
 def test_the_commands_of_planish_print_what_the_page_shows(capsys):
     """Against an API that records: only its address and the id of the run are other ones."""
     server, run_id = Server(), ""

@@ -130,6 +130,12 @@ def test_half_a_window_shows_all_of_it_in_readable_size(state, page, tmp_path):
         assert (found["small"], found["tiny"], found["overlaps"], found["cut"]) == (0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("width", [300, 220])
+def test_the_narrowest_panel_of_kubeflow_cuts_no_number_of_a_card(width, page):
+    outside = measure(page, width)["outside"]
+    assert not [text for text in outside if 'class="card' in text or 'class="value"' in text]
+
+
 def test_a_screenshot_shows_every_colour_of_the_charts(page):
     pixels, target = screenshot(page, 1280, 3200)
     assert pixels.shape == (3200, 1280, 3)

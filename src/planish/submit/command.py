@@ -89,7 +89,9 @@ def add_commands(commands: Any) -> None:
 def _add_operations(commands: Any, server: argparse.ArgumentParser) -> None:
     logs = commands.add_parser("logs", parents=[server], help="print the last lines of its tasks")
     logs.add_argument("run", metavar="RUN", help="id or root of a run")
-    logs.add_argument("--stage", default="", help="such as train; what failed, and the last one")
+    logs.add_argument(
+        "--stage", default="", help="such as train or iterate; what failed, and the last one"
+    )
     logs.add_argument("--iteration", type=int, default=-1, help="0 for what runs once")
     logs.add_argument("--lines", type=int, default=40, help="of each attempt (default 40)")
     logs.add_argument("--follow", action="store_true", help="go on until the run has ended")

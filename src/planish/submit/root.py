@@ -21,6 +21,13 @@ _LOG = re.compile(
     r"(?P<iteration>\d{5,})-(?P<stage>[a-z_]+)-(?P<shard>\d{2,})-(?P<attempt>\d+)\.txt"
 )
 
+_PARTS = {
+    "iterate": ("rollout", "evaluate", "reward", "train", "checkpoint"),
+    "update": ("reward", "train", "checkpoint"),
+    "next_run": ("next",),
+}
+"""Tasks whose logs have other names -> the stages that write them."""
+
 
 def stop(root: str, *, undo: bool = False) -> list[str]:
     """Ask a run to end after its iteration, or take that back; return what was done and follows."""
@@ -71,14 +78,24 @@ class _Attempt(NamedTuple):
         return store.read(self.uri).decode("utf-8", "replace").splitlines()
 
 
+def _logs(folder: str) -> Iterator[tuple[str, re.Match[str]]]:
+    for uri in store.list_uris(folder):
+        if found := _LOG.fullmatch(uri.rpartition("/")[2]):
+            yield uri, found
+
+
+def _is_asked(found: re.Match[str], stage: str, iteration: int) -> bool:
+    """Tell whether a log is of a stage and an iteration as in `logs`."""
+    word = stage.replace("-", "_")
+    is_stage = not word or found["stage"] in _PARTS.get(word, (word,))
+    return is_stage and iteration in (-1, int(found["iteration"]))
+
+
 def _attempts(folder: str, stage: str, iteration: int) -> list[_Attempt]:
     """Return those of a stage and an iteration as in `logs`, in the order of their starts."""
     attempts = []
-    for uri in store.list_uris(folder):
-        found = _LOG.fullmatch(uri.rpartition("/")[2])
-        if found is None or stage not in ("", found["stage"]):
-            continue
-        if iteration in (-1, int(found["iteration"])):
+    for uri, found in _logs(folder):
+        if _is_asked(found, stage, iteration):
             known = f"{uri.rpartition('-')[0]}.json"
             entry = read_json(known) if store.exists(known) else {}
             start, state = float(entry.get("start_seconds", 0)), str(entry.get("state", ""))
@@ -91,7 +108,7 @@ def _silent(folder: str, stage: str, iteration: int) -> Iterator[str]:
     for uri in store.list_uris(folder):
         name = uri.rpartition("/")[2].removesuffix(".json")
         found = _LOG.fullmatch(f"{name}-0.txt")
-        if found and stage in ("", found["stage"]) and iteration in (-1, int(found["iteration"])):
+        if found and _is_asked(found, stage, iteration):
             state = str(read_json(uri).get("state", ""))
             if state in ("done", "failed"):
                 yield f"== {name} {state}, and wrote no line"
@@ -108,7 +125,7 @@ def logs(root: str, *, stage: str = "", iteration: int = -1, num_lines: int = 40
 
     Args:
         root: URI or path of the run.
-        stage: only of this one; empty for all.
+        stage: only of this one, or of the stages of this task (`iterate`); empty for all.
         iteration: only of this one, 0 for what runs once; -1 for all. Without stage and iteration
             what failed is shown, and the attempt that began last.
         num_lines: lines of each attempt.
@@ -122,9 +139,10 @@ def logs(root: str, *, stage: str = "", iteration: int = -1, num_lines: int = 40
         if silent := list(_silent(folder, stage, iteration)):
             yield from silent
             return
+        others = ", ".join(sorted({found["stage"] for _, found in _logs(folder)}))
         raise ObjectMissing(
-            f"`{folder}` must hold a log of {stage or 'a stage'}, got none; lines arrive a minute "
-            "after a task began"
+            f"`{folder}` must hold a log of {stage or 'a stage'}, got {others or 'none'}; lines "
+            "arrive a minute after a task began"
         )
     if not stage and iteration < 0:
         attempts = [a for a in attempts[:-1] if a.state == "failed"] + attempts[-1:]

@@ -11,12 +11,12 @@ import yaml
 from components.pod_settings import STAGE_LABEL
 from planish import store
 from planish.__main__ import main
-from planish.base.errors import ClusterError, ConfigError
+from planish.base.errors import ClusterError, ConfigError, ObjectMissing
 from planish.records import layout
 from planish.run.avoid import avoided
 from planish.run.stage import is_stopped, mark_stopped
 from planish.submit import cleanup, parameters, pipeline
-from planish.submit.root import follow, stop
+from planish.submit.root import follow, logs, stop
 from planish.submit.server import connect
 from tests.unit.submit.kfp_server import Server
 
@@ -321,6 +321,30 @@ def test_following_yields_each_line_once_below_the_name_of_its_task(file_root):
         f"{train} running", "b", "c", "d", f"{checkpoint} done", "x", "y",
         f"{train} done", "e", f"{checkpoint} done", "z",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stage", "written", "shown"),
+    [
+        ("iterate", ["curate", "rollout", "reward", "train"], "rollout reward train"),
+        ("iterate", ["rollout", "monitor_check", "evaluate"], "rollout evaluate"),
+        ("update", ["rollout", "reward", "train"], "reward train"),
+        ("monitor-check", ["train", "monitor_check"], "monitor_check"),
+        ("next-run", ["report", "next"], "next"),
+        ("train", ["train", "trainer"], "train"),
+    ],
+)  # fmt: skip
+def test_logs_are_found_by_the_name_of_a_task(stage, written, shown, file_root):
+    for start, name in enumerate(written):
+        write_log(file_root, name, [name], "done", start=start)
+    assert [line for line in logs(file_root, stage=stage) if "==" not in line] == shown.split()
+
+
+def test_a_stage_without_logs_is_answered_with_those_that_have_some(file_root):
+    write_log(file_root, "train", ["a"], "done")
+    write_log(file_root, "curate", ["a"], "done")
+    with pytest.raises(ObjectMissing, match="a log of trian, got curate, train;"):
+        list(logs(file_root, stage="trian"))
 
 
 def test_logs_are_followed_until_the_run_has_ended(server, file_root, capsys, monkeypatch):

@@ -64,6 +64,15 @@ def healthy_pages(healthy_facts):
     return pages(healthy_facts)
 
 
+def test_numbers_of_cards_may_wrap_between_each_other_in_a_narrow_panel(healthy_pages):
+    html, _ = healthy_pages
+    rules = re.findall(r"([^{}]*)\{([^{}]*)\}", html)
+    assert not [rule for names, rule in rules if ".value" in names and "nowrap" in rule]
+    assert (".value span", "display: inline-block;") in [(n.strip(), r.strip()) for n, r in rules]
+    values = re.findall(r'<p class="value">(.*)</p>', html)
+    assert [re.sub("<span.*?</span>|<i>.*?</i>| ", "", value) for value in values] == [""] * 7
+
+
 def test_the_page_shows_the_numbers_of_the_run(healthy_pages):
     html, markdown = healthy_pages
     text = " ".join(Elements(html).text.split())
