@@ -34,8 +34,8 @@ OF_SETS = {
 """Settings of every set of the command line, and what they are."""
 OF_EVALUATION: dict[str, tuple[type, str]] = {
     "max_response_tokens": (int, "of the longest response (default 20480)"),
-    "temperature": (float, "of the sampled responses (default 1)"),
-    "top_p": (float, "nucleus of the sampled responses (default 0.7)"),
+    "temperature": (float, "of the sampled responses (default: of the policy's run, else 1)"),
+    "top_p": (float, "nucleus of the sampled responses (default: of the policy's run, else 1)"),
     "max_prompts": (int, "of each set, the first by id (default all)"),
 }
 """Settings of `[evaluate]` with an option, beside the number of samples."""
@@ -115,6 +115,7 @@ def configuration(options: argparse.Namespace, path: str) -> tuple[dict[str, Any
     from planish.base.config import merge, resolve_config
     from planish.base.errors import ConfigError
     from planish.stages.curate.config import KNOWN_SETS
+    from planish.stages.evaluate.stage import sampling_of
     from planish.stages.prepare.checks import check_run
     from planish.stages.prepare.inspect import inspect_sources
 
@@ -128,7 +129,8 @@ def configuration(options: argparse.Namespace, path: str) -> tuple[dict[str, Any
     layers: dict[str, dict[str, Any]] = {
         "model": {"path": path},
         "engine": {"name": options.engine} if options.engine else {},
-        "evaluate": {k: given[k] for k in ("num_samples", *OF_EVALUATION) if k in given},
+        "evaluate": sampling_of(path)
+        | {k: given[k] for k in ("num_samples", *OF_EVALUATION) if k in given},
         "curate": {"evaluation_sets": sets},
     }
     if options.num_samples:

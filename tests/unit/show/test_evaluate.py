@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from planish import store
 from planish.__main__ import main
 from planish.engines.requests import Output
 from planish.models.tokens import load_tokenizer
@@ -13,6 +14,7 @@ from planish.records.io import read_manifest
 from planish.records.reports import EvalReport, read_report
 from planish.records.rollouts import FinishReason
 from planish.stages.curate import records
+from planish.stages.evaluate.stage import sampling_of
 from tests.integration.own_model import make_model
 
 ROWS = {
@@ -134,10 +136,31 @@ def test_a_policy_of_a_run_has_the_scores_of_the_model_that_it_was_imported_from
     assert reports[0].scalars == reports[1].scalars
     assert reports[0].scalars["num_generated_tokens"] > 0
     assert reports[0].attributes["conditions"]["temperature"] == 0.9
+    assert {report.attributes["conditions"]["top_p"] for report in reports} == {1.0}
     assert "policies" not in {path.name for path in (tmp_path / "policy").iterdir()}
     capsys.readouterr()
     assert main(["evaluate", str(model), *options, "-n", "3", "--out", roots[0]]) == 2
     assert "the configuration must equal that of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "evaluate", "expected"),
+    [
+        ("{root}/policies/00003", {"temperature": 0.6, "top_p": 0.7}, (0.6, 0.7)),
+        ("{root}/policies/best-of-all", {"top_p": 0.95}, (1.0, 0.95)),
+        ("{root}/policies/00003", None, (1.0, 1.0)),
+        ("{root}/exports/00003", {"top_p": 0.7}, (1.0, 1.0)),
+        ("file:///nowhere/policies/00003", {"top_p": 0.7}, (1.0, 1.0)),
+        ("owner/policies/name", {}, (1.0, 1.0)),
+        ("Qwen/Qwen2.5-0.5B-Instruct", {}, (1.0, 1.0)),
+    ],
+)
+def test_a_model_is_sampled_as_its_run_measures_unless_something_else_is_asked(
+    file_root, model, evaluate, expected
+):
+    config = {} if evaluate is None else {"evaluate": evaluate}
+    store.write(layout.run_file(file_root), json.dumps({"config": config}).encode())
+    assert tuple(sampling_of(model.format(root=file_root)).values()) == expected
 
 
 def test_a_model_that_changed_in_its_folder_is_measured_again(tmp_path, scripted, capsys):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from planish import store
 from planish.base.errors import ObjectMissing
 from planish.records import layout
 from planish.records.io import finished, read_manifest, read_set, write_set
@@ -25,7 +26,7 @@ from planish.records.reports import (
     write_report,
 )
 from planish.records.rollouts import RolloutSet
-from planish.run.stage import Artifact, Context, Outcome, execute
+from planish.run.stage import Artifact, Context, Outcome, execute, read_run
 from planish.stages.evaluate.config import EvaluateConfig
 from planish.stages.evaluate.score import Judged, rise_error, scalars
 from planish.verifiers import VerifierOptions
@@ -74,6 +75,17 @@ def run(
 
     outputs = {"evaluation": evaluation, "metrics": metrics}
     execute("evaluate", work, root=root, config_sha256=config_sha256, outputs=outputs)
+
+
+def sampling_of(model: str) -> dict[str, float]:
+    """Return temperature and top-p by which the run of a policy measures; 1 where it is of none.
+
+    `model` is the address of a policy, without its digest, or of any model.
+    """
+    root, _, _ = model.rpartition("/policies/")
+    is_stored = root.startswith(("s3://", "file://")) and store.exists(layout.run_file(root))
+    known = read_run(root)["config"].get("evaluate", {}) if is_stored else {}
+    return {name: known.get(name, 1.0) for name in ("temperature", "top_p")}
 
 
 @dataclass(frozen=True)
