@@ -207,6 +207,7 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
     used = {name: denoisers[name] for name in view.traces if name in denoisers}
     facts = {
         "skipped": {**view.prepared.skipped, **unmodelled},
+        "known": dict(view.prepared.known),
         "model_ids": {name: f"{model.name}:{model.version}" for name, model in used.items()},
         "silent": tuple(np.array(frame.machines)[silent].tolist()),
         "clipped": dict(view.prepared.clipped),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -50,6 +50,8 @@ class Prepared:
     """Usable metric to [N], seconds from one distinct sample of a machine to the next."""
     silent_seconds: F64
     """[N], how long before the end of the frame each machine gave its last sample of anything."""
+    known: dict[str, float] = field(default_factory=dict)
+    """Metrics that are skipped as missing or coarse to their `known_share`."""
 
 
 def prepare(
@@ -68,6 +70,7 @@ def prepare(
     values: dict[str, F32] = {}
     masked: dict[str, Mask] = {}
     skipped: dict[str, str] = {}
+    known: dict[str, float] = {}
     clipped: dict[str, float] = {}
     rules = config.preprocess
     intervals: dict[str, F64] = {}
@@ -88,6 +91,8 @@ def prepare(
             reason = "limits"
         if reason:
             skipped[name] = reason
+            if reason in ("missing", "coarse"):
+                known[name] = known_share(unknown, config)
             continue
         assert bounds is not None
         intervals[name] = np.maximum(sample_intervals(filled, unknown), frame.held.get(name, 1.0))
@@ -97,16 +102,16 @@ def prepare(
             unknown[first:, frame.machines.index(machine)] = True
         scaled = transformed(filled, METRICS[name])
         scaled = (scaled - np.float32(bounds[0])) / np.float32(bounds[1] - bounds[0])
-        known = ~unknown
-        beyond = known & ((scaled < 0) | (scaled > 1))
-        clipped[name] = float(beyond.sum() / max(1, known.sum()))
+        is_known = ~unknown
+        beyond = is_known & ((scaled < 0) | (scaled > 1))
+        clipped[name] = float(beyond.sum() / max(1, is_known.sum()))
         scaled = np.clip(scaled / np.float32((scales or {}).get(name, 1.0)), 0.0, 1.0)
         scaled[unknown] = 0.0
         values[name], masked[name] = scaled.astype(np.float32), unknown
     for name, machines in frozen.items():
         broken[name] = tuple(sorted({*broken.get(name, ()), *machines}))
     silent = silent_seconds(frame)
-    return Prepared(frame, values, masked, skipped, clipped, broken, intervals, silent)
+    return Prepared(frame, values, masked, skipped, clipped, broken, intervals, silent, known)
 
 
 def limits_of(
@@ -226,14 +231,21 @@ def steadied(values: F32, unknown: Mask, intervals: F64) -> F32:
     return result
 
 
+def known_share(unknown: Mask, config: MinderConfig) -> float:
+    """Return the share of seconds that as many machines as are needed know at least.
+
+    `unknown` is [T, N], True where nothing is known even after filling.
+    """
+    shares = np.sort((~unknown).mean(axis=0))[::-1]
+    enough = max(4, int(np.ceil(config.preprocess.min_machine_share * len(shares))))
+    return float(shares[:enough].min(initial=1.0))
+
+
 def unusable(values: F32, real: Mask, unknown: Mask, config: MinderConfig) -> str:
     """Return why a metric [T, N] can not be used in this frame; empty when it can."""
-    rules = config.preprocess
     if not real.any():
         return "missing"
-    machines = values.shape[1]
-    good = (~unknown).mean(axis=0) >= rules.min_known_share
-    if good.sum() < min(machines, max(4, int(np.ceil(rules.min_machine_share * machines)))):
+    if known_share(unknown, config) < config.preprocess.min_known_share:
         seconds = next((np.flatnonzero(column) for column in real.T if column.sum() > 2), ())
         # Coarse samples come regularly, but less often than every two seconds.
         return "coarse" if len(seconds) and np.median(np.diff(seconds)) > 2 else "missing"

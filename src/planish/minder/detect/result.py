@@ -71,6 +71,8 @@ class Result:
     findings: tuple[Finding, ...] = ()
     skipped: dict[str, str] = field(default_factory=dict)
     """Metrics that were not used, with the reason."""
+    known: dict[str, float] = field(default_factory=dict)
+    """Those that lack samples to the share of seconds that is known of enough machines."""
     model_ids: dict[str, str] = field(default_factory=dict)
     """Metric to denoiser and version."""
     silent: tuple[str, ...] = ()

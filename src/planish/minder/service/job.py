@@ -72,6 +72,7 @@ class JobWatch:
         self._failures = 0
         self._ahead = time.time() - shared.clock()
         self._detector = Detector(shared.models, shared.settings)
+        self._said: set[str] = set()
         self.monitor, self.book = self._restored(state or {"alerts": {"open": []}})
         self.last: Result | None = None
         """Result of the last call."""
@@ -160,11 +161,21 @@ class JobWatch:
         metrics.count("calls", self.job, result.status if result.is_judged else "skipped")
         changed = self.book.update(result, info.machines)
         self.last = result
+        self._tell_skipped(result)
         metrics.called(result, result.end or self.now(), self._detector.newest_scores())
         if result.status == "ok" and not result.candidates:
             metrics.restored(self.job, self._detector.model_errors())
         metrics.alerts(self.job, info.namespace, info.machines, self.book.alerts())
         self._follow(changed, result)
+
+    def _tell_skipped(self, result: Result) -> None:
+        """Log each metric that has samples, but not enough, once."""
+        needed = self._shared.settings.preprocess.min_known_share
+        for name, share in sorted(result.known.items()):
+            if share and name not in self._said:
+                self._said.add(name)
+                told = f"known {share:.0%}, needs {needed:.0%}"
+                logger.warning("metric_skipped metric=%s job=%s seconds=%r", name, self.job, told)
 
     def _follow(self, changed: list[Alert], result: Result) -> None:
         """Log alerts that began or ended, and let the actor take a step for each alert."""

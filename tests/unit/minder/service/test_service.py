@@ -129,6 +129,39 @@ def test_a_metric_without_samples_is_said_once_and_not_for_every_job(caplog):
     assert "monitoring/README.md" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("lost_of_ten", "machines", "told"),
+    [
+        (2, None, "known 80%, needs 90%"),
+        (5, None, "known 50%, needs 90%"),
+        (9, None, "known 10%, needs 90%"),
+        (5, 1, None),
+        (0, None, None),
+    ],
+)
+def test_a_metric_that_is_known_too_little_is_said_once_per_job(
+    lost_of_ten, machines, told, caplog
+):
+    watch, clock, shared = watched()
+    young = day_of.METRICS[0]
+
+    class Young(day_of.DaySource):
+        def pull(self, names, seconds, deadline):
+            frame = super().pull(names, seconds, deadline)
+            lost = len(frame.mask[young]) * lost_of_ten // 10
+            frame.mask[young][:lost, :machines] = False
+            return frame
+
+    day = watch._source.day
+    jobs = day.jobs()[:2]
+    for info in jobs:
+        run(JobWatch(info, Young(day, info.key), shared), clock, clock.seconds + 120)
+    said = [line for line in caplog.messages if line.startswith("metric_skipped")]
+    assert said == [
+        f"metric_skipped metric={young} job={info.key} seconds={told!r}" for info in jobs if told
+    ]
+
+
 def test_nothing_is_asked_about_a_job_with_too_few_machines_to_compare():
     watch, clock, shared = watched()
     run(watch, clock, FAULT + 400)
