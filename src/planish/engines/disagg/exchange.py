@@ -198,9 +198,14 @@ class ExpertExchange:
         header = frame.header
         waiting = self._waiting.get(header.micro_batch)
         seen = (header.weight_version, header.iteration, header.layer)
-        if waiting is None or seen != (self.version, self._iteration, waiting.layer):
+        if (
+            waiting is None
+            or seen != (self.version, self._iteration, waiting.layer)
+            or header.source in waiting.frames
+            or header.source not in self._settings.expert_ranks
+        ):
             raise ProtocolError(
-                f"a reply must be one that its micro-batch waits for in iteration "
+                f"a reply must be one that its micro-batch waits for, once, in iteration "
                 f"{self._iteration} of weights {self.version}, got {header}"
             )
         waiting.frames[header.source] = frame

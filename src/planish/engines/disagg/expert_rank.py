@@ -100,7 +100,7 @@ class ExpertRank(Rank):
         """Keep a frame until it can be served.
 
         Raises:
-            ProtocolError: it was sent by other weights, or to other places.
+            ProtocolError: it was sent by other weights, to other places, or twice.
         """
         header, own = frame.header, (self._version, self.layout.version)
         if (header.weight_version, header.placement_version) != own:
@@ -111,9 +111,13 @@ class ExpertRank(Rank):
             self._prompts.append(frame)
         elif header.iteration > self._iteration:
             self._early.append(frame)
-        elif header.source in self._participants.get(header.micro_batch, ()):
+        elif header.iteration == self._iteration and header.source in self._participants.get(
+            header.micro_batch, ()
+        ):
             key = (header.layer, header.micro_batch)
-            self._frames.setdefault(key, {})[header.source] = frame
+            if header.source in self._frames.setdefault(key, {}):
+                raise ProtocolError(f"a frame must come once, got another {header}")
+            self._frames[key][header.source] = frame
             self._check_complete(key)
 
     def _check_complete(self, key: _Key) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from planish.base.errors import PeerLost
+from planish.base.errors import PeerLost, ProtocolError
 from planish.engines.disagg.m2n import sockets
 from planish.engines.disagg.m2n.frames import HEADER_BYTES, FrameHeader, FrameKind, FrameLimits
 from planish.engines.disagg.m2n.sockets import SocketTransport
@@ -89,6 +89,12 @@ def counts_of(num_rows):
     return torch.tensor([num_rows // 2, 0, num_rows - num_rows // 2], dtype=torch.int32)
 
 
+def wire(header, rows):
+    """Return the bytes of a frame."""
+    payload = sockets._arrays(counts_of(len(rows)), rows)
+    return sockets._signed(header, payload) + b"".join(part.tobytes() for part in payload)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_frame_arrives_as_it_was_sent_and_so_does_its_answer(pair, dtype):
     a, b = pair
@@ -110,16 +116,85 @@ def test_a_frame_arrives_as_it_was_sent_and_so_does_its_answer(pair, dtype):
 
 def test_a_frame_may_come_byte_by_byte(by_hand):
     listener, end = by_hand
-    counts, rows = counts_of(2), torch.ones(2, 4)
-    for number in header(2).encode() + counts.numpy().tobytes() + rows.numpy().tobytes():
+    for number in wire(header(2), torch.ones(2, 4)):
         end.sendall(bytes([number]))
-    assert torch.equal(listener.get().rows, rows)
+    assert torch.equal(listener.get().rows, torch.ones(2, 4))
 
 
-@pytest.mark.parametrize("length", [0, 1, HEADER_BYTES, HEADER_BYTES + 6])
+FIELDS = [
+    "kind", "source", "target", "weight_version", "iteration", "layer", "micro_batch", "num_rows",
+    "row_bytes", "dtype", "num_local_experts", "placement_version", "is_prefill", "sent_ns",
+]  # fmt: skip
+STARTS = dict(zip(FIELDS, (0, 1, 3, 5, 9, 17, 21, 23, 27, 31, 32, 34, 38, 39), strict=True))
+PLACES = STARTS | {
+    "sum of the payload": HEADER_BYTES,
+    "sum of the header": HEADER_BYTES + 4,
+    "counts": HEADER_BYTES + 8,
+    "first row": HEADER_BYTES + 20,
+    "last row": -1,
+}
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_flipped_bit_anywhere_loses_the_peer_and_delivers_no_row(by_hand, place, bit):
+    listener, end = by_hand
+    data = bytearray(wire(header(2), torch.ones(2, 4)))
+    data[PLACES[place]] ^= 1 << bit
+    end.sendall(data)
+    with pytest.raises(PeerLost, match="rank 0 is lost: its frame came damaged") as error:
+        listener.get()
+    assert list(error.value.per_rank) == [0]
+    assert listener.inbox.empty()
+
+
+def test_a_burst_within_the_rows_of_a_later_frame_is_seen(by_hand):
+    listener, end = by_hand
+    end.sendall(wire(header(1), torch.ones(1, 4)))
+    assert listener.get().header.num_rows == 1
+    data = wire(header(32), torch.ones(32, 4))
+    end.sendall(data[:200] + bytes(64) + data[264:])
+    with pytest.raises(PeerLost, match="came damaged"):
+        listener.get()
+
+
+def test_a_frame_of_zeros_is_none(by_hand):
+    listener, end = by_hand
+    end.sendall(bytes(HEADER_BYTES + 8))
+    with pytest.raises(PeerLost, match="came damaged"):
+        listener.get()
+
+
+@pytest.mark.parametrize(
+    ("order", "good"),
+    [([0, 0], 1), ([1, 0], 1), ([0, 1, 0], 2), ([0, 2, 1], 2)],
+    ids=["twice", "reordered", "late", "late between"],
+)
+def test_a_frame_twice_late_or_out_of_turn_is_none(by_hand, order, good):
+    listener, end = by_hand
+    made = [wire(header(1, layer=number), torch.ones(1, 4)) for number in range(3)]
+    other = wire(header(1, micro_batch=1), torch.ones(1, 4))
+    for number in order:
+        end.sendall(made[number])
+    for _ in range(good):
+        listener.get()
+    with pytest.raises(ProtocolError, match="each frame of a micro-batch once, in turn"):
+        listener.get()
+    end.sendall(other)
+    assert listener.get().header.micro_batch == 1
+
+
+def test_a_frame_in_the_name_of_another_rank_is_none(by_hand):
+    listener, end = by_hand
+    end.sendall(wire(header(1, source=2), torch.ones(1, 4)))
+    with pytest.raises(ProtocolError, match="in its own name"):
+        listener.get()
+
+
+@pytest.mark.parametrize("length", [0, 1, HEADER_BYTES, HEADER_BYTES + 14])
 def test_a_torn_stream_is_a_lost_peer(by_hand, length):
     listener, end = by_hand
-    end.sendall((header(5).encode() + bytes(92))[:length])
+    end.sendall(wire(header(5), torch.ones(5, 4))[:length])
     end.close()
     with pytest.raises(PeerLost, match="rank 0 is lost: closed its connection") as error:
         listener.get()
@@ -150,7 +225,7 @@ def test_rows_that_the_kernel_does_not_take_leave_once_the_peer_reads(by_hand):
     rows = torch.randn(512, 4096)
     listener.send(header(512, source=1, target=0, row_bytes=16384), counts_of(512), rows)
     assert listener.peers[0].outbox
-    left = HEADER_BYTES + 12 + rows.nbytes
+    left = HEADER_BYTES + 8 + 12 + rows.nbytes
     end.settimeout(120)
     while left:
         left -= len(end.recv(min(left, 1 << 20)))

@@ -1,4 +1,4 @@
-"""Frames over NIXL: what is written arrives, and a rank that is lost is told by name.
+"""Frames over NIXL: what is written arrives in turn, and a rank that is lost is told by name.
 
 The memory is the host's here; on accelerators the same calls move that of devices.
 """
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from planish.base.errors import EngineError, PeerLost
+from planish.base.errors import EngineError, PeerLost, ProtocolError
 from planish.engines.disagg.m2n.frames import FrameHeader, FrameKind, FrameLimits
 from planish.engines.disagg.m2n.nixl import NixlTransport
 
@@ -124,6 +124,29 @@ def test_words_that_no_agent_has_told_are_refused_by_name():
         a.join(b)
     a.close()
     b.close()
+
+
+@pytest.mark.parametrize("age", [0, 1])
+def test_a_notification_twice_or_late_is_no_frame(joined, age, monkeypatch):
+    a, b = joined()
+    a.write(header(1), torch.ones(1, 4), counts_of(1))
+    frame = b.get()
+    encode = FrameHeader.encode
+    stale = encode(frame.header)[:-8] + (frame.header.sent_ns - age).to_bytes(8, "little")
+    monkeypatch.setattr(FrameHeader, "encode", lambda self: stale)
+    a.write(header(1), torch.zeros(1, 4), counts_of(1))
+    with pytest.raises(ProtocolError, match="must send each frame of a micro-batch once"):
+        b.get()
+    monkeypatch.undo()
+    a.write(header(1, micro_batch=1), torch.ones(1, 4), counts_of(1))
+    assert b.get().header.micro_batch == 1
+
+
+def test_a_frame_in_the_name_of_another_rank_is_none(joined):
+    ranks = joined(2, 1)
+    ranks[0].write(header(1, target=2, source=1), torch.ones(1, 4), counts_of(1))
+    with pytest.raises(ProtocolError, match="in its own name"):
+        ranks[2].get()
 
 
 def test_nothing_is_written_after_the_end(joined):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from planish.base.errors import PlanishError
+from planish.base.errors import PlanishError, ProtocolError
 
 _LAYOUT = struct.Struct("<BHHIQIHIIBHI?Q")
 HEADER_BYTES = _LAYOUT.size
@@ -99,6 +99,24 @@ class FrameHeader(NamedTuple):
         kind, *numbers = _LAYOUT.unpack(data)
         numbers[8] = _DTYPES[numbers[8]]
         return cls(FrameKind(kind), *numbers)
+
+
+class InTurn:
+    """The last frames of a rank's peers: one that comes again, late or in another name is none."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, int], int] = {}
+        """By peer and micro-batch, when the last frame was sent."""
+
+    def check(self, header: FrameHeader, *, is_own_name: bool) -> None:
+        """Take up a frame that has come; ProtocolError if it must not have."""
+        key = header.source, header.micro_batch
+        if not is_own_name or header.sent_ns <= self._last.get(key, 0):
+            raise ProtocolError(
+                "a rank must send each frame of a micro-batch once, in turn and in its own name, "
+                f"got {header}; start all ranks anew"
+            )
+        self._last[key] = header.sent_ns
 
 
 @dataclass(frozen=True)

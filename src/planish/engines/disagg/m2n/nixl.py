@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import itertools
 import logging
 import threading
 import time
@@ -27,13 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.base.errors import EngineError, PeerLost
+from planish.base.errors import EngineError, PeerLost, ProtocolError
 from planish.engines.disagg.m2n.frames import (
     HEADER_BYTES,
     Deliver,
     Frame,
     FrameHeader,
     FrameLimits,
+    InTurn,
 )
 
 _REST_S = (2e-5, 2e-4)
@@ -101,6 +101,7 @@ class NixlTransport:
         self.address = [metadata, *places[1][::2]]
         self._memory: dict[int, tuple[int, int]] = {}
         """Of each peer that is connected: address and device of its place for the first of us."""
+        self._in_turn = InTurn()
         self._lost: dict[int, str] = {}
         self._under_way: list[tuple[int, Any]] = []
         """Rank and write of those that have not ended."""
@@ -224,14 +225,19 @@ class NixlTransport:
             self._under_way = left
         for fault in lost:
             self._deliver(fault)
-        for told in itertools.chain.from_iterable(come.values()):
-            self._deliver(self._arrived(told))
+        for name, messages in come.items():
+            for told in messages:
+                try:
+                    self._deliver(self._arrived(name, told))
+                except ProtocolError as error:
+                    self._deliver(error)
         return bool(come)
 
-    def _arrived(self, told: bytes) -> Frame:
-        """Return the frame that a notification is of."""
+    def _arrived(self, name: str, told: bytes) -> Frame:
+        """Return the frame that a notification is of; ProtocolError if it must not have come."""
         header = FrameHeader.decode(told[:HEADER_BYTES])
         counts = np.frombuffer(told, np.int32, header.num_local_experts, HEADER_BYTES).copy()
+        self._in_turn.check(header, is_own_name=name == self._name(header.source))
         place = self._arriving[header.micro_batch, header.source - self._peers.start]
         rows = place[: header.num_rows * header.row_bytes].view(header.dtype)
         width = header.row_bytes // header.dtype.itemsize

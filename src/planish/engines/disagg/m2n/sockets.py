@@ -6,6 +6,10 @@ call of the caller as long as the kernel takes it; the thread sends the rest. It
 into the buffer of its peer and micro-batch, so that a rank computes while rows come in. Loss of a
 peer shows as the end of its connection; the coordinator ends a rank that hangs.
 
+Behind the header stand the CRC32C of counts and rows and that of all before it, since TCP's own
+checksum of 16 bits misses damage. After a damaged frame nobody knows where the next one begins, so
+its peer is lost.
+
 Source: MegaScale-Infer, arXiv 2504.02263, section 5 (M2N): on sockets instead of RDMA.
 """
 
@@ -16,6 +20,7 @@ import json
 import logging
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -23,10 +28,13 @@ from collections.abc import Mapping
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 
+import google_crc32c
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from planish.base.errors import EngineError, PeerLost
+from planish.base.errors import EngineError, PeerLost, ProtocolError
 from planish.engines.deploy.connections import HELLO_S, dial, keep_alive, proven
 from planish.engines.disagg.m2n.frames import (
     HEADER_BYTES,
@@ -34,10 +42,13 @@ from planish.engines.disagg.m2n.frames import (
     Frame,
     FrameHeader,
     FrameLimits,
+    InTurn,
 )
 
 logger = logging.getLogger(__name__)
 
+_SUMS = struct.Struct("<II")
+"""CRC32C of counts and rows, and of the header and that sum."""
 _CPU = torch.device("cpu")
 CLOSE_S = 2.0
 """For what is already on its way to leave when a transport closes."""
@@ -60,7 +71,7 @@ class _Peer:
             )
             for _ in range(limits.num_micro_batches)
         ]
-        self._head = bytearray(HEADER_BYTES)
+        self._head = bytearray(HEADER_BYTES + _SUMS.size)
         self._frame: Frame | None = None
         self._missing = [memoryview(self._head)]
 
@@ -96,18 +107,26 @@ class _Peer:
 
         Raises:
             OSError: the peer has closed the connection.
+            PeerLost: the frame is damaged.
         """
         while self._fill():
+            wanted, head_sum = _SUMS.unpack_from(self._head, HEADER_BYTES)
             if self._frame is not None:
                 frame, self._frame, self._missing = self._frame, None, [memoryview(self._head)]
+                self._compare(wanted, _checksum(_arrays(frame.counts, frame.rows)))
                 return frame
-            header = FrameHeader.decode(self._head)
+            self._compare(head_sum, google_crc32c.value(bytes(self._head[:-4])))
+            header = FrameHeader.decode(self._head[:HEADER_BYTES])
             counts, rows = self.buffers[header.micro_batch]
             rows = rows[: header.num_rows * header.row_bytes].view(header.dtype)
             width = header.row_bytes // header.dtype.itemsize
             counts, rows = counts[: header.num_local_experts], rows.view(header.num_rows, width)
-            self._frame, self._missing = Frame(header, counts, rows), _views(counts, rows)
+            self._frame, self._missing = Frame(header, counts, rows), _views(_arrays(counts, rows))
         return None
+
+    def _compare(self, wanted: int, found: int) -> None:
+        if wanted != found:
+            raise _loss(self, f"its frame came damaged (CRC32C {found:08x}, sent {wanted:08x})")
 
     def _fill(self) -> bool:
         with contextlib.suppress(BlockingIOError):
@@ -123,10 +142,27 @@ def _loss(peer: _Peer, reason: str) -> PeerLost:
     return PeerLost(f"rank {peer.rank} is lost: {reason}", per_rank={peer.rank: reason})
 
 
-def _views(*tensors: Tensor) -> list[memoryview]:
+def _arrays(*tensors: Tensor) -> list[NDArray[np.uint8]]:
     """Return the memory of contiguous tensors as bytes; only one of a device is copied."""
     # By way of bytes, since numpy has no bfloat16.
-    return [t.detach().cpu().view(torch.uint8).numpy().data.cast("B") for t in tensors if t.nbytes]
+    return [t.detach().cpu().view(torch.uint8).numpy() for t in tensors if t.nbytes]
+
+
+def _views(arrays: list[NDArray[np.uint8]]) -> list[memoryview]:
+    return [array.data.cast("B") for array in arrays]
+
+
+def _checksum(arrays: list[NDArray[np.uint8]]) -> int:
+    found = 0
+    for array in arrays:
+        found = google_crc32c.extend(found, array)
+    return found
+
+
+def _signed(header: FrameHeader, payload: list[NDArray[np.uint8]]) -> bytes:
+    """Return a header with its sums."""
+    head = header.encode() + _checksum(payload).to_bytes(4, "little")
+    return head + int(google_crc32c.value(head)).to_bytes(4, "little")
 
 
 def _advance(views: list[memoryview], num_bytes: int) -> None:
@@ -163,6 +199,7 @@ class SocketTransport:
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         """Host and port where peers find this rank."""
         self.peers: dict[int, _Peer] = {}
+        self._in_turn = InTurn()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"m2n-{rank}", daemon=True)
 
@@ -238,9 +275,9 @@ class SocketTransport:
     def send(self, header: FrameHeader, counts: Tensor | None, rows: Tensor) -> None:
         """Send a frame, as `Transport`."""
         peer = self.peers[header.target]
-        views = _views(rows) if counts is None else _views(counts, rows)
+        payload = _arrays(rows) if counts is None else _arrays(counts, rows)
         try:
-            is_kept = peer.send([memoryview(header.encode()), *views])
+            is_kept = peer.send([memoryview(_signed(header, payload)), *_views(payload)])
         except OSError:
             raise _loss(peer, peer.lost or "closed its connection") from None
         if is_kept:
@@ -298,7 +335,13 @@ class SocketTransport:
             if mask & selectors.EVENT_READ:
                 frame = peer.receive()
                 if frame is not None:
+                    is_own_name = frame.header.source == peer.rank
+                    self._in_turn.check(frame.header, is_own_name=is_own_name)
                     self._deliver(frame)
+        except ProtocolError as error:
+            self._deliver(error)
+        except PeerLost as loss:
+            self._lose(peer, loss.per_rank[peer.rank])
         except OSError:
             self._lose(peer, "closed its connection")
 
