@@ -19,10 +19,13 @@ from planish.store.processes import process_line
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Kubernetes sends the first, a keyboard the second, a terminal that goes away the third."""
 
-STOP_SECONDS = 15.0
-"""What was asked to stop does so within this time; Kubernetes kills it after 30 s."""
-RUN_STOP_SECONDS = 25.0
+STOP_SECONDS = 25.0
+"""What was asked to stop does so within this time; Kubernetes kills it after 30 s, the grace of a
+pod that names none."""
+RUN_STOP_SECONDS = STOP_SECONDS + 10.0
 """A task of a run here gets so long, its stage and what clears up after it together."""
+ENDING = threading.Event()
+"""Set once this process is asked to end: uploads are spread over no more time."""
 POLL_SECONDS = 0.1
 
 Process = tuple[int, int]
@@ -103,6 +106,7 @@ def stops_with(code: int) -> Iterator[Sequence[Terminated]]:
             os._exit(code)
 
     def stop(number: int) -> None:
+        ENDING.set()
         asked.put(True)
         told.append(Terminated(number, code))
         raise told[0]

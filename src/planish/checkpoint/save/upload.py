@@ -78,6 +78,7 @@ class _Run:
     stop: threading.Event
     tasks: Iterator[tuple[int, int, int, int]]
     pace: float
+    hurry: threading.Event
     begun: float = field(default_factory=time.monotonic)
     handed_out: int = 0
     """Bytes whose part some thread has taken."""
@@ -96,6 +97,7 @@ def upload_files(
     num_threads: int,
     in_turns: bool = False,
     pace_s: float = 0.0,
+    hurry: threading.Event | None = None,
 ) -> list[FileResult]:
     """Write objects under write-once keys; all of them or an error, `Cancelled` once `stop` is set.
 
@@ -110,6 +112,7 @@ def upload_files(
         in_turns: Write a part of each neighbouring file of one state, then the next part of each,
             in place of one file after the other.
         pace_s: Begin the last part so many seconds after the first, those between in proportion.
+        hurry: Setting it ends the pace; whoever sets `stop` sets it too.
     """
     states = [_File(file, None, 1, np.zeros(-(-file.size // BLOCK), np.uint32)) for file in files]
     retries = Counter(storage.retries)
@@ -123,7 +126,7 @@ def upload_files(
             journal.add((parts.key, parts.upload_id) for parts in begun)
         tasks = iter(_tasks(states, in_turns))
         pace = pace_s / max(1, sum(file.size for file in files))
-        run = _Run(storage, states, source, recorder, stop, tasks, pace)
+        run = _Run(storage, states, source, recorder, stop, tasks, pace, hurry or stop)
         threads = [
             threading.Thread(target=_work, args=(run,), name="upload", daemon=True)
             for _ in range(min(num_threads, sum(state.left for state in states)))
@@ -178,7 +181,10 @@ def _work(run: _Run) -> None:
                 task = next(run.tasks, None)
                 due = run.begun + run.pace * run.handed_out
                 run.handed_out += 0 if task is None else task[3] - task[2]
-            if task is None or run.stop.wait(max(0.0, due - time.monotonic())):
+            if task is None:
+                return
+            run.hurry.wait(max(0.0, due - time.monotonic()))
+            if run.stop.is_set():
                 return
             _write_part(run, *task)
     except BaseException as error:
@@ -231,7 +237,11 @@ class UploadJob:
 
 
 def run_job(
-    job: UploadJob, storage: Store, memory: memoryview, stop: threading.Event
+    job: UploadJob,
+    storage: Store,
+    memory: memoryview,
+    stop: threading.Event,
+    hurry: threading.Event,
 ) -> tuple[list[FileResult], list[Timing]]:
     """Write the files of a job under a journal of this rank; returns what was written, and when."""
 
@@ -253,6 +263,7 @@ def run_job(
             stop=stop,
             num_threads=job.num_threads,
             pace_s=job.pace_s,
+            hurry=hurry,
         )
     finally:
         journal.close()

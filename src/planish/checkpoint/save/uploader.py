@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from planish.base.errors import SaveFailed
 from planish.checkpoint.ranks.messages import decode_errors, encode_errors, joined_error
 from planish.checkpoint.save.upload import FileUpload, UploadJob, run_job
+from planish.run.signals import ENDING
 from planish.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ CLOSE_SECONDS = 15.0
 FAREWELL_SECONDS = 10.0
 """How long unfinished uploads may take to be dropped once the trainer is gone."""
 POLL_SECONDS = 0.2
-_STOP, _END = b"stop", b"end"
-"""Messages that are no jobs: give the job up; leave."""
+_STOP, _END, _HURRY = b"stop", b"end", b"hurry"
+"""Messages that are no jobs: give the job up; leave; spread it over no more time."""
 
 
 def store_settings() -> dict[str, str]:
@@ -118,8 +119,13 @@ class Uploader:
             message = {"size": buffer.size, "job": asdict(job)}
             connection.send_bytes(json.dumps(message).encode())
             send_handle(connection, buffer.fd, self.pid)
+        is_told = False
         while not connection.poll(POLL_SECONDS):
             check()
+            if ENDING.is_set() and not is_told:
+                is_told = True
+                with self._seeing_the_end():
+                    connection.send_bytes(_HURRY)
         with self._seeing_the_end():
             answer: dict[str, Any] = json.loads(connection.recv_bytes())
         self._working = None
@@ -189,7 +195,7 @@ def serve(connection: Connection, store: Store | None = None, parent: int = 0) -
     Once `parent` is not this process's parent any more, the other end is gone, whoever has
     inherited it, and what it has still sent is not begun.
     """
-    stop, thread = threading.Event(), threading.Thread()
+    stop, hurry, thread = threading.Event(), threading.Event(), threading.Thread()
     with connection:
         try:
             while not parent or os.getppid() == parent:
@@ -198,14 +204,17 @@ def serve(connection: Connection, store: Store | None = None, parent: int = 0) -
                 message = connection.recv_bytes()
                 if message == _END:
                     break
-                if message == _STOP:
-                    stop.set()
+                if message in (_STOP, _HURRY):
+                    if message == _STOP:
+                        stop.set()
+                    hurry.set()
                     continue
-                stop = threading.Event()
-                thread = _start_job(connection, json.loads(message), store, stop)
+                stop, hurry = threading.Event(), threading.Event()
+                thread = _start_job(connection, json.loads(message), store, stop, hurry)
         except (EOFError, OSError):
             pass
         stop.set()
+        hurry.set()
         if thread.ident is not None:
             thread.join(FAREWELL_SECONDS)
 
@@ -215,6 +224,7 @@ def _start_job(
     message: dict[str, Any],
     store: Store | None,
     stop: threading.Event,
+    hurry: threading.Event,
 ) -> threading.Thread:
     """Begin a job in a thread, which holds its memory and answers at the end."""
     fields = message["job"]
@@ -226,7 +236,7 @@ def _start_job(
     def work() -> None:
         try:
             found = store or open_store(job.uri, timeout_s=job.timeout_s)[0]
-            files, timings = run_job(job, found, memoryview(mapped), stop)
+            files, timings = run_job(job, found, memoryview(mapped), stop, hurry)
             answer = {"files": [*map(astuple, files)], "timings": [*map(astuple, timings)]}
             data = json.dumps(answer)
         except Exception as error:

@@ -16,6 +16,8 @@ import time
 from functools import partial
 from threading import Event
 
+import torch
+
 from planish.base.parallel import SINGLE, Ranks, join, local_rank, pick_device
 from planish.base.startup import spare_collections
 from planish.run.signals import Terminated
@@ -32,7 +34,7 @@ from planish.stages.train.ranks.boundaries import Sigterm
 from planish.stages.train.ranks.worker import run_rank
 
 PACE = 0.5
-"""The upload of a state is spread over this share of the time that rollouts have last taken; the
+"""The upload of a state is spread over this share of the time that sampling has last taken; the
 rest is for the export behind it."""
 
 
@@ -70,12 +72,20 @@ def _run_iteration(
 ) -> Start:
     """Run one iteration; returns what the next one starts from."""
     residents.refresh(start)
-    began = time.monotonic()
     opened = partial(residents.serve, start=start)
-    sampling = partial(sample_shards, block, iteration, start, residents.engines, opened)
+    spent = 0.0
+
+    def sampling() -> None:
+        nonlocal spent
+        # A wait for the last upload would make the next one last longer, and so on.
+        began = time.monotonic() - start.waited_seconds
+        sample_shards(block, iteration, start, residents.engines, opened)
+        spent = time.monotonic() - start.waited_seconds - began
+
     residents.lead(sampling, start)
     is_last = iteration == block.iteration + block.count - 1
-    residents.trainer.pace_seconds = 0.0 if is_last else PACE * (time.monotonic() - began)
+    longest = float(ranks.max(torch.tensor([spent])))
+    residents.trainer.pace_seconds = 0.0 if is_last else PACE * max(0.0, longest)
     policy_pin, _ = residents.settle(start)
     evaluate(block, iteration, policy_pin, residents)
     residents.rest()

@@ -7,6 +7,7 @@ them by their digests.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -21,6 +22,7 @@ from planish.base.errors import (
 )
 from planish.checkpoint.ranks.control import Control, control_of
 from planish.records.stream import StreamState
+from planish.run.signals import STOP_SECONDS
 from planish.run.stage import Context, Outcome, execute
 from planish.run.update import Pins
 from planish.stages.export.stage import export
@@ -30,7 +32,7 @@ from planish.stages.train.ranks.worker import Trained
 
 LIMIT_SECONDS = 12 * 3600.0
 """Longest that ranks wait for those that still sample, judge or export."""
-LEAVE_SECONDS = 10.0
+LEAVE_SECONDS = STOP_SECONDS
 """What is still being committed has so long to end when the task ends too early."""
 
 
@@ -71,7 +73,11 @@ class Commit(Start):
         wait([self._ended], seconds)
 
     def _wait(self) -> Pins:
-        return self._ended.result()
+        began = time.monotonic()
+        try:
+            return self._ended.result()
+        finally:
+            self.waited_seconds += time.monotonic() - began
 
     def _end(self) -> None:
         try:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from planish import store
 from planish.base.errors import (
     EXIT_CONFIG,
+    EXIT_TRANSIENT,
     ConfigError,
     ObjectMissing,
     PlanishError,
@@ -18,6 +19,7 @@ from planish.base.errors import (
 from planish.base.parallel import leave
 from planish.records import layout
 from planish.records.manifest import read_manifest
+from planish.run.signals import stops_with
 from planish.run.stage import Context, load_run, mark_failure, refuse_known_failure
 from planish.run.update import Pins
 from planish.stages.iterate.job import Block
@@ -63,15 +65,17 @@ def run(
         )  # fmt: skip
         if block.is_ahead:
             block = replace(block, earlier_pin=_earlier_pin(block, run["origin"]["policy"]))
-        told = in_ranks(block, RANK)
-        if told is not None:
-            return Pins(*json.loads(told))
-        from planish.stages.iterate.block import run_block
+        # Between the parts of an iteration a signal must not end what is being committed.
+        with stops_with(EXIT_TRANSIENT):
+            told = in_ranks(block, RANK)
+            if told is not None:
+                return Pins(*json.loads(told))
+            from planish.stages.iterate.block import run_block
 
-        try:
-            return run_block(block)
-        finally:
-            leave()
+            try:
+                return run_block(block)
+            finally:
+                leave()
     except PlanishError as error:
         logger.error("failed stage=iterate iteration=%d error=%s", context.iteration, error)
         raise SystemExit(_code(context, count, error)) from None

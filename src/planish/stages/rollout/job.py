@@ -35,6 +35,8 @@ class Start:
     """Version of the policy, where the trainer of this process holds its weights."""
     lag = 0
     """Versions by which the policy that trains on these rollouts is newer than what samples."""
+    waited_seconds = 0.0
+    """Spent so far in waits for the pins."""
     weights = ""
     """Checksum of the weights that an engine has taken from there, until it is compared."""
 

@@ -32,7 +32,7 @@ from planish.checkpoint.commit import catalog
 from planish.checkpoint.train_state import POLICY, by_role
 from planish.records import layout
 from planish.run.events import record_event
-from planish.run.signals import Terminated
+from planish.run.signals import ENDING, Terminated
 from planish.stages.train.progress import Progress
 from planish.stages.train.ranks.job import TrainJob, clear_steps
 from planish.stages.train.trainer import Trainer
@@ -64,9 +64,13 @@ class Sigterm(threading.Event):
         """Tell whether SIGTERM has come; the first look begins to hear it."""
         if not self._is_heard:
             self._is_heard = True
-            signal.signal(signal.SIGTERM, lambda *_: self.set())
+            signal.signal(signal.SIGTERM, self._hear)
             logger.info("rank leaves before its next step once it gets SIGTERM")
         return super().is_set()
+
+    def _hear(self, *_: object) -> None:
+        ENDING.set()
+        self.set()
 
 
 class StepBoundaries:

@@ -1,0 +1,87 @@
+"""What one iteration of a task tells the next: the pace of its upload."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from planish.base.parallel import SINGLE
+from planish.run.signals import STOP_SECONDS
+from planish.run.update import Pins
+from planish.stages.iterate import block as module
+from planish.stages.iterate import commit
+from planish.stages.iterate.commit import LEAVE_SECONDS, Commit
+
+POD_SECONDS = 30.0
+"""Grace of a pod that names none."""
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    for each in (module, commit):
+        monkeypatch.setattr(each, "time", made)
+    return made
+
+
+def waiting(clock, seconds):
+    """Return what an iteration starts from, whose pins are there after some seconds."""
+    start = Commit.__new__(Commit)
+    start._pins = Pins("", "")
+
+    class Ended(Future):
+        def result(self, timeout=None):
+            clock.now += seconds
+            return Pins("", "")
+
+    start._ended = Ended()
+    return start
+
+
+@pytest.mark.parametrize(
+    ("sampling", "before", "within", "count", "expected"),
+    [
+        (10.0, 0.0, 0.0, 2, 5.0),
+        (10.0, 0.0, 6.3, 2, 5.0),
+        (10.0, 40.0, 600.0, 2, 5.0),
+        (0.0, 0.0, 9.0, 2, 0.0),
+        (10.0, 0.0, 6.0, 1, 0.0),
+    ],
+)
+def test_the_pace_is_of_sampling_alone(
+    clock, monkeypatch, sampling, before, within, count, expected
+):
+    start = waiting(clock, within)
+
+    def sample(block, iteration, start, engines, opened):
+        clock.now += sampling / 2
+        start.pins()
+        clock.now += sampling / 2
+
+    def refresh(start):
+        clock.now += before
+        start.waited_seconds += before
+
+    trainer = SimpleNamespace(pace_seconds=None)
+    residents = SimpleNamespace(
+        refresh=refresh, lead=lambda work, start: work(), engines=SINGLE, trainer=trainer,
+        settle=lambda start: start.pins(), rest=lambda: None, serve=print,
+    )  # fmt: skip
+    monkeypatch.setattr(module, "sample_shards", sample)
+    monkeypatch.setattr(module, "evaluate", lambda *_: None)
+    monkeypatch.setattr(module, "update", lambda *_, **__: start)
+    monkeypatch.setattr(module, "Pins", Pins)
+    block = SimpleNamespace(iteration=1, count=count)
+    module._run_iteration(block, 1, start, SINGLE, residents, None)
+    assert trainer.pace_seconds == pytest.approx(expected)
+
+
+def test_the_upload_has_the_grace_of_the_pod_less_five_seconds():
+    assert LEAVE_SECONDS == STOP_SECONDS == POD_SECONDS - 5.0
