@@ -350,11 +350,11 @@ def test_show_names_the_column_only_where_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t.drop_columns(["accuracy"]), "accuracy.*got none of them"),
-        (lambda t: t.rename_columns({"reward": "rewards"}), "reward.*got none of them"),
-        (lambda t: t.set_column(0, "accuracy", t["accuracy"].cast("float64")), "'double'"),
-        (lambda t: t.set_column(0, "accuracy", t["extracted"]), "'string'"),
-        (lambda t: t.drop_columns(["reward", "keep"]), "reward.*keep"),
+        (lambda t: t.drop_columns(["accuracy"]), "accuracy"),
+        (lambda t: t.rename_columns({"reward": "rewards"}), "reward"),
+        (lambda t: t.set_column(0, "accuracy", t["accuracy"].cast("float64")), "accuracy.*double"),
+        (lambda t: t.set_column(0, "accuracy", t["extracted"]), "accuracy.*string"),
+        (lambda t: t.drop_columns(["reward", "keep"]), "reward"),
     ],
 )
 def test_columns_of_another_release_are_told(change, words):
@@ -362,7 +362,7 @@ def test_columns_of_another_release_are_told(change, words):
     table = pq.read_table(io.BytesIO(file_of(record)))
     sink = io.BytesIO()
     pq.write_table(change(table), sink)
-    with pytest.raises(RecordError, match=f"must have the columns .*{words}.*with the release"):
+    with pytest.raises(RecordError, match=rf"must have the column `.*{words}"):
         list(decode_pieces(sink.getvalue(), record.COLUMNS, name="set"))
 
 

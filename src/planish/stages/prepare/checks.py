@@ -15,13 +15,10 @@ from planish.verifiers import check_verifier
 Sections = Mapping[str, Any]
 """Name to validated section; algorithms differ in the settings that they have."""
 
-VLLM_MIN_TEMPERATURE = 0.01
-"""Lower ones but 0 are raised to it: `_MAX_TEMP` of `vllm/sampling_params.py`."""
-
 
 def check_config(parsed: Sections) -> list[str]:
     """Return every fault that only shows when sections are seen together."""
-    checks = (_limits, _batches, _windows, _older_policies, _temperatures, _training, _ranks)
+    checks = (_limits, _batches, _windows, _older_policies, _training, _ranks)
     return [fault for check in checks for fault in check(parsed)]
 
 
@@ -107,18 +104,6 @@ def _older_policies(parsed: Sections) -> Iterator[str]:
             yield (
                 f"`algorithm.correction` must not be 'off' with {way}, got 'off'; responses have "
                 "tokens of policies before the one that trains: take 'token_truncate' or 'bypass'"
-            )
-
-
-def _temperatures(parsed: Sections) -> Iterator[str]:
-    engine = parsed["engine"].name
-    for section in ("rollout", "evaluate"):
-        seen = parsed[section].temperature
-        if engine in ("vllm", "vllm_disagg") and seen < VLLM_MIN_TEMPERATURE:
-            yield (
-                f"`{section}.temperature` must be at least {VLLM_MIN_TEMPERATURE} for the engine "
-                f"{engine!r}, which samples at that where it is asked for less, got {seen}; "
-                "`engine.name = 'transformers'` samples at any"
             )
 
 

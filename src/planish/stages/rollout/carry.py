@@ -101,7 +101,7 @@ def read_carry(pins: Sequence[str]) -> list[list[Group]]:
     """
     sets: list[list[Group]] = []
     for pin in pins:
-        rollouts, facts = read_side_set(pin)
+        rollouts, facts = read_side_set(pin, "ordinals", "drawn")
         groups = from_set(rollouts, facts["ordinals"], facts["drawn"])
         sets.append(
             [

@@ -91,7 +91,7 @@ def read_surplus(pins: Sequence[str]) -> list[Group]:
     """
     groups: list[Group] = []
     for pin in pins:
-        rollouts, facts = read_side_set(pin)
+        rollouts, facts = read_side_set(pin, "ordinals", "num_right")
         # only responses that go on need the iteration in which they entered
         read = from_set(rollouts, facts["ordinals"], [0] * rollouts.num_groups)
         groups += [

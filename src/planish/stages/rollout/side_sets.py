@@ -13,8 +13,8 @@ from planish.records.rollouts import RolloutSet
 _FACTS = ("config_sha256", "iteration", "seed", "shard", "num_shards", "policy_version")
 
 
-def read_side_set(pin: str) -> tuple[RolloutSet, Mapping[str, Any]]:
-    """Read a set, and the attributes of its manifest, which has numbers for each group.
+def read_side_set(pin: str, *names: str) -> tuple[RolloutSet, Mapping[str, Any]]:
+    """Read a set, and the attributes of its manifest; those `names` have a number a group.
 
     Raises:
         ObjectMissing: the set is gone.
@@ -22,7 +22,7 @@ def read_side_set(pin: str) -> tuple[RolloutSet, Mapping[str, Any]]:
     """
     uri, digest = parse_pin(pin)
     rollouts, facts = read_set(RolloutSet, uri, sha256=digest), read_manifest(uri, sha256=digest)
-    for name in ("ordinals", "drawn"):
+    for name in names:
         seen: Any = facts.attributes.get(name)
         is_list = isinstance(seen, list) and all(type(number) is int for number in seen)
         if not is_list or len(seen) != rollouts.num_groups:

@@ -197,7 +197,7 @@ def test_prompts_beyond_the_limit_are_dropped_and_counted(new_run, caplog):
     ("changes", "text"),
     [
         ({"max_response_tokens": 1020}, r"1024 tokens, got 5 \+ .*= 1020; lower .*prompt \w"),
-        ({"max_generation_rounds": 0, "temperature": 1e-5}, "in one pass over the prompts"),
+        ({"max_generation_rounds": 0, "temperature": 1e-4}, "in one pass over the prompts"),
         ({"starvation_policy": "raise", "max_generation_rounds": 1, "temperature": 0.01},
          "6 groups must qualify within 1"),
     ],
