@@ -96,7 +96,7 @@ def fields(text):
     """Return the fields of a list of counters as dcgm-exporter reads it."""
     rows = [row for row in csv.reader(text.splitlines()) if row]
     assert all(len(row) == 3 for row in rows), rows
-    assert {row[1].strip() for row in rows} == {"gauge"}
+    assert {row[1].strip() for row in rows} <= {"gauge", "counter"}
     return {row[0].strip() for row in rows}
 
 
@@ -168,7 +168,7 @@ def test_a_stock_exporter_has_what_the_query_of_a_metric_reads(name):
     assert unknown(MINDER_METRICS[name].series.replace(JOB_SELECTOR, "")) == []
 
 
-def test_the_counters_of_the_gpu_exporter_are_those_that_detect_and_the_others_stand_by():
+def test_the_counters_of_the_gpu_exporter_hold_what_detects_and_its_own_list():
     text = COUNTERS.read_text("utf-8")
     listed = fields(re.sub("^#.*", "", text, flags=re.MULTILINE))
     standing_by = fields("\n".join(re.findall(r"^# (DCGM_FI_.*)", text, re.MULTILINE)))
@@ -178,9 +178,11 @@ def test_the_counters_of_the_gpu_exporter_are_those_that_detect_and_the_others_s
         if one.is_gpu
     }
     of_rules = {n for r in rules("record") for n in metric_names(r["expr"]) if n.startswith("DCGM")}
-    assert listed == {n for name in PUBLISHED_ORDER for n in read.get(name, ())} == of_rules
-    assert listed | standing_by == set().union(*read.values())
+    assert {n for name in PUBLISHED_ORDER for n in read.get(name, ())} == of_rules <= listed
+    assert set(EXPORTERS["dcgm-exporter"]["collected"]) <= listed
+    assert listed | standing_by >= set().union(*read.values())
     assert listed | standing_by <= set(EXPORTERS["dcgm-exporter"]["names"])
+    assert not listed & standing_by
 
 
 def test_settings_for_infiniband_on_the_page_ask_for_what_its_exporter_has():
@@ -192,6 +194,35 @@ def test_settings_for_infiniband_on_the_page_ask_for_what_its_exporter_has():
     source = settings.sources["pfc_tx_packet_rate"]
     assert unknown(source.series.replace(JOB_SELECTOR, "")) == []
     assert (source.kind, source.agg) == ("counter", "sum")
+
+
+@pytest.mark.parametrize(
+    ("series", "mode", "is_kept"),
+    [
+        ("node_cpu_seconds_total", "idle", True),
+        ("node_cpu_seconds_total", "user", False),
+        ("node_memory_MemTotal_bytes", "", True),
+        ("node_memory_Buffers_bytes", "", False),
+        ("node_ethtool_transmitted_prio3_pause", "", True),
+        ("node_cpu_guest_seconds_total", "", False),
+    ],
+)
+def test_of_a_machine_only_what_the_monitor_reads_is_scraped(series, mode, is_kept):
+    assert bool(re.fullmatch(kept_of_machines(), f"{series};{mode}")) is is_kept
+
+
+def kept_of_machines():
+    config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
+    (job,) = (one for one in config["scrape_configs"] if one["job_name"] == "node")
+    (rule,) = job["metric_relabel_configs"]
+    return rule["regex"]
+
+
+def test_all_that_is_read_of_machines_is_kept():
+    queries = [one.series.replace(JOB_SELECTOR, "") for one in MINDER_METRICS.values()]
+    queries += [rule["expr"] for rule in rules("record")]
+    read = {name for q in queries for name in metric_names(q) if name.startswith("node_")}
+    assert [n for n in sorted(read) if not re.fullmatch(kept_of_machines(), f"{n};")] == []
 
 
 def test_the_operator_gets_the_same_rules_and_scrapes():

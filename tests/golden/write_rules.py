@@ -48,6 +48,9 @@ def pod_monitors() -> str:
         }
         if "scrape_timeout" in job:
             endpoint["scrapeTimeout"] = job["scrape_timeout"]
+        if "metric_relabel_configs" in job:
+            kept = [_in_camel_case(rule) for rule in job["metric_relabel_configs"]]
+            endpoint["metricRelabelings"] = kept
         objects.append(
             {
                 "apiVersion": "monitoring.coreos.com/v1",

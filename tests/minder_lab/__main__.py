@@ -22,11 +22,13 @@ from planish.minder.lab.calibrate import calibrate, record, site_tables
 from planish.minder.lab.evaluate import in_processes, markdown, outcome_of, report
 from planish.minder.lab.train import train_models
 from planish.minder.lab.vae import Training
-from tests.minder_lab.simulator import simulate
+from tests.minder_lab.simulator import simulate, simulate_rl
 from tests.minder_lab.simulator.sampling import thinned
 
 SEEDS = {"train": 1_000_000, "calibrate": 2_000_000, "evaluate": 3_000_000}
 """First seed of each use; a million apart, so that they never meet."""
+JOBS = {"pretraining": simulate, "rl": simulate_rl}
+"""Kind of job to its generator."""
 
 
 def parser():
@@ -46,6 +48,7 @@ def parser():
         one.add_argument("--seed", type=int, default=SEEDS[verb], help="of the first job")
         one.add_argument("--models", type=Path, default=default_models())
         one.add_argument("--config", type=Path, metavar="TOML", help="settings; default: built in")
+        one.add_argument("--jobs", choices=JOBS, default="pretraining", help="what they do")
         one.add_argument("--scrape-seconds", type=int, default=1, help="between two samples")
         one.add_argument("--missing", type=float, default=0.0, help="share of samples lost")
         one.add_argument("--workers", type=int, default=1, metavar="N", help="processes")
@@ -75,7 +78,7 @@ def settings_of(options):
 def on_case(wanted, work, options):
     """Return what `work(case, models, config)` gives for the job of a seed and a fault."""
     seed, fault = wanted
-    case, every = simulate(seed, fault=fault), options.scrape_seconds
+    case, every = JOBS[options.jobs](seed, fault=fault), options.scrape_seconds
     if every != 1 or options.missing:
         rng = np.random.default_rng([seed, every])
         case = replace(case, frame=thinned(case.frame, rng, every=every, missing=options.missing))

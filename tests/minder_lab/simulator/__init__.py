@@ -6,5 +6,6 @@ traces are ours.
 
 from tests.minder_lab.simulator.faults import FAULTS
 from tests.minder_lab.simulator.job import SIMULATED, simulate
+from tests.minder_lab.simulator.rl import simulate_rl
 
-__all__ = ["FAULTS", "SIMULATED", "simulate"]
+__all__ = ["FAULTS", "SIMULATED", "simulate", "simulate_rl"]

@@ -25,7 +25,8 @@ from tests.minder_lab.simulator.shapes import SHAPES, State
 SIMULATED = (*PUBLISHED_ORDER, "memory_usage", "tcp_throughput")
 """Metrics of a case where none are named."""
 
-_EPOCH = 1_700_000_000
+EPOCH = 1_700_000_000
+"""Unix second before which no trace begins."""
 _CONCURRENT = 0.01
 
 
@@ -51,7 +52,7 @@ def simulate(
     rng = np.random.default_rng([seed, 0x6D696E])
     layout = draw_layout(rng, machines)
     seconds, span = _spans(rng, minutes)
-    start = _EPOCH + int(rng.integers(10_000_000))
+    start = EPOCH + int(rng.integers(10_000_000))
     kind = draw_kind(rng) if fault == "any" else fault
     faults = _faults(rng, layout, kind, span) if kind else []
     if faults and minutes is None:
@@ -60,8 +61,8 @@ def simulate(
         seconds = max(1200, halt + int(rng.integers(120, 361)))
     values = _values(rng, layout, seconds, faults, tuple(metrics))
     names = tuple(f"node-{i:03d}" for i in range(layout.machines))
-    gone = _gone(rng, values, layout.machines, faults)
-    series = sampling.sent(rng, start, values, gone)
+    lost = gone(rng, values, layout.machines, faults)
+    series = sampling.sent(rng, start, values, lost)
     samples = {name: dict(zip(names, found, strict=True)) for name, found in series.items()}
     frame = align(f"sim-{seed}", start, start + seconds, names, samples)
     stage_of = layout.stage_of
@@ -134,9 +135,10 @@ def _values(
     return values
 
 
-def _gone(
+def gone(
     rng: Generator, values: Values, machines: int, faults: list[Fault]
 ) -> dict[str, np.ndarray]:
+    """Return [T, N] by metric, samples that never arrive."""
     seconds = len(next(iter(values.values())))
     # A sample is lost with the whole scrape of one exporter: of the host or of its GPUs.
     host, gpu = (sampling.lost(rng, seconds, machines) for _ in range(2))

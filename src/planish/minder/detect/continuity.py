@@ -29,7 +29,7 @@ from planish.minder.detect.frame import COARSE_SECONDS, F32, F64, I64, Frame, Jo
 from planish.minder.detect.metrics_table import METRICS
 from planish.minder.detect.preprocess import Prepared
 from planish.minder.detect.result import Candidate, Evidence, Finding, Result
-from planish.minder.detect.two_modes import BLOCK_SECONDS, find_part
+from planish.minder.detect.two_modes import BLOCK_SECONDS, find_parts
 
 _TOLERATED_SHARE = 0.02
 """Gaps in a run may be at most this share of it."""
@@ -38,8 +38,14 @@ _SAMPLE_SHARE = 0.12
 _NEXT_SHARE = 0.2
 """Where a metric may be aliased, the next machine is at most this share as far away as a faulty
 one, and at most for this share of the time."""
+_THIRD_SHARE = 0.12
+"""The third machine is at most this share as far away as a faulty one."""
 _OTHER_SHARE = 0.5
 """The same share of the time, in another metric that may be aliased."""
+_BEYOND_TURNS = 1.5
+"""Where machines differ in turn, a faulty one differs for longer than so many of their turns."""
+_LONG_TURN = 60.0
+"""Where machines differ in turn for so long, a part of them does too."""
 _FEWEST_WINDOWS = 30
 """A shorter run is not reported as a candidate."""
 
@@ -238,15 +244,23 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
     if not view.traces and not findings:
         return make_result(frame, config, "skipped", started, **facts)
     facts["candidates"] = ()
+    turns: dict[str, dict[str, int]] = {}
     for number in range(rules.max_rounds if rules.exhaustive else 1):
         named = _named(view, {finding.machine for finding in findings})
         if number == 0:
             facts["candidates"] = _ongoing(view, named)
+            turns = _turns(view, named)
         new = _round(view, named)
         findings += new
         if not new:
             break
-    findings = _as_job_wide(view, findings + _part_findings(view))
+    findings = _as_job_wide(view, findings + _part_findings(view, turns))
+    blamed = {finding.machine for finding in findings}
+    facts["turns"] = {
+        metric: kept
+        for metric, by_machine in turns.items()
+        if (kept := {name: turn for name, turn in by_machine.items() if name not in blamed})
+    }
     findings.sort(key=lambda finding: (finding.confirmed_at, finding.machine))
     status = "fault" if findings else "ok"
     return make_result(frame, config, status, started, findings=tuple(findings), **facts)
@@ -275,7 +289,7 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
         named = candidates(rest, theta, floor, only_most_unlike=rules.only_most_unlike)
         named[view.ignored] = False
         masked = (~rest.present[:, ~gone]).mean(axis=1) if not gone.all() else np.ones(len(named))
-        unknown = (masked > rules.max_masked_share) & ~view.ignored
+        unknown = (masked > rules.max_masked_share) | view.ignored
         rule = Rule.of(name, view.prepared, share, rules)
         rule = replace(rule, resting=rule.resting & ~view.ignored)
         result[name] = _Named(rest, named, unknown, rule)
@@ -289,11 +303,10 @@ def is_alone(run: Run, metric: _Named, aliased: Iterable[_Named], interval: int)
     call, `interval` seconds ago, is not asked about again: what lay before it leaves the window,
     and a machine that was alone has been found while its run went on.
     """
-    trace, rows = metric.trace, slice(run.first, run.last + 1)
+    trace = metric.trace
     if len(trace.scores) - 1 - run.last > interval + metric.rule.samples[run.machine]:
         return False
-    present = trace.present[rows]
-    away = (trace.above[rows] * present).sum(axis=0) / np.maximum(1, present.sum(axis=0))
+    away = _away(run, trace)
     others = np.arange(len(away)) != run.machine
     if (away[others] > _NEXT_SHARE * away[run.machine]).any():
         return False
@@ -304,6 +317,48 @@ def is_alone(run: Run, metric: _Named, aliased: Iterable[_Named], interval: int)
             if any(their.length > longest[machine] for their in theirs):
                 return False
     return True
+
+
+def _away(run: Run, trace: Trace) -> F64:
+    """Return [N] the mean distance above the median machine while a run lasted."""
+    rows = slice(run.first, run.last + 1)
+    present = trace.present[rows]
+    total: F64 = (trace.above[rows] * present).sum(axis=0, dtype=np.float64)
+    return total / np.maximum(1, present.sum(axis=0))
+
+
+def is_one_of_many(run: Run, trace: Trace) -> bool:
+    """Return whether two other machines are away too, if less: then they differ by what they do.
+
+    Where each machine samples responses of its own, rows run out at other moments on each of them
+    and some wait for the rest. A single fault leaves its peers alike.
+    """
+    away = _away(run, trace)
+    others = np.sort(np.delete(away, run.machine))[::-1]
+    return len(others) > 1 and bool(others[1] > _THIRD_SHARE * away[run.machine])
+
+
+def _turns(view: View, named: Mapping[str, _Named]) -> dict[str, dict[str, int]]:
+    """Return the runs that have ended: by metric and machine the longest, in seconds."""
+    turns: dict[str, dict[str, int]] = {}
+    for name, metric in named.items():
+        flags, tolerance = metric.candidates, metric.rule.gap_tolerance
+        for machine in np.flatnonzero(flags.sum(axis=0) >= _FEWEST_WINDOWS).tolist():
+            found = metric.rule.runs(machine, flags[:, machine], metric.unknown)
+            ended = [run.length for run in found if run.last < len(flags) - 1 - tolerance]
+            longest = max(ended, default=0)
+            if longest >= _FEWEST_WINDOWS:
+                turns.setdefault(name, {})[view.frame.machines[machine]] = longest
+    return turns
+
+
+def turn_of(turns: Mapping[str, int], machine: str) -> float:
+    """Return for how long machines of a job differ in turn: the second longest of the others.
+
+    A single machine may have been faulty for a while.
+    """
+    others = sorted(turn for name, turn in turns.items() if name not in (machine, ""))
+    return _BEYOND_TURNS * others[-2] if len(others) > 1 else 0.0
 
 
 def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
@@ -317,6 +372,14 @@ def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
         for run in long_runs(metric.candidates, metric.unknown, metric.rule):
             if name in aliased and not is_alone(run, metric, aliased.values(), interval):
                 continue
+            known = view.job.turns.get(name, {})
+            usual = turn_of(known, frame.machines[run.machine])
+            if rules.exhaustive and (run.length <= usual or is_one_of_many(run, trace)):
+                continue
+            start = int(frame.ts[run.first])
+            is_over = int(frame.ts[run.last]) + metric.rule.samples[run.machine] < view.job.asked
+            if is_over and frame.machines[run.machine] not in view.job.named:
+                continue
             evidence = {}
             for other, theirs in named.items():
                 mine = theirs.candidates[:, run.machine]
@@ -324,7 +387,6 @@ def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
                 distance = float(np.median(above)) if mine.any() else 0.0
                 evidence[other] = Evidence(float(mine.mean()), distance)
             cells = (slice(run.first, run.last + 1), run.machine)
-            start = int(frame.ts[run.first])
             finding = Finding(
                 machine=frame.machines[run.machine],
                 metric=name,
@@ -357,8 +419,11 @@ def _ongoing(view: View, named: Mapping[str, _Named]) -> tuple[Candidate, ...]:
     return tuple(sorted(ongoing, key=lambda c: (-c.seconds, c.machine, c.metric)))
 
 
-def _part_findings(view: View) -> list[Finding]:
-    """Return the machines of a part of the job that lies apart from the rest."""
+def _part_findings(view: View, turns: dict[str, dict[str, int]]) -> list[Finding]:
+    """Return the machines of a part of the job that lies apart from the rest.
+
+    Parts that no longer do are noted among the `turns`.
+    """
     rules, frame = view.config.detect, view.frame
     if not (rules.exhaustive and rules.two_modes) or rules.floors is None:
         return []
@@ -372,24 +437,34 @@ def _part_findings(view: View) -> list[Finding]:
             # What has always been so is learned with the roles of the machines.
             if 2 * sum(frame.machines[n] in unknown for n in columns) > len(columns):
                 continue
-            part = find_part(
+            parts = find_parts(
                 frame.ts,
                 view.compared[name][:, columns],
                 view.prepared.masked[name][:, columns],
                 ignored,
                 gap=floor_of(name, rules),
                 smallest=view.job_wide_limit + 1,
-                seconds=rules.continuity_seconds,
+                seconds=BLOCK_SECONDS,
                 max_masked=rules.max_masked_share,
             )
-            if part is not None:
+            known = view.job.turns.get(name, {})
+            needed = float(rules.continuity_seconds)
+            if turn_of(known, "") >= _LONG_TURN or known.get(""):
+                needed = _BEYOND_TURNS * max(needed, known.get("", 0))
+            end = int(frame.ts[-1]) + 1 - 2 * BLOCK_SECONDS
+            for part in parts:
+                if part.seconds <= needed:
+                    if part.stop < end:
+                        mine = turns.setdefault(name, {})
+                        mine[""] = max(mine.get("", 0), part.seconds)
+                    continue
                 return [
                     Finding(
                         machine=frame.machines[n],
                         metric=name,
                         kind="dissimilar",
                         run_start=part.start,
-                        confirmed_at=part.start + rules.continuity_seconds + BLOCK_SECONDS,
+                        confirmed_at=part.start + int(needed) + BLOCK_SECONDS,
                         duration_s=float(part.seconds),
                         score_mean=0.0,
                     )

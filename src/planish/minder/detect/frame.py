@@ -105,6 +105,14 @@ class Job:
     """Model of the boards that it runs on; empty when not known."""
     scales: Mapping[str, float] = field(default_factory=dict)
     """Metric to the factor by which its limits are too narrow for this job."""
+    turns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Metric to machine to the seconds for which it once differed and then no longer; the machine
+    "" stands for a part of them."""
+    asked: int = 0
+    """Unix second before which an earlier call has judged every run; 0 for none. As what lay
+    before a run leaves the window, the run must not be judged anew."""
+    named: Sequence[str] = ()
+    """Machines that the earlier call named."""
     ignored: Sequence[tuple[int, int]] = ()
     """Stretches `start <= t < end` (unix seconds) in which no machine is a candidate."""
 

@@ -40,6 +40,8 @@ class JobMonitor:
         self._limits = models.limits
         self._scales: dict[str, float] = {}
         self._joined: dict[str, int] = {}
+        self._asked = 0
+        self._named: tuple[str, ...] = ()
         self._started = 0
 
     def call(
@@ -67,12 +69,11 @@ class JobMonitor:
         frame, since = self._of_age(frame, now)
         rules = self.config.detect
         warmup = rules.warmup_seconds
+        self._note_idle(frame)
         ignored = [(started, started + warmup)] if started and warmup else []
-        for start, stop in stretches(_idle(frame)):
-            if 0 < rules.idle_seconds <= stop - start:
-                # A job that goes on has to warm up again.
-                first = int(frame.ts[0])
-                ignored.append((first + start, first + stop + warmup))
+        for start, stop in self._idle:
+            # A job that goes on after a long time has to warm up again.
+            ignored.append((start, stop + warmup * (stop - start >= warmup)))
         self._widen(frame, board)
         self.baseline.keep(frame.machines)
         self.usual.keep(frame.machines)
@@ -86,8 +87,19 @@ class JobMonitor:
             unknown={name: self.baseline.unknown(name) for name in metrics},
             board=board,
             scales=dict(self._scales),
+            turns=self._turns,
+            asked=self._asked,
+            named=self._named,
         )
         result = self._detector.call(frame, job)
+        self._asked = now - 2 * self.config.service.interval_seconds
+        named = {f.machine for f in result.findings}.union(*(f.machines for f in result.findings))
+        self._named = tuple(sorted(named))
+        if rules.exhaustive:
+            for metric, by_machine in result.turns.items():
+                known = self._turns.setdefault(metric, {})
+                for name, turn in by_machine.items():
+                    known[name] = max(known.get(name, 0), turn)
         if rules.role_baseline or rules.usual_distance:
             self._learn(result, now, ignored)
         return result
@@ -123,6 +135,19 @@ class JobMonitor:
             frame = frame.slice(max(since.values()), now)
         return frame, since
 
+    def _note_idle(self, frame: Frame) -> None:
+        """Note when all machines are idle, also where the window shows only the end of it."""
+        first, shortest = int(frame.ts[0]), self.config.detect.idle_seconds
+        kept = [stretch for stretch in self._idle if stretch[1] > first]
+        for low, high in stretches(_idle(frame)):
+            start, stop = first + low, first + high
+            known = [old for old in kept if old[0] <= stop and start <= old[1]]
+            if known or 0 < shortest <= stop - start:
+                whole = [*known, (start, stop)]
+                kept = [old for old in kept if old not in known]
+                kept.append((min(old[0] for old in whole), max(old[1] for old in whole)))
+        self._idle = sorted(kept)
+
     def _widen(self, frame: Frame, board: str) -> None:
         """Widen fitted limits that most machines of the job are beyond."""
         if not self.config.preprocess.widen_limits:
@@ -140,6 +165,8 @@ class JobMonitor:
     def _forget(self) -> None:
         self.baseline = Baseline(self.config.detect)
         self.usual = Baseline(self.config.detect, is_role=False)
+        self._turns: dict[str, dict[str, int]] = {}
+        self._idle: list[tuple[int, int]] = []
 
     def _learn(self, result: Result, now: int, ignored: Sequence[tuple[int, int]]) -> None:
         """Let the baseline grow by what was healthy."""
@@ -179,6 +206,8 @@ class JobMonitor:
             "joined": dict(self._joined),
             "started": self._started,
             "scales": dict(self._scales),
+            "turns": {metric: dict(turns) for metric, turns in self._turns.items()},
+            "idle": [list(stretch) for stretch in self._idle],
             "baseline": self.baseline.to_json(),
             "usual": self.usual.to_json(),
         }
@@ -199,6 +228,10 @@ class JobMonitor:
         monitor._joined = {str(name): int(at) for name, at in state["joined"].items()}
         monitor._started = int(state["started"])
         monitor._scales = {str(name): float(scale) for name, scale in state["scales"].items()}
+        # A state of an earlier release lacks these.
+        for metric, turns in state.get("turns", {}).items():
+            monitor._turns[str(metric)] = {str(name): int(turn) for name, turn in turns.items()}
+        monitor._idle = [(int(start), int(stop)) for start, stop in state.get("idle", ())]
         return monitor
 
 

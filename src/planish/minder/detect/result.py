@@ -86,6 +86,9 @@ class Result:
     intervals: dict[str, float] = field(default_factory=dict)
     """Metric to the seconds between its samples, where they are more than two; a machine must
     differ for so much longer."""
+    turns: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Metric to machine to the longest time for which it differed and then no longer did; the
+    machine "" stands for a part of them."""
     call_seconds: float = 0.0
 
     @property

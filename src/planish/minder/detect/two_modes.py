@@ -38,7 +38,7 @@ class Part:
         return self.stop - self.start
 
 
-def find_part(
+def find_parts(
     ts: I64,
     values: F32,
     masked: Mask,
@@ -48,8 +48,8 @@ def find_part(
     smallest: int,
     seconds: int,
     max_masked: float,
-) -> Part | None:
-    """Return the first part that lies apart for more than some seconds without a break.
+) -> list[Part]:
+    """Return the parts that lie apart for more than some seconds without a break, the first first.
 
     Args:
         ts: [T] unix seconds.
@@ -64,14 +64,14 @@ def find_part(
     first = int(-ts[0] % BLOCK_SECONDS) if len(ts) else 0
     blocks = (len(ts) - first) // BLOCK_SECONDS
     if blocks * BLOCK_SECONDS <= seconds or values.shape[1] < 2 * smallest:
-        return None
+        return []
     medians = _block_medians(values, masked, first, blocks)
     known = np.isfinite(medians)
     counted = np.flatnonzero((~known).mean(axis=1) <= max_masked)
     sides, apart = _sides(medians[counted], gap, smallest)
     rows = slice(first, first + blocks * BLOCK_SECONDS)
     apart &= ~ignored[rows].reshape(blocks, BLOCK_SECONDS).max(axis=1)[counted]
-    begin = 0
+    begin, parts = 0, []
     for row in range(len(counted)):
         if not apart[row]:
             begin = row + 1
@@ -83,8 +83,8 @@ def find_part(
             start, stop = (int(ts[0]) + first + ends * BLOCK_SECONDS).tolist()
             low, high = np.flatnonzero(sides[row] < 0), np.flatnonzero(sides[row] > 0)
             is_low_smaller = len(low) < len(high) or (len(low) == len(high) and 0 not in low)
-            return Part(low if is_low_smaller else high, start, stop)
-    return None
+            parts.append(Part(low if is_low_smaller else high, start, stop))
+    return parts
 
 
 def _block_medians(values: F32, masked: Mask, first: int, blocks: int) -> F64:

@@ -52,6 +52,12 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
         "Mean squared error of the model in the last call that found every machine healthy.",
         ("job_name", "metric"),
     ),
+    "leading": ("1 while this replica is the one that watches.", ()),
+    "jobs": ("Jobs that are watched.", ()),
+    "last_discovery_timestamp_seconds": (
+        "Unix time of the last search for jobs that was answered; before, of the start.",
+        (),
+    ),
     "build_info": ("1, with the version of the monitor.", ("version", "python")),
 }
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {

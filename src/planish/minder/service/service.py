@@ -149,10 +149,15 @@ class Service:
         self._is_leading = False
         self._last_save = self._last_tick = shared.clock()
         self._why_not_ready = "no query has been answered yet"
+        self._faults: dict[str, str] = {}
+        """What fails now, of `lease` and `discovery`, with the reason."""
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
         """Plan all tasks, without a thread; `start` does this too."""
+        self.shared.metrics.set("leading", float(self._lease is None))
+        self.shared.metrics.set("jobs", 0.0)
+        self.shared.metrics.set("last_discovery_timestamp_seconds", time.time())
         if self._lease is not None:
             self.control.add("lease", self._renew)
         self.control.add("discover", self._discover)
@@ -215,8 +220,18 @@ class Service:
         return self.shared.clock() - self._last_tick < _HUNG_SECONDS
 
     def why_not_ready(self) -> str:
-        """Return why no query has succeeded yet; empty once models are loaded and one has."""
-        return "" if self.shared.has_succeeded.is_set() else self._why_not_ready
+        """Return why nothing can be watched; empty once a query was answered and all else is."""
+        if not self.shared.has_succeeded.is_set():
+            return self._why_not_ready
+        return "; ".join(f"{what}: {reason}" for what, reason in sorted(self._faults.items()))
+
+    def _note(self, what: str, reason: str) -> None:
+        """Note that something fails or works; log it once, when that changes."""
+        before = self._faults.pop(what, "")
+        if reason:
+            self._faults[what] = reason
+        if bool(before) != bool(reason):
+            logger.warning("%s works=%s reason=%r", what, str(not reason).lower(), reason)
 
     def _leads(self) -> bool:
         return self._lease is None or self._lease.is_leader()
@@ -237,6 +252,8 @@ class Service:
         """Renew the lease; begin or end to watch when the leader changes."""
         assert self._lease is not None
         leads = self._lease.renew()
+        self._note("lease", self._lease.fault)
+        self.shared.metrics.set("leading", float(leads))
         if leads != self._is_leading:
             self._is_leading = leads
             logger.warning("leading=%s", str(leads).lower())
@@ -246,6 +263,7 @@ class Service:
                         self._drop(key)
                     # The other replica goes on; its state is read when this one leads again.
                     self._earlier = None
+                    self.shared.metrics.set("jobs", 0.0)
             self.control.add("discover", self._discover)
         return LEASE_SECONDS / 3
 
@@ -259,8 +277,9 @@ class Service:
             jobs = {info.key: info for info in self._jobs()}
         except PlanishError as error:
             # All jobs stay: none has ended only because the search failed.
-            logger.warning("jobs_not_found reason=%r", str(error)[:300])
+            self._note("discovery", str(error)[:300])
             return min(pause, 10.0)
+        self._note("discovery", "")
         with self._lock:
             if self._earlier is None:
                 self._earlier = load_jobs(self._state)
@@ -277,6 +296,8 @@ class Service:
                     self._earlier.pop(key, None)
                     if key in self.watches:
                         self._drop(key).end()
+            self.shared.metrics.set("jobs", float(len(self.watches)))
+        self.shared.metrics.set("last_discovery_timestamp_seconds", time.time())
         return pause
 
     def _watch(self, info: JobInfo, state: Mapping[str, Any] | None) -> None:

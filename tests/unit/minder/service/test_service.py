@@ -1,7 +1,7 @@
 """The service on a clock of the test: calls, failures, backoff, restart, end."""
 
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -267,6 +267,7 @@ def test_jobs_are_found_watched_and_ended_and_a_failing_discovery_ends_none(tmp_
     is_down.set()
     play(service, clock, FAULT + 460)
     assert sorted(service.watches) == ["a", "b"]
+    assert service.why_not_ready() == "discovery: down"
     is_down.clear()
     del found[0]
     play(service, clock, FAULT + 560)
@@ -274,6 +275,35 @@ def test_jobs_are_found_watched_and_ended_and_a_failing_discovery_ends_none(tmp_
     text = service.shared.metrics.text().decode()
     assert 'job_name="a"' not in text
     assert 'job_name="b"' in text
+
+
+@dataclass
+class ForbiddenLease:
+    """A lease of an account that may not write it, until it may."""
+
+    fault: str = "leases is forbidden"
+
+    def renew(self):
+        return not self.fault
+
+    is_leader = renew
+
+
+def test_a_lease_that_is_refused_is_told_once_in_log_metric_and_readiness(caplog):
+    clock, lease = day_of.FastClock(), ForbiddenLease()
+    service = service_of(list, clock, lease=lease)
+    service.shared.has_succeeded.set()
+    service.prepare()
+    play(service, clock, clock.seconds + 120)
+    assert service.why_not_ready() == "lease: leases is forbidden"
+    assert [r.message for r in caplog.records if "lease" in r.message] == [
+        "lease works=false reason='leases is forbidden'"
+    ]
+    assert "minder_leading 0.0" in service.shared.metrics.text().decode()
+    lease.fault = ""
+    play(service, clock, clock.seconds + 60)
+    assert service.why_not_ready() == ""
+    assert "minder_leading 1.0" in service.shared.metrics.text().decode()
 
 
 def test_jobs_do_not_all_start_at_the_same_second():
@@ -314,6 +344,8 @@ def test_a_new_process_raises_nothing_twice_even_where_the_baselines_do_not_fit(
 
 class Election:
     """A lease that the test gives and takes."""
+
+    fault = ""
 
     def __init__(self):
         self.leads = False

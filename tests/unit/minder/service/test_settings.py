@@ -115,6 +115,7 @@ NAMES = {
     "minder_actions_total",
     "minder_evictions_blocked_total", "minder_prometheus_errors_total",
     "minder_duplicate_series_total", "minder_build_info",
+    "minder_leading", "minder_jobs", "minder_last_discovery_timestamp_seconds",
 }  # fmt: skip
 
 

@@ -41,6 +41,8 @@ class Lease:
         self.identity = identity
         self._place = name, self._kube.namespace
         self._renewed: float | None = None
+        self.fault = ""
+        """Why the last try was refused or not answered; empty after one that was answered."""
         self._seen: tuple[Any, float] = (None, 0.0)
 
     def is_leader(self) -> bool:
@@ -52,9 +54,10 @@ class Lease:
         begun = self._clock()
         try:
             self._renewed = begun if self._take() else None
+            self.fault = ""
         except ClusterError as error:
             # Another replica was faster, or the server is away: the time limit decides.
-            logger.debug("lease not renewed error=%s", error)
+            self.fault = "" if error.status == 409 else str(error)[:300]
         return self.is_leader()
 
     def release(self) -> None:
