@@ -42,7 +42,7 @@ _THIRD_SHARE = 0.12
 """The third machine is at most this share as far away as a faulty one."""
 _OTHER_SHARE = 0.5
 """The same share of the time, in another metric that may be aliased."""
-_BEYOND_TURNS = 1.5
+_BEYOND_TURNS = 1.75
 """Where machines differ in turn, a faulty one differs for longer than so many of their turns."""
 _LONG_TURN = 60.0
 """Where machines differ in turn for so long, a part of them does too."""
@@ -352,12 +352,17 @@ def _turns(view: View, named: Mapping[str, _Named]) -> dict[str, dict[str, int]]
     return turns
 
 
-def turn_of(turns: Mapping[str, int], machine: str) -> float:
-    """Return for how long machines of a job differ in turn: the second longest of the others.
+def turn_of(name: str, turns: Mapping[str, int], machine: str) -> float:
+    """Return for how long a machine must differ in a metric of a job whose machines do in turn.
 
-    A single machine may have been faulty for a while.
+    In metrics of GPUs the longest turn of the others counts, once two machines had long ones: that
+    is how each of them waits for the rest. Elsewhere the second longest does, since a host may have
+    been busy for a while.
     """
-    others = sorted(turn for name, turn in turns.items() if name not in (machine, ""))
+    long = [turn for place, turn in turns.items() if place and turn >= _LONG_TURN]
+    others = sorted(turn for place, turn in turns.items() if place not in (machine, ""))
+    if METRICS[name].is_gpu:
+        return _BEYOND_TURNS * others[-1] if len(long) > 1 and others else 0.0
     return _BEYOND_TURNS * others[-2] if len(others) > 1 else 0.0
 
 
@@ -373,7 +378,7 @@ def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
             if name in aliased and not is_alone(run, metric, aliased.values(), interval):
                 continue
             known = view.job.turns.get(name, {})
-            usual = turn_of(known, frame.machines[run.machine])
+            usual = turn_of(name, known, frame.machines[run.machine])
             if rules.exhaustive and (run.length <= usual or is_one_of_many(run, trace)):
                 continue
             start = int(frame.ts[run.first])
@@ -449,7 +454,7 @@ def _part_findings(view: View, turns: dict[str, dict[str, int]]) -> list[Finding
             )
             known = view.job.turns.get(name, {})
             needed = float(rules.continuity_seconds)
-            if turn_of(known, "") >= _LONG_TURN or known.get(""):
+            if turn_of(name, known, "") or known.get(""):
                 needed = _BEYOND_TURNS * max(needed, known.get("", 0))
             end = int(frame.ts[-1]) + 1 - 2 * BLOCK_SECONDS
             for part in parts:
