@@ -323,8 +323,9 @@ def _away(run: Run, trace: Trace) -> F64:
     """Return [N] the mean distance above the median machine while a run lasted."""
     rows = slice(run.first, run.last + 1)
     present = trace.present[rows]
-    total: F64 = (trace.above[rows] * present).sum(axis=0, dtype=np.float64)
-    return total / np.maximum(1, present.sum(axis=0))
+    total = (trace.above[rows] * present).sum(axis=0, dtype=np.float64)
+    mean: F64 = total / np.maximum(1, present.sum(axis=0))
+    return mean
 
 
 def is_one_of_many(run: Run, trace: Trace) -> bool:

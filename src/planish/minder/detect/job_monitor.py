@@ -40,6 +40,7 @@ class JobMonitor:
         self._limits = models.limits
         self._scales: dict[str, float] = {}
         self._joined: dict[str, int] = {}
+        self._idle: list[tuple[int, int]] = []
         self._asked = 0
         self._named: tuple[str, ...] = ()
         self._started = 0
@@ -166,7 +167,6 @@ class JobMonitor:
         self.baseline = Baseline(self.config.detect)
         self.usual = Baseline(self.config.detect, is_role=False)
         self._turns: dict[str, dict[str, int]] = {}
-        self._idle: list[tuple[int, int]] = []
 
     def _learn(self, result: Result, now: int, ignored: Sequence[tuple[int, int]]) -> None:
         """Let the baseline grow by what was healthy."""
