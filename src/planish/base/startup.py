@@ -1,9 +1,13 @@
-"""What a program does first."""
+"""What a program does first, and what all of it must know of its end."""
 
 from __future__ import annotations
 
 import atexit
 import gc
+import threading
+
+ENDING = threading.Event()
+"""Set once this process is asked to end: uploads are spread over no more time."""
 
 
 def spare_collections() -> None:

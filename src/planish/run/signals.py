@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from planish.base.startup import ENDING
 from planish.store.processes import process_line
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -24,8 +25,6 @@ STOP_SECONDS = 25.0
 pod that names none."""
 RUN_STOP_SECONDS = STOP_SECONDS + 10.0
 """A task of a run here gets so long, its stage and what clears up after it together."""
-ENDING = threading.Event()
-"""Set once this process is asked to end: uploads are spread over no more time."""
 POLL_SECONDS = 0.1
 
 Process = tuple[int, int]

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planish.base.errors import SaveFailed
+from planish.base.startup import ENDING
 from planish.checkpoint.ranks.messages import decode_errors, encode_errors, joined_error
 from planish.checkpoint.save.upload import FileUpload, UploadJob, run_job
-from planish.run.signals import ENDING
 from planish.store import Store, open_store
 
 if TYPE_CHECKING:

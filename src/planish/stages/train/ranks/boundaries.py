@@ -27,12 +27,13 @@ from planish.base.errors import (
     LayoutMismatch,
 )
 from planish.base.parallel import Ranks
+from planish.base.startup import ENDING
 from planish.checkpoint import CheckpointManager, RandomStreams, SaveHandle, Schedule
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.train_state import POLICY, by_role
 from planish.records import layout
 from planish.run.events import record_event
-from planish.run.signals import ENDING, Terminated
+from planish.run.signals import Terminated
 from planish.stages.train.progress import Progress
 from planish.stages.train.ranks.job import TrainJob, clear_steps
 from planish.stages.train.trainer import Trainer
