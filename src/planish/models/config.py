@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -24,7 +24,12 @@ class ModelConfig(Section):
     revision: str = "main"
     """Branch, tag or commit on the hub, where `path` names none."""
     chat_template: str = ""
-    """Jinja chat template for a pretrained tokenizer that has none; empty keeps its own."""
+    """Jinja chat template of a pretrained tokenizer, in place of its own; empty keeps its own."""
+    template_variables: dict[
+        Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], bool | int | float | str
+    ] = Field(default={})
+    """What the chat template of a pretrained tokenizer reads, such as `{enable_thinking = false}`;
+    every export of the policy has it in its template, which dates itself by the day of import."""
     stop_strings: list[str] = Field(default_factory=list)
     """Texts that end a response with the token that completes them, beside the end tokens; every
     export of the policy names them in its generation_config.json."""
@@ -99,8 +104,8 @@ class ModelConfig(Section):
     def _off(self) -> list[str]:
         dense = () if self.num_experts else ("experts_per_token", "expert_intermediate_size")
         whole = () if self.lora_rank else ("lora_rank", "lora_alpha", "lora_target_modules")
-        off = [*dense, *whole, *(() if self.stop_strings else ("stop_strings",))]
-        off += [] if self.end_tokens else ["end_tokens"]
+        tables = ("stop_strings", "end_tokens", "template_variables")
+        off = [*dense, *whole, *(key for key in tables if not getattr(self, key))]
         return off + (["head_dtype"] if self.head_dtype == self.dtype == "float32" else [])
 
     @model_validator(mode="after")

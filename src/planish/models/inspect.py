@@ -61,8 +61,11 @@ def inspect_model(config: Mapping[str, Mapping[str, Any]], found: Inspection) ->
             )
         return
     try:
-        source = parse_source(settings.path, key="model.path")
-        folder = open_folder(source, key="model.path", revision=settings.revision)
+        folder = open_folder(
+            parse_source(settings.path, key="model.path"),
+            key="model.path",
+            revision=settings.revision,
+        )
         rows, tensors = weight_rows(folder, found)
         found.rows += rows
         if tensors:
@@ -115,12 +118,7 @@ def open_tokenizer(folder: SourceFolder, settings: ModelConfig) -> Tokenizer:
         for file, size in folder.sizes.items():
             if folder.path is None and file.endswith(_SMALL) and size <= MAX_SMALL_BYTES:
                 (local / file).write_bytes(folder.read(file, 0, size))
-        return load_tokenizer(
-            local,
-            chat_template=settings.chat_template,
-            stop_strings=settings.stop_strings,
-            end_tokens=settings.end_tokens,
-        )
+        return load_tokenizer(local, settings)
 
 
 def add_adapter_row(settings: ModelConfig, tensors: Tensors, found: Inspection) -> None:

@@ -5,10 +5,10 @@ Nothing but configuration, tokenizer and safetensors files is downloaded, and no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from planish.base.errors import ConfigError
+from planish.models.config import ModelConfig
 from planish.models.headers import folder_fault
 from planish.models.policy import Policy, load_model, read_model_config
 from planish.models.tokens import load_tokenizer
@@ -18,29 +18,15 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """What is fetched of a model: everything that one without pickles and code needs."""
 
 
-def load_pretrained(
-    path: str,
-    *,
-    revision: str = "main",
-    chat_template: str = "",
-    stop_strings: Sequence[str] = (),
-    end_tokens: Sequence[str] = (),
-) -> Policy:
-    """Load a pretrained causal language model and its tokenizer.
-
-    `chat_template` is used only where the tokenizer has none; `stop_strings` end a response beside
-    those of its generation config; `end_tokens` are as for `load_tokenizer`.
+def load_pretrained(settings: ModelConfig) -> Policy:
+    """Load the causal language model at `settings.path` and its tokenizer, as `load_tokenizer`.
 
     Raises:
         ConfigError: tells what is wrong with the name or the folder, and what to do.
     """
-    folder = find_folder(path, revision=revision)
+    folder = find_folder(settings.path, revision=settings.revision)
     check_folder(folder)
-    model = load_model(folder)
-    tokenizer = load_tokenizer(
-        folder, chat_template=chat_template, stop_strings=stop_strings, end_tokens=end_tokens
-    )
-    return Policy(model=model, tokenizer=tokenizer, version=0, folder=folder)
+    return Policy(load_model(folder), load_tokenizer(folder, settings), folder=folder)
 
 
 def find_folder(path: str, *, revision: str = "main", key: str = "model.path") -> Path:
@@ -51,8 +37,9 @@ def find_folder(path: str, *, revision: str = "main", key: str = "model.path") -
     Raises:
         ConfigError: not a usable address, no such folder, or the hub can not give it.
     """
-    source = parse_source(path, key=key)
-    return fetch_folder(source, key=key, patterns=MODEL_FILES, revision=revision)
+    return fetch_folder(
+        parse_source(path, key=key), key=key, patterns=MODEL_FILES, revision=revision
+    )
 
 
 def check_folder(folder: Path) -> None:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from planish.base.errors import ConfigError
 from planish.models.headers import MAX_SIZE
 from planish.verifiers.thoughts import CLOSING, OPENING, OPENS
+
+if TYPE_CHECKING:
+    from planish.models.config import ModelConfig
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 """Special tokens of the from-scratch tokenizer; their ids are 0, 1, 2 and 3."""
@@ -115,7 +119,7 @@ class Tokenizer:
             # A template is a program that comes with the model.
             raise ConfigError(
                 f"a chat template must render every prompt, got {_first_line(error)}; choose "
-                "another tokenizer, or mend its template"
+                "another tokenizer, or mend `model.chat_template` or `model.template_variables`"
             ) from None
         return self._encode(text)
 
@@ -143,10 +147,11 @@ class Tokenizer:
     def _text(self, tokens: list[int]) -> str:
         if self._plain_decoder is not None:
             return str(self._plain_decoder.decode(tokens, skip_special_tokens=True))
-        text = self.backend.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        return str(
+            self.backend.decode(
+                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
         )
-        return str(text)
 
     def token_bytes(self) -> list[bytes]:
         """Return what each token adds to the text in UTF-8, by id; nothing for special tokens.
@@ -162,8 +167,7 @@ class Tokenizer:
                 f"decoder {core.decoder!r:.200}; remove `model.stop_strings`, or give end tokens "
                 "as `eos_token_id` of generation_config.json"
             )
-        added = self.backend.added_tokens_decoder
-        special = {token for token, entry in added.items() if entry.special}
+        special = {t for t, entry in self.backend.added_tokens_decoder.items() if entry.special}
         names = [core.id_to_token(token) for token in range(self.vocab_size)]
         return [
             b"" if name is None or token in special else _text_bytes(name, steps)
@@ -175,8 +179,7 @@ class Tokenizer:
         self.backend.save_pretrained(folder)
 
     def _encode(self, text: str) -> list[int]:
-        ids = self.backend(text, add_special_tokens=False)["input_ids"]
-        return [int(i) for i in ids]
+        return [int(i) for i in self.backend(text, add_special_tokens=False)["input_ids"]]
 
 
 def check_stop_strings(texts: Sequence[str]) -> None:
@@ -274,18 +277,14 @@ def character_tokenizer(alphabet: str, *, stop_strings: Sequence[str] = ()) -> T
     )
 
 
-def load_tokenizer(
-    folder: Path,
-    *,
-    chat_template: str = "",
-    stop_strings: Sequence[str] = (),
-    end_tokens: Sequence[str] | None = None,
-) -> Tokenizer:
+def load_tokenizer(folder: Path, settings: ModelConfig | None = None) -> Tokenizer:
     """Open the tokenizer of a model folder; its two configs say what else ends a response.
 
-    `chat_template` is used only where the tokenizer has none; `stop_strings` come beside those of
-    the generation config. `end_tokens` are all tokens that end a response; empty adds the one by
-    which the chat template closes an assistant's turn to those that the folder names, None none.
+    None opens a folder as it is, which one that a run has exported needs. Of `settings`, the chat
+    template takes the place of the folder's own, and its variables and the date of today stand in
+    the template from then on; `stop_strings` come beside those of the generation config;
+    `end_tokens` are all tokens that end a response, and empty adds the one by which the chat
+    template closes an assistant's turn to those that the folder names.
 
     Raises:
         ConfigError: no readable tokenizer, no end token or no chat template.
@@ -299,13 +298,14 @@ def load_tokenizer(
         backend = _backend_class(folder).from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
-        if not backend.chat_template and chat_template:
-            backend.chat_template = chat_template
-        if end_tokens:
-            ends, has_all = _token_ids(backend, end_tokens), True
-        elif end_tokens is not None and not has_all:
-            ends += _closing_tokens(backend)
-        tokenizer = Tokenizer(backend, ends, [*texts, *stop_strings], has_all_ends=has_all)
+        if settings is not None:
+            texts += settings.stop_strings
+            _choose_template(backend, settings)
+            if settings.end_tokens:
+                ends, has_all = _token_ids(backend, settings.end_tokens), True
+            elif not has_all:
+                ends += _closing_tokens(backend)
+        tokenizer = Tokenizer(backend, ends, texts, has_all_ends=has_all)
         # Some strange settings break nothing before the first use.
         tokenizer.decode(tokenizer.encode_response("1"))
     except ConfigError:
@@ -318,6 +318,21 @@ def load_tokenizer(
             "tokenizer_config.json beside the weights"
         ) from None
     return tokenizer
+
+
+def _choose_template(backend: Any, settings: ModelConfig) -> None:
+    """Give a tokenizer the one template that renders alike wherever and whenever it is opened."""
+    backend.chat_template = settings.chat_template or backend.chat_template
+    if backend.chat_template:
+        # A template whose first line is empty would lose it to a block that stands right before.
+        variables = settings.template_variables.items()
+        backend.chat_template = "".join(
+            f"{{% set {name} = {value!r} %}}\n" for name, value in variables
+        ) + re.sub(
+            r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""",
+            lambda call: repr(time.strftime(call[2])),
+            backend.get_chat_template(),
+        )
 
 
 def _check_ids(folder: Path) -> None:
@@ -368,8 +383,8 @@ def _closing_tokens(backend: Any) -> list[int]:
     except Exception:
         # A template is a program, and this one wants other conversations.
         return []
-    _, _, behind = rendered.rpartition(content)
-    ids = backend(behind.lstrip(), add_special_tokens=False)["input_ids"]
+    behind = rendered.rpartition(content)[2].lstrip()
+    ids = backend(behind, add_special_tokens=False)["input_ids"]
     return [int(i) for i in ids[:1] if i in backend.added_tokens_decoder]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from planish.base.errors import EXIT_TRANSIENT, ConfigError, StoreUnavailable, exit_code
 from planish.models.config import ModelConfig
-from planish.models.policy import build_policy, save_policy
+from planish.models.policy import build_policy, load_policy, policy_tokenizer, save_policy
 from planish.models.pretrained import find_folder, load_pretrained
 from planish.models.tokens import MINIMAL_CHAT_TEMPLATE, check_stop_strings, load_tokenizer
 from tests.servers.scripted_http import Reply, ScriptedServer
@@ -39,7 +39,7 @@ def model_folder(original, tmp_path):
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
 def test_folder_gives_model_and_tokenizer(model_folder, prefix):
-    policy = load_pretrained(f"{prefix}{model_folder}")
+    policy = load_pretrained(ModelConfig(path=f"{prefix}{model_folder}"))
     expected = build_policy(TINY, seed=2)
     for name, tensor in expected.model.state_dict().items():
         assert torch.equal(policy.model.state_dict()[name], tensor), name
@@ -48,7 +48,7 @@ def test_folder_gives_model_and_tokenizer(model_folder, prefix):
 
 
 def test_imported_policy_saves_without_a_trace_of_its_old_place(model_folder, tmp_path):
-    policy = load_pretrained(str(model_folder))
+    policy = load_pretrained(ModelConfig(path=str(model_folder)))
     uri = f"file://{tmp_path}/saved"
     ref = save_policy(uri, policy, version=0, parents={}, attributes={})
     assert ref.attributes["dtype"] == "float32"
@@ -59,28 +59,41 @@ def test_imported_policy_saves_without_a_trace_of_its_old_place(model_folder, tm
 def test_chat_template_of_the_configuration_fills_a_gap(model_folder):
     (model_folder / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match=r"set `model\.chat_template`"):
-        load_pretrained(str(model_folder))
-    policy = load_pretrained(str(model_folder), chat_template=MINIMAL_CHAT_TEMPLATE)
+        load_pretrained(ModelConfig(path=str(model_folder)))
+    policy = load_pretrained(
+        ModelConfig(path=str(model_folder), chat_template=MINIMAL_CHAT_TEMPLATE)
+    )
     assert policy.tokenizer.encode_prompt([{"role": "user", "content": "1"}]) == [1, 5]
+
+
+def test_a_saved_policy_renders_as_the_settings_of_its_import_say(model_folder, tmp_path):
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if not x %}2{% endif %}"
+    settings = ModelConfig(
+        path=str(model_folder), chat_template=template, template_variables={"x": False}
+    )
+    uri = f"file://{tmp_path}/saved"
+    ref = save_policy(uri, load_pretrained(settings), version=0, parents={}, attributes={})
+    for tokenizer in (load_policy(ref.pin()).tokenizer, policy_tokenizer(ref.pin())):
+        assert tokenizer.encode_prompt([{"role": "user", "content": "1"}]) == [5, 6]
 
 
 def test_pickled_weights_are_never_loaded(model_folder):
     (model_folder / "model.safetensors").unlink()
     (model_folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
     with pytest.raises(ConfigError, match=r"got only pickled weights \['pytorch_model.bin'\]"):
-        load_pretrained(str(model_folder))
+        load_pretrained(ModelConfig(path=str(model_folder)))
 
 
 def test_folder_without_weights_is_refused(model_folder):
     (model_folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"must hold \*\.safetensors, got no weights"):
-        load_pretrained(str(model_folder))
+        load_pretrained(ModelConfig(path=str(model_folder)))
 
 
 def test_folder_without_configuration_is_refused(model_folder):
     (model_folder / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"must hold config\.json, got none"):
-        load_pretrained(str(model_folder))
+        load_pretrained(ModelConfig(path=str(model_folder)))
 
 
 def test_code_that_comes_with_a_model_is_never_run(model_folder, tmp_path):
@@ -95,7 +108,7 @@ def test_code_that_comes_with_a_model_is_never_run(model_folder, tmp_path):
     )
     path.write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="code that comes with a model is never run"):
-        load_pretrained(str(model_folder))
+        load_pretrained(ModelConfig(path=str(model_folder)))
     assert not mark.exists()
 
 
@@ -230,7 +243,7 @@ def test_a_document_of_another_shape_is_refused(original, tmp_path, name, text):
     bad = shutil.copytree(original, tmp_path / "model")
     (bad / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError) as raised:
-        load_pretrained(str(bad))
+        load_pretrained(ModelConfig(path=str(bad)))
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 1000
 
@@ -311,7 +324,7 @@ def test_a_configuration_of_any_values_opens_or_is_refused(original, tmp_path, c
     shutil.copytree(original, bad, dirs_exist_ok=True)
     (bad / "config.json").write_text(changed(original, "config.json", changes), "utf-8")
     with contextlib.suppress(ConfigError):
-        load_pretrained(str(bad))
+        load_pretrained(ModelConfig(path=str(bad)))
 
 
 def test_stop_strings_that_no_text_can_hold_are_refused():

@@ -119,12 +119,12 @@ def test_the_token_that_closes_an_assistants_turn_ends_a_response(tmp_path, temp
     backend.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     backend.chat_template = template
     backend.save_pretrained(tmp_path)
-    assert load_tokenizer(tmp_path, end_tokens=()).eos_token_ids == ends
+    assert load_tokenizer(tmp_path, ModelConfig()).eos_token_ids == ends
     assert load_tokenizer(tmp_path).eos_token_ids == (2,)
-    named = load_tokenizer(tmp_path, end_tokens=["<|im_end|>"])
+    named = load_tokenizer(tmp_path, ModelConfig(end_tokens=["<|im_end|>"]))
     assert (named.eos_token_ids, named.encode_response("1")) == ((17,), [5, 17])
     with pytest.raises(ConfigError, match=r"`model\.end_tokens` must be tokens of the model"):
-        load_tokenizer(tmp_path, end_tokens=["<|im_stop|>"])
+        load_tokenizer(tmp_path, ModelConfig(end_tokens=["<|im_stop|>"]))
 
 
 @pytest.mark.parametrize("is_special", [False, True])
@@ -162,8 +162,99 @@ def test_tokenizer_without_chat_template_needs_one_from_the_configuration(tmp_pa
     tokenizer.save(tmp_path)
     with pytest.raises(ConfigError, match=r"`model\.chat_template`"):
         load_tokenizer(tmp_path)
-    opened = load_tokenizer(tmp_path, chat_template=MINIMAL_CHAT_TEMPLATE)
+    opened = load_tokenizer(tmp_path, ModelConfig(chat_template=MINIMAL_CHAT_TEMPLATE))
     assert opened.encode_prompt([{"role": "user", "content": "1"}]) == [1, 5]
+
+
+OWN = "\n  {% if x is defined %}({{ x }}){% endif %}{{ messages[0]['content'] }}"
+SET = "{{ messages[0]['content'] }}=[{{ x }}]"
+SEVERAL = {"default": OWN, "tool_use": "tools"}
+
+
+@pytest.mark.parametrize(
+    ("own", "chosen", "variables", "expected"),
+    [
+        (OWN, "", {}, "\n1"),
+        (OWN, "", {"x": "a"}, "\n(a)1"),
+        (OWN, SET, {}, "1=[]"),
+        (OWN, SET, {"x": 3}, "1=[3]"),
+        (None, SET, {"x": -0.5}, "1=[-0.5]"),
+        (SEVERAL, "", {}, "\n1"),
+        (SEVERAL, "", {"x": True}, "\n(True)1"),
+        (SEVERAL, SET, {"x": False}, "1=[False]"),
+        (OWN, "{{ 'off' if x is false else x }}", {"x": False}, "off"),
+        (OWN, "{{ x + 1 }}{{ y }}", {"x": 1e-7, "y": 10**20}, f"{1 + 1e-7}{10**20}"),
+        (OWN, "{% macro m() %}{{ x }}{% endmacro %}{% for i in [1, 2] %}{{ m() }}{% endfor %}",
+         {"x": "a"}, "aa"),
+        (OWN, """{{- strftime_now("%%d") + strftime_now( '%%"') }}""", {}, '%d%"'),
+        (OWN, "{% if strftime_now is defined %}{{ x }}{% endif %}", {"x": "a"}, "a"),
+        *(
+            (OWN, SET, {"x": text}, f"1=[{text}]")
+            for text in ("", "'", '"', "'\"\\", "}}", "%}{{ 1 }}", "{% raw %}", "{# ", "a\nb",
+                         "\n", "\r\n", "\\n", "\\u0041", "\x00\x7f\x85", "\u2028", "\u00e9\u7b54",
+                         "\U0001f600")
+        ),
+    ],
+)  # fmt: skip
+def test_an_export_renders_the_chosen_template_wherever_it_is_opened(
+    tmp_path, own, chosen, variables, expected
+):
+    from transformers import AutoTokenizer
+
+    tokenizer = byte_level()
+    tokenizer.backend.chat_template = own
+    tokenizer.save(tmp_path / "model")
+    settings = ModelConfig(chat_template=chosen, template_variables=variables)
+    opened = load_tokenizer(tmp_path / "model", settings)
+    opened.save(tmp_path / "policy")
+    messages = [{"role": "user", "content": "1"}]
+    again = load_tokenizer(tmp_path / "policy")
+    assert again.decode(again.encode_prompt(messages)) == expected
+    assert again.encode_prompt(messages) == opened.encode_prompt(messages)
+    plain = AutoTokenizer.from_pretrained(str(tmp_path / "policy"))
+    assert plain.apply_chat_template(messages, tokenize=False) == expected
+
+
+@pytest.mark.parametrize(
+    "own", ["today {{ strftime_now('%d %b %Y %H:%M:%S') }}", MINIMAL_CHAT_TEMPLATE]
+)
+def test_the_date_of_a_template_is_that_of_its_import(tmp_path, own, monkeypatch):
+    tokenizer = byte_level()
+    tokenizer.backend.chat_template = own
+    tokenizer.save(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: f"then {form}")
+    load_tokenizer(tmp_path, ModelConfig()).save(tmp_path)
+    monkeypatch.undo()
+    saved = load_tokenizer(tmp_path).backend.chat_template
+    assert saved == own.replace("strftime_now('", "'then ").replace("S')", "S'")
+
+
+def test_variables_decide_what_closes_an_assistants_turn(tmp_path):
+    backend = character_tokenizer(DIGITS).backend
+    backend.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    backend.chat_template = CHATML.replace("'<|im_end|>\n'", "close")
+    backend.save_pretrained(tmp_path)
+    for close, ends in (("<|im_end|>", (2, 17)), ("\n", (2,))):
+        settings = ModelConfig(template_variables={"close": close})
+        assert load_tokenizer(tmp_path, settings).eos_token_ids == ends
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"a b": 1}, {"": 1}, {"1a": 1}, {"a = 1 %}": 1}, {"a\n": 1}, {"a": [1]}, {"a": {}},
+     {"a": None}, {"a": float("inf")}, {"a": float("nan")}],
+)  # fmt: skip
+def test_variables_are_names_with_plain_values(variables):
+    with pytest.raises(ValueError, match="template_variables"):
+        ModelConfig(template_variables=variables)
+    assert "template_variables" not in ModelConfig().model_dump()
+
+
+def test_a_variable_that_no_template_can_hold_is_told_by_its_setting(tmp_path):
+    character_tokenizer(DIGITS).save(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, ModelConfig(template_variables={"true": 1}))
+    with pytest.raises(ConfigError, match=r"mend .*`model\.template_variables`"):
+        tokenizer.encode_prompt([{"role": "user", "content": "1"}])
 
 
 @pytest.mark.parametrize("files", [{}, {"tokenizer_config.json": "{}"}, {"tokenizer.json": "{"}])
@@ -284,7 +375,7 @@ def test_a_tokenizer_whose_text_is_no_sum_is_refused(decoder):
 def test_stop_strings_of_the_configuration_follow_those_of_the_folder(tmp_path):
     character_tokenizer("ab:").save(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"stop_strings": ["a:", "b"]}))
-    opened = load_tokenizer(tmp_path, stop_strings=["b", "ab"])
+    opened = load_tokenizer(tmp_path, ModelConfig(stop_strings=["b", "ab"]))
     assert opened.stop_strings == ("a:", "b", "ab")
     (tmp_path / "generation_config.json").write_text(json.dumps({"stop_strings": "a"}))
     assert load_tokenizer(tmp_path).stop_strings == ("a",)

@@ -98,13 +98,7 @@ def first_policy(context: Context, prompts: Ref) -> Outcome:
 
     torch.set_num_threads(config.num_threads)
     if model_config.path:
-        policy = load_pretrained(
-            model_config.path,
-            revision=model_config.revision,
-            chat_template=model_config.chat_template,
-            stop_strings=model_config.stop_strings,
-            end_tokens=model_config.end_tokens,
-        )
+        policy = load_pretrained(model_config)
     else:
         policy = build_policy(model_config, context.seed)
     name_head_dtype(policy.model.config, model_config)
