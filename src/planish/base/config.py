@@ -215,9 +215,10 @@ def parse_toml(text: str | bytes, *, name: str) -> dict[str, dict[str, Any]]:
 
 
 def load_toml(text: str | bytes, *, name: str) -> dict[str, Any]:
-    """Parse TOML whose values every later step can hold and print."""
+    """Parse TOML whose values every later step can hold and print; a byte order mark is none."""
     try:
-        return _loads(text if isinstance(text, str) else text.decode("utf-8"), name)
+        decoded = text if isinstance(text, str) else text.decode("utf-8")
+        return _loads(decoded.removeprefix("\ufeff"), name)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"`{name}` must be valid TOML in UTF-8: {error}") from None
 

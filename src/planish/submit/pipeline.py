@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -17,7 +16,7 @@ from typing import Any
 import yaml
 
 from planish import __version__
-from planish.base.config import nearest, parse_section
+from planish.base.config import nearest, parse_section, read_toml
 from planish.base.errors import ConfigError
 from planish.run.gang.manifests import GANG_ENV, Network
 
@@ -257,11 +256,7 @@ def set_network(pipeline: CompiledPipeline, path: Path | None) -> None:
     """
     if path is None:
         return
-    try:
-        table = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"`--network` must be a TOML file, got {error}") from None
-    network = parse_section(Network, table, section="network")
+    network = parse_section(Network, read_toml(path), section="network")
     gangs = _gangs(pipeline)
     if not gangs:
         raise ConfigError(

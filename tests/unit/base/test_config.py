@@ -17,6 +17,7 @@ from planish.base.config import (
     parse_override,
     parse_section,
     parse_toml,
+    read_toml,
     resolve_config,
     section_class,
     unplaced,
@@ -173,6 +174,29 @@ def test_lines_after_the_value_of_an_override_are_part_of_it():
 @pytest.mark.parametrize("text", ["[a]\nx = " + "[" * 5000, "[a]\nx = " + "9" * 5000, b"\xff"])
 def test_a_strange_file_is_refused(text):
     with pytest.raises(ConfigError, match=r"`f` must be .*TOML"):
+        parse_toml(text, name="f")
+
+
+MARK = "\ufeff"
+"""What some editors of Windows begin a file with."""
+
+
+@pytest.mark.parametrize(
+    "text", [f"{MARK}[run]\nseed = 3", f"{MARK}\r\n[run]\r\nseed=3", f"{MARK}# run\nrun.seed=3"]
+)
+def test_a_byte_order_mark_is_no_part_of_a_file(text, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_bytes(text.encode())
+    table = {"run": {"seed": 3}}
+    assert parse_toml(text, name="f") == parse_toml(text.encode(), name="f") == table
+    assert read_toml(path) == table
+    built = build_config(preset="", config=str(path), overrides="", model="", dataset="", seed=-1)
+    assert built["run"] == table["run"]
+
+
+@pytest.mark.parametrize("text", [f"{MARK}{MARK}a = 1", f"a = 1\n{MARK}b = 2"])
+def test_a_byte_order_mark_elsewhere_is_refused(text):
+    with pytest.raises(ConfigError, match="`f` must be valid TOML"):
         parse_toml(text, name="f")
 
 

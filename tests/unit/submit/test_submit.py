@@ -504,7 +504,8 @@ def test_every_pod_gets_pull_secret_toleration_and_selector(capsys):
 
 def test_pods_that_train_together_get_the_network_and_the_share_of_a_machine(tmp_path, capsys):
     network = tmp_path / "rdma.toml"
-    network.write_text('host_network = true\n[resources]\n"rdma/hca" = "1"\n')
+    # With the byte order mark of an editor of Windows.
+    network.write_text('\ufeffhost_network = true\n[resources]\n"rdma/hca" = "1"\n')
     words = ["submit", "s3://b/r", "-p", "preset=dapo-qwen2.5-0.5b", "--dry-run", "--profile"]
     node = ["--node-gpus", "4", "--node-cpus", "40", "--node-memory", "400"]
     node += ["--gpu-label", "pool=h100", "--node-selector", "zone=a"]
