@@ -75,6 +75,13 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
     options = VerifierOptions.of(config.get("reward", {}))
     sources = [("data", settings), ("held-out data", settings.of_held_out())]
     opened = [inspect_source(label, own, options, found) for label, own in sources if own.dataset]
+    if config.get("model", {}).get("path"):
+        found.warnings += [
+            f"{source.label}: word problems are replaced by their {len(source.problems)} steps "
+            "(`curate.gsm8k_as`)"
+            for source in opened
+            if is_steps(source.config, source.rows)
+        ]
     sets = [
         inspect_source(chosen.name, settings.of_set(chosen), options, found, key=SET_KEY)
         for chosen in settings.evaluation_sets

@@ -124,26 +124,29 @@ def build_config(
 
     Later layers win: preset, TOML file (URI or path), overrides (`section.key=value` separated by
     spaces), then the run parameters `model`, `dataset` and `seed`. Empty texts, and a seed of -1,
-    leave what is configured.
+    leave what is configured. With a `model.path`, the steps of GSM8K's solutions are trained on
+    only where file or overrides say so: those of presets are meant for models that are made here.
 
     Raises:
         ConfigError: every fault of every section in one message.
     """
     if seed < -1:
         raise ConfigError(f"`seed` must be 0 or more, or -1 for the configured one, got {seed}")
-    layers: list[Mapping[str, Mapping[str, Any]]] = []
-    if preset:
-        layers.append(load_preset(preset))
-    if config:
-        layers.append(read_config_file(config))
-    layers.append(merge(*layers, overrides=split_overrides(overrides)))
+    base = load_preset(preset) if preset else {}
+    file = read_config_file(config) if config else {}
+    words = split_overrides(overrides)
+    given: dict[str, dict[str, Any]] = {}
     if model:
-        layers.append({"model": {"path": model}})
+        given["model"] = {"path": model}
     if dataset:
-        layers.append({"curate": {"dataset": dataset}})
+        given["curate"] = {"dataset": dataset}
     if seed >= 0:
-        layers.append({"run": {"seed": seed}})
-    return resolve_config(merge(*layers))
+        given["run"] = {"seed": seed}
+    raw = merge(merge(base, file, overrides=words), given)
+    if raw.get("model", {}).get("path"):
+        base.get("curate", {}).pop("gsm8k_as", None)
+        raw = merge(merge(base, file, overrides=words), given)
+    return resolve_config(raw)
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -425,3 +425,25 @@ def test_another_form_than_the_verifier_reads_is_warned_of():
     assert "but the verifier `integer/hash` looks for `####` first" in told
     (told,) = form_warnings("data", [problem_of(fields, verifier="integer/tags")])
     assert "looks for `<answer>` first" in told
+
+
+@pytest.mark.parametrize(
+    ("model", "read_as", "is_told"),
+    [("m", "steps", True), ("m", "problems", False), ("", "steps", False)],
+)
+def test_people_hear_that_word_problems_become_steps(tmp_path, model, read_as, is_told):
+    lines = [
+        json.dumps(
+            {
+                "question": f"The farm sends {n} boxes and 3 more. How many is that?",
+                "answer": f"It is {n} + 3 = <<{n}+3={n + 3}>>{n + 3}.\n#### {n + 3}",
+            }
+        )
+        for n in range(10, 40)
+    ]
+    path = jsonl(tmp_path, *map(str.encode, lines))
+    settings = {"dataset": str(path), "gsm8k_as": read_as}
+    found = Inspection()
+    inspect_data({"curate": settings, "model": {"path": model}}, found)
+    told = "data: word problems are replaced by their 30 steps (`curate.gsm8k_as`)"
+    assert (found.faults, told in found.warnings) == ([], is_told)

@@ -47,6 +47,39 @@ def test_later_layers_win(tmp_path):
     assert config["curate"]["dataset"] == "my data.jsonl"
 
 
+TINY = [name for name in preset_names() if "gsm8k_as" in load_preset(name).get("curate", {})]
+OWN = {"own.toml": '[curate]\ngsm8k_as = "steps"\n', "other.toml": "[curate]\nnum_traces = 1\n"}
+
+
+@pytest.mark.parametrize("preset", TINY)
+@pytest.mark.parametrize(
+    ("changes", "read_as"),
+    [
+        ({}, "steps"),
+        ({"model": "m"}, "problems"),
+        ({"overrides": "model.path=m"}, "problems"),
+        ({"overrides": "model.path=m run.seed=1", "dataset": "d.jsonl"}, "problems"),
+        ({"model": "m", "config": "other.toml"}, "problems"),
+        ({"model": "m", "config": "own.toml"}, "steps"),
+        ({"model": "m", "overrides": "curate.gsm8k_as=steps"}, "steps"),
+        ({"model": "m", "config": "own.toml", "overrides": "curate.gsm8k_as=problems"}, "problems"),
+        ({"overrides": "curate.gsm8k_as=problems"}, "problems"),
+    ],
+)
+def test_a_model_reads_word_problems_unless_the_user_says_steps(
+    preset, changes, read_as, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name, text in OWN.items():
+        (tmp_path / name).write_text(text)
+    assert build(preset=preset, **changes)["curate"]["gsm8k_as"] == read_as
+
+
+def test_nine_presets_make_steps():
+    assert len(TINY) == 9
+    assert build(config="", model="m")["curate"]["gsm8k_as"] == "problems"
+
+
 def test_a_config_can_lie_in_a_store_and_be_pinned(file_root):
     data = b"[run]\nseed = 9\n"
     uri = f"{file_root}/config.toml"
