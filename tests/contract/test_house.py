@@ -31,7 +31,7 @@ CEILINGS = {
     "records": 11_100,
     "run": 10_400,
     "show": 8_400,
-    "stages": 84_300,
+    "stages": 84_800,
     "store": 10_700,
     "submit": 11_300,
     "verifiers": 12_300,

@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 
 from planish.base.config import nearest
 from planish.base.errors import ConfigError
+from planish.stages.curate.choices import with_choices
 from planish.stages.curate.config import CurateConfig, parse_map
 from planish.stages.curate.gsm8k import problem_row
 from planish.stages.curate.problem import Drop, Messages, Problem
@@ -22,7 +23,14 @@ from planish.verifiers.math_answer import last_boxed
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "prompt": ("messages", "prompt", "question", "problem", "instruction", "input"),
-    "answer": ("answer", "ground_truth", "reward_model.ground_truth", "final_answer", "target"),
+    "answer": (
+        "answer",
+        "ground_truth",
+        "reward_model.ground_truth",
+        "final_answer",
+        "target",
+        "answerKey",
+    ),
     "system": ("system",),
     "verifier": ("verifier",),
     "trace": ("trace", "response"),
@@ -146,14 +154,16 @@ def read_problem(config: CurateConfig, fields: dict[str, Any], origin: str) -> P
     verifier = look("verifier") or config.verifier
     if not isinstance(verifier, str):
         return "unknown_verifier"
+    read = None if isinstance(asked, str) else read_messages(asked)
+    text = asked.strip() if isinstance(asked, str) else read[-1]["content"] if read else None
+    if text is None:
+        return "prompt_is_no_text"
+    text, answer, unread = with_choices(fields, text, items[0], answer)
     verifier, answer = judged_by(config, verifier, answer)
-    if isinstance(asked, str):
-        question, messages = asked.strip(), compose(config, asked.strip(), verifier)
+    if read is None:
+        question, messages = text, compose(config, text, verifier)
     else:
-        read = read_messages(asked)
-        if read is None:
-            return "prompt_is_no_text"
-        messages = read
+        messages = [*read[:-1], {"role": "user", "content": text}]
         question = "\n".join(m["content"] for m in messages if m["role"] != "system")
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
@@ -167,6 +177,7 @@ def read_problem(config: CurateConfig, fields: dict[str, Any], origin: str) -> P
         source=source if isinstance(source, str) and source else "dataset",
         trace=trace if isinstance(trace, str) else None,
         origin=origin,
+        unread=unread,
     )
 
 

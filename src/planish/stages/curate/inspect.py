@@ -195,6 +195,13 @@ def inspect_source(
     judge_answers(opened, found)
     found.faults += verifier_faults(opened.problems[:VERIFIED_ROWS], options)
     found.warnings += form_warnings(label, opened.problems)
+    unread = Counter(problem.unread for problem in opened.problems if problem.unread)
+    found.warnings += [
+        f"the column {column!r} of {count} of {len(opened.problems)} rows of the {label} is not "
+        "shown to the policy: its choices must be a list of texts, or texts with labels, and the "
+        "answer a label or an index from 0"
+        for column, count in unread.items()
+    ]
     found.prompts += [p.messages for p in opened.problems[:SAMPLED_PROMPTS]]
     return opened
 

@@ -53,6 +53,8 @@ class Problem:
     """Measured on a reference policy."""
     extra: str = ""
     """Columns of the row for reward functions, as a JSON object; empty for none."""
+    unread: str = ""
+    """Column of choices that is not understood, so that the policy does not see it; or empty."""
 
     @property
     def key(self) -> str:

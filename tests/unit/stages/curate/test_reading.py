@@ -447,3 +447,90 @@ def test_people_hear_that_word_problems_become_steps(tmp_path, model, read_as, i
     inspect_data({"curate": settings, "model": {"path": model}}, found)
     told = "data: word problems are replaced by their 30 steps (`curate.gsm8k_as`)"
     assert (found.faults, told in found.warnings) == ([], is_told)
+
+
+FOUR = ["red", "blue", "4", "0"]
+LINES = "\n(A) red\n(B) blue\n(C) 4\n(D) 0"
+
+
+@pytest.mark.parametrize(
+    ("fields", "lines", "answer"),
+    [
+        ({"choices": FOUR, "answer": "B"}, LINES, "B"),
+        ({"options": FOUR, "answer": "c"}, LINES, "C"),
+        ({"choices": FOUR, "answer": "(D)"}, LINES, "D"),
+        ({"choices": FOUR, "answer": 0}, LINES, "A"),
+        ({"choices": FOUR, "answer": 3}, LINES, "D"),
+        ({"choices": FOUR, "answer": "1"}, LINES, "B"),
+        ({"choices": FOUR, "answer": ["B"]}, LINES, "B"),
+        ({"choices": [7, 8.5], "answer": 1}, "\n(A) 7\n(B) 8.5", "B"),
+        ({"choices": ["red"], "answer": "A"}, "\n(A) red", "A"),
+        ({"choices": ["A) red", "B) blue"], "answer": "B"}, "\n(A) red\n(B) blue", "B"),
+        (
+            {"choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "B"},
+            "\n(A) x\n(B) y",
+            "B",
+        ),
+        (
+            {"choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "2"},
+            "\n(1) x\n(2) y",
+            "2",
+        ),
+        ({"options": {"A": "x", "B": "y"}, "answer": "b"}, "\n(A) x\n(B) y", "B"),
+        ({"choices": [], "answer": "12"}, "", "12"),
+        ({"choices": [], "options": FOUR, "answer": "B"}, LINES, "B"),
+        ({"choices": None, "answer": 1}, "", "1"),
+    ],
+)
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_choices_stand_in_the_problem_and_the_answer_is_a_letter(fields, lines, answer, is_chat):
+    asked = [{"role": "user", "content": "Which one?"}] if is_chat else "Which one?"
+    problem = problem_of({"prompt": asked, **fields})
+    assert (problem.question, problem.answer, problem.unread) == (
+        f"Which one?{lines}",
+        answer,
+        "",
+    )
+    assert problem.question in problem.messages[-1]["content"]
+    assert verify(problem.verifier, f"So it is.\nAnswer: {answer}", problem.answer).accuracy == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "answer"),
+    [
+        ("Which?\n(A) red\n(B) blue", "B", "B"),
+        ("Which?\nA. red\nB. blue", 1, "B"),
+        ("Which? (a) red (b) blue", "B", "b"),
+        ("Which?\n**A.** red\n**B.** blue", "b", "B"),
+        ("Which?\n1) red\n2) blue", "1", "1"),
+    ],
+)
+def test_choices_in_the_text_are_not_appended_twice(text, given, answer):
+    problem = problem_of({"prompt": text, "choices": ["red", "blue"], "answer": given})
+    assert (problem.question, problem.answer) == (text, answer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"choices": FOUR, "answer": "E"},
+        {"choices": FOUR, "answer": 4},
+        {"choices": FOUR, "answer": "blue"},
+        {"choices": FOUR, "answer": "0"},
+        {"options": "red, blue", "answer": "B"},
+        {"choices": {"text": ["x", "y"], "label": ["A"]}, "answer": "A"},
+        {"choices": [["x"], ["y"]], "answer": "A"},
+        {"choices": ["x", ""], "answer": "A"},
+        {"choices": [{"x": 1}], "answer": "A"},
+    ],
+)
+def test_choices_that_are_not_understood_are_told(tmp_path, fields):
+    rows = [{"prompt": f"Which one has the number {n}?", **fields} for n in range(40)]
+    path = jsonl(tmp_path, *(json.dumps(row).encode() for row in rows))
+    found = Inspection()
+    inspect_data({"curate": {"dataset": str(path)}}, found)
+    (column,) = fields.keys() & {"choices", "options"}
+    start = f"the column '{column}' of 40 of 40 rows of the data is not shown"
+    assert any(line.startswith(start) for line in found.warnings), found
+    problem = problem_of(rows[0])
+    assert (problem.question, problem.answer) == (rows[0]["prompt"], str(fields["answer"]))
