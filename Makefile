@@ -1,7 +1,7 @@
 # Every target sets up what it needs; run any of them in a fresh checkout.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-engines engines-beside all-tests quick-tests fast-tests durations static engines coverage check servers quick-servers bench golden compile images images-test tools clean
+.PHONY: help demo test test-all test-engines engines-beside all-tests quick-tests fast-tests durations static engines coverage check servers quick-servers bench golden compile images images-test tools release clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -155,6 +155,15 @@ images:  ## build the container images with docker, podman or buildah (ARGS='--p
 images-test: $(VENV)/.installed servers  ## build images with buildah, as root, and run a tiny run with each stage in its own
 	@tests/servers/debian.sh buildah=buildah mmdebstrap=mmdebstrap
 	$(BIN)/python -m tests.images $(ARGS)
+
+release: $(VENV)/.installed  ## wheel, source archive and tag of the version in src/planish/__init__.py
+	@version=$$($(BIN)/python -c 'import planish; print(planish.__version__)'); \
+	  fail() { echo "release: $$1" >&2; exit 1; }; \
+	  test -z "$$(git status --porcelain)" || fail 'commit or remove what git status names'; \
+	  grep -q "^## \[$$version\]" CHANGELOG.md || fail "CHANGELOG.md must have a part [$$version]"; \
+	  grep -q "^version: $$version$$" CITATION.cff || fail "CITATION.cff must name the version $$version"; \
+	  ! git rev-parse --quiet --verify "refs/tags/v$$version" >/dev/null || fail "the tag v$$version exists"; \
+	  rm -rf dist && $(BIN)/python -m hatchling build && git tag --annotate "v$$version" --message "v$$version"
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) $(ENGINES) .cache runs dist
