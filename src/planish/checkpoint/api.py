@@ -62,7 +62,7 @@ def save(
     """Save the state of all ranks; it becomes visible as a whole or not at all.
 
     Args:
-        path: `s3://bucket/prefix`, `file:///folder` or an absolute path.
+        path: `s3://bucket/prefix`, `file:///folder` or a path.
         framework: how tensors are spread over ranks.
         async_: return when the state is staged; else when it is committed.
         role: name of the only role; `main` without it.

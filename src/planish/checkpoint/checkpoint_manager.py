@@ -28,7 +28,7 @@ from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import SaveEngine, default_engine
 from planish.checkpoint.save.finish import SaveHandle
 from planish.checkpoint.watch.monitor import CheckpointInfo
-from planish.store import Store, open_store
+from planish.store import Store, open_store, uri_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -97,7 +97,7 @@ class CheckpointManager:
                 thread.
             options: further fields of `SaveOptions` (`inflight`, `timeout_s`, ...).
         """
-        self.root, self.schedule, self.framework = root.rstrip("/"), schedule, framework
+        self.root, self.schedule, self.framework = uri_of(root).rstrip("/"), schedule, framework
         self.group = process_group
         self.engine = engine or default_engine(process_group)
         self.failures: deque[tuple[str, BaseException]] = deque(maxlen=16)

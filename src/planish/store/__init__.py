@@ -83,7 +83,7 @@ def open_store(uri: str, *, timeout_s: float = TIMEOUT_SECONDS) -> tuple[Store, 
     """Return the store of a URI and the key that the URI names in it.
 
     Args:
-        uri: `s3://bucket/key`, `file:///folder` or an absolute path.
+        uri: `s3://bucket/key`, `file:///folder` or a path.
         timeout_s: no single request to the store goes on for longer.
 
     Example:

@@ -312,20 +312,23 @@ def file_path(uri: str) -> str:
 
 
 def uri_of(place: str) -> str:
-    """Return the URI of a place, which may be an absolute path.
+    """Return the URI of a place, which may be a path, also one from the working directory.
+
+    What is empty, or looks like a URI that is misspelt, stays: `parse_uri` refuses it.
 
     Example:
-        >>> uri_of("/runs/7"), uri_of("s3://runs/7")
-        ('file:///runs/7', 's3://runs/7')
+        >>> uri_of("/runs/7"), uri_of("s3://runs/7"), uri_of("s3:/runs/7")
+        ('file:///runs/7', 's3://runs/7', 's3:/runs/7')
     """
-    return file_uri(place) if place.startswith("/") else place
+    is_path = place and "://" not in place and not _LIKE_A_URI.match(place)
+    return file_uri(os.path.abspath(place)) if is_path else place
 
 
 def normal_uri(place: str) -> str:
     """Return the one spelling of a store URI, without a slash at its end.
 
     Args:
-        place: URI, or path of a file or folder of this machine, also from the working directory.
+        place: what `uri_of` takes.
 
     Example:
         >>> normal_uri("file:///a b/"), normal_uri("/a/../b c"), normal_uri("s3://b/a b/")
@@ -334,8 +337,7 @@ def normal_uri(place: str) -> str:
     Raises:
         StoreMisconfigured: the URI is malformed or its scheme unknown.
     """
-    if place and "://" not in place and not _LIKE_A_URI.match(place):
-        place = file_uri(os.path.abspath(place))
+    place = uri_of(place)
     address = parse_uri(place)
     return file_uri(f"/{address.key}") if address.scheme == "file" else place.rstrip("/")
 

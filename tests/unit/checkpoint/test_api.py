@@ -23,7 +23,7 @@ from planish.base.errors import (
 from planish.checkpoint import api, list_checkpoints
 from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
 from planish.checkpoint.commit import catalog
-from planish.store import open_store
+from planish.store import normal_uri, open_store
 from tests.stores.faulty import FaultyStore
 from tests.thin import examples
 from tests.unit.checkpoint.damage import flip
@@ -60,6 +60,29 @@ def test_what_is_saved_later_wins_and_nothing_is_replaced_unasked(tmp_path):
     api.delete(f"{root}/step-3")
     with pytest.raises(CheckpointNotFound):
         api.info(f"{root}/step-3")
+
+
+@pytest.mark.parametrize("root", ["run", "./a b/run", "../run", "run#1", "7:30"])
+def test_a_relative_path_is_a_place_for_every_call(tmp_path, monkeypatch, root):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    saved = api.save(f"{root}/step-00000001", trained(1), async_=False, step=1).result()
+    assert saved.uri == normal_uri(f"{root}/step-00000001")
+    assert api.load(f"{root}/step-00000001", trained(2)).uri == saved.uri
+    assert api.latest(root).commit.step == len(api.list_checkpoints(root)) == 1
+    assert api.verify(f"{root}/step-00000001").is_intact
+    api.export_dcp(f"{root}/step-00000001", "dcp")
+    assert api.import_dcp("dcp", f"{root}/step-00000002").uri == normal_uri(f"{root}/step-00000002")
+    api.gc(root, grace_s=0)
+    api.retain(root, keep_last=2)
+    api.delete(f"{root}/step-00000002")
+    manager = CheckpointManager(root, Schedule(1), overwrite=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    manager.step(1, trained(1)).result(20)
+    manager.close()
+    assert manager.resume(trained(2)).info.uri == saved.uri
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 @pytest.mark.parametrize("async_", [True, False])

@@ -83,7 +83,7 @@ def export(
 
     Args:
         place: URI or pin of the checkpoint.
-        out: folder of the new policy, as a URI or an absolute path.
+        out: folder of the new policy, as a URI or a path.
         policy: pin of an earlier policy of the same model; empty for none.
         folder: local folder with `config.json` and tokenizer; None for weights alone.
         dtype: without a policy the float type of all float weights (`BF16`, ...).

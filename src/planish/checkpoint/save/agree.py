@@ -54,7 +54,7 @@ class SaveOptions:
     """How to save; equal on all ranks."""
 
     uri: str
-    """Place of the checkpoint: `s3://bucket/key`, `file:///folder` or an absolute path."""
+    """Place of the checkpoint: `s3://bucket/key`, `file:///folder` or a path."""
     step: int = 0
     """Training step, at least 0."""
     overwrite: bool = False

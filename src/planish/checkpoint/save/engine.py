@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planish.base import telemetry
@@ -30,7 +31,7 @@ from planish.checkpoint.save.staging import StagingPool, copy_tensors
 from planish.checkpoint.save.upload import FileUpload, UploadJob
 from planish.checkpoint.save.uploader import Uploader
 from planish.checkpoint.watch.monitor import CheckpointInfo, Recorder
-from planish.store import Store, open_store
+from planish.store import Store, open_store, uri_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -88,6 +89,7 @@ class SaveEngine:
             A handle; finished already if `options.is_async` is false. For errors see `api.save`.
         """
         began = time.perf_counter()
+        options = replace(options, uri=uri_of(options.uri))
         place, path = open_store(options.uri, timeout_s=options.timeout_s)
         recorder = Recorder(self.control.rank, "save", socket.gethostname())
         call = self.control.call(f"save {options.uri} step {options.step}", options.timeout_s)
