@@ -13,6 +13,8 @@ import pytest
 from planish.base.errors import ConfigError, PlanishError
 from planish.base.inspection import Inspection
 from planish.checkpoint import import_dcp, load
+from planish.models.config import ModelConfig
+from planish.models.pretrained import load_pretrained
 from planish.models.tokens import load_tokenizer
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.inspect import inspect_data
@@ -107,7 +109,6 @@ def zoo(case: str, name: str, folder: Path) -> Path:
     [
         ("context-not-checked", "llama-dynamic", "48"),
         ("longrope", "phi3-longrope", "rotary scaling depends"),
-        ("moe-refused-late", "qwen2moe", "experts"),
     ],
 )
 def test_prepare_refuses_what_a_stage_would(case, name, words, tmp_path):
@@ -117,6 +118,15 @@ def test_prepare_refuses_what_a_stage_would(case, name, words, tmp_path):
     )
     with pytest.raises(ConfigError, match=words):
         inspect_sources(config)
+
+
+def test_what_prepare_takes_the_cold_start_takes_too(tmp_path):
+    model = zoo("moe-refused-late", "qwen2moe", tmp_path)
+    config = build_config(
+        preset="dapo-tiny", config="", overrides="", model=str(model), dataset="", seed=-1
+    )
+    assert inspect_sources(config).faults == []
+    assert load_pretrained(ModelConfig(path=str(model))).model.config.num_experts == 4
 
 
 def test_ends_that_only_the_configuration_names_count(tmp_path):

@@ -55,9 +55,17 @@ _GRADED_AS = {
 }
 """`data_source` of verl to the form that its published rule reads."""
 
-_VALUE = re.compile(r"\$\$.+?\$\$|\\\[.+?\\\]|\\begin\{.+?\\end\{[^\n]*|[^\n]+", re.DOTALL)
+_VALUE = re.compile(
+    r"\$\$.+?\$\$|\$\s*\\(?:begin|boxed)\{[^$]+\$|\\\[.+?\\\]|\\\(.+?\\\)|\\begin\{.+?\\end\{[^\n]*"
+    r"|[^\n]+",
+    re.DOTALL,
+)
 _JSON_VALUE = re.compile(r"\"(?:[^\"\\]|\\.)*\"|[^,}\n]*")
-_HASH = re.compile(r"####(?![ \t*]*[A-Za-z]{2})([^\n]*)")
+_CONTENT = {
+    "hash": re.compile(r"####(?![ \t*]*[A-Za-z]{2})([^\n]*)"),
+    "tags": re.compile(r"<answer>(?:((?:(?!<answer>).)*?)</answer>)?", re.DOTALL),
+}
+"""Forms that stand in one place."""
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _INTEGRAL_DECIMAL = re.compile(r"([+-]?[0-9]+)\.0+")
@@ -70,7 +78,9 @@ _SPACED = (
 )
 """What stands between groups of three digits."""
 _JOINED = "(?<![\\w.])[0-9]+(?:[-\u2010-\u2015][0-9]+){2,}(?![\\w.])"
-_OPAQUE = re.compile(f"{_JOINED}|^[0-9]+[-\u2010-\u2015][0-9]+$|[0-9]_[0-9]", re.MULTILINE)
+_OPAQUE = re.compile(
+    f"{_JOINED}|[0-9][ap]m$|^[0-9]+[-\u2010-\u2015][0-9]+$|[0-9]_[0-9]", re.MULTILINE
+)
 """What equals its own text alone: digits that hyphens join, a number with the index of its base."""
 _FORMULA = re.compile(
     r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
@@ -83,22 +93,52 @@ _DISPLAY = re.compile(r"\\(?:begin|end)\{(?:align|equation|gather|multline|split
 _CURRENCY = re.compile(
     "[\u00a2-\u00a5\u058f\u060b\u09f2\u09f3\u0e3f\u17db\u20a0-\u20c0\ufdfc\uff04\uffe0\uffe1\uffe5"
     "\uffe6]|\\\\(?:pounds|(?:text)?(?:sterling|euro|yen|rupee))(?![A-Za-z])(?:\\{\\})?"
-    "|\\b(?:US|CA|AU|NZ|HK|NT|SG|[ACRS])(?=\\\\?\\$)"
+    "|\\b(?:US|CA|AU|NZ|HK|NT|SG|[ACRS])(?=\\\\?\\$\\s*[0-9])"
     "|\\b(?:[A-Z]{3}|Rs\\.?|kr\\.?)(?=\\s*[+-]?[0-9])|(?<=[0-9])\\s*(?:[A-Z]{3}|Rs|kr|z\u0142)\\b"
 )
+_DAY_HALF = (
+    r"(?i)(?<=[0-9])(?:\s|\\[,;: ]|~)*(\\(?:text|mathrm|textrm)\{{\s*)?{}\.?\s?m\b\.?(?(1)\s*\}})"
+)
+"""What makes a time of day one before or after noon."""
+_SIGNS = str.maketrans(
+    {
+        "\u00b2": "^2",
+        "\u00b3": "^3",
+        "\u00d7": "\\times ",
+        "\u03c0": "\\pi ",
+        "\u2205": "\\emptyset ",
+        "\u221e": "\\infty ",
+        "\u2264": "\\le ",
+        "\u2265": "\\ge ",
+    }
+)
+"""Signs to what LaTeX writes for them."""
 _SURFACE = {
     r"\\?\$": "",
+    r"\\varnothing\b": r"\\emptyset",
+    r"\\colon\b": ":",
+    r"\\bar(?=\{)|\\dot(?=\{[0-9]\})": r"\\overline",
+    r"\b([a-z])\s*=([^=]*?)(?:\\q?quad\b|[\s,])*(?:,|\bor\b|\band\b)(?:\\q?quad\b|\s)*\1\s*=": (
+        r"\1=\2, "
+    ),
+    "\u221a\\s*(?:\\(([^()]*)\\)|([0-9]+))": r"\\sqrt{\1\2}",
+    r"\\(?:displaystyle|(?:text)?color\{\w+\})": "",
+    r"(?<=[0-9])\s*\^\s*\{?\s*(\\(?:text|mathrm|textrm)\{)?(?:st|nd|rd|th)\b(?(1)\})\}?": "",
+    _DAY_HALF.format("a"): "am",
+    _DAY_HALF.format("p"): "pm",
     "\u2212|(?<![0-9])[\u2010-\u2013](?=[0-9.])": "-",
     r"(?<!\\)\\[!,]": "",
     r"\{,\}": ",",
     r"(?<!\\)\\[;:> ]|~": " ",
     "(?:\\^\\s*(?:\\\\circ|\\{\\s*\\\\circ\\s*\\})|\\\\degree|\u00b0)"
     "(?:\\s*(?:\\\\(?:text|mathrm)\\{\\s*[CF]\\s*\\}|[CF]\\b))?": "",
-    r"(?<=[0-9}])\s*\\(?:text|mathrm|textrm|mbox)\{(?!\s*[ie]\s*\}|.*\b(?:or|and|[mbtr]+illion|"
-    r"dozen|hundred|thousand)\b)[A-Za-z\s./]*\}(?:\^\{?[23]\}?)?(?=[\s.$]*$)": "",
-    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}": r"\1",
-    r"(?i)(?<=[0-9])(?:_\{(\w+)\}|\s*\(?(?:in )?base[ -]?([0-9]+)\)?)": r"_\1\2",
+    r"(?<=[0-9})i])\s*\\(?:text|mathrm|textrm|mbox)\{(?!\s*[ie]\s*\}|.*\b(?:or|and|[mbtr]+illion|"
+    r"dozen|hundred|thousand)\b)[A-Za-z\s./]*(?:\^[23])?\}(?:\^\{?[23]\}?)?(?=[\s.$]*$)": "",
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|underline)\{([^{}]*)\}": r"\1",
+    r"(?i)(?<=[0-9])(?:_\{\(?(\w+)\)?\}|\s*\(?(?:in )?base[ -]?([0-9]+)\)?)": r"_\1\2",
     _SPACED: "",
+    r"(?<![\w.,])([0-9]+) ([0-9]+)\s*/\s*([0-9]+)(?!\w)": r"\1\\frac{\2}{\3}",
+    r"(?<=[0-9}])\s+(?=i(?![A-Za-z]))": "",
 }
 """What says nothing about a value, to what stands for it: degrees, units, wrappers, spaces."""
 _EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
@@ -116,7 +156,8 @@ _LENGTHS = (
     "[ckm]?m|(?:kilo|centi|milli)?met(?:er|re)s?|inch(?:es)?|in|feet|foot|ft|miles?|yards?|units?"
 )
 _UNIT = re.compile(
-    rf"(?<=[0-9}}])\s*(?:(?:{_UNITS}|{_LENGTHS})\b(?:\^\{{?[23]\}}?|/[a-z]+)?\s*)+$", re.IGNORECASE
+    rf"(?<=[0-9}})i])\s*(?:(?:{_UNITS}|{_LENGTHS})\b(?:\^\{{?[23]\}}?|/[a-z]+)?\s*)+$",
+    re.IGNORECASE,
 )
 _UNIT_POWER = re.compile(
     rf"(?<![A-Za-z])({_LENGTHS}|s)(?:\^\{{?-?[1-3]\}}?|[23\u00b2\u00b3])(?!\w)"
@@ -129,7 +170,7 @@ _IMPLIES = re.compile(
 )
 _SIDES = re.compile(rf"{_EQUALS.pattern}|\\equiv(?![A-Za-z])|\u2261")
 _MODULO = re.compile(r"\(?\s*\\?[pb]?mod\s*\{?\s*[0-9]+\s*\}?\s*\)?[\s.]*$")
-_BRACKETS = re.compile(r"[(\[{][^()\[\]{}]*[)\]}]")
+_BRACKETS = re.compile(r"[(\[{][^()\[\]{}]*[)\]}]|\\begin\b(?:(?!\\begin\b).)*?\\end\b", re.DOTALL)
 _LIST = re.compile(
     r"(?<![0-9]),(?!\s*=)|,(?![0-9]{3}(?![0-9])|\s*=)|;|\b(?:and|or)\b|\\\\(?!\s*(?:=|$))|\\q?quad\b"
     r"|[0-9]\s+\\?[A-Za-z](?:_\w+)?\s*="
@@ -142,15 +183,20 @@ _MULTIPLE = re.compile(
     r"(?:[^A-Za-z|!\\]|(?P=name))*|(?P<words>)[0-9.]+\s*[A-Za-z]{4,}(?: [A-Za-z]+)*"
 )
 """The left side of an equation for one name, such as `2x`: its number is no value asked for."""
+_CHOSEN = re.compile(
+    r"\s*(?:option|choice)?\s*\(?(?-i:([A-Z]))(?:[).:]+(?!.*(?-i:\b[A-Z]\b)).*)?", re.I | re.S
+)
+"""A choice by its letter, with or without its text, and no other letter."""
 
 # Words around one number.
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?![0-9,])|[0-9]+)(?:\.[0-9]+)?")
+_DECIMAL_COMMA = re.compile(r"(?<![0-9.,(\[{])([0-9]+),([0-9]{1,2}|[0-9]{4,})(?![0-9.,)\]}])")
 _NEGATIVE = re.compile(r"\b(?:negative|minus)\s+(?=[0-9])", re.IGNORECASE)
 _STRANGE = re.compile(
     r"[\x00-\x08\x0e-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
     r"|[\\^_<>|=+*~@&\u00b1\u00b7\u00d7\u00f7\u2200-\u22ff]|[^\D0]"
     r"|[^\W\d_]0|\.0|(?<![^\W_])[a-z][\s,;(]*0|0[)\]}]*!|/(?![^\W\d_])|(?<![^\W_])-|-(?![^\W\d_])"
-    rf"|0(?!(?:st|nd|rd|th|[mghslnjwv]|{_UNITS}|{_LENGTHS})\b)[a-z\u0370-\u03ff]"
+    rf"|0(?!(?:st|nd|rd|th|[ap]?m|[ghslnjwv]|{_UNITS}|{_LENGTHS})\b)[a-z\u0370-\u03ff]"
     r"|0[\s-]+(?![mghslnjwv]\b)[a-z\u0370-\u03ff](?![^\W_])"
     "|0\\s*[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209f\u2150-\u218f\u4e07\u4ebf\u5104\u5146\u5341"
     "\u534a\u5343\u767e\u842c\ub9cc\uc5b5\ucc9c]"
@@ -187,15 +233,10 @@ def extract_answer(response: str, form: str = "line") -> str | None:
         text = response if name == form else response[-TAIL_CHARS:]
         if name == "box":
             found = last_boxed(text)
-        elif name == "tags":
-            _, tag, found = text.rpartition("<answer>")
-            content, closing, _ = found.partition("</answer>")
-            found = (closing and content) if tag else None
-        elif name == "hash":
-            lines = _HASH.findall(text)
-            found = lines[-1] if lines else None
-        else:
+        elif name == "line":
             found = _last_line(text)
+        else:
+            found = [None, *_CONTENT[name].findall(text)][-1]
         if found is not None:
             return str(found).strip()
     return None
@@ -244,14 +285,15 @@ def _opened(text: str, spans: list[tuple[int, str, int]]) -> str:
 
 def _plain(text: str) -> str:
     r"""Take away what surrounds an answer: currencies, boxes, delimiters, `\text{}`, quotes."""
-    text, count = _DISPLAY.subn("", _CURRENCY.sub("  ", text[-MAX_ANSWER_CHARS:]))
+    text = _CURRENCY.sub("  ", text[-MAX_ANSWER_CHARS:].translate(_SIGNS))
+    text, count = _DISPLAY.subn("", text)
     text = text.replace("&", "") if count else text
     text = _opened(text, [(box.start(), *_box_at(text, box.end())) for box in _BOX.finditer(text)])
     formulas = _FORMULA.finditer(text)
     text = _opened(text, [(f.start(), f[f.lastindex or 0], f.end()) for f in formulas])
     for pattern, instead in [*_SURFACE.items()] * 3:
         text = re.sub(pattern, instead, text)
-    return text.strip("*`\"'\u201c\u201d \t\n")
+    return text.strip("*`\"'\u201c\u201d \t\n").rstrip("\\")
 
 
 def _masked(text: str) -> str:
@@ -269,7 +311,7 @@ def _value(text: str, *, is_truth: bool) -> str:
     """
     masked = _masked(text)
     signs = list(_SIDES.finditer(masked))
-    if not signs or _LIST.search(masked):
+    if not signs or _LIST.search(masked[: signs[-1].end()]):
         return text
     left = _STRUCTURE.sub("2", text[: signs[0].start()]).strip()
     if is_truth:
@@ -297,7 +339,7 @@ def normalise_answer(text: str, *, cut: bool = True, is_truth: bool = True) -> s
     """
     text = _plain(text)
     if text.count("=") > 1 and "\\begin" not in text:
-        text = re.sub(r",?\s+and\s+|\\q?quad\b|\\\\(?!\s*=)", ",", text)
+        text = re.sub(r",?(?:\s+and\s+|\s*(?:\\q?quad\b|\\\\(?!\s*=)))", ",", text)
     text = re.sub(r"\\q?quad\b", " ", text)
     text = (_value(text, is_truth=is_truth) if cut else text).rstrip(".* \t\n")
     text = _UNIT.sub("", text).removesuffix("\\%").removesuffix("%")
@@ -317,7 +359,7 @@ def number_in(text: str) -> str | None:
     """
     text = _value(_MODULO.sub("", _IMPLIES.split(_plain(text))[-1]), is_truth=False)
     text = _NEGATIVE.sub("-", text.strip("*_ \t\n").replace("**", ""))
-    text = _UNIT_POWER.sub(r"\1", text)
+    text = _DECIMAL_COMMA.sub(r"\1.\2", _UNIT_POWER.sub(r"\1", text))
     numbers = _NUMBER.findall(text)
     if len(numbers) != 1 or _STRANGE.search(_NUMBER.sub("0", text)):
         return None
@@ -368,6 +410,8 @@ def _find(response: str, answer: str, form: str, options: VerifierOptions) -> Ve
     if defined and wanted and defined != wanted:
         return wrong(given)
     expected = normalise_answer(answer)
+    if re.fullmatch(r"\(?[A-Z]\)?", expected):
+        given = _CHOSEN.sub(r"\1", texts[0])
     if _PLAIN.fullmatch(expected) and (number := number_in(given)):
         return number
     seen = normalise_answer(given, cut="=" not in expected, is_truth=False)
@@ -431,5 +475,7 @@ def _is_comparable(text: str, expected: str) -> bool:
     named = [side for side in sides if re.search("[A-Za-z]", side)]
     if (named and "=" not in expected) or (len(named) > 1 and not re.search("[,;]", text)):
         return False
-    refused = re.search("[^\\D0-9]|[\u2010-\u2015]|boxed|(?i: or )", text)
+    refused = re.search("[^\\D0-9]|[\u2010-\u2015]|boxed", text)
+    if "," not in expected:
+        refused = refused or re.search("(?i: or )", text)
     return bool(text) and not refused and not re.search(r"[{}(\[]", _masked(text))

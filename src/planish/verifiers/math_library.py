@@ -6,6 +6,7 @@ The process limits its own memory and file writes: the texts are those of a poli
 from __future__ import annotations
 
 import functools
+import re
 import resource
 from typing import Any
 
@@ -15,6 +16,12 @@ from sympy import Float
 MEMORY_BYTES = 4 << 30
 DECIMAL_ERROR, EXACT_ERROR = 1e-4, 1e-50
 """Largest difference of two equal numbers over the larger one: where one is a decimal, or none."""
+
+
+_DECIMAL = re.compile(
+    r"([0-9]*)\.([0-9]*)(?:\\overline\{([0-9]+)\}|(?=\s*\\(?:times|cdot)\s*10\s*\^))"
+)
+"""A decimal whose last digits go on for ever, or one that is multiplied by a power of ten."""
 
 
 def judge(text: str, gold: str) -> float | str:
@@ -33,8 +40,9 @@ def judge(text: str, gold: str) -> float | str:
 def equal(gold: str, target: str) -> bool:
     """Tell whether two mathematical texts are equal, as math-verify sees them."""
 
-    def read(text: str) -> list[Any]:
-        answers: list[Any] = parse(
+    def read(text: str) -> Any:
+        text = _DECIMAL.sub(_fraction, text.replace(" or ", ", "))
+        return parse(
             f"\\boxed{{{text}}}",
             extraction_config=[
                 LatexExtractionConfig(boxed_match_priority=0),
@@ -42,16 +50,25 @@ def equal(gold: str, target: str) -> bool:
             ],
             parsing_timeout=None,
         )
-        return answers
 
     # The library's own limits use alarms; the limit that counts is the parent's on this process.
-    return bool(verify(read(gold), read(target), timeout_seconds=None))
+    return bool(
+        verify(read(gold), read(target), timeout_seconds=None, allow_set_relation_comp=True)
+    )
 
 
 def value_in(text: str) -> str:
     """Return the text of the value that math-verify finds in a response, empty for none."""
     found = parse(text, parsing_timeout=None)
     return str(found[-1]) if found else ""
+
+
+def _fraction(found: re.Match[str]) -> str:
+    """Return a decimal as a fraction."""
+    whole, first, again = found.groups("")
+    less = again and f"-0{whole}{first}"
+    below = ("9" * len(again) or "1") + "0" * len(first)
+    return f"\\frac{{{whole}{first}{again}{less}}}{{{below}}}"
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -221,10 +222,197 @@ def test_answers_of_templates_are_graded_as_their_truth_is():
     assert count >= 1500
 
 
+WRITTEN = {
+    "12": (["12\\\\", "= 12", "\\approx 12"], ["12 or 13", "12 and 13"]),
+    "12, 13": (["12 or 13", "12 and 13"], ["12 or 14"]),
+    "x = 2 or x = 3": (["x = 3 or x = 2"], []),
+    "2, 3": (["x = 2, x = 3", "x = 2 \\text{ or } x = 3"], ["x = 2, y = 3"]),
+    "3": (["\\{3\\}"], ["x = 2 or x = 3", "3i", "3 i", "n = 1, 2, 3"]),
+    "-2, 3": (["x=-2 \\quad \\text{or} \\quad x=3"], []),
+    "x = 2": ([], ["x = 2, y = 3"]),
+    "\\frac{1}{3}": (["0.\\overline{3}"], ["0.333"]),
+    "0.5": ([], ["0.\\overline{5}"]),
+    "1": (["0.\\overline{9}", "1^{st}"], []),
+    "0.1\\overline{23}": (["\\frac{61}{495}"], []),
+    "3.\\overline{142857}": (["\\frac{22}{7}"], []),
+    "2\\frac{1}{2}": (["2.5"], ["\\frac{21}{2}"]),
+    "\\frac{21}{2}": ([], ["2 1/2"]),
+    "2 1/2": (["5/2"], []),
+    "12 500/7": (["12500/7"], []),
+    "\\frac{5}{2}": ([], ["-2 1/2"]),
+    "-\\frac{5}{2}": (["-2 1/2"], []),
+    "1/2": (["0.5"], ["3 1/2"]),
+    "1.5": (["1,5", "1,50"], ["(1,5)", "1, 5", "\\{1,5\\}"]),
+    "15": ([], ["1,5"]),
+    "1,500": ([], ["1.500"]),
+    "1500": ([], ["1.500"]),
+    "1,234.5": ([], ["1.234,5"]),
+    "0.75": (["0,75"], []),
+    "1, 5": (["1,5"], []),
+    "(1,5)": ([], ["1.5"]),
+    "-1.5": (["-1,5"], []),
+    "1.25": (["1,25 m"], []),
+    "10:30 a.m.": (["10:30 am", "10:30 AM.", "\\text{10:30 a.m.}"], ["10:30", "10:30 p.m."]),
+    "10 am": ([], ["10 pm"]),
+    "10 \\text{ pm}": ([], ["10 \\text{ am}"]),
+    "10": (["10 am"], []),
+    "5 pm": (["5 p.m."], ["5"]),
+    "\\infty": (["+\u221e"], ["-\u221e"]),
+    "-\\infty": (["-\u221e"], []),
+    "\\pi/2": (["\u03c0/2"], ["2\u03c0"]),
+    "2\\sqrt{3}": (["2\u221a3"], ["2\u221a5"]),
+    "\\sqrt{12}": (["2\u221a(3)"], []),
+    "x^2": (["x\xb2"], ["2x"]),
+    "x^3": ([], ["x\xb2"]),
+    "3 \\times 10^5": (["3 \xd7 10^5"], ["3 \xd7 10^6"]),
+    "6": (["2\xd73"], []),
+    "25": (["5\xb2"], []),
+    "\\emptyset": (["\\varnothing", "\\{\\}"], ["\\{0\\}"]),
+    "0": ([], ["\\varnothing"]),
+    "101_2": (["101_{(2)}"], ["101_{two}"]),
+    "21_{3}": (["21_3"], []),
+    "4": (["4^{\\text{th}}", "4^\\text{th}"], ["4^{h}", "4^{4}"]),
+    "16": (["4^{2}"], []),
+    "22": (["22^{\\text{nd}}"], []),
+    "8": ([], ["x > 8"]),
+    "(8,\\infty)": (["x>8", "8<x"], ["x<8"]),
+    "(-\\infty,8]": (["x \\le 8"], []),
+    "(-\\infty,8)": ([], ["x \\le 8"]),
+    "[1,3]": (["1 \\le x \\le 3"], ["1 \\le x < 3"]),
+    "x>8": (["(8,\\infty)"], ["[8,\\infty)"]),
+    "\\{3\\}": (["x = 3"], []),
+    "(1,3)": (["1<x<3"], ["x=1,y=3"]),
+    "A": (
+        [
+            "A. red",
+            "(A) red",
+            "\\textbf{(A)}",
+            "\\textbf{(A)}\\ 5",
+            "a",
+            "Option A: red",
+            "\\boxed{A}",
+            "(a)",
+        ],
+        [
+            "(B)",
+            "A and B",
+            "A or B",
+            "AB",
+            "not A",
+            "A, B",
+            "A; B",
+            "(A), (B)",
+            "A. red or B. blue",
+            "A = 5",
+            "\\text{D. 48}",
+        ],
+    ),
+    "AB": ([], ["A"]),
+    "A, B": (["A, B"], []),
+    "5": (["A = 5"], []),
+    "7:4": (["7\\colon 4", "7/4"], ["4\\colon 7"]),
+    "218": (
+        [
+            "\\underline{\\underline{218}}",
+            "\\textcolor{red}{218}",
+            "\\color{blue}{218}",
+            "\\displaystyle 218",
+        ],
+        ["\\color{blue}{219}", "\\overline{218}"],
+    ),
+    "\\frac12": (["\\displaystyle\\frac{1}{2}"], []),
+    "3\\pi": (["3\\pi\\text{ cm}^2", "3 \\pi \\text{ cm}^2"], ["3\\text{ cm}^2"]),
+    "3i": (["3 i"], ["3"]),
+    "3 + 2\\sqrt{2}": (["(3+2\\sqrt{2})\\text{ m}"], []),
+    "\\begin{pmatrix}1\\\\2\\end{pmatrix}": (
+        ["v = \\begin{pmatrix}1\\\\2\\end{pmatrix}"],
+        [
+            "\\begin{pmatrix}2\\\\1\\end{pmatrix}",
+            "u = \\begin{pmatrix}1\\\\3\\end{pmatrix}",
+            "\\begin{pmatrix}1&2\\end{pmatrix}",
+        ],
+    ),
+    "2": ([], ["\\begin{pmatrix}1\\\\2\\end{pmatrix}", "v=\\begin{cases}x=1\\\\y=2\\end{cases}"]),
+    "1, 2, 3": (["x = 1, 2, 3", "n \\in \\{1,2,3\\}"], []),
+    "(1,2)": (["(x,y) = (1,2)"], []),
+    "(1,2),(3,4)": (["(x,y) = (1,2), (3,4)"], ["(x,y) = (1,2)"]),
+    "(3,4)": ([], ["(x,y) = (1,2), (3,4)"]),
+    "$12.50": (["12.50"], []),
+    "12.50": (["\\$12.5"], []),
+    "1/3": ([], ["33.3\\%"]),
+    "50\\%": (["50"], ["0.5", "\\frac{1}{2}"]),
+    "6 \\text{ and } 7": (["6, 7"], []),
+    "\\text{Saturday}": (["saturday"], ["Sunday"]),
+    "1:2:3": (["1 : 2 : 3"], ["3:2:1"]),
+    "90^\\circ": ([], ["\\frac{\\pi}{2}"]),
+    "2^{10}": (["1024"], []),
+    "10!": (["3628800"], []),
+    "\\frac{a}{b}": (["a/b"], []),
+    "ab": (["ba"], []),
+    "x+y": (["y+x"], []),
+    "x-y": ([], ["y-x"]),
+    "(x+1)^2": (["x^2+2x+1"], []),
+    "x^2+2x+1": (["(x+1)(x+1)"], []),
+    "e^2": ([], ["e^3"]),
+    "10^{-3}": (["0.001"], []),
+    "1.2 \\times 10^{-3}": (["0.0012"], []),
+    "\\frac{\\sqrt{3}}{2}": (["\\frac{\\sqrt3}2", "\\sqrt{3}/2"], ["0.866"]),
+    "8.7 \\times 10^{8}": (["870000000"], ["870000001"]),
+    "4.1 \\times 10^{9}": (["41 \\times 10^{8}"], []),
+    "1.25 \\times 10^{-3}": (["0.00125"], []),
+    "6.02 \\cdot 10^{23}": ([], ["6.03 \\times 10^{23}"]),
+}
+"""Truth to what models write for it, and to what looks like it and is another value."""
+
+
+@pytest.mark.parametrize("form", ["So $\\boxed{{{}}}$.", "Answer: ${}$", "Answer: {}"])
+def test_values_are_read_as_models_write_them(form):
+    name = "math/box" if "boxed" in form else "math"
+    for truth, values in WRITTEN.items():
+        for accuracy, written in zip((1.0, 0.0), values, strict=True):
+            for value in written:
+                seen = verify(name, form.format(value), truth)
+                assert (seen.accuracy, seen.error) == (accuracy, False), (truth, value)
+
+
+def test_answers_on_which_graders_differ_are_judged_as_by_hand():
+    rows = (Path(__file__).parent / "judged.jsonl").read_text("utf-8").splitlines()
+    assert len(rows) == 50
+    for row in map(json.loads, rows):
+        assert row["verl"] != row["right"] or row["math_verify"] != row["right"]
+        seen = verify(row["verifier"], row["response"], row["answer"])
+        assert seen.accuracy == row["right"], row
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "accuracy"),
+    [
+        ("A", "Answer: $A$", 1.0),
+        ("C", "Answer: $C$", 1.0),
+        ("S", "Answer: $S$.", 1.0),
+        ("R", "Answer: \\boxed{R}", 1.0),
+        ("A", "Answer: $C$", 0.0),
+        ("18", "Answer: A$18", 1.0),
+        ("18", "Answer: R$ 18", 1.0),
+        ("18", "Answer: C\\$ 18", 1.0),
+        ("B", "**Answer: (B) 18**", 1.0),
+        ("B", "Answer: Choice B", 1.0),
+        ("B", "Answer: ABC", 0.0),
+        ("3", "Answer: 3 p.m.", 1.0),
+        ("1 2", "Answer: $\\begin{pmatrix}\n1\n\\end{pmatrix}$", 0.0),
+        ("5", "Answer: $\\boxed{\n5\n}$", 1.0),
+        ("5", "Answer: \\(\n5\n\\)", 1.0),
+    ],
+)
+def test_letters_and_lines_of_answers(answer, response, accuracy):
+    assert verify("integer", response, answer).accuracy == accuracy
+
+
 @pytest.mark.parametrize("groups", ["12,500", "12 500", "12\u2009500", "12\u202f500", "12\\,500"])
 def test_groups_of_three_are_one_number_and_others_are_not(groups):
     assert normalise_answer(groups) == number_in(groups) == "12500"
-    assert number_in(groups.replace("500", "50")) is None or "\\," in groups
+    # A comma before other than three digits is that of a decimal.
+    assert number_in(groups.replace("500", "50")) in (None, "12.50") or "\\," in groups
 
 
 THOUGHTS = [
