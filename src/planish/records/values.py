@@ -1,4 +1,4 @@
-"""Values: what the critic said about responses that go on in the next iteration."""
+"""Values: the critic's estimates for responses that go on in the next iteration."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from planish.records.schema import Record, column, record, row_faults, value_fau
 
 @record
 class ValueSet(Record):
-    """One row per response that its window cut, sorted by (ordinal, sample_index).
+    """One row per response that was cut at the end of a window, by (ordinal, sample_index).
 
-    A token keeps the value that it was given in the iteration that sampled it: the value loss clips
-    around it once the response is finished.
+    A token keeps its value from the iteration that sampled it. The value loss clips around this
+    value once the response is finished.
 
     Example:
         >>> values = ValueSet(

@@ -96,7 +96,7 @@ class Tries:
     """
 
     retries: Counter[str]
-    """Gets the reason of each further try."""
+    """Retries by reason; each retry adds one."""
     deadline: float
     """Monotonic seconds; no try and no wait goes beyond."""
     retry_seconds: float = RETRY_SECONDS

@@ -70,7 +70,7 @@ TOP_NAMES = {
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
 }
-"""Of megatron-core's GPTModel outside its layers, the name in transformers."""
+"""Names in transformers of the tensors outside the layers of megatron-core's GPTModel."""
 LAYER_NAMES = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
@@ -82,7 +82,7 @@ LAYER_NAMES = {
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
     "mlp.router.weight": "mlp.gate.weight",
 }
-"""Of one layer, the same rows under another name."""
+"""Names in transformers of a layer's tensors that keep their rows."""
 
 
 def weights_of(opened: Opened, role: str, config: Mapping[str, Any]) -> Sources:

@@ -28,7 +28,7 @@ class Extras:
     shared: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Equal on all ranks."""
     own: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of the saving rank of the same number, where there was one."""
+    """Values that the rank with this rank's number saved; empty if fewer ranks saved."""
     loader: dict[str, LoaderState] = field(default_factory=dict)
     """Loader state of all saving ranks, where there is one."""
 

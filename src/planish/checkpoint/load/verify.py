@@ -22,7 +22,8 @@ from planish.store import Store
 
 Level = Literal["meta", "size", "crc"]
 LEVELS: tuple[Level, ...] = ("meta", "size", "crc")
-"""COMMIT and metadata; also that every object is there with its size; also every block."""
+"""Depths of verification, each with those before it: COMMIT and metadata; size of every object;
+checksum of every block."""
 REQUEST_BYTES = 16 << 20
 
 
@@ -37,7 +38,7 @@ class Fault(NamedTuple):
 
 @dataclass
 class Report:
-    """What a check has found."""
+    """The result of a verification."""
 
     uri: str
     level: Level

@@ -144,7 +144,7 @@ class RankReads:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What a rank must know of a shared plan: the requests that it reads or needs bytes of."""
+    """One rank's part of a shared plan: requests that it reads, and those whose bytes it needs."""
 
     rank: int
     requests: ReadRequests

@@ -86,20 +86,23 @@ def plan_save(
 
 @dataclass(frozen=True)
 class Gathered:
-    """The items of all ranks that have elements, ascending by rank and item.
-
-    [i] each: who holds it, its number there, row of `tensors`, first row of its boxes and their
-    count, at least one; sides [b, n] of the boxes, padded with 0 and 1.
-    """
+    """The items of all ranks that have elements, ascending by rank and item: I items, B boxes."""
 
     tensors: TensorTable
     rank: I64
+    """[I], the rank that holds the item."""
     item: I64
+    """[I], the number of the item on that rank."""
     tensor: I64
+    """[I], the row of `tensors`."""
     first: I64
+    """[I], the first row of the item's boxes in `offsets` and `lengths`."""
     count: I64
+    """[I], the number of its boxes, at least one."""
     offsets: I64
+    """[B, dims], the lower corner of each box, padded with 0."""
     lengths: I64
+    """[B, dims], the sides of each box, padded with 1."""
 
     def describe(self, row: int) -> str:
         """Name an item, its boxes and its rank for an error."""

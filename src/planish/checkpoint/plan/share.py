@@ -93,7 +93,8 @@ class SharedReads:
     number: I64
     """[q], which of the reader's requests it is."""
     involved: tuple[I64, I64]
-    """[ranks + 1] and [sum]: the requests that each rank reads or needs bytes of, ascending."""
+    """CSR pair of offsets [ranks + 1] and rows of `requests`, ascending within a rank: the requests
+    that each rank reads or whose bytes it needs."""
     replication: float
     """How many ranks need a block on average: what all would read on their own, over this."""
 

@@ -62,7 +62,7 @@ def open_transport(settings: RankSettings, host: str = "127.0.0.1", port: int = 
 
 
 class HeldWeights:
-    """Fetches policies that are named by their pins, and tells the host of the rank of them."""
+    """Fetches pinned policies and reports their state to the rank's host."""
 
     def __init__(self, told: TextIO | None = None) -> None:
         """Hold none; `told` gets a line of JSON at each change, None where nobody asks."""

@@ -39,7 +39,7 @@ class MoeModel:
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
-    """Width of a head; it counts only without latent attention, as `num_kv_heads`."""
+    """Width of a head. Ignored, like `num_kv_heads`, with latent attention."""
     vocab_size: PositiveInt
     tied_embeddings: bool = False
     dense_layers: NonNegativeInt = 0

@@ -76,7 +76,7 @@ def read_query(options: argparse.Namespace) -> Query:
     if math.inf in (options.input, options.output):
         raise ConfigError("`--input` and `--output` must be finite; give numbers")
     model = find_model(options.model)
-    # All rows on one node, and every expert on every node, are the most that there can be.
+    # Upper bounds: one node gets every row; every node holds every expert.
     most = model.num_experts
     if not 1 <= options.imbalance <= most or not 0 <= options.redundancy <= most:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""What vLLM runs in each of its processes before any work: the entry point `vllm.general_plugins`.
+"""Entry point `vllm.general_plugins`: vLLM calls it in each of its processes before any work.
 
-A plug-in may be run several times in one process.
+vLLM may call a plug-in several times in one process.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 
 WEIGHT_TRANSFER = "planish"
-"""Name of our way to change weights."""
+"""Name of our weight transfer."""
 
 LOAD_FORMAT = "planish"
-"""Name of our way to read them at the start."""
+"""Name of our load format, by which vLLM reads weights at the start."""
 
 
 def _tells_news(record: logging.LogRecord) -> bool:
@@ -20,7 +20,7 @@ def _tells_news(record: logging.LogRecord) -> bool:
 
 
 def register() -> None:
-    """Make both known to this process."""
+    """Register our load format and weight transfer with vLLM in this process."""
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_tells_news)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor import model_loader

@@ -96,9 +96,9 @@ class Baseline:
         self.machines = names
 
     def add(self, history: History, until: int, unsure: Mask) -> None:
-        """Take in whole chunks of the healthy seconds since the last call.
+        """Learn from whole chunks of the healthy seconds since the last call.
 
-        From second `until` on, and of `unsure` machines [N], nothing is learned now.
+        Skips seconds from `until` on, and machines that the mask `unsure` [N] marks.
         """
         ts = history.ts
         if not len(ts):

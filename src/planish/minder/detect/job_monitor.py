@@ -73,7 +73,7 @@ class JobMonitor:
         self._note_idle(frame)
         ignored = [(started, started + warmup)] if started and warmup else []
         for start, stop in self._idle:
-            # A job that goes on after a long time has to warm up again.
+            # A job that restarts after a long time warms up again.
             ignored.append((start, stop + warmup * (stop - start >= warmup)))
         self._widen(frame, board)
         self.baseline.keep(frame.machines)

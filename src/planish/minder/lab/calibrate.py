@@ -148,7 +148,7 @@ def calibrate(
 
 
 def outcome_with(job: Recorded, thresholds: Thresholds) -> CaseOutcome:
-    """Return what a job would have come to with other thresholds."""
+    """Return the verdict on a recorded job under other thresholds."""
     theta = thresholds.of_job(job.outcome.machines)
     first = {alarm.machine: alarm for alarm in job.outcome.alarms}
     for metric, floor in thresholds.floors.items():

@@ -4,8 +4,8 @@ Every iteration goes through the functions of the stages rollout, reward, train 
 each writes the records, the metrics and the log that it writes as a task of its own. Engine e, of
 one rank or of neighbours, samples every shard whose number leaves e, and the first rank does what
 one process does: it judges, exports and evaluates. While the next rollouts are sampled, the state
-of an update is committed and its policy exported. Whoever comes after a task that was cut off finds
-the finished parts done.
+of an update is committed and its policy exported. The retry of a task that was cut off finds the
+finished parts done.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def run_block(block: Block, ranks: Ranks = SINGLE, asked: Event | None = None) -
     residents = Residents(ranks, device, block.config)
     start = Start(Pins(block.policy_pin, block.state_pin))
     with StageMetrics("iterate", block.iteration, ranks.rank or None) as shown:
-        # Were it for each stage, every one would wait for its last numbers to be scraped.
+        # One server for the whole task: a server for each stage would wait each time until
+        # Prometheus has scraped the stage's last numbers.
         shown.serve()
         try:
             for iteration in range(block.iteration, block.iteration + block.count):

@@ -64,9 +64,10 @@ def messages(names: Names) -> Iterator[list[str]]:
 
 
 def send(source: WeightSource, group: ProcessGroup | None, device: torch.device) -> None:
-    """Read all weights, as every rank of the trainer does, and broadcast them by a group.
+    """Gather all weights and broadcast them; every rank of the trainer calls it.
 
-    `group` is None on ranks that only gather; its tensors lie on `device`.
+    The rank that sends passes its `group`, whose tensors lie on `device`. The other ranks of the
+    trainer pass None: they take part in the gathering only.
     """
     for part in messages(source.names()):
         tensors = [source.read(name).reshape(-1).to(device) for name in part]

@@ -1,9 +1,9 @@
-"""Ranks that train and ranks that sample ahead of them: which this one is, and what is told.
+"""The two sides of a task that samples ahead: this rank's side, and the messages between the sides.
 
-The first ranks train, so that they fill whole machines; each side has a process group of its own,
-in which everything else of the program works as if there were no other ranks. Between the sides
-there are the launcher's store, for a few words, and one group of the samplers and the first rank
-that trains, for weights.
+The first ranks train, so that they fill whole machines; the others sample. Each side has its own
+process group, and the rest of the program sees no ranks outside it. The sides exchange short
+messages through the launcher's store. Weights pass through one more group, which joins the samplers
+and the first rank that trains.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Sharing:
     with its part."""
 
     def of(self, parameters: int, experts: int) -> int:
-        """Return the numbers on one process of so many, of which some are those of experts."""
+        """Return the parameters per process; `experts` of them are shared over `expert_ranks`."""
         return (self.expert_ranks * (parameters - experts) + self.ranks * experts) // (
             self.ranks * self.expert_ranks
         )

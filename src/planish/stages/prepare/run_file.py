@@ -36,11 +36,12 @@ _FOLDERS = ("policies", "states")
 
 @dataclass(frozen=True)
 class StartPins:
-    """Policy and train state to begin with, as pinned URIs; empty for none."""
+    """Pins of the policy and the train state that the run begins with."""
 
     policy: Pin = ""
+    """Pin of the newest policy; empty when the run makes its own."""
     state: Pin = ""
-    """The same; empty before the first update."""
+    """Pin of the newest train state; empty before the first update."""
 
 
 @dataclass(frozen=True)

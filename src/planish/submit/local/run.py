@@ -92,7 +92,7 @@ def start_follower(arguments: argparse.Namespace, log_path: Path) -> subprocess.
 
 
 def end_follower(follower: subprocess.Popen[bytes], console: Console, log_path: Path) -> None:
-    """Let the trackers have the rest; what became of them changes nothing in the run."""
+    """Flush the trackers and end them; their failures never fail the run."""
     follower.terminate()
     try:
         code = follower.wait(TRACKER_SECONDS)
