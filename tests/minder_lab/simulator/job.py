@@ -9,7 +9,7 @@ from numpy.random import Generator
 from planish.minder.detect.frame import align
 from planish.minder.detect.metrics_table import METRICS, PUBLISHED_ORDER
 from planish.minder.lab.cases import DETECTABLE_SECONDS, Truth
-from tests.minder_lab.simulator import noise, sampling
+from tests.minder_lab.simulator import sampling
 from tests.minder_lab.simulator.case import SimulatedCase
 from tests.minder_lab.simulator.faults import (
     Fault,
@@ -126,13 +126,7 @@ def _values(
         values[name] = (by_stage[:, stage_of] * gains).astype(np.float32)
     for fault in faults:
         apply(fault, values, idle)
-    streams = rng.spawn(4)
-    noise.add_unevenness(streams[0], values, layout.machines)
-    noise.add_noise(streams[1], values)
-    noise.add_jitter(streams[2], values, layout.machines)
-    noise.smooth(values)
-    sampling.stagger(streams[3], values, layout.machines)
-    return values
+    return sampling.as_measured(rng, values, layout.machines)
 
 
 def gone(

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from planish.minder.detect.frame import align
 from planish.minder.lab.cases import DETECTABLE_SECONDS, Truth
-from tests.minder_lab.simulator import noise, sampling
+from tests.minder_lab.simulator import sampling
 from tests.minder_lab.simulator.case import SimulatedCase
 from tests.minder_lab.simulator.faults import Fault, apply, draw_duration, draw_fault, draw_kind
 from tests.minder_lab.simulator.job import EPOCH, SIMULATED, gone
+from tests.minder_lab.simulator.noise import Values
 from tests.minder_lab.simulator.shapes import SHAPES, State
 
 I64 = NDArray[np.int64]
@@ -192,9 +193,9 @@ def _values(
     live: NDArray[np.float64],
     place: NDArray[np.float64],
     faults: list[Fault],
-) -> noise.Values:
+) -> Values:
     ripple = 1 + 0.06 * np.sin(2 * np.pi * rng.integers(2, 9) * place)[:, None]
-    values: noise.Values = {}
+    values: Values = {}
     idle: dict[str, float] = {}
     for name in SIMULATED:
         shape = SHAPES[name]
@@ -209,10 +210,4 @@ def _values(
         values[name] = (array * gains).astype(np.float32)
     for fault in faults:
         apply(fault, values, idle)
-    streams = rng.spawn(4)
-    noise.add_unevenness(streams[0], values, plan.machines)
-    noise.add_noise(streams[1], values)
-    noise.add_jitter(streams[2], values, plan.machines)
-    noise.smooth(values)
-    sampling.stagger(streams[3], values, plan.machines)
-    return values
+    return sampling.as_measured(rng, values, plan.machines)

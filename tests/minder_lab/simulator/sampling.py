@@ -5,10 +5,22 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from planish.minder.detect.frame import F64, Frame, align
+from tests.minder_lab.simulator import noise
 from tests.minder_lab.simulator.noise import Values
 
 MAX_STAGGER = 1.6
 """Seconds by which the sampling of two hosts may differ."""
+
+
+def as_measured(rng: Generator, values: Values, machines: int) -> Values:
+    """Add in place all that measured values have beyond what their machines do; return them."""
+    streams = rng.spawn(4)
+    noise.add_unevenness(streams[0], values, machines)
+    noise.add_noise(streams[1], values)
+    noise.add_jitter(streams[2], values, machines)
+    noise.smooth(values)
+    stagger(streams[3], values, machines)
+    return values
 
 
 def stagger(rng: Generator, values: Values, machines: int) -> None:

@@ -62,6 +62,8 @@ class DetectConfig(Section):
     """Tried in this order."""
     distance: Literal["euclidean", "manhattan", "chebyshev"] = "euclidean"
     """Between the embeddings of two machines."""
+    max_peers: int | None = Field(default=256, ge=16)
+    """In larger jobs each machine is compared with so many others, evenly spaced; None: all."""
     theta: float = Field(default=2.0, gt=0.0)
     """Normal score above which a machine is a candidate; the published value is not known."""
     kappa: float | None = Field(default=0.9, gt=0.0, le=1.0)
@@ -214,6 +216,7 @@ PAPER: dict[str, dict[str, Any]] = {
     "denoise": {"fall_back_to_pca": False},
     "detect": {
         "kappa": 0.9,
+        "max_peers": None,
         "floors": None,
         "role_baseline": False,
         "usual_distance": False,

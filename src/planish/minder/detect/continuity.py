@@ -145,12 +145,16 @@ class Rule:
         )
 
 
-def long_runs(named: Mask, masked: Mask, rule: Rule) -> list[Run]:
+def runs_of(named: Mask, masked: Mask, rule: Rule) -> dict[int, list[Run]]:
+    """Return the runs of each machine that was a candidate in at least `_FEWEST_WINDOWS`."""
+    enough = np.flatnonzero(named.sum(axis=0) >= _FEWEST_WINDOWS).tolist()
+    return {machine: rule.runs(machine, named[:, machine], masked) for machine in enough}
+
+
+def long_runs(runs: Mapping[int, Sequence[Run]], rule: Rule) -> list[Run]:
     """Return the first run of each machine that is long enough, the earliest first."""
     result = []
-    # In a run, gaps are few: a machine that is candidate less often has no run of this length.
-    for machine in np.flatnonzero(named.sum(axis=0) > 0.8 * rule.needed).tolist():
-        found = rule.runs(machine, named[:, machine], masked)
+    for machine, found in runs.items():
         result += [run for run in found if run.length > rule.needed[machine]][:1]
     return sorted(result, key=lambda run: (run.first, run.machine))
 
@@ -274,6 +278,8 @@ class _Named:
     candidates: Mask
     unknown: Mask
     rule: Rule
+    runs: Mapping[int, Sequence[Run]]
+    """Of machines that were candidates for half a minute, in order."""
 
 
 def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
@@ -292,7 +298,7 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
         unknown = (masked > rules.max_masked_share) | view.ignored
         rule = Rule.of(name, view.prepared, share, rules)
         rule = replace(rule, resting=rule.resting & ~view.ignored)
-        result[name] = _Named(rest, named, unknown, rule)
+        result[name] = _Named(rest, named, unknown, rule, runs_of(named, unknown, rule))
     return result
 
 
@@ -312,9 +318,8 @@ def is_alone(run: Run, metric: _Named, aliased: Iterable[_Named], interval: int)
         return False
     for one in aliased:
         longest = (_NEXT_SHARE if one is metric else _OTHER_SHARE) * one.rule.needed
-        for machine in np.flatnonzero(others & (one.candidates.sum(axis=0) > longest)).tolist():
-            theirs = one.rule.runs(machine, one.candidates[:, machine], one.unknown)
-            if any(their.length > longest[machine] for their in theirs):
+        for machine, theirs in one.runs.items():
+            if others[machine] and any(their.length > longest[machine] for their in theirs):
                 return False
     return True
 
@@ -343,10 +348,9 @@ def _turns(view: View, named: Mapping[str, _Named]) -> dict[str, dict[str, int]]
     """Return the runs that have ended: by metric and machine the longest, in seconds."""
     turns: dict[str, dict[str, int]] = {}
     for name, metric in named.items():
-        flags, tolerance = metric.candidates, metric.rule.gap_tolerance
-        for machine in np.flatnonzero(flags.sum(axis=0) >= _FEWEST_WINDOWS).tolist():
-            found = metric.rule.runs(machine, flags[:, machine], metric.unknown)
-            ended = [run.length for run in found if run.last < len(flags) - 1 - tolerance]
+        newest = len(metric.candidates) - 1 - metric.rule.gap_tolerance
+        for machine, found in metric.runs.items():
+            ended = [run.length for run in found if run.last < newest]
             longest = max(ended, default=0)
             if longest >= _FEWEST_WINDOWS:
                 turns.setdefault(name, {})[view.frame.machines[machine]] = longest
@@ -375,7 +379,7 @@ def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
     findings: dict[str, Finding] = {}
     for name, metric in named.items():
         trace = metric.trace
-        for run in long_runs(metric.candidates, metric.unknown, metric.rule):
+        for run in long_runs(metric.runs, metric.rule):
             if name in aliased and not is_alone(run, metric, aliased.values(), interval):
                 continue
             known = view.job.turns.get(name, {})
@@ -411,13 +415,13 @@ def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
 
 def _ongoing(view: View, named: Mapping[str, _Named]) -> tuple[Candidate, ...]:
     """Return the runs that reach the end of the frame and have lasted for half a minute."""
-    tolerance, ongoing = view.config.detect.gap_tolerance, []
+    ongoing = []
     for name, metric in named.items():
-        flags = metric.candidates
-        recent = flags[-1 - tolerance :].any(axis=0) & (flags.sum(axis=0) >= _FEWEST_WINDOWS)
-        for machine in np.flatnonzero(recent).tolist():
-            run = metric.rule.runs(machine, flags[:, machine], metric.unknown)[-1]
-            if run.length >= _FEWEST_WINDOWS and run.last >= len(flags) - 1 - tolerance:
+        newest = len(metric.candidates) - 1 - metric.rule.gap_tolerance
+        for machine, found in metric.runs.items():
+            for run in found[-1:]:
+                if run.length < _FEWEST_WINDOWS or run.last < newest:
+                    continue
                 score = float(metric.trace.scores[run.last, machine])
                 since = int(view.frame.ts[run.first])
                 machine_name = view.frame.machines[machine]

@@ -57,6 +57,15 @@ def windows_of(values: NDArray[T]) -> NDArray[T]:
     return np.lib.stride_tricks.sliding_window_view(values, WINDOW, axis=0)
 
 
+def touching(flags: Mask) -> Mask:
+    """Return [T - 7, N], windows that hold a second with a flag, from [T, N]."""
+    count = max(0, len(flags) - WINDOW + 1)
+    # A window of eight is two of four, and so on.
+    for reach in (1, 2, 4):
+        flags = flags[:-reach] | flags[reach:]
+    return flags[:count]
+
+
 def restoration_error(denoiser: Denoiser, values: F32, known: Mask) -> float:
     """Return the mean squared error of a denoiser on a sample of windows; NaN without any.
 

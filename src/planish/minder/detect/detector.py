@@ -14,7 +14,13 @@ import numpy as np
 
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.continuity import View, conclude, make_result
-from planish.minder.detect.denoise import WINDOW, Models, restoration_error, windows_of
+from planish.minder.detect.denoise import (
+    WINDOW,
+    Models,
+    restoration_error,
+    touching,
+    windows_of,
+)
 from planish.minder.detect.distances import Trace, compared_values, comparison_groups, fill_trace
 from planish.minder.detect.frame import F32, I64, Frame, Job, Mask
 from planish.minder.detect.preprocess import Prepared, prepare
@@ -121,41 +127,40 @@ class Detector:
                 continue
             values = compared_values(prepared, name, self.config.detect, job)
             masked = prepared.masked[name]
-            trace = Trace.empty(max(0, len(values) - WINDOW + 1), values.shape[1])
+            width = denoiser.embed(np.zeros((1, WINDOW), np.float32)).shape[1]
+            trace = Trace.empty(~touching(masked), width)
             first = int(prepared.frame.ts[0]) if len(values) else 0
-            which = self.renew(name, Seen(first, values, masked, trace))
-            distance = self.config.detect.distance
+            touched = self.renew(name, Seen(first, values, masked, trace))
             self._denoise_seconds += fill_trace(
-                trace, which, values, masked, denoiser, self._groups, distance
+                trace, touched, values, denoiser, self._groups, self.config.detect
             )
             traces[name] = trace
         return traces
 
-    def renew(self, name: str, seen: Seen) -> I64:
+    def renew(self, name: str, seen: Seen) -> Mask:
         """Copy the rows of a trace whose seconds are as the last call saw them.
 
         Returns:
-            The other windows, ascending, which the caller must fill.
+            [W, N], the other windows, which the caller must fill.
         """
         old, values = self._seen.get(name), seen.values
-        same = np.zeros(len(values), bool)
+        changed = np.ones(values.shape, bool)
         shift = 0
         if old is not None and old.values.shape[1] == values.shape[1]:
             shift = seen.first - old.first
             low, high = max(0, -shift), min(len(values), len(old.values) - shift)
             if high > low:
                 mine, theirs = slice(low, high), slice(low + shift, high + shift)
-                same[mine] = (values[mine] == old.values[theirs]).all(axis=1)
-                same[mine] &= (seen.masked[mine] == old.masked[theirs]).all(axis=1)
-        kept = np.asarray(windows_of(same[:, None])[:, 0].all(axis=1))
-        rows = np.flatnonzero(kept)
-        if old is not None and len(rows):
-            for attribute in ("sums", "scores", "above", "present"):
+                changed[mine] = values[mine] != old.values[theirs]
+                changed[mine] |= seen.masked[mine] != old.masked[theirs]
+        touched = touching(changed)
+        if old is not None:
+            rows = np.flatnonzero(~touched.all(axis=1))
+            for attribute in ("sums", "scores", "above", "embedded"):
                 getattr(seen.trace, attribute)[rows] = getattr(old.trace, attribute)[rows + shift]
-        which = np.flatnonzero(~kept)
-        self.windows_computed += len(which)
+        self.windows_computed += np.count_nonzero(touched.any(axis=1))
         self._seen[name] = seen
-        return which
+        return touched
 
 
 def _of_age(prepared: Prepared, job: Job) -> Prepared:

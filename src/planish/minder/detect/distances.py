@@ -40,12 +40,15 @@ class Trace:
     """[W, N], distance above the median machine in normalised units."""
     present: Mask
     """[W, N], machines of which the whole window is known."""
+    embedded: F32
+    """[W, N, d], what is compared."""
 
     @classmethod
-    def empty(cls, windows: int, machines: int) -> Trace:
-        """Return a trace of windows that have not been looked at."""
-        numbers = np.zeros((3, windows, machines), np.float32)
-        return cls(numbers[0], numbers[1], numbers[2], np.zeros((windows, machines), bool))
+    def empty(cls, present: Mask, width: int) -> Trace:
+        """Return a trace of windows that have not been looked at; `width` is d."""
+        numbers = np.zeros((3, *present.shape), np.float32)
+        embedded = np.zeros((*present.shape, width), np.float32)
+        return cls(numbers[0], numbers[1], numbers[2], present, embedded)
 
     def put(self, cells: Any, sums: F32) -> None:
         """Take in sums of distances [R, C] of windows and of machines that are compared."""
@@ -107,55 +110,62 @@ def median_of_known(values: F32, known: Mask) -> F32:
     return np.where(counts > 0, (low + high) / 2, np.nan).astype(np.float32)
 
 
-def known_windows(masked: Mask) -> Mask:
-    """Return [W, N], machines of which the whole window is known, from [T, N]."""
-    return np.asarray(~windows_of(masked).any(axis=2))
-
-
 def fill_trace(
     trace: Trace,
-    which: I64,
+    touched: Mask,
     values: F32,
-    masked: Mask,
     denoiser: Denoiser,
     groups: Sequence[I64],
-    distance: Distance,
+    config: DetectConfig,
 ) -> float:
-    """Denoise and compare the windows `which`, and return the seconds that denoising took.
+    """Denoise the windows that are `touched`, compare those of the same second, and put both into a
+    trace, which knows who is present. Return the seconds that denoising took.
 
     Args:
         trace: gets their rows.
-        which: windows, ascending.
+        touched: [W, N], windows that have changed.
         values: [T, N] in 0 .. 1.
-        masked: [T, N], True where nothing is known.
         denoiser: of the metric.
         groups: columns that are compared with each other.
-        distance: between two embeddings.
+        config: distance between two embeddings, and how many peers are enough.
     """
-    windows, unknown = windows_of(values), windows_of(masked)
-    machines, seconds = values.shape[1], 0.0
+    windows, seconds = windows_of(values), 0.0
+    which = np.flatnonzero(touched.any(axis=1))
     for start in range(0, len(which), _BLOCK_WINDOWS):
         rows = which[start : start + _BLOCK_WINDOWS]
-        trace.present[rows] = ~unknown[rows].any(axis=2)
-        block = np.ascontiguousarray(windows[rows]).reshape(-1, WINDOW)
+        embedded, changed = trace.embedded[rows], touched[rows]
+        block = windows[rows][changed]
         begun = time.perf_counter()
-        embedded = denoiser.embed(block).reshape(len(rows), machines, -1)
+        embedded[changed] = denoiser.embed(block)
         seconds += time.perf_counter() - begun
+        trace.embedded[rows] = embedded
         for columns in groups:
             cells = np.ix_(rows, columns)
-            here = trace.present[cells]
-            trace.put(cells, distance_sums(embedded[:, columns], distance, here))
+            here, peers = trace.present[cells], peers_of(len(columns), config)
+            trace.put(cells, distance_sums(embedded[:, columns], config.distance, here, peers))
     return seconds
 
 
+def peers_of(machines: int, config: DetectConfig) -> I64 | None:
+    """Return the places of the peers with which each of a group is compared; None for all."""
+    most = config.max_peers
+    if most is None or machines <= most:
+        return None
+    return np.linspace(0, machines - 1, most).round().astype(np.int64)
+
+
 def distance_sums(
-    embeddings: F32, distance: Distance = "euclidean", present: Mask | None = None
+    embeddings: F32,
+    distance: Distance = "euclidean",
+    present: Mask | None = None,
+    peers: I64 | None = None,
 ) -> F32:
     """Return [W, N], the sum of the distances from each machine to all others, of [W, N, d].
 
-    Machines that are not `present` [W, N] are not compared, and have 0. Euclidean distances come
-    from products, after the mean over the machines has been taken away: the squares of equal
-    machines would cancel badly without.
+    Machines that are not `present` [W, N] are not compared, and have 0. Where `peers` are given,
+    the mean distance to those stands for that to all. Euclidean distances come from products, after
+    the mean over the machines has been taken away: the squares of equal machines would cancel badly
+    without.
 
     Example:
         >>> distance_sums(np.array([[[0.0], [3.0], [4.0]]], np.float32))
@@ -165,49 +175,56 @@ def distance_sums(
     here = np.ones((windows, machines), np.float32)
     if present is not None:
         here = present.astype(np.float32)
+    chosen = np.arange(machines) if peers is None else peers
+    weights = here[:, chosen]
     sums = np.empty((windows, machines), np.float32)
     if distance == "euclidean":
-        left, right = _factors(embeddings, here)
-    rows = max(1, min(machines, _BLOCK_BYTES // (4 * machines)))
-    pairs = np.empty((rows, machines), np.float32)
-    for window in range(windows):
+        left, right = _factors(embeddings, here, chosen)
+    rows = max(1, min(machines, _BLOCK_BYTES // (4 * len(chosen))))
+    span = max(1, _BLOCK_BYTES // (4 * len(chosen) * rows))
+    for first in range(0, windows, span):
+        some = slice(first, first + span)
         for start in range(0, machines, rows):
-            stop = min(machines, start + rows)
-            block = pairs[: stop - start]
+            mine = slice(start, start + rows)
             if distance == "euclidean":
-                np.matmul(left[window, start:stop], right[window], out=block)
+                block = np.matmul(left[some, mine], right[some])
                 np.maximum(block, 0.0, out=block)
                 # Rounding must not give a machine a distance from itself.
-                block[np.arange(stop - start), np.arange(start, stop)] = 0.0
+                own = np.flatnonzero((chosen >= start) & (chosen < start + rows))
+                block[:, chosen[own] - start, own] = 0.0
                 np.sqrt(block, out=block)
             else:
-                _grid_distances(embeddings[window], start, distance, block)
-            np.matmul(block, here[window], out=sums[window, start:stop])
+                block = _grid_distances(embeddings[some, mine], embeddings[some, chosen], distance)
+            sums[some, mine] = np.matmul(block, weights[some, :, None])[..., 0]
+    if peers is not None:
+        seen = weights.sum(axis=1, keepdims=True) - np.isin(np.arange(machines), peers) * here
+        sums *= np.maximum(here.sum(axis=1, keepdims=True) - 1, 0) / np.maximum(seen, 1)
     sums *= here
     return sums
 
 
-def _factors(x: F32, here: F32) -> tuple[F32, F32]:
-    """Return [W, N, d + 2] and [W, d + 2, N] whose products are the squared distances."""
+def _factors(x: F32, here: F32, peers: I64) -> tuple[F32, F32]:
+    """Return [W, N, d + 2] and [W, d + 2, P] whose products are the squared distances."""
     weight = here[..., None]
     x = x - (x * weight).sum(1, keepdims=True) / np.maximum(weight.sum(1, keepdims=True), 1)
     x = (x * weight).astype(np.float32)
     squares = np.einsum("wnd,wnd->wn", x, x)[..., None]
     ones = np.ones_like(squares)
     left = np.concatenate([-2 * x, squares, ones], axis=2)
-    right = np.concatenate([x, ones, squares], axis=2).transpose(0, 2, 1)
+    right = np.concatenate([x, ones, squares], axis=2)[:, peers].transpose(0, 2, 1)
     return left, np.ascontiguousarray(right)
 
 
-def _grid_distances(x: F32, start: int, distance: Distance, out: F32) -> None:
-    """Write the distances of some machines from all others, one coordinate at a time."""
-    out[:] = 0.0
-    for place in range(x.shape[1]):
-        gap = np.abs(x[start : start + len(out), None, place] - x[None, :, place])
+def _grid_distances(x: F32, peers: F32, distance: Distance) -> F32:
+    """Return the distances [W, R, P] of some machines from others, one coordinate at a time."""
+    total = np.zeros((len(x), x.shape[1], peers.shape[1]), np.float32)
+    for place in range(x.shape[2]):
+        gap = np.abs(x[:, :, None, place] - peers[:, None, :, place])
         if distance == "manhattan":
-            out += gap
+            total += gap
         else:
-            np.maximum(out, gap, out=out)
+            np.maximum(total, gap, out=total)
+    return total
 
 
 def normal_scores(sums: F32, present: Mask | None = None) -> F32:
@@ -324,8 +341,8 @@ def without(trace: Trace, gone: Mask, groups: Sequence[I64]) -> Trace:
     """Return a trace in which some machines [N] no longer weigh in the others' scores."""
     if not gone.any():
         return trace
-    result = Trace.empty(*trace.sums.shape)
-    result.sums[:], result.present[:] = trace.sums, trace.present & ~gone
+    result = Trace.empty(trace.present & ~gone, 0)
+    result.sums[:] = trace.sums
     for columns in groups:
         result.put((slice(None), columns), trace.sums[:, columns])
     return result

@@ -116,10 +116,12 @@ def _sides(medians: F64, gap: float, smallest: int) -> tuple[I64, Mask]:
     sides = np.sign(medians - cut[:, None])
     sides = np.where(np.isfinite(sides), sides, 0).astype(np.int64)
     apart = widest > gap
-    for row in np.flatnonzero(apart):
-        both = (medians[row][sides[row] < 0], medians[row][sides[row] > 0])
-        within = np.concatenate([np.abs(side - np.median(side)) for side in both])
-        apart[row] = widest[row] > _SEPARATION * within.mean()
+    for row in np.flatnonzero(apart).tolist():
+        split = place[row] + 1
+        both = (ordered[row, :split], ordered[row, split : counts[row, 0]])
+        # They are in order: the median is the middle.
+        within = sum(np.abs(side - side[len(side) // 2]).sum() for side in both) / counts[row, 0]
+        apart[row] = widest[row] > _SEPARATION * within
     return sides, apart
 
 

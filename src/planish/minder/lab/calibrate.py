@@ -21,7 +21,7 @@ import numpy as np
 
 from planish.base.errors import ConfigError
 from planish.minder.detect.config import MinderConfig
-from planish.minder.detect.continuity import Rule, long_runs
+from planish.minder.detect.continuity import Rule, long_runs, runs_of
 from planish.minder.detect.denoise import WINDOW, Models
 from planish.minder.detect.detector import Detector
 from planish.minder.detect.distances import (
@@ -249,7 +249,7 @@ def _hits(
         for theta, floor in itertools.product(thetas, floors):
             over = metric.present & (metric.scores > theta) & (metric.above > floor)
             named = []
-            for run in long_runs(over, unknown, metric.rule):
+            for run in long_runs(runs_of(over, unknown, metric.rule), metric.rule):
                 confirmed = run.first + metric.rule.needed[run.machine] + WINDOW
                 named.append((machines[run.machine], start + step * math.ceil(confirmed / step)))
             hits[name, theta, floor] = tuple(named)

@@ -16,8 +16,7 @@ import numpy as np
 from planish import __version__
 from planish.base.errors import ConfigError
 from planish.minder.detect.config import MinderConfig
-from planish.minder.detect.denoise import WINDOW, Pca, windows_of
-from planish.minder.detect.distances import known_windows
+from planish.minder.detect.denoise import WINDOW, Pca, touching, windows_of
 from planish.minder.detect.frame import F32, Frame
 from planish.minder.detect.metrics_table import METRICS
 from planish.minder.detect.model_files import Facts, save_limits, save_model
@@ -100,7 +99,7 @@ def training_windows(
         if name not in prepared.values:
             continue
         windows = windows_of(prepared.values[name]).reshape(-1, WINDOW)
-        known = np.flatnonzero(known_windows(prepared.masked[name]))
+        known = np.flatnonzero(~touching(prepared.masked[name]))
         if len(known) > _SAMPLE_OF_FRAME:
             known = np.sort(generator.choice(known, _SAMPLE_OF_FRAME, replace=False))
         parts.append(windows[known].astype(np.float32))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from planish.minder.detect.continuity import Rule, Run, long_runs, runs
+from planish.minder.detect.continuity import Rule, Run, long_runs, runs, runs_of
 from planish.minder.detect.denoise import Vae, shapes
 from planish.minder.detect.distances import distance_sums, normal_scores, threshold
 from planish.minder.detect.frame import align, clean
@@ -34,7 +34,7 @@ def longest(named, needed=240.0, *, resting=(), sample=0):
     machines = named.shape[1]
     samples = np.full(machines, sample)
     rule = Rule(np.full(machines, needed), samples, quiet, 0)
-    return long_runs(named, np.zeros(len(named), bool), rule)
+    return long_runs(runs_of(named, np.zeros(len(named), bool), rule), rule)
 
 
 @pytest.mark.parametrize(("length", "fires"), [(239, False), (240, False), (241, True)])
