@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planish.__main__ import main
-from planish.base.errors import ConfigError
+from planish.base.errors import BackendUnavailable, ConfigError
 from planish.minder.detect.metrics_table import METRICS, PUBLISHED_ORDER
 from planish.minder.lab.cases import read_case
 from planish.minder.service.build import run_once
@@ -22,6 +22,8 @@ pytestmark = pytest.mark.server
 
 T0 = 1_700_000_000
 SECONDS = 900
+LOST = 600
+COLUMNS = {"cpu_usage", "gpu_duty_cycle", "gpu_duty_cycle_worst", "gpu_count"}
 BOARD = "NVIDIA H100 80GB HBM3"
 MACHINES = tuple(f"node-{i}" for i in range(6))
 
@@ -45,6 +47,8 @@ def past(machines=MACHINES, *, faulty="node-2", onset=400, seconds=SECONDS):
             for t in ts:
                 # One exporter dies for good without a word.
                 if name == "node-5" and t >= T0 + 700:
+                    continue
+                if (name, gpu) == ("node-0", 1) and t >= T0 + LOST:
                     continue
                 value = "NaN" if name == "node-3" and t % 100 == 0 else f"{90 + gpu}"
                 labels = f'node="{name}",Hostname="exporter",gpu="{gpu}",modelName="{BOARD}"'
@@ -88,6 +92,30 @@ def test_pieces_of_a_long_range_give_what_one_answer_gives(filled):
         np.testing.assert_array_equal(whole.values[name], pieces.values[name])
 
 
+def test_a_server_that_takes_less_than_we_ask_for_gives_the_same_in_halves(filled):
+    _, whole = pulled(filled)
+    filled.stop()
+    filled.flags = ("--query.max-samples=2000",)
+    filled.start()
+    one, halves = pulled(filled)
+    assert one._prometheus._max_samples < 2000
+    for name in whole.values:
+        np.testing.assert_array_equal(whole.values[name], halves.values[name])
+
+
+def test_beside_the_mean_come_the_worst_gpu_and_how_many_there_are(filled):
+    _, frame = pulled(filled)
+    known = np.isfinite(frame.values["gpu_duty_cycle"])
+    assert set(frame.values) == COLUMNS
+    assert set(frame.values["gpu_duty_cycle_worst"][known].tolist()) == {90.0}
+    count = frame.values["gpu_count"]
+    # A board of the first machine is gone without a word, as the exporter of the last one later.
+    is_lost = frame.ts >= T0 + LOST + 6
+    assert set(count[is_lost, 0].tolist()) == {1.0}
+    assert set(count[frame.ts < T0 + LOST, 0].tolist()) == {2.0}
+    assert set(count[:, 1:5][np.isfinite(count[:, 1:5])].tolist()) == {2.0}
+
+
 def test_a_single_call_names_the_machine(filled, tmp_path, capsys):
     sections = {
         "detect": {"metrics": ["cpu_usage", "gpu_duty_cycle"], "role_baseline": False},
@@ -120,7 +148,7 @@ def test_a_recording_is_what_the_calls_saw_and_can_be_replayed(filled, tmp_path,
     assert main([*arguments, *ends]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["machines"], told["seconds"], told["board"]) == (6, 900, BOARD)
-    assert set(told["measured"]) == {"cpu_usage", "gpu_duty_cycle"}
+    assert set(told["measured"]) == COLUMNS
     case = read_case(out)
     assert (case.board, case.truth.faulty, case.frame.num_seconds) == (BOARD, False, SECONDS)
     _, whole = pulled(filled)
@@ -151,3 +179,35 @@ def test_prometheus_parses_every_default_query(prometheus):
         client.check("sum(", "metrics.x.promql", deadline)
     assert set(PUBLISHED_ORDER) < set(METRICS)
     assert abs(client.now(deadline) - time.time()) < 5
+
+
+FLEET = tuple(f"big-{i}" for i in range(400))
+CPUS = 192
+COARSE = 20
+"""Seconds between samples: each second of a rate counts, however few samples it rests on."""
+
+
+def wide():
+    """Yield what 400 machines of 192 CPUs gave; what one metric reads is 69 million values."""
+    yield "# TYPE node_cpu_seconds counter"
+    for name in FLEET:
+        for cpu in range(CPUS):
+            labels = f'cpu="{cpu}",mode="idle",node="{name}"'
+            for t in range(0, SECONDS + 5 * COARSE, COARSE):
+                yield f"node_cpu_seconds_total{{{labels}}} {t * 0.75} {T0 + t}"
+
+
+@pytest.mark.long
+def test_400_machines_of_192_cpus_are_pulled_under_the_limit_of_a_stock_server(prometheus):
+    prometheus.backfill(wide())
+    prometheus.start()
+    client = Prometheus(PrometheusConfig(url=prometheus.url, timeout_seconds=300.0))
+    deadline, metrics = Deadline.after(600), {"cpu_usage": METRICS["cpu_usage"]}
+    whole = queries_of(METRICS["cpu_usage"], FLEET, (), 4 * COARSE).values
+    with pytest.raises(BackendUnavailable, match="too many samples"):
+        client.query_range(whole, T0, T0 + SECONDS, deadline)
+    frame = Puller(client, metrics, "job").pull(FLEET, 600, deadline, end=T0 + SECONDS)
+    assert np.isfinite(frame.values["cpu_usage"]).all()
+    np.testing.assert_allclose(frame.values["cpu_usage"], 25.0, rtol=1e-4)
+    # Nothing was refused on the way.
+    assert client._max_samples == client.config.max_samples

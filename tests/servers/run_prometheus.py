@@ -23,6 +23,7 @@ class PrometheusServer:
     folder: Path
     config: str = "global: {scrape_interval: 1s}\n"
     port: int = field(default_factory=free_port)
+    flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.program = Program(self.folder / "prometheus.log")
@@ -59,6 +60,7 @@ class PrometheusServer:
                 "--storage.tsdb.retention.time=100y",
                 f"--web.listen-address=127.0.0.1:{self.port}",
                 "--web.enable-lifecycle",
+                *self.flags,
             ],
             environment=few_variables(self.folder),
         )

@@ -123,27 +123,23 @@ def align(
     end: int,
     machines: Sequence[str],
     samples: Samples,
-    *,
-    nonnegative: Mapping[str, bool] | None = None,
 ) -> Frame:
     """Put raw samples on the grid `start <= t < end`.
 
     Each grid point takes the sample nearest in time within half a second, after the timestamps of
     the series have been moved by their median distance from whole seconds. A series whose samples
     come regularly but less than once a second counts until the next sample, for at most
-    `COARSEST_SECONDS`. Samples that are not finite, or negative unless `nonnegative` says otherwise
-    of the metric, are dropped; of equal timestamps the last counts. A machine without samples
-    stays, without values.
+    `COARSEST_SECONDS`. Samples that are not finite, or negative, are dropped; of equal timestamps
+    the last counts. A machine without samples stays, without values.
     """
     names = tuple(sorted(set(machines)))
     grid = np.arange(start, end, dtype=np.int64)
     values: dict[str, F32] = {}
     for metric, by_machine in samples.items():
-        keep_negative = nonnegative is not None and not nonnegative.get(metric, True)
         array = np.full((len(grid), len(names)), np.nan, np.float32)
         for column, name in enumerate(names):
             if name in by_machine:
-                ts, sent = clean(*by_machine[name], keep_negative=keep_negative)
+                ts, sent = clean(*by_machine[name])
                 spacing = float(np.median(np.diff(ts))) if len(ts) >= _FEWEST_SPACINGS else 0.0
                 reach = spacing / 2 if _DENSE_SECONDS < spacing <= COARSEST_SECONDS else 0.5
                 array[:, column] = nearest(ts - _skew(ts), sent, grid, reach=reach)
@@ -151,13 +147,11 @@ def align(
     return Frame(job, grid, names, values)
 
 
-def clean(ts: F64, values: F64, *, keep_negative: bool = False) -> tuple[F64, F64]:
+def clean(ts: F64, values: F64) -> tuple[F64, F64]:
     """Sort samples by time and drop impossible ones."""
     ts, values = np.asarray(ts, np.float64), np.asarray(values, np.float64)
     # What float32 can not hold is no measurement.
-    good = np.isfinite(ts) & (np.abs(values) <= np.finfo(np.float32).max)
-    if not keep_negative:
-        good &= values >= 0
+    good = np.isfinite(ts) & (values >= 0) & (values <= np.finfo(np.float32).max)
     ts, values = ts[good], values[good]
     order = np.argsort(ts, kind="stable")
     ts, values = ts[order], values[order]

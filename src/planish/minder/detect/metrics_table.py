@@ -7,13 +7,17 @@ seven that detect); queries, scales and limits are ours.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal["gauge", "counter"]
 Transform = Literal["none", "log1p"]
-Aggregation = Literal["mean", "min", "max", "spread", "sum"]
+Aggregation = Literal["mean", "min", "max", "spread", "sum", "count"]
 
+WORST = "_worst"
+"""Ends the name of a column with the worst device of each machine, beside that of their mean."""
+DEVICES = "gpu_count"
+"""Column with the number of GPUs of each machine that give samples."""
 JOB_SELECTOR = "$job_selector"
 """Stands in a query for the label matchers of one job's machines."""
 _SELECTOR = re.compile(r"[a-zA-Z_:][\w:]*\{[^{}]*" + re.escape(JOB_SELECTOR) + r"[^{}]*\}")
@@ -168,6 +172,28 @@ _ROWS = (
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ROWS}
 """All metrics by canonical name, in the order of the published table."""
+_WORST_IS_HIGHEST = ("gpu_temperature",)
+
+
+def device_columns(source: Metric, *, with_count: bool) -> list[Metric]:
+    """Return the columns beside a metric that show single GPUs of a machine; none of others.
+
+    The mean over eight GPUs hides one that is bad. The number of GPUs comes `with_count`.
+    """
+    if not source.is_gpu or source.agg != "mean":
+        return []
+    worst: Aggregation = "max" if source.name in _WORST_IS_HIGHEST else "min"
+    columns = [replace(source, name=source.name + WORST, agg=worst)]
+    if with_count:
+        plain = {"series": source.selector, "scale": 1.0, "offset": 0.0}
+        columns.append(replace(source, name=DEVICES, agg="count", unit="1", **plain))
+    return columns
+
+
+def is_column(name: str) -> bool:
+    """Tell whether a column of a frame may have this name: a metric, or what shows its devices."""
+    return name == DEVICES or name.removesuffix(WORST) in METRICS
+
 
 PUBLISHED_ORDER: tuple[str, ...] = (
     "pfc_tx_packet_rate",

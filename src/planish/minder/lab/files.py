@@ -18,7 +18,7 @@ import numpy as np
 from planish.base.config import nearest
 from planish.base.errors import ConfigError, RecordError
 from planish.minder.detect.frame import COARSEST_SECONDS, F64, Frame, Samples, align
-from planish.minder.detect.metrics_table import METRICS
+from planish.minder.detect.metrics_table import METRICS, is_column
 from planish.records.schema import limit_bytes
 
 LONG_COLUMNS = ("ts", "machine", "metric", "value")
@@ -199,12 +199,11 @@ def _aligned(path: Path, machines: Sequence[str], samples: Samples) -> Frame:
             f"`ts` in `{path}` must be seconds of one trace of at most {_MAX_SECONDS:,} s, got "
             f"{start} to {end}"
         )
-    signs = {name: METRICS[name].nonnegative for name in samples}
-    return align(path.stem, start, end, machines, samples, nonnegative=signs)
+    return align(path.stem, start, end, machines, samples)
 
 
 def _is_known(path: Path, name: str) -> bool:
-    if name in METRICS:
+    if is_column(name):
         return True
     hint = nearest(name, METRICS)
     _log.warning("`%s` in `%s` is not a known metric%s: left out", name, path, hint)

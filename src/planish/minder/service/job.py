@@ -142,7 +142,8 @@ class JobWatch:
             if self.is_over:
                 raise BackendUnavailable("the job is watched no longer", code="stopped")
             shared.metrics.pulled(frame, self._source.intervals)
-            lacking = {name for name, mask in frame.mask.items() if not mask.any()}
+            metrics = shared.settings.detect.metrics
+            lacking = {name for name in metrics if not frame.mask[name].any()}
             for name in sorted(lacking - shared.lacking):
                 logger.warning(
                     "metric_without_samples metric=%s job=%s remedy=%r",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from planish import __version__
 from planish.minder.act.alerts import Alert
 from planish.minder.detect.frame import Frame
+from planish.minder.detect.metrics_table import METRICS
 from planish.minder.detect.result import Result
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ class OwnMetrics:
         missing = {
             name: 1.0 - float(mask.mean()) if mask.size else 1.0
             for name, mask in frame.mask.items()
+            if name in METRICS
         }
         self._replace(frame.job, missing_ratio=_by_metric(frame.job, missing))
         for name, seconds in intervals.items():

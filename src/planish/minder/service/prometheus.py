@@ -34,6 +34,12 @@ MIN_RATE_SECONDS = 5
 """Range of a rate at one sample a second."""
 _MAX_POINTS = 11_000
 """Points of one series in one answer; Prometheus gives no more."""
+_MAX_ANSWER = 600_000
+"""Samples in one answer, some 20 MiB of text."""
+_TOO_LARGE = "422"
+"""Code by which servers refuse a query that loads too much."""
+_FEW_SAMPLES = 1000
+"""No server refuses so few for their number: the query itself is at fault."""
 _POST_OVER_BYTES = 2000
 """Longer queries are sent by POST."""
 _AGGREGATIONS = {"mean": "avg", "min": "min", "max": "max", "sum": "sum"}
@@ -63,7 +69,10 @@ def queries_of(
     selector = source.selector.replace(JOB_SELECTOR, matcher)
     by = ", ".join(dict.fromkeys([source.node_label, *series_labels]))
     value = f"rate({series}[{rate_seconds}s])" if source.kind == "counter" else f"({series})"
-    if source.agg == "spread":
+    if source.agg == "count":
+        # Of devices with a sample just now: one that has gone is repeated for five minutes.
+        values = f"count by ({by}) (count_over_time({selector}[{rate_seconds}s]))"
+    elif source.agg == "spread":
         values = f"max by ({by}) ({value}) - min by ({by}) ({value})"
     else:
         values = f"{_AGGREGATIONS[source.agg]} by ({by}) ({value})"
@@ -117,8 +126,9 @@ class PrometheusConfig(AccessConfig):
     """A call looks at seconds that are at least this old: samples need time to arrive."""
     late_seconds: int = Field(default=30, ge=0)
     """The next call asks again for this many seconds: some samples come late."""
-    max_samples: int = Field(default=600_000, ge=1)
-    """Most samples of all series in one answer; longer spans are asked for in pieces."""
+    max_samples: int = Field(default=10_000_000, ge=1)
+    """Most samples that one query loads, its series times their seconds; longer spans are asked for
+    in pieces. Prometheus takes 50 million (`query.max-samples`), and some need several a sample."""
     concurrency: int = Field(default=4, ge=1)
     """Queries of one call at the same time."""
     board_label: str = "modelName"
@@ -152,6 +162,7 @@ class Prometheus:
         self.config, self.on_error = config, on_error
         self._http = HttpClient(config, connections=4 * config.concurrency)
         self._logged: set[str] = set()
+        self._max_samples = config.max_samples
 
     def now(self, deadline: Deadline) -> float:
         """Return the time of Prometheus, unix seconds."""
@@ -174,19 +185,41 @@ class Prometheus:
             raise ConfigError(f"`{key}` must be PromQL that Prometheus takes: {error}") from None
 
     def query_range(
-        self, query: str, start: int, end: int, deadline: Deadline, *, series: int = 1
+        self,
+        query: str,
+        start: int,
+        end: int,
+        deadline: Deadline,
+        *,
+        answers: int = 1,
+        series: int = 1,
     ) -> list[Series]:
         """Return the value of a query at each unix second `start <= t < end`, each series once.
 
-        The expected number of `series` bounds the size of one answer.
+        How many `answers` are expected bounds the size of one answer; how many `series` the query
+        reads, what the server loads for it. A piece that it refuses as too large is halved, and
+        later pieces are no larger.
         """
-        step = max(2, min(_MAX_POINTS, self.config.max_samples // max(1, series)))
         pieces: dict[tuple[tuple[str, str], ...], list[Series]] = {}
-        for low in range(start, end, step):
-            last = min(end, low + step) - 1
+        most, low = self._max_samples, start
+        while low < end:
+            step = min(_MAX_POINTS, _MAX_ANSWER // max(1, answers), most // max(1, series))
+            last = min(end, low + max(1, step)) - 1
             fields = {"query": query, "start": str(low), "end": str(last), "step": "1s"}
-            for item in self._ask("/api/v1/query_range", fields, deadline, self._matrix):
+            loaded = series * (last + 1 - low)
+            try:
+                matrix = self._ask("/api/v1/query_range", fields, deadline, self._matrix)
+            except BackendUnavailable as error:
+                if error.code != _TOO_LARGE or last == low or loaded < _FEW_SAMPLES:
+                    raise
+                most = loaded // 2
+                continue
+            if most < self._max_samples:
+                logger.warning("smaller_queries samples=%d before=%d", most, self._max_samples)
+                self._max_samples = most
+            for item in matrix:
                 pieces.setdefault(item.key, []).append(item)
+            low = last + 1
         return [
             Series(
                 items[0].labels,

@@ -16,7 +16,13 @@ import numpy as np
 
 from planish.base.errors import BackendUnavailable
 from planish.minder.detect.frame import COARSE_SECONDS, F32, F64, Frame, Mask
-from planish.minder.detect.metrics_table import JOB_SELECTOR, METRICS, Metric
+from planish.minder.detect.metrics_table import (
+    JOB_SELECTOR,
+    METRICS,
+    WORST,
+    Metric,
+    device_columns,
+)
 from planish.minder.service.http import Deadline
 from planish.minder.service.prometheus import (
     MIN_RATE_SECONDS,
@@ -58,6 +64,8 @@ class Puller:
         self.seconds_pulled = 0
         """In the last call."""
         self._kept: Frame | None = None
+        self._counts: dict[str, int] = {}
+        """Metric to the series that its query reads."""
         self._board: tuple[tuple[str, ...], str] = ((), "")
 
     def pull(
@@ -84,14 +92,18 @@ class Puller:
             first = max(start, int(kept.ts[-1]) + 1 - config.late_seconds)
         else:
             kept = None
+            self._counts.clear()
+        counted = next((name for name in self._sources if METRICS[name].is_gpu), "")
 
-        def ask(source: Metric) -> F32:
-            return self._metric(source, names, (first, end), deadline)
+        def ask(source: Metric) -> dict[str, F32]:
+            beside = device_columns(source, with_count=source.name == counted)
+            return self._columns([source, *beside], names, (first, end), deadline)
 
+        values: dict[str, F32] = {}
         # Its threads do not keep a process alive that wants to end.
         with ThreadPool(config.concurrency) as pool:
-            new = pool.map(ask, self._sources.values(), chunksize=1)
-        values = dict(zip(self._sources, new, strict=True))
+            for columns in pool.map(ask, self._sources.values(), chunksize=1):
+                values |= columns
         if kept is not None:
             before = kept.select(names).slice(start, first).values
             values = {name: np.concatenate([before[name], values[name]]) for name in values}
@@ -100,6 +112,7 @@ class Puller:
             for name, seconds in self.intervals.items()
             if seconds > COARSE_SECONDS
         }
+        held |= {f"{name}{WORST}": seconds for name, seconds in held.items()}
         ts = np.arange(start, end, dtype=np.int64)
         frame = Frame(self._job, ts, names, values, held=held)
         self.seconds_pulled = end - first
@@ -124,18 +137,29 @@ class Puller:
             self._board = (names, most.labels.get(label, ""))
         return self._board[1]
 
-    def _metric(
+    def _columns(
         self,
-        source: Metric,
+        columns: Sequence[Metric],
         names: tuple[str, ...],
         span: tuple[int, int],
         deadline: Deadline,
-    ) -> F32:
-        """Return [T, N] of one metric; NaN where no value can be trusted."""
-        config = self._prometheus.config
+    ) -> dict[str, F32]:
+        """Return [T, N] of a metric and of what is read from the same series beside it.
+
+        NaN where no value can be trusted.
+        """
+        config, source = self._prometheus.config, columns[0]
+        selector = source.selector.replace(JOB_SELECTOR, job_matcher(source, names))
+        if source.name not in self._counts:
+            count = f"count({selector})"
+            found = self._prometheus.query_range(count, span[1] - 1, span[1], deadline)
+            series = sum(int(one.values[-1]) for one in found)
+            self._counts[source.name] = series * source.series.count(JOB_SELECTOR)
 
         def ask(query: str, start: int) -> list[Series]:
-            return self._prometheus.query_range(query, start, span[1], deadline, series=len(names))
+            series = max(len(names), self._counts[source.name])
+            sizes = {"answers": len(names), "series": series}
+            return self._prometheus.query_range(query, start, span[1], deadline, **sizes)
 
         interval = self.intervals.get(source.name, 1.0)
         for _ in range(2):
@@ -149,38 +173,51 @@ class Puller:
             interval = measured
             if is_right:
                 break
-        values = ask(queries.values, span[0])
         resets = ask(queries.resets, span[0]) if queries.resets else []
         wide = (span[0] - before, span[1])
-        ages = {}
-        for series in seen:
+        fresh = {}
+        for one in seen:
             # Of each second, how long ago the last one with a sample was; inf before any.
-            has_sample = np.isfinite(_on_grid(series, wide))
+            has_sample = np.isfinite(_on_grid(one, wide))
             rows = np.arange(len(has_sample))
             last = np.maximum.accumulate(np.where(has_sample, rows, -1))
-            ages[series.key] = np.where(last >= 0, rows - last, np.inf)
-        reset = {series.key: series for series in resets}
-        by_machine: dict[str, list[F64]] = {}
-        for series in values:
-            column = _on_grid(series, span)
-            self._scale(source, column)
-            fresh = np.zeros(len(column), bool)
-            if series.key in ages:
-                fresh = self._fresh(source, ages[series.key], interval, before, rate)
-            column[~fresh] = np.nan
-            if series.key in reset:
-                column[np.isfinite(_on_grid(reset[series.key], span))] = np.nan
-            machine = source.machine_of(series.labels.get(source.node_label, ""))
-            by_machine.setdefault(machine, []).append(column)
-        array = np.full((span[1] - span[0], len(names)), np.nan, np.float32)
-        for place, name in enumerate(names):
-            if name in by_machine:
-                array[:, place] = self._merged(by_machine[name])
-        if source.required and not np.isfinite(array).any():
+            age = np.where(last >= 0, rows - last, np.inf)
+            fresh[one.key] = self._fresh(source, age, interval, before, rate)
+        for one in resets:
+            if one.key in fresh:
+                fresh[one.key] &= ~np.isfinite(_on_grid(one, span))
+        arrays = {}
+        for column in columns:
+            query = queries_of(column, names, config.series_labels, rate).values
+            answer = ask(query, span[0])
+            arrays[column.name] = self._array(column, answer, fresh, names, span)
+        if source.required and not np.isfinite(arrays[source.name]).any():
             raise BackendUnavailable(
                 f"`{source.name}` is required, got no sample of it for job {self._job!r}",
                 code="empty",
             )
+        return arrays
+
+    def _array(
+        self,
+        source: Metric,
+        answer: Sequence[Series],
+        fresh: Mapping[tuple[tuple[str, str], ...], Mask],
+        names: tuple[str, ...],
+        span: tuple[int, int],
+    ) -> F32:
+        """Return [T, N] of the series of one column, where they are fresh."""
+        by_machine: dict[str, list[F64]] = {}
+        for series in answer:
+            values = _on_grid(series, span)
+            self._scale(source, values)
+            values[~fresh.get(series.key, np.zeros(len(values), bool))] = np.nan
+            machine = source.machine_of(series.labels.get(source.node_label, ""))
+            by_machine.setdefault(machine, []).append(values)
+        array = np.full((span[1] - span[0], len(names)), np.nan, np.float32)
+        for place, name in enumerate(names):
+            if name in by_machine:
+                array[:, place] = self._merged(by_machine[name])
         return array
 
     def _interval(self, name: str, seen: Sequence[Series]) -> float:

@@ -95,6 +95,54 @@ def test_no_answer_holds_more_than_11000_points_of_a_series(scripted):
     assert len(scripted.requests) == 4
 
 
+@pytest.mark.parametrize(
+    ("limit", "series", "seconds", "spans"),
+    [
+        (50_000_000, 400 * 192, 900, 7),
+        (9_000_000, 400 * 192, 900, 14),
+        (4_000_000, 400 * 192, 900, 29),
+        (100_000, 1000, 100, 1),
+        (99_999, 1000, 100, 2),
+        (2_000, 1000, 8, 4),
+    ],
+)
+def test_what_a_server_refuses_as_too_large_is_asked_for_in_halves_from_then_on(
+    scripted, limit, series, seconds, spans
+):
+    taken = []
+
+    def answer(request):
+        fields = dict(urllib.parse.parse_qsl(request.path.partition("?")[2]))
+        low, high = int(fields["start"]), int(fields["end"])
+        if series * (high + 1 - low) > limit:
+            return Reply.of({"status": "error", "error": "too many samples"}, status=422)
+        taken.append((low, high))
+        return Reply.of({"status": "success", "data": {"resultType": "matrix", "result": []}})
+
+    scripted.answer = answer
+    prometheus = asked(scripted)
+    prometheus.query_range("m", 0, seconds, Deadline.after(60), series=series)
+    assert len(taken) == spans
+    assert [low for low, _ in taken] == [0, *(high + 1 for _, high in taken[:-1])]
+    assert taken[-1][1] == seconds - 1
+    refused = len(scripted.requests) - spans
+    prometheus.query_range("m", 0, seconds, Deadline.after(60), series=series)
+    assert len(scripted.requests) == 2 * spans + refused
+
+
+def test_a_query_that_is_refused_however_short_it_is_makes_no_other_one_shorter(scripted):
+    error = {"status": "error", "error": "many-to-many matching not allowed"}
+    bad = Reply.of(error, status=422)
+    scripted.answer = lambda request: bad if "bad" in request.path else Reply.of(GOLDEN)
+    prometheus = asked(scripted)
+    with pytest.raises(BackendUnavailable, match="many-to-many"):
+        prometheus.query_range("bad", 0, 900, Deadline.after(60), series=2000)
+    assert len(scripted.requests) == 10
+    scripted.requests.clear()
+    prometheus.query_range("good", 0, 900, Deadline.after(60), series=2000)
+    assert len(scripted.requests) == 1
+
+
 def test_token_tenant_and_prefix_are_sent(scripted, tmp_path):
     (tmp_path / "token").write_text("s3cret\n")
     config = {"bearer_token_file": str(tmp_path / "token"), "headers": {"X-Scope-OrgID": "team"}}

@@ -1,6 +1,7 @@
 """From answers of Prometheus to frames: freshness, resets, duplicates, only what is new."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,13 +33,16 @@ class Recorded:
     def now(self, deadline):
         return self.time
 
-    def query_range(self, query, start, end, deadline, *, series=1):
-        self.asked.append((query, start, end))
+    def query_range(self, query, start, end, deadline, *, answers=1, series=1):
         wanted = re.search(r'\w+=~"([^"]*)"', query).group(1)
+        chosen = [one for one in self.samples if re.fullmatch(wanted, one[0]["node"])]
+        if query.startswith("count("):
+            count = np.array([float(len(chosen))])
+            return [Series({}, np.array([float(start)]), count)] if chosen else []
+        self.asked.append((query, start, end))
+        self.series = series
         found = []
-        for labels, times, values in self.samples:
-            if not re.fullmatch(wanted, labels["node"]):
-                continue
+        for labels, times, values in chosen:
             if "resets(" in query:
                 resets = self.resets.get(labels["node"], ())
                 seen = [t for t in range(start, end) if any(0 <= t - r < 5 for r in resets)]
@@ -83,6 +87,23 @@ def test_a_frame_has_the_newest_sample_of_every_second():
     assert (int(frame.ts[0]), frame.num_seconds) == (T0 + 1, 900)
     expected = np.arange(4)[None, :] + (frame.ts % 7)[:, None]
     np.testing.assert_array_equal(frame.values["gpu_duty_cycle"], expected)
+
+
+@pytest.mark.parametrize(
+    ("series", "read"),
+    [
+        ("m{$job_selector}", 40),
+        ("m{$job_selector} + n{$job_selector}", 80),
+        ("1 - a{$job_selector} / b{$job_selector}", 80),
+        ('m{mode="idle",$job_selector}', 40),
+    ],
+)
+def test_a_query_is_as_large_as_the_series_that_it_reads_and_not_as_the_machines(series, read):
+    recorded = Recorded([one for one in sampled() for _ in range(10)])
+    one = puller(recorded)
+    one._sources["gpu_duty_cycle"] = replace(one._sources["gpu_duty_cycle"], series=series)
+    pulled(one)
+    assert recorded.series == read
 
 
 def test_only_the_new_minute_and_late_seconds_are_asked_for():
