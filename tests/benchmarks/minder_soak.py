@@ -118,6 +118,9 @@ class DaySource:
             raise BackendUnavailable("away", code="503")
         return self.day.frame(self.job, machines, seconds)
 
+    def failed_boards(self, machines, deadline) -> set[str]:
+        return set()
+
 
 class Heard(Actor):
     """An actor that touches no machine and notes each alert that begins to fire or ends."""

@@ -1,5 +1,6 @@
 """The programs of Prometheus and Alertmanager accept what we give them."""
 
+import re
 import subprocess
 
 import pytest
@@ -47,6 +48,23 @@ def test_rules_are_valid():
 @pytest.mark.parametrize("path", sorted((RULES / "tests").glob("*.yaml")), ids=lambda p: p.stem)
 def test_rules_do_what_their_cases_say(path):
     done = run(program("promtool"), "test", "rules", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("are_services", [False, True])
+def test_alertmanager_takes_its_configuration_also_with_the_receivers_of_its_comments(
+    are_services, tmp_path
+):
+    text = (MONITORING / "alertmanager.yaml").read_text("utf-8")
+    if are_services:
+        head, _, tail = text.partition("receivers:")
+        tail = re.sub(r"    webhook_configs:\n.*/(operations|page)\n", "", tail)
+        text = f"{head}receivers:" + re.sub(r"(?m)^    # (?!In place)", "    ", tail)
+        kinds = [set(one) - {"name"} for one in yaml.safe_load(text)["receivers"]]
+        assert kinds == [{"slack_configs"}, {"pagerduty_configs"}, {"webhook_configs"}]
+    path = tmp_path / "alertmanager.yaml"
+    path.write_text(text)
+    done = run(program("amtool"), "check-config", path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -139,7 +139,11 @@ def _alerts_of(result: Result) -> Iterator[Alert]:
     end = float(result.end)
     for f in result.findings:
         start, seen = float(f.run_start), f.run_start + f.duration_s
-        yield _alert(result.job, f.kind, f.machine, f.metric, start, seen, f.score_mean, f.machines)
+        facts = (f.metric, start, seen, f.score_mean, f.machines)
+        if f.kind == "telemetry":
+            yield _alert(result.job, "outage", "", *facts)
+        else:
+            yield _alert(result.job, f.kind, f.machine, *facts)
     if result.status == "outage":
         yield _alert(result.job, "outage", "", "", end, end, machines=result.silent)
     for metric, machines in sorted(result.broken.items()):

@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-Kind = Literal["dissimilar", "silent", "job_wide"]
+Kind = Literal["dissimilar", "silent", "job_wide", "telemetry"]
+"""`telemetry`: what measures the machines has failed, and nothing is known of them."""
 Status = Literal["ok", "fault", "outage", "skipped", "too_few_machines"]
 
 

@@ -13,15 +13,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from planish.base.errors import BackendUnavailable, PlanishError
+from planish.base.errors import BackendUnavailable, ClusterError, PlanishError
 from planish.minder.act.actor import ActionOutcome, Actor
 from planish.minder.act.alerts import Alert, AlertBook
-from planish.minder.act.kube.objects import JobInfo
+from planish.minder.act.kube.objects import JobInfo, PodInfo
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
+from planish.minder.detect.frame import Frame
 from planish.minder.detect.job_monitor import JobMonitor, too_few_machines
 from planish.minder.detect.result import Result
 from planish.minder.service.config import ServiceSettings
+from planish.minder.service.evidence import confirmed, silent_machines, suspects, without
 from planish.minder.service.http import Deadline
 from planish.minder.service.own_metrics import OwnMetrics
 from planish.minder.service.prometheus import REFUSED
@@ -133,7 +135,12 @@ class JobWatch:
             self._ahead = float(frame.ts[-1]) + 1 - shared.clock()
         # The board matters only where limits depend on it.
         board = self._source.board(info.machines, deadline) if shared.settings.boards else ""
-        result = self.monitor.call(frame, started=info.started, stages=info.stages, board=board)
+        dead = self._dead(frame)
+        alive = without(frame, dead) if dead else frame
+        result = self.monitor.call(alive, started=info.started, stages=info.stages, board=board)
+        asked = suspects(result)
+        failed = self._source.failed_boards(sorted(asked), deadline) if asked else set()
+        result = confirmed(result, dead, failed & asked)
         for stage, seconds in self._detector.seconds.items():
             shared.metrics.took(stage, seconds)
         with shared.lock:
@@ -156,6 +163,21 @@ class JobWatch:
             self._use(result)
         shared.has_succeeded.set()
 
+    def _dead(self, frame: Frame) -> dict[str, int]:
+        """Return the machines that are silent and whose nodes are not ready, since when."""
+        silent, actor = silent_machines(frame), self._shared.actor
+        if not silent or actor is None:
+            return {}
+        try:
+            down = actor.cluster.nodes_down()
+        except ClusterError as error:
+            # Without an answer silence is judged by itself.
+            if "nodes" not in self._said:
+                self._said.add("nodes")
+                logger.warning("nodes_not_known job=%s reason=%r", self.job, str(error)[:300])
+            return {}
+        return {name: since for name, since in silent.items() if name in down}
+
     def _use(self, result: Result) -> None:
         """Update metrics and alerts by the result of a call, and have the alerts acted upon."""
         metrics, info = self._shared.metrics, self.info
@@ -166,7 +188,8 @@ class JobWatch:
         metrics.called(result, result.end or self.now(), self._detector.newest_scores())
         if result.status == "ok" and not result.candidates:
             metrics.restored(self.job, self._detector.model_errors())
-        metrics.alerts(self.job, info.namespace, info.machines, self.book.alerts())
+        alerts = [(alert, self._work_of(alert)) for alert in self.book.alerts()]
+        metrics.alerts(self.job, info.namespace, info.machines, alerts)
         self._follow(changed, result)
 
     def _tell_skipped(self, result: Result) -> None:
@@ -178,13 +201,17 @@ class JobWatch:
                 told = f"known {share:.0%}, needs {needed:.0%}"
                 logger.warning("metric_skipped metric=%s job=%s seconds=%r", name, self.job, told)
 
+    def _work_of(self, alert: Alert) -> PodInfo | JobInfo:
+        """Return what names the run and stage that a machine works for, as far as labels do."""
+        return next(
+            (p for p in self.info.pods if p.machine == alert.machine and p.run_id), self.info
+        )
+
     def _follow(self, changed: list[Alert], result: Result) -> None:
         """Log alerts that began or ended, and let the actor take a step for each alert."""
         self.is_changed |= bool(changed)
         for alert in changed:
-            # The pipeline run that the machine works for, as far as labels name it.
-            pods = (p for p in self.info.pods if p.machine == alert.machine and p.run_id)
-            of = next(pods, self.info)
+            of = self._work_of(alert)
             logger.warning(
                 f"alert state={alert.state} name={alert.name} job={alert.job} "
                 f"machine={alert.machine} kind={alert.kind} metric={alert.metric} "

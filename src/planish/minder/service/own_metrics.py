@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from planish import __version__
 from planish.minder.act.alerts import Alert
+from planish.minder.act.kube.objects import JobInfo, PodInfo, timestamp
 from planish.minder.detect.frame import Frame
 from planish.minder.detect.metrics_table import METRICS
 from planish.minder.detect.result import Result
@@ -24,6 +25,8 @@ BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.6, 5.0, 10.0, 30.0, 60.0)
 """Seconds; 3.6 is the mean time of a call that the paper reports (section 6.4)."""
 TOP = 3
 """Machines of each metric whose score is exported."""
+_MOST_NODES = 20
+"""Nodes that an alert of a whole job names."""
 _MACHINE_KINDS = ("dissimilar", "silent")
 _Levels = dict[tuple[str, ...], float]
 """Label values to the value of a gauge."""
@@ -33,6 +36,10 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "machine_faulty": (
         "1 while an alert is open for the machine, or for the whole job (no node).",
         ("job_name", "namespace", "node", "kind"),
+    ),
+    "alert_info": (
+        "1 for each open alert: what it is about. Nodes are all those of an alert without a node.",
+        ("job_name", "namespace", "node", "kind", "nodes", "metric", "since", "run_id", "stage"),
     ),
     "machine_score": (
         "Normal score of the machines that are most unlike the others now.",
@@ -165,15 +172,28 @@ class OwnMetrics:
             self.count("metric_skipped", metric, reason)
 
     def alerts(
-        self, job: str, namespace: str, machines: Sequence[str], alerts: Sequence[Alert]
+        self,
+        job: str,
+        namespace: str,
+        machines: Sequence[str],
+        alerts: Sequence[tuple[Alert, PodInfo | JobInfo]],
     ) -> None:
-        """Export which machines of a job have an open alert; the alerting rules read this."""
+        """Export which machines of a job have an open alert, and for which work.
+
+        The alerting rules read this.
+        """
         levels: _Levels = {
             (job, namespace, machine, kind): 0.0 for machine in machines for kind in _MACHINE_KINDS
         }
-        for alert in alerts:
-            levels[job, namespace, alert.machine, alert.kind] = 1.0
-        self._replace(job, machine_faulty=levels)
+        infos: _Levels = {}
+        for alert, work in alerts:
+            identity = (job, namespace, alert.machine, alert.kind)
+            levels[identity] = 1.0
+            nodes, more = ", ".join(alert.machines[:_MOST_NODES]), len(alert.machines) - _MOST_NODES
+            nodes += f" and {more} more" if more > 0 else ""
+            since = timestamp(alert.since)
+            infos[*identity, nodes, alert.metric, since, work.run_id, work.stage] = 1.0
+        self._replace(job, machine_faulty=levels, alert_info=infos)
 
     def end_job(self, job: str) -> None:
         """Remove all series of a job."""

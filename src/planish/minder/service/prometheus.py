@@ -86,10 +86,15 @@ def queries_of(
 
 def job_matcher(source: Metric, machines: Sequence[str]) -> str:
     """Return what replaces `$job_selector`: a matcher of the label that names machines."""
+    return node_matcher(source.node_label, machines, has_port=bool(source.node_regex))
+
+
+def node_matcher(label: str, machines: Sequence[str], *, has_port: bool = False) -> str:
+    """Return a matcher of a label that names some machines, perhaps with a port or domain."""
     names = "|".join(re.escape(name).replace("\\", "\\\\").replace('"', '\\"') for name in machines)
-    if source.node_regex:
+    if has_port:
         names = f"(?:{names})(?:[:./].*)?"
-    return f'{source.node_label}=~"{names}"'
+    return f'{label}=~"{names}"'
 
 
 def check_source(source: Metric, key: str) -> None:

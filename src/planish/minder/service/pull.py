@@ -29,6 +29,7 @@ from planish.minder.service.prometheus import (
     Prometheus,
     Series,
     job_matcher,
+    node_matcher,
     queries_of,
 )
 
@@ -42,6 +43,8 @@ _RATE_JITTER = 0.1
 """By which share of a full second a rate of seconds may exceed 1 second in a second."""
 _EDGE_INTERVALS = 1.1
 """How far samples may lie from the ends of a range for Prometheus to count them as full."""
+GPU_ERROR = "MachineGpuError"
+"""Alert of `monitoring/rules/cluster.yaml` about a GPU that reports an error."""
 _MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
@@ -136,6 +139,14 @@ class Puller:
                 return ""
             self._board = (names, most.labels.get(label, ""))
         return self._board[1]
+
+    def failed_boards(self, machines: Sequence[str], deadline: Deadline) -> set[str]:
+        """Return which machines have a GPU that reports an error, by the rule `MachineGpuError`."""
+        names = node_matcher("node", machines)
+        query = f'ALERTS{{alertname="{GPU_ERROR}",alertstate="firing",{names}}}'
+        end = math.floor(self._prometheus.now(deadline))
+        found = self._prometheus.query_range(query, end, end + 1, deadline)
+        return {series.labels["node"] for series in found}
 
     def _columns(
         self,

@@ -5,6 +5,7 @@ import pytest
 
 from planish.base.errors import ConfigError
 from planish.minder.act.alerts import Alert
+from planish.minder.act.kube.objects import JobInfo
 from planish.minder.detect.frame import Frame
 from planish.minder.detect.metrics_table import PUBLISHED_ORDER
 from planish.minder.detect.result import Candidate, Result
@@ -108,7 +109,8 @@ def test_a_file_that_is_none_or_no_toml_is_refused(tmp_path):
 
 NAMES = {
     "minder_calls_total", "minder_call_duration_seconds", "minder_last_success_timestamp_seconds",
-    "minder_machine_faulty", "minder_machine_score", "minder_candidate_seconds",
+    "minder_machine_faulty", "minder_alert_info", "minder_machine_score",
+    "minder_candidate_seconds",
     "minder_metric_usable", "minder_metric_skipped_total", "minder_missing_ratio",
     "minder_silent_machines", "minder_sample_interval_seconds", "minder_clipped_ratio",
     "minder_model_info", "minder_model_mse", "minder_model_recent_mse",
@@ -140,7 +142,8 @@ def filled(count=8, job="job"):
     scores = {name: {m: float(i) for i, m in enumerate(machines)} for name in PUBLISHED_ORDER}
     metrics.called(result(job, machines, candidates), 900.0, scores)
     faulty = Alert("1", job, machines[0], "dissimilar", "cpu_usage", 0.0, 1.0)
-    metrics.alerts(job, "team", machines, [faulty])
+    work = JobInfo("job", "team", machines, run_id="r7", stage="train")
+    metrics.alerts(job, "team", machines, [(faulty, work)])
     for stage in ("pull", "preprocess", "denoise", "detect", "total"):
         metrics.took(stage, 0.3)
     metrics.count("calls", job, "ok")
@@ -177,6 +180,9 @@ def test_values_are_what_a_call_found():
     assert value(metrics, 'minder_clipped_ratio{job_name="job",metric="cpu_usage"}') == 0.02
     assert value(metrics, 'minder_prometheus_errors_total{code="503"}') == 2
     assert value(metrics, "minder_duplicate_series_total") == 3
+    info = 'minder_alert_info{job_name="job",kind="dissimilar",metric="cpu_usage",namespace="team",'
+    info += 'node="node-0000",nodes="",run_id="r7",since="1970-01-01T00:00:00Z",stage="train"}'
+    assert value(metrics, info) == 1
     score = 'minder_machine_score{{job_name="job",metric="cpu_usage",node="node-000{}"}}'
     assert [value(metrics, score.format(i)) for i in (7, 6, 5, 4)] == [7.0, 6.0, 5.0, None]
 

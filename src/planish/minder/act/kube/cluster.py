@@ -78,6 +78,10 @@ class Cluster:
         nodes = [parse_node(raw) for raw in self.kube.items(self.core.list_node)]
         return sorted(nodes, key=lambda node: node.name)
 
+    def nodes_down(self) -> set[str]:
+        """Return the names of the nodes that are not ready, or of which nothing is heard."""
+        return {node.name for node in self.nodes() if not node.is_ready}
+
     def node(self, name: str) -> NodeInfo:
         """Return one node as it is now."""
         return parse_node(self.call(self.core.read_node, name))

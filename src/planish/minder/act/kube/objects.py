@@ -67,11 +67,18 @@ class NodeInfo:
     version: str
     """resourceVersion; a patch succeeds only while the node still has it."""
     is_unschedulable: bool = False
+    conditions: Mapping[str, str] = field(default_factory=dict)
+    """Type to `True`, `False` or `Unknown`."""
     labels: dict[str, str] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
     taints: tuple[dict[str, str], ...] = ()
     allocatable: dict[str, str] = field(default_factory=dict)
     """Resource to a quantity of Kubernetes."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its kubelet has said within the grace period that it works."""
+        return self.conditions.get("Ready") == "True"
 
     @property
     def is_ours(self) -> bool:
@@ -250,6 +257,9 @@ def parse_node(raw: Raw) -> NodeInfo:
         uid=str(metadata.get("uid", "")),
         version=str(metadata.get("resourceVersion", "")),
         is_unschedulable=bool(spec.get("unschedulable")),
+        conditions={
+            str(one.get("type")): str(one.get("status")) for one in status.get("conditions") or ()
+        },
         labels=_texts(metadata, "labels"),
         annotations=_texts(metadata, "annotations"),
         taints=tuple(spec.get("taints") or ()),
