@@ -142,6 +142,26 @@ def test_a_notification_twice_or_late_is_no_frame(joined, age, monkeypatch):
     assert b.get().header.micro_batch == 1
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        lambda made: made.encode() + b"\0" * 8,
+        lambda made: made.encode() + b"\0" * 16,
+        lambda made: made._replace(num_rows=33).encode() + b"\0" * 12,
+        lambda made: made._replace(row_bytes=1 << 31).encode() + b"\0" * 12,
+    ],
+)
+def test_a_frame_of_other_sizes_than_it_names_is_none(joined, told):
+    a, b = joined()
+    told = told(header(32, dtype=torch.float64))
+    with pytest.raises(ProtocolError, match="must have the counts and rows that it names"):
+        b._arrived("0", told)
+    with a._lock:
+        a._agent.send_notif(a._name(1), told)
+    with pytest.raises(ProtocolError, match="must have the counts and rows that it names"):
+        b.get()
+
+
 def test_a_frame_in_the_name_of_another_rank_is_none(joined):
     ranks = joined(2, 1)
     ranks[0].write(header(1, target=2, source=1), torch.ones(1, 4), counts_of(1))

@@ -4,7 +4,8 @@ Each rank has an agent. What others must know of it, the address of its memory i
 coordinator, so that nobody listens anywhere and nobody calls. All memory is registered once: for
 each peer and micro-batch a place for what leaves and one for what arrives. A write ends with a
 notification that carries the header and the counts. UCX chooses shared memory, CUDA IPC, RDMA or
-TCP. Nothing here tells that a peer is gone but a write that fails; the coordinator sees the others.
+TCP, whose own checks are all that the rows have: a sum of ours would take them through a host.
+Nothing here tells that a peer is gone but a write that fails; the coordinator sees the others.
 
 A thread asks for notifications, and sleeps when there are none: NIXL's own threads spin, which on a
 machine with more ranks than cores takes milliseconds from whoever computes.
@@ -236,9 +237,16 @@ class NixlTransport:
     def _arrived(self, name: str, told: bytes) -> Frame:
         """Return the frame that a notification is of; ProtocolError if it must not have come."""
         header = FrameHeader.decode(told[:HEADER_BYTES])
+        num_bytes = header.num_rows * header.row_bytes
+        if len(told) + num_bytes != header.num_bytes or num_bytes > self._arriving.shape[2]:
+            raise ProtocolError(
+                "a frame must have the counts and rows that it names, in the "
+                f"{self._arriving.shape[2]} bytes of its place, got {header}, {len(told)} bytes; "
+                "start all ranks anew"
+            )
         counts = np.frombuffer(told, np.int32, header.num_local_experts, HEADER_BYTES).copy()
         self._in_turn.check(header, is_own_name=name == self._name(header.source))
         place = self._arriving[header.micro_batch, header.source - self._peers.start]
-        rows = place[: header.num_rows * header.row_bytes].view(header.dtype)
+        rows = place[:num_bytes].view(header.dtype)
         width = header.row_bytes // header.dtype.itemsize
         return Frame(header, torch.from_numpy(counts), rows.view(header.num_rows, width))
