@@ -20,9 +20,10 @@ from planish.store.processes import process_line
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Kubernetes sends the first, a keyboard the second, a terminal that goes away the third."""
 
-STOP_SECONDS = 25.0
+STOP_VARIABLE = "PLANISH_STOP_SECONDS"
+STOP_SECONDS = float(os.environ.get(STOP_VARIABLE, "25"))
 """What was asked to stop does so within this time; Kubernetes kills it after 30 s, the grace of a
-pod that names none."""
+pod that names none. Ranks of a gang have more, which their `planish.run.gang.node` tells them."""
 RUN_STOP_SECONDS = STOP_SECONDS + 10.0
 """A task of a run here gets so long, its stage and what clears up after it together."""
 POLL_SECONDS = 0.1

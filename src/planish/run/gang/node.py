@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
 from planish.base.errors import EXIT_TRANSIENT
 from planish.base.startup import spare_collections
 from planish.run.gang.manifests import GRACE_SECONDS
+from planish.run.signals import STOP_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,9 @@ def main(argv: Sequence[str]) -> int:
     line += ["--rdzv-backend=c10d", f"--rdzv-endpoint={given.rendezvous}"]
     line += [f"--rdzv-id={given.name}", f"--rdzv-conf=is_host={given.index == '0'}"]
     # Ranks that are asked to end get the time that the pod has, less what torchrun itself needs.
-    line += [f"--shutdown-timeout={GRACE_SECONDS - 10}", f"--local-addr={given.address}"]
+    patience = GRACE_SECONDS - 10
+    os.environ[STOP_VARIABLE] = str(patience - 5)
+    line += [f"--shutdown-timeout={patience}", f"--local-addr={given.address}"]
     try:
         # torch does not annotate it.
         run.run(run.parse_args([*line, "-m", *given.words]))  # type: ignore[no-untyped-call]

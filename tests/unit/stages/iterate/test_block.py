@@ -1,12 +1,16 @@
 """What one iteration of a task tells the next: the pace of its upload."""
 
+import subprocess
+import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 
 from planish.base.parallel import SINGLE
-from planish.run.signals import STOP_SECONDS
+from planish.run.gang import node
+from planish.run.gang.manifests import GRACE_SECONDS
+from planish.run.signals import STOP_SECONDS, STOP_VARIABLE
 from planish.run.update import Pins
 from planish.stages.iterate import block as module
 from planish.stages.iterate import commit
@@ -83,5 +87,15 @@ def test_the_pace_is_of_sampling_alone(
     assert trainer.pace_seconds == pytest.approx(expected)
 
 
-def test_the_upload_has_the_grace_of_the_pod_less_five_seconds():
+def test_the_upload_has_the_grace_of_the_pod_less_five_seconds(monkeypatch):
     assert LEAVE_SECONDS == STOP_SECONDS == POD_SECONDS - 5.0
+    given = []
+    monkeypatch.setenv(STOP_VARIABLE, "")
+    monkeypatch.setattr("torch.distributed.run.run", given.append)
+    words = "--name g --nodes 1 --processes 1 --rendezvous h:1 --index 0 --address h module"
+    assert node.main(words.split()) == 0
+    # torchrun has five seconds of its own to see that its ranks have ended.
+    assert given[0].shutdown_timeout == GRACE_SECONDS - 10
+    code = "from planish.run.signals import STOP_SECONDS; print(STOP_SECONDS)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    assert float(told) == given[0].shutdown_timeout - 5

@@ -33,7 +33,7 @@ from planish.checkpoint.commit import catalog
 from planish.checkpoint.train_state import POLICY, by_role
 from planish.records import layout
 from planish.run.events import record_event
-from planish.run.signals import Terminated
+from planish.run.signals import STOP_SECONDS, Terminated
 from planish.stages.train.progress import Progress
 from planish.stages.train.ranks.job import TrainJob, clear_steps
 from planish.stages.train.trainer import Trainer
@@ -41,9 +41,6 @@ from planish.stages.train.update import Step
 
 logger = logging.getLogger(__name__)
 
-LEAVE_SECONDS = 25.0
-"""Limit on the last commit of ranks that leave. torchrun kills them 30 s after it was asked to end,
-and in the pods of a gang `GRACE_SECONDS - 10` s after (`planish.run.gang.node`)."""
 KEEP_LAST = 2
 """Commits that are kept: where the newest is damaged, the one before is loaded."""
 
@@ -153,7 +150,7 @@ class StepBoundaries:
         if manager is not None and is_new and (asked or manager.will_save_at(progress.step)):
             state = self._state(trainer, steps, progress)
             if asked:
-                limits = {"inflight": "wait", "timeout_s": LEAVE_SECONDS}
+                limits = {"inflight": "wait", "timeout_s": STOP_SECONDS}
                 handle: SaveHandle | None = manager.save(progress.step, state, **limits)
             else:
                 handle = manager.step(progress.step, state)
@@ -168,7 +165,7 @@ class StepBoundaries:
     def leave(self) -> None:
         """Finish the commits under way, and log what a retry has to do again."""
         steps, since = self.resumed, self._began
-        deadline = time.monotonic() + LEAVE_SECONDS
+        deadline = time.monotonic() + STOP_SECONDS
         for number, began, handle in self._saves:
             try:
                 handle.result(max(0.0, deadline - time.monotonic()))
