@@ -14,7 +14,7 @@ __all__ = ["packages_of_an_image", "stacks_without_sources"]
 FOLDER = Path(__file__).parent
 QUICK = {
     "test_whole_run.py": ("*killed_once*",),
-    "test_s3_faults.py": ("*asked_for_again*", "*clock*"),
+    "test_s3_faults.py": ("*clock*",),
     "test_ckpt_failures.py": ("*an_uploader_killed*", "*killed_in_a_load*"),
     "test_train_processes.py": ("*losses*", "*weights*", "*shard_each*", "*moves*"),
     "test_megatron_training.py": ("*[[]wide-dp2-*", "*[[]wide-tp2-sequence-*"),

@@ -152,6 +152,48 @@ def test_a_gateway_that_denies_an_object_is_not_believed(server):
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        b"<DeleteResult><Error><Key>a</Key><Code>SlowDown</Code></Error></DeleteResult>",
+        b"<Error><Code>InternalError</Code></Error>",
+        b"<html>a page of a gateway",
+    ],
+)
+def test_an_answer_that_turns_out_to_be_an_error_is_asked_for_again(server, body):
+    server.answer = lambda r: Reply(body=body if r.number < 3 else b"<DeleteResult/>")
+    store_of(server, retry_seconds=5).delete(["a"])
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("operation", "page", "words"),
+    [
+        ("put", error_page("SlowDown"), "keeps answering SlowDown"),
+        ("put", error_page("XMinioIAMNotInitialized"), "keeps answering XMinioIAMNotInitialized"),
+        ("create", error_page("OfALaterVersion"), "keeps answering OfALaterVersion"),
+        ("head", b"", "keeps answering HTTP 503"),
+    ],
+)
+def test_an_answer_of_503_for_ever_is_unavailable_whatever_its_code(server, operation, page, words):
+    server.answer = lambda _: Reply(503, page)
+    with pytest.raises(StoreUnavailable, match=words) as raised:
+        OPERATIONS[operation](store_of(server))
+    assert exit_code(raised.value) == EXIT_TRANSIENT
+    assert len(server.requests) > 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [(507, "XMinioStorageFull", "server is full"), (418, "Odd", "the server answers Odd")],
+)
+def test_other_answers_are_not_tried_again(server, status, code, words):
+    server.answer = lambda _: Reply(status, error_page(code))
+    with pytest.raises(StoreError, match=words):
+        store_of(server, retry_seconds=60).put("a", b"1")
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
     ("operation", "action"),
     [
         ("put", "s3:PutObject"),
@@ -167,7 +209,7 @@ def test_a_gateway_that_denies_an_object_is_not_believed(server):
 )
 def test_what_a_store_forbids_is_named(server, operation, action):
     server.answer = lambda _: Reply(403, error_page("AccessDenied"))
-    with pytest.raises(AccessRefused, match=f"must be allowed `{action}`") as raised:
+    with pytest.raises(AccessRefused, match=f"must be allowed `{action}`.*a policy") as raised:
         OPERATIONS[operation](store_of(server))
     assert exit_code(raised.value) == EXIT_CONFIG
 
