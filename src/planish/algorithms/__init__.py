@@ -1,7 +1,7 @@
 """Post-training algorithms: pure functions of tensors and one short file per published recipe.
 
-Nothing here imports torch at run time: the functions only call methods of the tensors that they
-are given, so that configurations can be checked by processes that have no use for torch.
+Nothing here imports torch at run time: the functions only call methods of the tensors that
+they get, so that processes without torch can check configurations.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ DEFAULT_ALGORITHM = "dapo"
 
 
 def algorithm_recipe(raw: Mapping[str, Any]) -> Recipe:
-    """Return the recipe that the raw `[algorithm]` table asks for by its `name`.
+    """Return the recipe that the raw `[algorithm]` table names in its key `name`.
 
     Raises:
-        ConfigError: no such algorithm; the nearest name is given.
+        ConfigError: no such algorithm; the message gives the nearest name.
     """
     name = raw.get("name", DEFAULT_ALGORITHM)
     if not isinstance(name, str) or name not in ALGORITHMS:

@@ -1,6 +1,6 @@
 """Advantages and returns: group-relative, generalised advantage estimation, Monte-Carlo.
 
-Deliberately without any loss and without state.
+This module has no loss and no state.
 
 Source: GRPO arXiv 2402.03300 section 4.1; DAPO arXiv 2503.14476 section 2; generalised advantage
 estimation arXiv 1506.02438.
@@ -36,10 +36,10 @@ def group_advantages(
         in_stats: [R] bool, rows that count in mean and deviation; all when None.
 
     Returns:
-        [R] float32. A group whose counted rewards are equal gives exactly 0, a group of one its own
-        reward. A row that does not count may lie far outside of a deviation that knows nothing of
-        it: it gets at most twice the root of its group's size, of either sign. (One that counts
-        never reaches the root.)
+        [R] float32. A group whose counted rewards are equal gives exactly 0. A group of one row
+        gives its own reward. The mean and deviation leave out rows outside `in_stats`, so such a
+        row may lie far away: its advantage is cut to at most twice the root of its group's size,
+        with either sign. (A counted row never reaches the root.)
 
     Source: DAPO, arXiv 2503.14476, equation 9; the bound is ours.
     """
@@ -84,7 +84,7 @@ def terminal_rewards(reward: Tensor, mask: Tensor, is_finished: Tensor) -> Tenso
     Args:
         reward: [B] float32.
         mask: [B, S] bool, response tokens.
-        is_finished: [B] bool; an unfinished row gets no reward, whatever a verifier would say.
+        is_finished: [B] bool; an unfinished row gets no reward, whatever its verdict.
 
     Returns:
         [B, S] float32. A row with an empty mask stays 0.
@@ -114,7 +114,7 @@ def gae(
     Args:
         token_rewards: [B, S] float32.
         values: [B, S] float32, of the state before each token.
-        mask: [B, S] bool; other tokens carry the recursion on unchanged.
+        mask: [B, S] bool; other tokens pass the recursion on unchanged.
         gamma: discount.
         lam: decay of the estimator, one for all or [B].
         bootstrap: [B] float32, value after the last token; 0 for finished rows (the default).
@@ -150,8 +150,8 @@ def return_targets(
 ) -> Tensor:
     """Return the critic's targets, [B, S] float32: advantage plus value under its own decay.
 
-    Arguments are as of `gae`, with a mask of finished responses. With gamma and decay 1 the targets
-    are the exact Monte-Carlo returns, which no value can bias.
+    Arguments are those of `gae`, with a mask of finished responses. With gamma and decay 1 the
+    targets are the exact Monte-Carlo returns, which no value can bias.
 
     Source: VAPO, arXiv 2504.05118, section 4.1, decoupled GAE.
     """
@@ -167,18 +167,18 @@ def scaled_advantages(
 
     Args:
         advantages: [B, S] of the whole rollout batch.
-        mask: [B, S] bool, tokens in the policy loss; no other moves the mean.
+        mask: [B, S] bool, tokens in the policy loss; only these enter the mean.
         whiten: shift and scale to mean 0 and variance 1 over the mask.
-        clip: bound that holds after whitening; None is off.
+        clip: bound after whitening; None is off.
     """
     scaled = masked_whiten(advantages, mask) if whiten else hidden(advantages, mask)
     return scaled if clip is None else scaled.clamp(-clip, clip)
 
 
 def whiten_metrics(mask: Tensor, *, whiten: bool) -> dict[str, float]:
-    """Return `whiten_undefined`: 1 where a mask [B, S] has fewer than two tokens, and all become 0.
+    """Return `whiten_undefined`: 1 if a mask [B, S] has fewer than two tokens (all become 0).
 
-    Nothing is returned where advantages are not whitened.
+    Without whitening the result is empty.
     """
     return {"whiten_undefined": float(int((mask != 0).sum()) < 2)} if whiten else {}
 
@@ -207,7 +207,7 @@ def adaptive_lambda(lengths: Tensor, *, alpha: float, minimum: float) -> Tensor:
     Args:
         lengths: [B] response lengths in tokens.
         alpha: share of the length.
-        minimum: lower bound, in [0, 1); binding for short responses.
+        minimum: lower bound, in [0, 1); it binds for short responses.
 
     Returns:
         [B] float32 in [minimum, 1).

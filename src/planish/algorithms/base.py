@@ -1,8 +1,8 @@
-"""What an algorithm is given and what it gives back: batches, losses and their denominators.
+"""Input and output of an algorithm: batches, losses and their denominators.
 
-The trainer knows no algorithm by name. It hands over a `TrainBatch`, gets masks and advantages,
-and then calls a loss whose denominators are fixed for the whole optimizer step, so that the split
-into micro-batches and ranks changes nothing.
+The trainer knows no algorithm by name. It passes a `TrainBatch`, gets masks and advantages, and
+then calls a loss. The denominators of the loss are fixed for the whole optimizer step, so that the
+split into micro-batches and ranks changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Sequences (prompt, then response) from column 0, padded on the right; lives in memory only.
+    """Sequences (prompt, then response) from column 0, padded on the right; exists in memory only.
 
     Column `t` of every per-token field belongs to token `input_ids[:, t]`: `old_logprobs[:, t]` is
     the log-probability of that token given the tokens before it. Column 0 is never in a mask.
@@ -66,10 +66,10 @@ class TrainBatch:
     routing: Tensor | None = None
     """[T, layers with experts, experts per token] of the smallest integer type: the experts that an
     engine sent each of the T tokens of `attention_mask` to as an input, row after row; -1 unknown.
-    None where nobody kept it."""
+    None if the run did not record it."""
     is_fresh: Tensor | None = None
-    """[B] bool, all tokens of the policy loss are of the policy before the iteration, so that its
-    trainer must find the engine's log-probabilities; None where every row is."""
+    """[B] bool, all tokens of the policy loss come from the policy before the iteration, so
+    the trainer must compute the engine's log-probabilities; None if this is true of every row."""
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -103,7 +103,7 @@ class TrainBatch:
         return choices
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what is there by name."""
+        """Return the tensors that the batch has, by name."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -122,7 +122,7 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class Denominators:
-    """What one optimizer step divides by: sums over all its micro-batches and all ranks."""
+    """Denominators of one optimizer step: sums over all its micro-batches and all ranks."""
 
     minibatch: Mapping[str, float]
     """`Algorithm.counts` of the mini-batch; for the value loss `ActorCritic.value_counts`."""
@@ -134,17 +134,18 @@ class Denominators:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A micro-batch's part of the loss, and what is to be logged about it."""
+    """A micro-batch's part of the loss, and metrics to log."""
 
     loss: Tensor
     """Scalar with gradient; the parts of all micro-batches and ranks add up to the loss."""
     means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Metric to (sum, count); summed before the division, left out where the count is 0."""
+    """Metric to (sum, count); sums and counts add up before the division; left out if the count is
+    0."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
     """Metric to the largest value seen."""
 
     def scaled(self, weight: float, device: Any) -> LossOutput:
-        """Return it on a device, with loss, sums and counts as of so many of the same tokens."""
+        """Return a copy on a device, with loss, sums and counts multiplied by a factor."""
         means = {
             name: (total.to(device) * weight, count.to(device) * weight)
             for name, (total, count) in self.means.items()
@@ -187,11 +188,11 @@ class Algorithm(Protocol):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """False where the policy ratio is taken to the engine's own log-probabilities."""
+        """False if the policy ratio compares with the engine's own log-probabilities."""
 
     @property
     def needs_reference(self) -> bool:
-        """True where the loss holds the policy near a reference policy.
+        """True if the loss keeps the policy near a reference policy.
 
         Every token in `policy_mask` then has a gradient, whatever its advantage.
         """
@@ -200,7 +201,7 @@ class Algorithm(Protocol):
         """Return the whole rollout batch with masks, advantages and returns filled in."""
 
     def counts(self, batch: TrainBatch) -> dict[str, float]:
-        """Return what the policy loss divides by; counts of disjoint batches add up.
+        """Return the denominators of the policy loss; counts of disjoint batches add up.
 
         A mini-batch whose counts are all 0 makes no policy step.
         """
@@ -218,7 +219,7 @@ class ActorCritic(Algorithm, Protocol):
         """Return metrics of the advantages before they are scaled, of a batch with values."""
 
     def value_counts(self, batch: TrainBatch) -> dict[str, float]:
-        """Return what the value loss divides by; counts of disjoint batches add up.
+        """Return the denominators of the value loss; counts of disjoint batches add up.
 
         A mini-batch whose counts are all 0 makes no critic step.
         """
@@ -233,7 +234,7 @@ class ActorCritic(Algorithm, Protocol):
     ) -> LossOutput:
         """Return one micro-batch's part of the value loss; see `ValueLossFn`.
 
-        In pretraining the policy stands still and nothing limits how far a value may move.
+        In pretraining the policy does not change, and no clip limits how far a value may move.
         """
 
 
@@ -241,7 +242,7 @@ class ActorCritic(Algorithm, Protocol):
 class Recipe:
     """An entry of the table of algorithms: a class and the constants that it runs with.
 
-    Several recipes share a class where one paper's algorithm is another's with other constants.
+    Recipes share a class if their papers' algorithms differ only in constants.
     """
 
     config_class: type[Section]

@@ -1,9 +1,9 @@
 """CISPO: log-probabilities weighted by the clipped ratio, which itself has no gradient.
 
-The clip bounds how much a token counts and takes none out of the gradient, whatever its ratio.
+The clip bounds the weight of a token. It removes no token from the gradient, whatever the ratio.
 
 Source: MiniMax-M1, arXiv 2506.13585, equations 4 and 5: the lower clip is off and the upper one is
-tuned, to a value that is not told; the default is that of ScaleRL, arXiv 2510.13786.
+tuned to an unpublished value; the default is that of ScaleRL, arXiv 2510.13786.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class CispoConfig(GroupPolicyConfig):
     clip_low: float = Field(default=1.0, ge=0.0, le=1.0)
     """A token counts at least 1 - clip_low times; 1 is no lower limit, as published."""
     clip_high: float = Field(default=4.0, ge=0.0)
-    """And at most 1 + clip_high times."""
+    """A token counts at most 1 + clip_high times."""
     dual_clip: None = None
-    """No loss here grows with the ratio without a limit."""
+    """Not needed: no loss here grows with the ratio without limit."""
     clips_weights: ClassVar[bool] = True
 
 

@@ -1,6 +1,6 @@
 """The policy loss that all recipes share, clipped token by token, with its metrics and constants.
 
-Advantages come from elsewhere: whether a group or a critic made them makes no difference here. A
+It takes advantages from a group or from a critic alike. A
 penalty on the divergence from a reference policy can be added to the loss of any recipe; it is off
 by default, since none of DAPO, VAPO and T-PPO has one.
 
@@ -45,8 +45,8 @@ class ClippedPolicyConfig(Section):
     norm_tokens: int | None = Field(default=None, ge=1)
     """Maximum response length in tokens; needed by aggregation `seq-sum-norm` only."""
     correction: Correction = "off"
-    """Importance weights for tokens whose engine differs from the trainer; `bypass` takes the
-    engine's log-probabilities as those of the old policy."""
+    """Importance weights that correct the difference between engine and trainer; `bypass` takes
+    the engine's log-probabilities as those of the old policy."""
     correction_min: float = Field(default=0.0, ge=0.0)
     """Lower end of the band of the two mask modes."""
     correction_max: float = Field(default=2.0, gt=0.0)
@@ -57,9 +57,9 @@ class ClippedPolicyConfig(Section):
     `train.reference_policy` says which policy is the reference."""
     kl_estimator: KlEstimator = "k3"
     """How the divergence of a token is estimated; `k3` is GRPO's (arXiv 2402.03300, equation 4),
-    `k2` has the gradient of the divergence, `k1` pulls nowhere on average."""
+    `k2` has the gradient of the divergence, `k1` has a gradient of 0 on average."""
     clips_weights: ClassVar[bool] = False
-    """Both clips bind whatever the sign of the advantage; else each on its own side alone."""
+    """True: both clips bind for advantages of either sign. False: each binds on its own side."""
 
     def _off(self) -> list[str]:
         return [] if self.kl_coefficient else ["kl_coefficient", "kl_estimator"]
@@ -77,7 +77,7 @@ class ClippedPolicyConfig(Section):
 
 
 class ClippedPolicy(Protocol):
-    """What the constants of the clipped policy loss say about every algorithm that has it."""
+    """Properties of every algorithm with the clipped policy loss, from its constants."""
 
     config: ClippedPolicyConfig
 
@@ -100,12 +100,12 @@ def with_old_policy(batch: TrainBatch, config: ClippedPolicyConfig) -> TrainBatc
 
 
 class TokenLosses(Protocol):
-    """What a recipe makes of log-probabilities and advantages, token by token."""
+    """A recipe's loss of each token, from log-probabilities and advantages."""
 
     def __call__(
         self, new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the ratio that is compared with the clips and the loss of each token.
+        """Return the ratio that the clips bound, and the loss, of each token.
 
         All tensors are [B, S] and 0 outside `mask`; `config` is the recipe's.
         """

@@ -1,7 +1,7 @@
 """DAPO: asymmetric clip, token-level loss, group-relative advantages, no KL penalty, no critic.
 
-Dynamic sampling belongs to the rollout stage, overlong reward shaping to the reward stage; what
-is left for the update is here.
+Dynamic sampling belongs to the rollout stage, and overlong reward shaping to the reward stage;
+this file has the update.
 
 Source: DAPO, arXiv 2503.14476, sections 2.3, 3.1, 3.3, 3.4 and 4.1.
 """

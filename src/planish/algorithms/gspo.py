@@ -34,7 +34,7 @@ class GspoConfig(GroupPolicyConfig):
     clip_low: float = Field(default=3e-4, ge=0.0, le=1.0)
     """The ratio of a response is clipped below 1 - clip_low (section 5.1)."""
     clip_high: float = Field(default=4e-4, ge=0.0)
-    """And above 1 + clip_high; shorter responses need wider clips."""
+    """The ratio is clipped above 1 + clip_high; shorter responses need wider clips."""
     aggregation: Aggregation = "seq-mean-token-mean"
     """Every response weighs the same (equation 5)."""
 
@@ -42,7 +42,7 @@ class GspoConfig(GroupPolicyConfig):
 def response_losses(
     new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: ClippedPolicyConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return the ratio of its response and the surrogate clipped by it at every token.
+    """Return at every token the ratio of its response, and the clipped surrogate.
 
     The ratio is exp of the mean difference of log-probabilities over the tokens in `mask`
     (equation 7); the mean of the losses over these has value and gradient of equation 5.

@@ -1,6 +1,6 @@
 """Losses per token and their aggregation with denominators that hold for a whole optimizer step.
 
-Deliberately without models: inputs are log-probabilities, advantages and masks.
+This module has no models: inputs are log-probabilities, advantages and masks.
 
 Source: PPO arXiv 1707.06347 equation 7; DAPO arXiv 2503.14476 section 3.1 (asymmetric clip) and
 3.3 (token-level loss); dual clip arXiv 1912.09729 equation 5; the estimators of KL divergence are
@@ -45,7 +45,7 @@ def clipped_surrogate(
         ratio: policy / old policy, any shape.
         advantages: same shape.
         clip_low: the ratio is kept above 1 - clip_low where that lowers the loss.
-        clip_high: and below 1 + clip_high.
+        clip_high: the ratio is kept below 1 + clip_high where that lowers the loss.
         dual_clip: > 1; bounds the loss of tokens with a negative advantage by this factor.
 
     Source: DAPO, arXiv 2503.14476, equation 10; dual clip arXiv 1912.09729, equation 5.
@@ -109,10 +109,10 @@ def _denominator(mode: Aggregation, denominators: Denominators, norm_tokens: int
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
     """Estimate KL(policy || reference) per token from tokens that the policy sampled.
 
-    As a loss each pulls in its own way. With d = logprobs - reference the gradient of a token is
-    that of its log-probability times 1 (`k1`, whose mean over the policy's own tokens is 0: noise
-    alone), times d (`k2`, whose mean is the gradient of the divergence itself), or times
-    1 - exp(-d) (`k3`, which is d near the reference and 0 where the cuts bite).
+    The estimators have different gradients. With d = logprobs - reference the gradient of a token
+    is that of its log-probability times 1 (`k1`, whose mean over the policy's own tokens is 0:
+    noise alone), times d (`k2`, whose mean is the gradient of the divergence itself), or times 1 -
+    exp(-d) (`k3`, which is d near the reference and 0 beyond the cuts).
 
     Args:
         logprobs: log-probabilities under the policy, any shape, nats.
@@ -147,7 +147,7 @@ def value_losses(
         old_values: critic at the start of the iteration.
         returns: targets.
         clip_low: how far below `old_values` the clipped value may go; None is any distance.
-        clip_high: and above.
+        clip_high: how far above it may go; None is any distance.
     """
     clipped = values
     if clip_low is not None:

@@ -1,4 +1,4 @@
-"""Sums, means and whitening over masks; what lies under a mask's zeros can never leak.
+"""Sums, means and whitening over masks; masked entries never affect the result.
 
 Each function first replaces masked entries by 0, so NaN and infinity in padding have no effect on
 values or gradients. Half precision is widened to float32.

@@ -1,4 +1,4 @@
-"""How far the policy that sampled is from the one that trains: metrics, and weights to correct it.
+"""Distance between the policy that sampled and the one that trains: metrics, correction weights.
 
 The engine and the trainer compute the same network with other kernels, and sometimes with other
 weights. The metrics are always logged; the correction is off unless it is configured.
@@ -26,8 +26,8 @@ def mismatch_limit(config: Mapping[str, Mapping[str, Any]]) -> float:
     """Return the largest mean difference of log-probabilities that number formats explain, in nats.
 
     Kernels of one network in float32 differ by 1e-5 and less, in bfloat16 by some hundredths, more
-    where routers choose other experts; another network by whole nats. Infinity where the engine's
-    are of a distribution that `rollout.top_p` or `top_k` cuts.
+    where routers choose other experts. Another network differs by whole nats. The limit is infinite
+    if `rollout.top_p` or `top_k` cuts the engine's distribution.
 
     Example:
         >>> mismatch_limit({"model": {"dtype": "float32"}, "train": {"compute_dtype": "bfloat16"}})
@@ -48,12 +48,12 @@ def mismatch_limit(config: Mapping[str, Mapping[str, Any]]) -> float:
 def check_mismatch(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, limit: float
 ) -> None:
-    """Refuse rollouts that another network than the one that trains has sampled.
+    """Refuse rollouts that were sampled by another network than the one that trains.
 
     Log-probabilities are [B, S] float32 of trainer and engine; `limit` is that of `mismatch_limit`.
 
     Raises:
-        ConfigError: the mean of the absolute difference is beyond the limit.
+        ConfigError: the mean absolute difference is above the limit.
     """
     trainer, engine = old_logprobs[mask != 0], rollout_logprobs[mask != 0]
     if not len(trainer):
@@ -85,8 +85,8 @@ def correction_weights(
         old_logprobs: [B, S] float32, trainer's.
         rollout_logprobs: [B, S] float32, engine's.
         mask: [B, S] bool, tokens of the loss.
-        mode: `*_truncate` caps the weight at `maximum`; `*_mask` drops what lies outside
-            [minimum, maximum]; `sequence_*` judges by the product over the response, and
+        mode: `*_truncate` caps the weight at `maximum`; `*_mask` drops weights outside
+            [minimum, maximum]; `sequence_*` decides by the product over the response, and
             `sequence_mask` then weighs each token by its own ratio. `off` and `bypass` give 1.
         minimum: lower end of the band of the two mask modes.
         maximum: cap, or upper end of the band.

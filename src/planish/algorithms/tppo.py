@@ -1,16 +1,16 @@
 """T-PPO: the policy learns from a response while it is still being generated.
 
-Generation is cut into windows: in each iteration a slot generates at most `window_tokens`.
+Generation is cut into windows: in each iteration a slot generates at most `window_tokens` tokens.
 
-1. The policy trains on the tokens of the window, whether the response is finished or not. An
-   extended estimate of the advantage takes the state after a cut to be worth as much as the last
-   one before it.
-2. The tokens just before a cut, which lean most on that, are left out (public code).
+1. The policy trains on the tokens of the window, whether the response is finished or not. The
+   extended estimate of the advantage gives the state after a cut the value of the last state
+   before it.
+2. The tokens just before a cut depend most on that value and are left out (public code).
 3. The critic trains on finished responses only, on the tokens of all their windows.
 
-Successive batching of the slots belongs to the rollout stage. Windows that hold the longest
-response make this VAPO with other constants. "Public code" is that of the paper's authors, which
-may differ from what the paper ran.
+Successive batching of the slots belongs to the rollout stage. With windows as long as the
+longest response this is VAPO with other constants. "Public code" is that of the paper's authors,
+which may differ from what the paper ran.
 
 Source: T-PPO, arXiv 2506.15050.
 """
@@ -44,7 +44,7 @@ class TppoConfig(ActorCriticConfig):
     name: Literal["tppo"] = "tppo"
     """Key in the table of algorithms."""
     window_tokens: int = Field(default=8192, ge=1)
-    """Most tokens that a slot generates in an iteration; equal to `rollout.window_tokens`."""
+    """Maximum of tokens that a slot generates in an iteration; equals `rollout.window_tokens`."""
     ignored_tail_tokens: int = Field(default=8, ge=0)
     """Tokens before a cut that do not train the policy, as in the public code."""
     dual_clip: float | None = Field(default=10.0, gt=1.0)
@@ -54,7 +54,7 @@ class TppoConfig(ActorCriticConfig):
     value_clip_low: float | None = Field(default=0.5, gt=0.0)
     """How far below its old value a value may go in the value loss, as in the public code."""
     value_clip_high: float | None = Field(default=0.6, gt=0.0)
-    """How far above its old value, as in the public code."""
+    """How far above its old value a value may go, as in the public code."""
     aggregation: Aggregation = "batch-token"
     """Every token of the rollout batch weighs the same, as in the public code."""
     value_aggregation: Aggregation = "seq-mean-token-mean"
@@ -85,7 +85,7 @@ class Tppo(ClippedPolicy):
         self.value_counts, self.value_loss = vapo.value_counts, vapo.value_loss
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Fill in masks, advantages of the window and returns of finished responses."""
+        """Return the batch with masks, window advantages and returns of finished responses."""
         mask = trained_tokens(batch, self.config.ignored_tail_tokens)
         return with_estimates(batch, mask, *self._estimates.take(batch), self.config)
 

@@ -1,4 +1,4 @@
-"""VAPO: policy optimisation with a critic that long responses do not break.
+"""VAPO: policy optimisation with a critic that stays stable on long responses.
 
 The seven changes to PPO, in the order of section 5.1. The first and the last are not here:
 
@@ -61,7 +61,7 @@ class ActorCriticConfig(ClippedPolicyConfig):
     lambda_critic: float = Field(default=1.0, ge=0.0, le=1.0)
     """Decay of the critic's target; 1 is the Monte-Carlo return (section 4.1)."""
     decoupled_gae: bool = True
-    """False makes the critic's target with the policy's decay, whatever `lambda_critic` is."""
+    """False gives the critic's target the policy's decay, whatever `lambda_critic` is."""
     lambda_policy: float = Field(default=0.95, ge=0.0, le=1.0)
     """Decay of the policy's advantage where `lambda_alpha` is 0."""
     lambda_alpha: float = Field(default=0.05, ge=0.0)
@@ -86,7 +86,7 @@ class ActorCriticConfig(ClippedPolicyConfig):
     """How far below its old value a value may go in the value loss once the policy trains; None is
     any distance."""
     value_clip_high: float | None = Field(default=None, gt=0.0)
-    """How far above its old value; None is any distance."""
+    """How far above its old value a value may go; None is any distance."""
     value_aggregation: Aggregation = "token-mean"
     """How the value losses of tokens become one number."""
 
@@ -107,19 +107,19 @@ class VapoConfig(ActorCriticConfig):
 
 
 class Once:
-    """Estimates of a batch that is described first and then gets them: they are made once."""
+    """Cache of a batch's estimates, so that `describe` and `advantages` compute them once."""
 
     def __init__(self, make: Callable[[TrainBatch], tuple[Tensor, Tensor]]) -> None:
         self._make = make
         self._kept: tuple[TrainBatch, tuple[Tensor, Tensor]] | None = None
 
     def keep(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Return the estimates of a batch, and hold them until they are taken."""
+        """Compute the estimates of a batch and cache them until `take`."""
         self._kept = batch, self._make(batch)
         return self._kept[1]
 
     def take(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Return the estimates of a batch, and hold nothing any more."""
+        """Return the estimates of a batch and empty the cache."""
         kept, self._kept = self._kept, None
         return kept[1] if kept is not None and kept[0] is batch else self._make(batch)
 
@@ -127,7 +127,7 @@ class Once:
 class Vapo(ClippedPolicy):
     """Advantages and returns from a critic, the policy loss with its positive part, value loss.
 
-    Rows that a window cut short take no part until they are finished.
+    A row that was cut at the end of a window takes no part until it is finished.
     """
 
     config: ActorCriticConfig
@@ -138,7 +138,7 @@ class Vapo(ClippedPolicy):
         self._estimates = Once(self._estimate)
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Fill in masks, advantages with the policy's decay and returns with the critic's."""
+        """Return the batch with masks, advantages (policy's decay) and returns (critic's decay)."""
         mask = of_finished(batch, batch.policy_mask)
         return with_estimates(batch, mask, *self._estimates.take(batch), self.config)
 
@@ -222,7 +222,7 @@ def with_estimates(
     """Return the whole rollout batch with its masks, scaled advantages and returns.
 
     `policy_mask` [B, S] bool has the tokens that train the policy; `advantages` [B, S] float32 are
-    not scaled yet, `decay` [B] is theirs.
+    not scaled yet; `decay` [B] is their decay.
     """
     return with_old_policy(batch, config).updated(
         policy_mask=policy_mask,
@@ -236,7 +236,7 @@ def with_estimates(
 
 
 def of_finished(batch: TrainBatch, mask: Tensor) -> Tensor:
-    """Return the part of a mask that lies in finished rows, [B, S] bool."""
+    """Return the mask without unfinished rows, [B, S] bool."""
     return mask & batch.is_finished.unsqueeze(1)
 
 
@@ -250,7 +250,7 @@ def policy_decay(lengths: Tensor, config: ActorCriticConfig) -> Tensor:
 def critic_targets(batch: TrainBatch, decay: Tensor, config: ActorCriticConfig) -> Tensor:
     """Return the critic's target at every response token of finished rows, [B, S].
 
-    The policy's `decay` [B] is used where the estimates are not decoupled.
+    Without `decoupled_gae` the critic takes the policy's `decay` [B].
     """
     mask = of_finished(batch, batch.value_mask)
     rewards = terminal_rewards(batch.reward, mask, batch.is_finished)
@@ -259,7 +259,7 @@ def critic_targets(batch: TrainBatch, decay: Tensor, config: ActorCriticConfig) 
 
 
 def positive_tokens(batch: TrainBatch, config: ActorCriticConfig) -> Tensor:
-    """Select every response token of finished, correct rows, [B, S] bool; none where it is off."""
+    """Select response tokens of finished, correct rows, [B, S] bool; none if the loss is off."""
     chosen = (batch.accuracy > 0) & (config.positive_coefficient > 0)
     return of_finished(batch, batch.value_mask) & chosen.unsqueeze(1)
 

@@ -31,23 +31,23 @@ from planish.records.refs import Ref
 from planish.store.sources import cache_folder
 
 WEIGHTS = "weights_crc32c"
-"""Attribute of a policy, and of the rollouts that it samples: see `weights_checksum`."""
+"""Attribute of a policy and of its rollouts: see `weights_checksum`."""
 _CACHE_KEEPS = 3
-"""Fetched folders that stay whatever their age."""
+"""Number of fetched folders that stay at any age."""
 _CACHE_SECONDS = 3600.0
-"""Older fetched folders go once they have not been asked for this long."""
+"""Older fetched folders are removed after this many seconds without use."""
 _BLOCK_BYTES = 16 << 20
 _TICK_NS = 50_000_000
 _digests: dict[tuple[int, ...], str] = {}
-"""Device, inode, size and times of a file to its sha256: stages ask for a policy twice."""
+"""Device, inode, size and times of a file to its sha256: stages verify a policy twice."""
 _FILES_AT_ONCE = 3
-"""Each is hashed by a thread of its own, and read by several."""
+"""Files that are hashed at the same time, one thread each; several threads read a file."""
 
 
 def weights_checksum(parts: Mapping[str, int]) -> str:
-    """Return one CRC-32C of all weights of a policy, of which several processes may know parts.
+    """Return one CRC-32C of all weights of a policy; several processes may each know a part.
 
-    `parts` is name of each tensor in its files to the CRC-32C of the bytes there.
+    `parts` maps the name of each tensor in the files to the CRC-32C of its bytes.
     """
     lines = [f"{name} {parts[name]:08x}\n" for name in sorted(parts)]
     return f"{google_crc32c.value(''.join(lines).encode()):08x}"
@@ -91,14 +91,14 @@ def write_files(
 
 
 def store_file(uri: str, name: str, path: Path) -> Shard:
-    """Put one file of a set in place, whose manifest names it later."""
+    """Write one file of a set; the manifest names it later."""
     size, digest = hash_file(path)
     store.write_file(f"{uri}/{name}", path)
     return Shard(name, 0, size, digest)
 
 
 def withdraw(uri: str) -> None:
-    """Take the manifest of a set away, if there is one: its files are about to change."""
+    """Remove the manifest of a set, if there is one, before its files change."""
     store.delete(manifest_uri(uri))
 
 
@@ -119,14 +119,14 @@ def hash_object(uri: str) -> tuple[int, str]:
 
 
 def publish(uri: str, manifest: bytes, files: Mapping[str, Path | bytes | Shard]) -> None:
-    """Put files and then their manifest in place, leaving nothing else in the folder.
+    """Write files and then their manifest, and leave nothing else in the folder.
 
-    The manifest of another set in the same place goes first, so that no reader ever sees it
-    beside files that are not its own. Nothing is replaced or removed but what was there at first:
-    what another writer has put there meanwhile stays.
+    The manifest of another set in the same place is removed first, so that no reader sees it
+    beside files of this set. Only objects that were there at first are replaced or removed:
+    objects that another writer adds meanwhile stay.
 
     Raises:
-        RecordError: another writer has written something else there meanwhile.
+        RecordError: another writer has changed the folder meanwhile.
     """
     base = uri.rstrip("/")
     opened, folder = store.open_store(base)
@@ -142,7 +142,7 @@ def publish(uri: str, manifest: bytes, files: Mapping[str, Path | bytes | Shard]
 
 
 def _replace(uri: str, content: bytes | Path, seen: str) -> None:
-    """Write a file over the one of the entity tag `seen`; another one must have these bytes."""
+    """Write a file over the object of the entity tag `seen`; another object must be equal."""
     try:
         if isinstance(content, Path):
             store.write_file(uri, content, over=seen)
@@ -164,8 +164,8 @@ def fetch_files(
 ) -> Path:
     """Return a local folder with the files of a set, each verified; do not write into it.
 
-    For `file://` it is the folder of the set itself, for other stores a copy that later calls in
-    any process of this user share.
+    For `file://` this is the folder of the set itself. For other stores it is a copy, shared by
+    later calls in any process of this user.
 
     `sha256` and `schema` are what its manifest must have; files whose names end with `without` are
     neither copied nor read.
@@ -194,7 +194,7 @@ def _verify(
     wanted: Sequence[Shard],
     digests: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse other files than those of a manifest; `digests` are of those that have just come."""
+    """Refuse other files than those of a manifest; `digests` are those of the fetched files."""
     digests, faults, whole = digests or {}, [], []
     for shard in wanted:
         path = folder / shard.name
@@ -240,7 +240,7 @@ def _digest(path: Path, known: str) -> str:
 
 
 def _read_files(uri: str, wanted: Sequence[Shard], folder: Path) -> dict[str, str]:
-    """Copy the files of a set, some at a time, and return the sha256 of each that there is."""
+    """Copy the files of a set, some at a time, and return the sha256 of each existing file."""
 
     def read(name: str) -> str:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

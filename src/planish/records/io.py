@@ -40,9 +40,9 @@ def write_set(
 ) -> Ref:
     """Write a record set: shards first, the manifest last.
 
-    `parents` is name of each input to the sha256 of its manifest; `attributes` are JSON values that
-    say what this set is: config_sha256, iteration, seed ... No URI, time or host name, so that
-    equal runs have equal digests.
+    `parents` maps each input to the sha256 of its manifest. `attributes` are JSON values that
+    describe this set: config_sha256, iteration, seed ... They have no URI, time or host name, so
+    that equal runs have equal digests.
 
     Returns:
         The Ref of the set; its attributes are the scalar `attributes` and `num_rows`.
@@ -73,10 +73,10 @@ def write_set(
 def read_set(
     cls: type[RecordT], uri: str, *, sha256: str | None = None, with_optional: bool = True
 ) -> RecordT:
-    """Read a record set and check its schema and digests; its rules were checked when written.
+    """Read a record set and check its schema and digests; the writer has checked the rules.
 
-    `sha256` is what its manifest must hash to; `with_optional` reads the lists too that a set may
-    lack, which may be most of its bytes.
+    `sha256` is the expected digest of the manifest. `with_optional` reads optional lists too,
+    which may be most of the bytes.
 
     Raises:
         ObjectMissing: no finished set there.
@@ -90,7 +90,7 @@ def read_set(
 def iter_set(
     cls: type[Record], uri: str, *, sha256: str | None = None, with_optional: bool = True
 ) -> Iterator[dict[str, ColumnData]]:
-    """Read the columns of a record set piece by piece; holds one shard's file and one piece.
+    """Read the columns of a record set piece by piece; memory is one shard's file and one piece.
 
     Raises:
         ObjectMissing: no finished set there.
@@ -134,7 +134,7 @@ def _read_shard(
 def finished(
     uri: str, schema: str, *, parents: Mapping[str, str], config_sha256: str
 ) -> Ref | None:
-    """Return the Ref of a set that an earlier attempt has finished from the same inputs.
+    """Return the Ref of a set that an earlier attempt finished from the same inputs.
 
     `parents` and `config_sha256` are what its manifest must name.
 

@@ -1,4 +1,4 @@
-"""Where each record of a run lives under its root URI: the only place that spells these paths."""
+"""Paths of all records under the root URI of a run; no other module spells these paths."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ def run_file(root: str) -> str:
 
 
 def locks(root: str) -> str:
-    """Who has run on this root, one object each time it changed hands."""
+    """Holders of the lock of this root, one object for each change of the holder."""
     return f"{root}/locks"
 
 
 def lock_file(root: str, generation: int) -> str:
-    """Who runs on this root; the highest generation counts."""
+    """Holder of the lock of this root; the highest generation counts."""
     return f"{locks(root)}/{generation:06d}.json"
 
 
@@ -26,12 +26,12 @@ def handover_file(root: str, generation: int) -> str:
 
 
 def avoided_nodes(root: str) -> str:
-    """Nodes that runs on this root keep away from, one object each; delete one to lift it."""
+    """Nodes that runs on this root avoid, one object each; delete an object to allow its node."""
     return f"{root}/avoid_nodes"
 
 
 def avoided_node(root: str, name: str) -> str:
-    """Why runs on this root keep away from a node."""
+    """Reason why runs on this root avoid a node."""
     return f"{avoided_nodes(root)}/{name}.json"
 
 
@@ -91,12 +91,12 @@ def rollouts(root: str, number: int, shard: int) -> str:
 
 
 def commits(root: str, number: int, shard: int) -> str:
-    """What one shard of one iteration has sampled so far; gone when its rollouts are there."""
+    """Samples of one unfinished shard of one iteration; removed once its rollouts exist."""
     return f"{iteration(root, number)}/commits/{shard:02d}"
 
 
 def surplus(root: str, number: int, shard: int) -> str:
-    """Qualified groups of a shard that the batch had no room for."""
+    """Qualified groups of a shard that did not fit into the batch."""
     return f"{iteration(root, number)}/surplus/{shard:02d}"
 
 
@@ -106,7 +106,7 @@ def values(root: str, number: int) -> str:
 
 
 def waiting(root: str, number: int) -> str:
-    """Finished responses that the critic is trained on in a later iteration."""
+    """Finished responses on which the critic trains in a later iteration."""
     return f"{iteration(root, number)}/waiting"
 
 
@@ -126,14 +126,14 @@ def update(root: str, number: int) -> str:
 
 
 def train_job(root: str, number: int, digest: str) -> str:
-    """What the processes of one train job read and tell: `job`, `result` and `error`, all JSON."""
+    """Messages between a stage and its train job: `job`, `result` and `error`, all JSON."""
     return f"{iteration(root, number)}/jobs/{digest[:16]}"
 
 
 def step_commits(root: str, number: int) -> str:
-    """What training of an iteration has committed between its steps; gone when its state is there.
+    """Commits between the steps of an iteration; removed once its state exists.
 
-    Below it lies a folder for each digest of inputs and settings.
+    It has one folder for each digest of inputs and settings.
     """
     return f"{iteration(root, number)}/steps"
 
@@ -159,12 +159,12 @@ def evaluation(root: str, version: int, name: str = "") -> str:
 
 
 REPORT = "report.json"
-"""What an evaluation writes last, in its folder."""
+"""Name of the file that an evaluation writes last, in its folder."""
 _EVALUATION = re.compile(rf"/evals/(?:([a-z][^/]*)/)?(\d{{1,9}})/{re.escape(REPORT)}")
 
 
 def parse_evaluation(root: str, uri: str) -> tuple[str, int] | None:
-    """Return name and policy version of the evaluation whose report lies there; None for no report.
+    """Return name and policy version of an evaluation by its report's URI; None for other URIs.
 
     Example:
         >>> parse_evaluation("file:///r", "file:///r/evals/gsm8k/00004/report.json")
@@ -185,12 +185,12 @@ def stage_log(root: str, stage: str, iteration_number: int, shard: int) -> str:
 
 
 def events(root: str) -> str:
-    """Attempts that failed, gangs and commits gone on from, one object each."""
+    """Failed attempts, gangs and resumed commits, one object each."""
     return f"{root}/events"
 
 
 def event(root: str, name: str) -> str:
-    """One of them; names begin with the time."""
+    """One event; names begin with the time."""
     return f"{events(root)}/{name}.json"
 
 
@@ -205,7 +205,7 @@ def failed_file(root: str, stage: str, iteration_number: int, shard: int) -> str
 
 
 def alerts(root: str) -> str:
-    """Anomaly alerts that were raised while the run was alive."""
+    """Alerts of the monitor during the run."""
     return f"{root}/alerts"
 
 
@@ -215,10 +215,10 @@ def report(root: str) -> str:
 
 
 def control(root: str) -> str:
-    """What as many seconds of supervised training gave, where that was measured."""
+    """Result of the control: the same seconds of supervised training, if measured."""
     return f"{report(root)}/control.json"
 
 
 def trackers(root: str) -> str:
-    """What followers have written elsewhere, and the event files of TensorBoard."""
+    """Progress of the trackers' followers, and the event files of TensorBoard."""
     return f"{root}/trackers"

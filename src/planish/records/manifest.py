@@ -1,4 +1,4 @@
-"""Manifests: the file written last that makes a set exist, and the only way to read one."""
+"""Manifests: the file that is written last and makes a set exist; every reader goes through it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Shard:
 
 @dataclass(frozen=True, config=_STRICT)
 class Manifest:
-    """What a set holds and what it was made from: no URI, time or host.
+    """Content and inputs of a set, without URI, time or host.
 
     Example:
         >>> manifest = Manifest("rewards/1", 0, (), {}, {"config_sha256": "ab"})
@@ -164,10 +164,10 @@ def _adapter() -> TypeAdapter[Manifest]:
 def parse_manifest(data: bytes, name: str) -> Manifest:
     """Parse the bytes of a manifest, trusting nothing in them.
 
-    `name` is what errors call it.
+    `name` stands in errors.
 
     Raises:
-        RecordError: with every fault.
+        RecordError: the manifest is wrong; the message names every fault.
     """
     try:
         manifest = _adapter().validate_json(data)

@@ -1,6 +1,6 @@
 """Columns to the bytes of a Parquet file and back; equal columns give equal bytes.
 
-One list column is exactly one `Ragged`. Knows neither stores nor manifests.
+One list column is exactly one `Ragged`. This module knows neither stores nor manifests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SCALARS: dict[str, pa.DataType] = {
 _ENTRIES = pa.dictionary(pa.int32(), pa.string())
 """Type in which texts are read."""
 _DICTIONARY = {"text": "{}", "list<int8|int16>": "{}.list.element"}
-"""Kinds of which few different values are many, to the path of their values in Parquet."""
+"""Kinds with few different values in many rows, to the path of their values in Parquet."""
 
 
 def _list_of(value: pa.DataType) -> pa.DataType:
@@ -103,10 +103,10 @@ def row_group_bounds(columns: Mapping[str, ColumnData], starts: Array) -> list[i
 
 
 def encode(columns: Mapping[str, ColumnData], specs: Sequence[Column], bounds: list[int]) -> bytes:
-    """Return one Parquet file; every writer setting is fixed here.
+    """Return the bytes of one Parquet file; this function fixes every writer setting.
 
-    Columns of `specs` that may be missing are left out; `bounds` are the rows at which the row
-    groups of this file begin, then the row after the last.
+    Optional columns without data are left out. `bounds` are the first rows of the row groups of
+    this file, then the row after the last.
     """
     sink = pa.BufferOutputStream()
     specs = [spec for spec in specs if spec.name in columns]
@@ -170,9 +170,9 @@ def _texts(values: Sequence[str]) -> pa.Array:
 def decode_pieces(
     data: bytes, specs: Sequence[Column], *, name: str, with_optional: bool = True
 ) -> Iterator[dict[str, ColumnData]]:
-    """Read a file of `encode` piece by piece; at least one piece, of no rows where there are none.
+    """Read a file of `encode` piece by piece; an empty file gives one piece of no rows.
 
-    `with_optional` decodes the lists too that a set may lack; `name` is what errors call the file.
+    `with_optional` decodes optional lists too; `name` stands in errors.
 
     Raises:
         RecordError: damaged, or with other columns.
@@ -186,7 +186,7 @@ def decode_pieces(
 
 
 def _check_field(schema: pa.Schema, spec: Column, name: str) -> None:
-    """Refuse a column that is not as `encode` writes it: with nulls, say, or of other numbers."""
+    """Refuse a column that `encode` would not write, for example with nulls or other numbers."""
     place = schema.get_field_index(spec.name)
     dtypes = spec.kind.removeprefix("list<").rstrip(">").split("|")
     kinds = [arrow_type(spec.kind, dtype, _ENTRIES) for dtype in dtypes]
@@ -202,13 +202,13 @@ def read_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Read a Parquet file of unknown origin without decoding more than `limit_bytes` of its size.
 
-    Texts come dictionary-encoded: equal ones are held once, and their length is known before any
-    is built. At least one batch, of no rows where there are none.
+    Texts are dictionary-encoded: memory has equal texts once, and their length is known before any
+    is built. An empty file gives one batch of no rows.
 
-    `name` is what errors call the file; None for `columns` decodes all, else those that it has.
+    `name` stands in errors. None for `columns` decodes all columns, else those that exist.
 
     Raises:
-        RecordError: no sound Parquet file, or beyond the limit.
+        RecordError: no valid Parquet file, or larger than the limit.
     """
     try:
         opened = pa.BufferReader(source) if isinstance(source, bytes) else pa.OSFile(str(source))
@@ -246,9 +246,9 @@ def _check_size(total: int, size: int, name: str) -> None:
 
 
 def chunk_sizes(opened: Any) -> list[tuple[int, int, int]]:
-    """Return what the footer of an open file says of each column's chunks.
+    """Return the sizes of each column's chunks from the footer of an open file.
 
-    Arrow's own way to ask ends the process where an entry contradicts the schema.
+    Arrow's own method ends the process if an entry contradicts the schema.
 
     Returns:
         Place of the column in the schema, its values, and the bytes of its pages once decompressed.
@@ -276,7 +276,7 @@ def _width(column: Any) -> int | None:
 
 
 def _text_bytes(array: pa.Array) -> int:
-    """Return the bytes of all texts inside of an array, each as often as it is used."""
+    """Return the bytes of all texts in an array; a repeated text counts each time."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         # Binary has the buffers of text, and no faults of encoding.

@@ -1,4 +1,4 @@
-"""Prompts and worked traces: what curation hands to the rest of a run."""
+"""Prompts and worked traces: the records that curation passes to the rest of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ragged arrays: the rows of a list column as one array of values and one of offsets."""
+"""Ragged arrays: the rows of a list column as an array of values and an array of offsets."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which policy is the reference of a KL penalty, from the first iteration to the last.
+"""The reference policy of a KL penalty, from the first iteration to the last.
 
 It is the policy that the training began with, after the supervised start, unless the configuration
-pins another. The first train state names it and every later one passes the name on: iterations,
-chained runs and forks, which all go on with a state, keep the reference of the first run.
+pins another. The first train state names the reference and every later state passes the name on.
+Iterations, chained runs and forks go on with a state, so they keep the reference of the first run.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from planish.records.refs import parse_pin
 from planish.records.stream import state_root
 
 KEY = "reference"
-"""Where a train state names the reference: a pin, relative to the root of its run if it lies there,
-so that equal runs have equal states."""
+"""Key of the reference in a train state. Its value is a pin, relative to the root of the run if it
+lies there, so that equal runs have equal states."""
 
 _SCHEMA = "policy/1"
 _REMEDY = "pin the policy to stay near by `train.reference_policy` (`<uri>#sha256=<digest>`)"
 
 
 def find_reference(pinned: str, *, policy_pin: str, state_pin: str, info: Mapping[str, Any]) -> str:
-    """Return the pinned URI of the reference policy; it is there.
+    """Return the pinned URI of the reference policy, which exists.
 
     Args:
         pinned: `train.reference_policy`; wins unless it is empty.
@@ -33,7 +33,7 @@ def find_reference(pinned: str, *, policy_pin: str, state_pin: str, info: Mappin
         info: JSON part of that state.
 
     Raises:
-        ConfigError: the training began without a penalty, or the policy is gone.
+        ConfigError: the training began without a penalty, or the policy was deleted.
         StoreUnavailable: the store does not answer.
     """
     pin = pinned or policy_pin
@@ -62,7 +62,7 @@ def find_reference(pinned: str, *, policy_pin: str, state_pin: str, info: Mappin
 
 
 def named_reference(state_pin: str, info: Mapping[str, Any]) -> str:
-    """Return the whole pin that a train state names; empty where it names none."""
+    """Return the absolute pin of the reference in a train state; empty if it names none."""
     named = info.get(KEY)
     if not isinstance(named, str) or not named:
         return ""

@@ -1,4 +1,4 @@
-"""Refs: the small JSON files that KFP carries in place of data.
+"""Refs: the small JSON files that KFP passes in place of data.
 
 A pinned URI (`<uri>#sha256=<digest>`) is a Ref as one string, for pipeline parameters.
 """
@@ -19,7 +19,7 @@ _PIN = re.compile(r"^(?P<uri>[^#]+)#sha256=(?P<digest>[0-9a-f]{64})$")
 
 @dataclass(frozen=True)
 class Ref:
-    """Where a record set, a policy or a train state lies, and what its manifest must hash to.
+    """URI of a record set, a policy or a train state, and the digest of its manifest.
 
     Example:
         >>> ref = Ref("policy/1", "file:///runs/a/policies/00001", "0" * 64, {"policy_version": 1})
@@ -28,13 +28,13 @@ class Ref:
     """
 
     schema: str
-    """Name and major version of what lies there, e.g. `rollouts/1`."""
+    """Name and major version of its schema, e.g. `rollouts/1`."""
     uri: str
     """Folder of the manifest, without a slash at the end."""
     manifest_sha256: str
     """64 hex digits: sha256 of the bytes of `manifest.json`."""
     attributes: dict[str, Scalar] = field(default_factory=dict)
-    """A few scalars for the eyes of people: step, policy_version, rows."""
+    """A few scalars for people to read: step, policy_version, rows."""
 
     def to_json(self) -> str:
         """Return canonical JSON."""

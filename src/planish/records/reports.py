@@ -33,7 +33,7 @@ Scalars = dict[str, Annotated[float, BeforeValidator(_number)]]
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What one iteration of training measured.
+    """Measurements of one iteration of training.
 
     Example:
         >>> report = UpdateReport({"loss": 0.5}, [{"grad_norm": 1.0}], {"iteration": 1})
@@ -52,7 +52,7 @@ class UpdateReport:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """What one evaluation of one policy measured.
+    """Measurements of one evaluation of one policy.
 
     Example:
         >>> report = EvalReport({"accuracy": 0.5}, {"sums": {"accuracy": 0.5}}, {})
@@ -80,7 +80,7 @@ def _is_pinned(pin: str) -> str:
 
 @dataclass(frozen=True)
 class BestPolicy:
-    """Which policy of a run has the highest accuracy on the held-out prompts.
+    """The policy of a run with the highest accuracy on the held-out prompts.
 
     Example:
         >>> BestPolicy("file:///r/policies/00004#sha256=" + "0" * 64, 4, 0.5, (0, 4, 8)).evaluated
@@ -90,7 +90,7 @@ class BestPolicy:
     pin: Annotated[str, AfterValidator(_is_pinned)]
     """`<uri>#sha256=<digest>`."""
     policy_version: int
-    """Of equal accuracies the earlier version."""
+    """Version of that policy; among equal accuracies the earliest."""
     accuracy: float
     """avg@n over all held-out prompts."""
     evaluated: tuple[int, ...]
@@ -175,17 +175,17 @@ def evaluations(root: str) -> Iterator[tuple[str, int, str]]:
 
 
 def pin_best(root: str, like: EvalReport) -> BestPolicy | None:
-    """Write which policy of a run is the best of those that were evaluated like `like`.
+    """Write the best policy of a run among those that were evaluated in the same way as `like`.
 
-    It follows from the reports alone: a task that is tried again writes the same bytes.
+    The result depends on the reports alone, so the retry of a task writes the same bytes.
 
     Args:
         root: URI of the run.
-        like: others count when they have its prompts and conditions, and when the policy that they
-            measured still lies under the root.
+        like: an evaluation; others count if they have the same prompts and conditions, and if
+            their policy still lies under the root.
 
     Returns:
-        None, and nothing is written, where no policy of this root was evaluated so.
+        None if no policy of this root was evaluated in this way; then nothing is written.
     """
     accuracies: dict[int, float] = {}
     pins: dict[int, str] = {}
@@ -213,7 +213,7 @@ def pin_best(root: str, like: EvalReport) -> BestPolicy | None:
 
 
 def read_best(root: str) -> BestPolicy:
-    """Read which policy of a run is the best.
+    """Read the best policy of a run.
 
     Raises:
         ObjectMissing: no policy has been evaluated.

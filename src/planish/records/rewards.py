@@ -17,7 +17,7 @@ MAX_ITERATIONS_WITHOUT_SIGNAL = 3
 
 
 def nothing_learnt(metrics: Mapping[str, float]) -> str:
-    """Return why the metrics of a reward task say that nothing was learnt, and what to try, or "".
+    """Return why a reward task's metrics show that nothing was learnt, with advice, or "".
 
     Example:
         >>> nothing_learnt({"iterations_without_signal": 1, "num_groups_wrong": 128})[:43]
@@ -43,7 +43,7 @@ def nothing_learnt(metrics: Mapping[str, float]) -> str:
 
 
 def judged_late(metrics: Mapping[str, float]) -> str:
-    """Return how many responses a reward task could not judge in time, by its metrics, or ""."""
+    """Return a text with the responses that a reward task could not judge in time, or ""."""
     late, scored = (
         int(metrics.get(f"num_{name}", 0)) for name in ("verifier_timeouts", "scored_rollouts")
     )

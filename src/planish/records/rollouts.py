@@ -39,15 +39,15 @@ class FinishReason(IntEnum):
     WINDOW = 2
     """The window is full: the response goes on in the next iteration."""
     ABORT = 3
-    """Taken back by the driver, or the engine failed on this response alone."""
+    """Cancelled by the driver, or the engine failed on this response alone."""
 
 
 @record
 class RolloutSet(Record):
     """One row per rollout, sorted by (group_index, sample_index), at least one in each group.
 
-    In memory the prompt's tokens are kept once per group; on disk every row carries them, so that
-    each row can be read alone (compression makes the repetition almost free).
+    In memory the prompt's tokens exist once per group. On disk every row has them, so that each
+    row can be read alone (compression makes the repetition almost free).
 
     Example:
         >>> rollouts = RolloutSet(
@@ -76,7 +76,7 @@ class RolloutSet(Record):
     rollout_logprobs: Ragged = column(
         "list<float32>", "natural log, of the distribution sampled from"
     )
-    """That distribution is the one after temperature, top-k and top-p."""
+    """The distribution is that after temperature, top-k and top-p."""
     policy_version: Ragged = column("list<int32>", "version that sampled the token")
     window_start: npt.NDArray[np.int32] = column(
         "int32", "first response token sampled in this iteration"
@@ -95,10 +95,10 @@ class RolloutSet(Record):
         "list<int8|int16>", "experts by token, layer and rank; -1 unknown", default=None
     )
     """Flat [prompt + response tokens, layers with experts, experts per token], logical ids. Entry t
-    is the choice of the forward pass that has token t as its input, as the trainer's forward over
-    prompt and response meets it; the last token is no input, and its entry is -1. Prompt and tokens
-    of earlier windows keep the choice under which they first were. int8 where every id fits, else
-    int16; None where nobody asked for it."""
+    is the choice of the forward pass that has token t as its input, like the trainer's forward over
+    prompt and response. The last token is no input, so its entry is -1. Prompt and tokens of
+    earlier windows keep their first choice. int8 if every id fits, else int16; None if the run does
+    not record it."""
     experts_per_token: npt.NDArray[np.int32] | None = column(
         "int32", "last extent of `routing`; there with it", default=None
     )
@@ -183,7 +183,7 @@ class RolloutSet(Record):
     def concat(sets: Sequence[RolloutSet]) -> RolloutSet:
         """Put the groups of all sets one after another, renumbering group_index.
 
-        Where some sets know the routing, that of the others is -1.
+        If some sets have the routing, the others get -1.
         """
         sets = [part for part in sets if part.num_rows]
         if not sets:
@@ -293,7 +293,7 @@ class RolloutSet(Record):
         ]
 
     def __eq__(self, other: object) -> bool:
-        """Same columns by value, kept in the same way."""
+        """Same columns by value, with the same layout in memory."""
         if not isinstance(other, RolloutSet):
             return NotImplemented
         return self.prompt_tokens == other.prompt_tokens and super().__eq__(other)

@@ -1,6 +1,6 @@
-"""What all record sets share: columns, the Record protocol, checks and joins of columns.
+"""Common parts of all record sets: columns, the Record protocol, checks and joins of columns.
 
-Parquet and manifests are the business of `parquet.py` and `manifest.py`.
+`parquet.py` and `manifest.py` handle Parquet and manifests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def limit_bytes(size: int) -> int:
 
 @dataclass(frozen=True)
 class Column:
-    """One column as it lies on disk."""
+    """One column on disk."""
 
     name: str
     """Name in the Parquet file."""
@@ -57,8 +57,8 @@ class Column:
 def column(kind: Kind, meaning: str, *, default: Any = MISSING) -> Any:
     """Return a field of a record that is a column of the same name on disk.
 
-    `|` between types of numbers is one of them for a whole set; `meaning` is one line for `planish
-    show`; None as `default` makes the column one that a set may lack.
+    `|` between types of numbers allows one of them for a whole set. `meaning` is one line for
+    `planish show`. None as `default` makes the column optional.
     """
     metadata = {"kind": kind, "meaning": meaning, "optional": default is None}
     return field(default=default, metadata=metadata)
@@ -80,7 +80,7 @@ class Record(Protocol):
     COLUMNS: ClassVar[tuple[Column, ...]] = ()
     """Columns on disk, in order: one for each field."""
     REMEDY: ClassVar[str]
-    """What to do about a broken rule: who writes this set."""
+    """Remedy for a broken rule: who writes this set."""
 
     @property
     def num_rows(self) -> int:
@@ -98,14 +98,14 @@ class Record(Protocol):
         return cls(**columns)
 
     def group_starts(self) -> Array:
-        """Return [R] bool: rows at which a row group may begin; every row but for groups."""
+        """Return [R] bool: rows at which a row group may begin: all, or the first of each group."""
         return np.ones(self.num_rows, dtype=np.bool_)
 
     def validate(self) -> None:
         """Check every rule of the schema.
 
         Raises:
-            RecordError: with every fault, at most 8 of them in full.
+            RecordError: a rule is broken; the message has every fault, at most 8 of them in full.
         """
         faults = self.form_faults() or self.value_faults()
         if faults:
@@ -197,12 +197,12 @@ _CELL_RULES: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def row_faults(rule: str, wrong: Array, *seen: Any) -> list[str]:
-    """Return a fault where rows break a rule, with what the first of them has.
+    """Return a fault if rows break a rule, with the values of the first such row.
 
     Args:
         rule: such as "`reward` must be finite".
         wrong: [R] bool.
-        seen: [R] each: what is shown of a row.
+        seen: [R] each: values that the fault shows.
     """
     rows = np.flatnonzero(wrong)
     if not len(rows):
@@ -214,7 +214,7 @@ def row_faults(rule: str, wrong: Array, *seen: Any) -> list[str]:
 
 
 def value_faults(rule: str, wrong: Array, values: Array) -> list[str]:
-    """Return a fault where values of lists break a rule, with the first of them."""
+    """Return a fault if values of lists break a rule, with the first such value."""
     bad = values[wrong]
     return [f"{rule}, got {bad[0]} ({len(bad)} values)"] if len(bad) else []
 
@@ -235,7 +235,7 @@ def take_rows(data: Any, rows: Array) -> Any:
 def join(parts: Sequence[Mapping[str, Any]], specs: Sequence[Column]) -> dict[str, Any]:
     """Put the rows of several sets of columns one after another; at least one part.
 
-    Columns that a set may lack are in all parts or in none.
+    An optional column is in all parts or in none.
     """
     joined: dict[str, Any] = {}
     for spec in specs:

@@ -1,8 +1,8 @@
-"""The endless stream of prompts: which ordinals an iteration takes, and which prompt each one is.
+"""The endless stream of prompts: the ordinals of an iteration, and the prompt of each ordinal.
 
-Ordinal k belongs to epoch `k // num_prompts`; each epoch runs through all prompts in an order of
-its own. The cursor says which ordinals are consumed (trained, or looked at and dropped), so that no
-prompt is lost or trained twice whatever the shards, retries and restarts.
+Ordinal k belongs to epoch `k // num_prompts`; each epoch runs through all prompts in its own
+order. The cursor says which ordinals are consumed (trained, or sampled and dropped), so that no
+prompt is lost or trained twice under any shards, retries and restarts.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from planish.records import layout
 from planish.records.refs import parse_pin
 
 _PARTS = ("surplus", "carry", "values", "waiting")
-"""What a train state may name beside the cursor."""
+"""Parts of a train state's data beside the cursor."""
 
 _STATES = layout.state("", 0).rpartition("/")[0] + "/"
 
 
 class Cursor(TypedDict):
-    """What has been consumed: every ordinal below `next` that is not in `pending`.
+    """Consumed ordinals: every ordinal below `next` that is not in `pending`.
 
     Example:
         >>> Cursor(next=4, pending=[2])   # 0, 1 and 3 are consumed
@@ -64,9 +64,9 @@ def parse_cursor(raw: object) -> Cursor:
 
 @dataclass(frozen=True)
 class StreamState:
-    """What a train state says about its data; pins are relative to the root of the run.
+    """The data part of a train state; pins are relative to the root of the run.
 
-    No root, so that equal runs have equal states.
+    It does not name the root, so that equal runs have equal states.
 
     Example:
         >>> StreamState(fresh_cursor(), carry=[f"carry/00#sha256={'0' * 64}"]).to_data()["next"]
@@ -82,16 +82,16 @@ class StreamState:
     values: str = ""
     """Values of the tokens of unfinished responses; "" for none."""
     waiting: str = ""
-    """Finished responses that the critic has still to be trained on; "" for none."""
+    """Finished responses on which the critic has not trained yet; "" for none."""
 
     def to_data(self) -> dict[str, Any]:
-        """Return what `parse_data` reads; parts that hold nothing are left out."""
+        """Return the form that `parse_data` reads; empty parts are left out."""
         parts = {name: getattr(self, name) for name in _PARTS}
         return {**self.cursor, **{name: part for name, part in parts.items() if part}}
 
 
 def parse_data(raw: object) -> StreamState:
-    """Check what a train state says about its data.
+    """Check the data part of a train state.
 
     Raises:
         RecordError: of another form.
@@ -178,9 +178,9 @@ def _order(epoch: int, num_prompts: int, seed: int) -> npt.NDArray[np.int64]:
 
 
 def position(ordinal: int, num_prompts: int, seed: int) -> int:
-    """Return which row of the prompt set an ordinal is.
+    """Return the row of the prompt set for an ordinal.
 
-    Each epoch has its own order, made of `seed`; ordinals count from 0.
+    Each epoch has its own order, derived from `seed`; ordinals count from 0.
 
     Raises:
         RecordError: the prompt set is empty.

@@ -1,4 +1,4 @@
-"""Waiting responses: finished ones that the critic has not been trained on yet."""
+"""Waiting responses: finished responses on which the critic has not trained yet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planish.records.schema import Record, column, record, row_faults, value_fau
 
 @record
 class WaitingSet(Record):
-    """One row per response, those that have waited longest first.
+    """One row per response, in the order of waiting, the longest first.
 
     It holds all that a step of the critic needs, so that no set of an earlier iteration has to be
     kept for it.
