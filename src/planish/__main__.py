@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
             default="",
             required=command is compare,
             metavar="FILE",
-            help="JSONL of `answer`, and `response` and `score`",
+            help=f"JSONL of `answer`, `response`{', and `score`' * (command is check)}",
         )
         command.add_argument(
             "--timeout-seconds", type=float, default=10.0, help="limit of one call (default 10)"

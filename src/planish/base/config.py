@@ -110,10 +110,8 @@ def _resolve(reference: str) -> Any:
 def section_class(section: str, raw: Mapping[str, Any]) -> type[Section]:
     """Return the class of `section`; the table `raw` decides where several exist."""
     if section not in SECTIONS:
-        raise ConfigError(
-            f"a configuration section must be one of {sorted(SECTIONS)}, got {section!r}"
-            f"{nearest(section, SECTIONS)}"
-        )
+        told = f"a configuration section must be one of {sorted(SECTIONS)}, got {section!r}"
+        raise ConfigError(f"{told}{_elsewhere(raw) or nearest(section, SECTIONS)}")
     _check_table(section, raw)
     owner: type[Section] | Callable[[Mapping[str, Any]], type[Section]]
     owner = _resolve(SECTIONS[section])
@@ -125,36 +123,70 @@ def _check_table(section: str, raw: object) -> None:
         raise ConfigError(f"`{section}` must be a table of settings, got {raw!r:.200}")
 
 
-ELSEWHERE = {
-    "beta": "algorithm.kl_coefficient",
-    "epsilon": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
-    "clip_ratio_low": "algorithm.clip_low",
-    "clip_ratio_high": "algorithm.clip_high",
-    "gradient_checkpointing": "train.activation_checkpointing",
-    "enable_gradient_checkpointing": "train.activation_checkpointing",
-    "kl_loss_coef": "algorithm.kl_coefficient",
-    "lr": "train.learning_rate",
-    "max_completion_length": "rollout.max_response_tokens",
-    "max_response_length": "rollout.max_response_tokens",
-    "n": "rollout.group_size",
-    "num_generations": "rollout.group_size",
-    "ppo_mini_batch_size": "train.rollouts_per_minibatch",
-    "rollout_n": "rollout.group_size",
-    "tensor_model_parallel_size": "engine.tensor_parallel",
-    "train_batch_size": "rollout.prompts_per_iteration",
-    "gpu_memory_utilization": "engine.memory_share",
+_THEIRS = {
+    "algorithm.aggregation": "loss_agg_mode loss_type",
+    "algorithm.clip_high": "clip_ratio_high epsilon_high",
+    "algorithm.clip_low": "clip_ratio clip_ratio_low cliprange epsilon",
+    "algorithm.dual_clip": "clip_ratio_c delta",
+    "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef use_kl_in_reward use_kl_loss",
+    "algorithm.lambda_policy": "lam",
+    "algorithm.name": "adv_estimator importance_sampling_level",
+    "algorithm.overlong_filtering": "mask_truncated_completions",
+    "algorithm.std": "norm_adv_by_std_in_grpo scale_rewards",
+    "algorithm.value_clip_low": "cliprange_value",
+    "curate.dataset": "dataset_name train_files",
+    "curate.evaluation_dataset": "val_files",
+    "curate.prompt_prefix": "system_prompt",
+    "engine.memory_share": "gpu_memory_utilization vllm_gpu_memory_utilization",
+    "engine.tensor_parallel": "tensor_model_parallel_size vllm_tensor_parallel_size",
+    "evaluate.every": "eval_steps test_freq",
+    "model.lora_rank": "lora_r",
+    "model.path": "model_name_or_path",
+    "model.stop_strings": "stop stop_words",
+    "model.template_variables": "chat_template_kwargs",
+    "reward.functions": "reward_funcs reward_weights",
+    "reward.overlong_buffer_tokens": "overlong_buffer",
+    "rollout.dynamic_sampling": "filter_groups",
+    "rollout.generation_prompts_factor": "gen_batch_size",
+    "rollout.group_size": "n num_generations rollout_n",
+    "rollout.max_generation_rounds": "max_num_gen_batches",
+    "rollout.max_prompt_tokens": "max_prompt_length",
+    "rollout.max_response_tokens": "max_completion_length max_new_tokens max_response_length",
+    "rollout.prompts_per_iteration": "generation_batch_size train_batch_size",
+    "rollout.temperature": "temperature",
+    "rollout.top_p": "top_p",
+    "train.activation_checkpointing": "enable_gradient_checkpointing gradient_checkpointing",
+    "train.compute_dtype": "bf16",
+    "train.grad_clip": "clip_grad max_grad_norm",
+    "train.learning_rate": "lr",
+    "train.num_nodes": "nnodes",
+    "train.num_passes": "num_iterations ppo_epochs",
+    "train.num_processes": "n_gpus_per_node",
+    "train.offload": "optimizer_offload param_offload",
+    "train.reference_policy": "ref_model",
+    "train.rollouts_per_minibatch": "gradient_accumulation_steps ppo_mini_batch_size",
+    "train.tokens_per_microbatch": "per_device_train_batch_size ppo_max_token_len_per_gpu",
+    "train.warmup_iterations": "lr_scheduler_type lr_warmup_steps warmup_ratio warmup_steps",
 }
+"""Settings to the words of verl and TRL for them."""
+ELSEWHERE = {word: key for key, words in _THEIRS.items() for word in words.split()}
 """Words of verl and TRL -> the settings here that say the same."""
 
 
-def nearest(key: str, valid: Iterable[str]) -> str:
-    """Return "; did you mean `...`?" with the valid name most like `key`, or nothing.
+def _elsewhere(table: object) -> str:
+    """Return "; did you mean `...`?" with the setting for a word of others in a table."""
+    if not isinstance(table, Mapping):
+        return ""
+    for key, value in table.items():
+        if hint := _elsewhere(value):
+            return hint
+        if key in ELSEWHERE:
+            return f"; did you mean `{ELSEWHERE[key]}`?"
+    return ""
 
-    A word of another program is answered with the whole path of the setting.
-    """
-    if key in ELSEWHERE:
-        return f"; did you mean `{ELSEWHERE[key]}`?"
+
+def nearest(key: str, valid: Iterable[str]) -> str:
+    """Return "; did you mean `...`?" with the valid name most like `key`, or nothing."""
     close = difflib.get_close_matches(key, list(valid), n=1, cutoff=0.5)
     return f"; did you mean `{close[0]}`?" if close else ""
 
@@ -182,8 +214,11 @@ def _fault(section: str, item: Any, cls: type[BaseModel]) -> str:
             if isinstance(part, str):
                 kind: Any = cls.model_fields[part].annotation
                 cls = next(iter(get_args(kind)), kind)
-        hint = nearest(str(item["loc"][-1]), cls.model_fields) or (
-            f"; valid keys are {sorted(cls.model_fields)}"
+        key = str(item["loc"][-1])
+        hint = (
+            _elsewhere({key: item["input"]})
+            or nearest(key, cls.model_fields)
+            or f"; valid keys are {sorted(cls.model_fields)}"
         )
         return f"`{path}` is not a known key, got {value}{hint}"
     if item["type"] == "value_error":

@@ -83,16 +83,15 @@ def model_class(config: Mapping[str, Any], heads: Sequence[str] = ("ForCausalLM"
     """
     transformers = load_transformers()
     names = config.get("architectures") or []
-    name = names[0] if isinstance(names, list) and names else None
-    match = _ARCHITECTURE.fullmatch(name) if isinstance(name, str) else None
-    found = None
-    if match is not None and match["head"] in heads:
-        found = getattr(transformers, match[0], None)
+    name = names[0] if isinstance(names, list) and names else ""
+    match = _ARCHITECTURE.fullmatch(str(name))
+    is_known = match and match["head"] in heads
+    found = getattr(transformers, name, None) if is_known else None
     if found is None:
-        wanted = " or ".join(f"'Qwen3{head}'" for head in heads)
+        wanted = " or ".join(heads)
         raise ConfigError(
-            "`architectures` in config.json must name a model that this version of transformers "
-            f"({transformers.__version__}) knows, such as {wanted}, got {names!r:.200}; choose "
-            "another model: code that comes with a model is never run"
+            "`architectures` in config.json must name a class of transformers "
+            f"{transformers.__version__} that ends in {wanted}, got {names!r:.200}; choose another "
+            "model: code that comes with a model is never run"
         )
     return found

@@ -10,6 +10,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -82,8 +83,8 @@ class Tokenizer:
             ConfigError: no end token, no chat template, or stop strings that can not be used.
         """
         check_stop_strings(stop_strings)
-        own = [int(i) for i in [backend.eos_token_id] if i is not None and not has_all_ends]
-        ids = tuple(dict.fromkeys([*own, *(int(i) for i in eos_token_ids)]))
+        own = [] if has_all_ends else [backend.eos_token_id]
+        ids = tuple(dict.fromkeys(int(i) for i in [*own, *eos_token_ids] if i is not None))
         if not ids:
             raise ConfigError(
                 "a tokenizer must have an end token, got none; set `eos_token` in its "
@@ -91,8 +92,9 @@ class Tokenizer:
             )
         if not backend.chat_template:
             raise ConfigError(
-                "a tokenizer must have a chat template, got none; set `model.chat_template`, "
-                "or save a chat_template.jinja beside the tokenizer"
+                "a tokenizer must have a chat template, got none, as base models do; set "
+                "`model.chat_template`, such as \"{% for m in messages %}{{ m['content'] }}\\n"
+                '{% endfor %}", or save a chat_template.jinja beside the tokenizer'
             )
         self.backend = backend
         self.eos_token_ids: tuple[int, ...] = ids
@@ -101,7 +103,7 @@ class Tokenizer:
         pad = backend.pad_token_id
         self.pad_token_id: int = ids[0] if pad is None else int(pad)
         self.vocab_size: int = len(backend)
-        self._plain_decoder = _plain_decoder(backend)
+        self._decode = _decoding(backend)
         # Special tokens go from a text, those of a thought stay.
         self._kept = {
             token: str(entry)
@@ -145,13 +147,7 @@ class Tokenizer:
         return found[0] if found else ""
 
     def _text(self, tokens: list[int]) -> str:
-        if self._plain_decoder is not None:
-            return str(self._plain_decoder.decode(tokens, skip_special_tokens=True))
-        return str(
-            self.backend.decode(
-                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        return str(self._decode(tokens, skip_special_tokens=True))
 
     def token_bytes(self) -> list[bytes]:
         """Return what each token adds to the text in UTF-8, by id; nothing for special tokens.
@@ -188,13 +184,13 @@ def check_stop_strings(texts: Sequence[str]) -> None:
     Raises:
         ConfigError: an empty one, or too many bytes together.
     """
-    data = [text.encode("utf-8", "ignore") for text in texts]
-    size = sum(len(text) for text in data)
-    if not all(data) or [text.decode() for text in data] != list(texts) or size > MAX_STOP_BYTES:
+    together = "".join(texts)
+    data = together.encode("utf-8", "ignore")
+    if not all(texts) or data.decode() != together or len(data) > MAX_STOP_BYTES:
         raise ConfigError(
             "stop strings must be Unicode, must not be empty and have at most "
-            f"{MAX_STOP_BYTES} bytes together, got {list(texts)!r:.200} with {size}; give fewer or "
-            "shorter ones"
+            f"{MAX_STOP_BYTES} bytes together, got {list(texts)!r:.200} with {len(data)}; give "
+            "fewer or shorter ones"
         )
 
 
@@ -238,19 +234,17 @@ Source: the vocabulary of GPT-2: printable Latin-1 stands for itself, the others
 """
 
 
-def _plain_decoder(backend: Any) -> Any:
-    """Return what decodes for a fast tokenizer, without the checks that cost most of the time.
+def _decoding(backend: Any) -> Any:
+    """Return what decodes for a tokenizer, without the checks that cost most of the time.
 
-    None where the tokenizer's class has a way of its own to decode.
+    A class with a way of its own to decode keeps it.
     """
     from transformers import PreTrainedTokenizerFast as Plain
 
     own = type(backend)
-    plain = isinstance(backend, Plain) and (own.decode, own._decode) == (
-        Plain.decode,
-        Plain._decode,
-    )
-    return backend.backend_tokenizer if plain else None
+    if isinstance(backend, Plain) and (own.decode, own._decode) == (Plain.decode, Plain._decode):
+        return backend.backend_tokenizer.decode
+    return partial(backend.decode, clean_up_tokenization_spaces=False)
 
 
 def character_tokenizer(alphabet: str, *, stop_strings: Sequence[str] = ()) -> Tokenizer:
@@ -325,14 +319,23 @@ def _choose_template(backend: Any, settings: ModelConfig) -> None:
     backend.chat_template = settings.chat_template or backend.chat_template
     if backend.chat_template:
         # A template whose first line is empty would lose it to a block that stands right before.
-        variables = settings.template_variables.items()
-        backend.chat_template = "".join(
-            f"{{% set {name} = {value!r} %}}\n" for name, value in variables
-        ) + re.sub(
-            r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""",
-            lambda call: repr(time.strftime(call[2])),
-            backend.get_chat_template(),
-        )
+        sets = [f"set {name} = {value!r}" for name, value in settings.template_variables.items()]
+        template = backend.get_chat_template()
+        if "strftime_now" in template:
+            parts = zip(_DATE.split("|"), time.strftime(_DATE).split("|"), strict=True)
+            date = "".join(f"|replace{part}" for part in parts)
+            sets.append(
+                "macro strftime_now(format) %}{{ format|replace('%%', '\\0')"
+                f"{date}|replace('\\0', '%') }}}}{{% endmacro"
+            )
+        backend.chat_template = "".join(f"{{% {each} %}}\n" for each in sets) + template
+
+
+_DATE = (
+    "%-d|%-m|%-y|%-H|%-I|%-M|%-S|%-j|%a|%A|%b|%B|%c|%C|%d|%D|%e|%F|%g|%G|%h|%H|%I|%j|%k|%l|%m|%M|%p"
+    "|%P|%r|%R|%s|%S|%T|%u|%U|%V|%w|%W|%x|%X|%y|%Y|%z|%Z"
+)
+"""What a format of `strftime` may name, as glibc takes it."""
 
 
 def _check_ids(folder: Path) -> None:

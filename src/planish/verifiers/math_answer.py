@@ -56,7 +56,7 @@ _GRADED_AS = {
 """`data_source` of verl to the form that its published rule reads."""
 
 _VALUE = re.compile(
-    r"\$\$.+?\$\$|\$\s*\\(?:begin|boxed)\{[^$]+\$|\\\[.+?\\\]|\\\(.+?\\\)|\\begin\{.+?\\end\{[^\n]*"
+    r"\$\$.+?\$\$|\$\s*\\(?:begin|boxed)\{(?:\\.|[^$\\])+\$|\\\[.+?\\\]|\\\(.+?\\\)|\\begin\{.+?\\end\{[^\n]*"
     r"|[^\n]+",
     re.DOTALL,
 )

@@ -1,6 +1,7 @@
 import contextlib
 import json
 import math
+import re
 
 import pytest
 from hypothesis import example, given, settings
@@ -271,8 +272,33 @@ def test_tables_of_the_monitor_of_any_shape_are_read_or_refused(tables):
 @pytest.mark.parametrize(("word", "path"), sorted(ELSEWHERE.items()))
 def test_a_word_of_verl_or_trl_is_answered_with_a_setting_that_there_is(word, path):
     section, _, name = path.partition(".")
-    table = {"name": "dapo"} if section == "algorithm" else {}
+    is_critics = name in ("lambda_policy", "value_clip_low")
+    table = {"name": "vapo" if is_critics else "dapo"} if section == "algorithm" else {}
     known = section_class(section, table).model_fields
     assert name in known
     with pytest.raises(ConfigError, match=f"did you mean `{path}`"):
-        parse_section(section_class("rollout", {}), {word: 1}, section="rollout")
+        parse_section(section_class("run", {}), {word: 1}, section="run")
+
+
+@pytest.mark.parametrize(
+    ("section", "raw", "setting"),
+    [
+        ("train", {"num_iterations": 2}, "train.num_passes"),
+        ("train", {"max_grad_norm": 1}, "train.grad_clip"),
+        ("train", {"temperature": 1}, "rollout.temperature"),
+        ("train", {"per_device_train_batch_size": 1}, "train.tokens_per_microbatch"),
+        ("rollout", {"system_prompt": "x"}, "curate.prompt_prefix"),
+        ("rollout", {"vllm_gpu_memory_utilization": 0.5}, "engine.memory_share"),
+        ("rollout", {"rollout": {"n": 8}}, "rollout.group_size"),
+        ("algorithm", {"scale_rewards": False}, "algorithm.std"),
+        ("algorithm", {"loss_type": "dr_grpo"}, "algorithm.aggregation"),
+        ("actor_rollout_ref", {"rollout": {"n": 8}}, "rollout.group_size"),
+        ("actor_rollout_ref", {"actor": {"optim": {"lr": 1}}}, "train.learning_rate"),
+        ("data", {"max_prompt_length": 3}, "rollout.max_prompt_tokens"),
+        ("trian", {"grad_clip": 1}, "train"),
+        ("train", {"lerning_rate": 1}, "learning_rate"),
+    ],
+)
+def test_a_word_of_another_program_is_answered_with_the_setting(section, raw, setting):
+    with pytest.raises(ConfigError, match=re.escape(f"; did you mean `{setting}`?")):
+        parse_section(section_class(section, raw), raw, section=section)

@@ -2,6 +2,7 @@
 
 import json
 import string
+import time
 
 import numpy as np
 import pytest
@@ -216,17 +217,32 @@ def test_an_export_renders_the_chosen_template_wherever_it_is_opened(
 
 
 @pytest.mark.parametrize(
-    "own", ["today {{ strftime_now('%d %b %Y %H:%M:%S') }}", MINIMAL_CHAT_TEMPLATE]
+    ("own", "told"),
+    [
+        ("{{ strftime_now('%d %b %Y %H:%M:%S') }}", "31 Jan 2001 01:02:03"),
+        ("{% set form = '%d.%m.' ~ '%y' %}{{ strftime_now(form) }}", "31.01.01"),
+        ("{{ strftime_now(messages[0].content | replace('1', '%A')) }}", "Wednesday"),
+        ("{{ strftime_now(form) }}", "01/31/01"),
+        ("{{ strftime_now('%-d %-m') ~ strftime_now(format='%F %T') }}", "31 12001-01-31 01:02:03"),
+        ("{% macro m(f) %}{{ strftime_now(f)[:4] }}{% endmacro %}{{ m('%Y-%m') }}", "2001"),
+        ("{% for f in ['%H', '%%H', '%j'] %}{{ strftime_now(f) }},{% endfor %}", "01,%H,031,"),
+        ("{{ strftime_now is defined }}{{ '%d' }}", "True%d"),
+        ("no date", "no date"),
+    ],
 )
-def test_the_date_of_a_template_is_that_of_its_import(tmp_path, own, monkeypatch):
+def test_the_date_of_a_template_is_that_of_its_import(tmp_path, own, told, monkeypatch):
     tokenizer = byte_level()
     tokenizer.backend.chat_template = own
     tokenizer.save(tmp_path)
-    monkeypatch.setattr("time.strftime", lambda form: f"then {form}")
-    load_tokenizer(tmp_path, ModelConfig()).save(tmp_path)
+    then = time.struct_time((2001, 1, 31, 1, 2, 3, 2, 31, 0))
+    real = time.strftime
+    monkeypatch.setattr("time.strftime", lambda form: real(form, then))
+    settings = ModelConfig(template_variables={"form": "%D"} if "(form)" in own else {})
+    load_tokenizer(tmp_path, settings).save(tmp_path)
     monkeypatch.undo()
-    saved = load_tokenizer(tmp_path).backend.chat_template
-    assert saved == own.replace("strftime_now('", "'then ").replace("S')", "S'")
+    opened = load_tokenizer(tmp_path)
+    assert opened.decode(opened.encode_prompt([{"role": "user", "content": "1"}])) == told
+    assert ("macro strftime_now" in opened.backend.chat_template) == ("strftime" in own)
 
 
 def test_variables_decide_what_closes_an_assistants_turn(tmp_path):
