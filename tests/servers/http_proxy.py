@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -37,6 +37,7 @@ FAULTS = {
     "slow": "answer one byte of the body per second",
     "slow request": "send one byte of the body per second on",
     "delay": "wait for `seconds` first",
+    "act": "call `act` first",
     "kill": "kill the process `pid` instead of sending on",
     "kill after": "let the server do it, then kill the process `pid` instead of answering",
     "stop": "stop the process `pid` (SIGSTOP), then go on",
@@ -68,6 +69,7 @@ class Rule:
     pid: int = 0
     """Process for `kill` and `stop`; 0 takes the proxy's `victim`."""
     seconds: float = 30.0
+    act: Callable[[], None] | None = None
     after: str = ""
     """`stop` waits, at most `seconds`, until a path was asked for in which this expression is."""
     seen: int = 0
@@ -205,6 +207,8 @@ class HttpProxy:
             for rule in self.rules:
                 if rule.counts_in(kind, head.method, path) and not seen.fault:
                     seen.fault, seen.rule = rule.fault, rule
+        if seen.rule and seen.rule.act:
+            seen.rule.act()
         return seen
 
     def _one(self, client: Stream, server: Stream, head: Head) -> bool:

@@ -45,7 +45,6 @@ class MemoryStore:
     """`mem://name/key`."""
 
     in_memory = True
-    deletes_exactly = True
 
     def __init__(self, name: str = "memory"):
         self.clock = time.time
@@ -149,11 +148,13 @@ class MemoryStore:
             for key in keys:
                 self._objects.pop(key, None)
 
-    def delete_exact(self, key: str, etag: str) -> None:
+    def delete_exact(self, key: str, etag: str) -> bool:
         self.requests["delete"] += 1
         with self._lock:
-            if key in self._objects and self._objects[key][1].etag == etag:
+            is_same = key in self._objects and self._objects[key][1].etag == etag
+            if is_same:
                 del self._objects[key]
+            return is_same
 
     def tidy(self, folder: str) -> None:
         """Memory has no folders."""

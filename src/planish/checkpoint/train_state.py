@@ -163,12 +163,12 @@ def _write_record(uri: str, manifest: bytes, digest: str) -> None:
     Raises:
         CheckpointExists: another save has been committed there since.
     """
-    from planish.checkpoint.commit.commit import read_commit, tag
+    from planish.checkpoint.commit.commit import read_commit
 
     storage, path = store.open_store(uri)
     key = manifest_uri(path)
     while True:
-        seen = tag(storage, key)
+        seen = store.tag(storage, key)
         commit = read_commit(storage, path)
         if commit is None or commit.meta_sha256 != digest:
             raise CheckpointExists(

@@ -63,9 +63,10 @@ def write_files(
 ) -> Ref:
     """Write a set of files: the files first, their manifest last.
 
-    `files` names each by its path below the folder, as a local file, bytes, or what `store_file`
-    has returned; `parents` is the name of each input to the sha256 of its manifest; `attributes`
-    are JSON values without URIs, times or host names.
+    `files` names each by its path below the folder, as a local file, bytes, or the Shard of a file
+    that `replace_file` has put there after the manifest was gone; `parents` is the name of each
+    input to the sha256 of its manifest; `attributes` are JSON values without URIs, times or host
+    names.
 
     Raises:
         RecordError: a name leaves the folder, or an attribute is not JSON.
@@ -80,26 +81,11 @@ def write_files(
         if isinstance(content, Shard):
             shards.append(content)
             continue
-        if isinstance(content, bytes):
-            size, digest = len(content), hashlib.sha256(content).hexdigest()
-        else:
-            size, digest = hash_file(content)
+        size, digest = _facts(content)
         shards.append(Shard(name, 0, size, digest))
     manifest, data = seal(schema, 0, shards, parents, attributes)
     publish(uri, data, files)
     return manifest.ref(uri)
-
-
-def store_file(uri: str, name: str, path: Path) -> Shard:
-    """Write one file of a set; the manifest names it later."""
-    size, digest = hash_file(path)
-    store.write_file(f"{uri}/{name}", path)
-    return Shard(name, 0, size, digest)
-
-
-def withdraw(uri: str) -> None:
-    """Remove the manifest of a set, if there is one, before its files change."""
-    store.delete(manifest_uri(uri))
 
 
 def hash_file(path: Path) -> tuple[int, str]:
@@ -107,6 +93,12 @@ def hash_file(path: Path) -> tuple[int, str]:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
+
+
+def _facts(content: bytes | Path) -> tuple[int, str]:
+    if isinstance(content, Path):
+        return hash_file(content)
+    return len(content), hashlib.sha256(content).hexdigest()
 
 
 def hash_object(uri: str) -> tuple[int, str]:
@@ -130,33 +122,46 @@ def publish(uri: str, manifest: bytes, files: Mapping[str, Path | bytes | Shard]
     """
     base = uri.rstrip("/")
     opened, folder = store.open_store(base)
-    present = {stat.key.removeprefix(f"{folder}/"): stat.etag for stat in opened.list(folder)}
+    present = tags(opened, folder)
     if MANIFEST in present and opened.read(f"{folder}/{MANIFEST}") != manifest:
+        if any(isinstance(content, Shard) for content in files.values()):
+            raise _disturbed("another manifest than was withdrawn")
         opened.delete_exact(f"{folder}/{MANIFEST}", present.pop(MANIFEST))
     for name, content in files.items():
         if not isinstance(content, Shard):
-            _replace(f"{base}/{name}", content, present.get(name, ""))
+            replace_file(f"{base}/{name}", content, present.get(name, ""))
     for stale in present.keys() - files.keys() - {MANIFEST}:
         opened.delete_exact(f"{folder}/{stale}", present[stale])
-    _replace(manifest_uri(uri), manifest, present.get(MANIFEST, ""))
+    replace_file(manifest_uri(uri), manifest, present.get(MANIFEST, ""))
 
 
-def _replace(uri: str, content: bytes | Path, seen: str) -> None:
-    """Write a file over the object of the entity tag `seen`; another object must be equal."""
+def tags(opened: store.Store, folder: str) -> dict[str, str]:
+    """Return the entity tag of each object of a set."""
+    return {stat.key.removeprefix(f"{folder}/"): stat.etag for stat in opened.list(folder)}
+
+
+def replace_file(uri: str, content: bytes | Path, seen: str) -> None:
+    """Write a file of a set over the object of the entity tag `seen`, "" for none.
+
+    Raises:
+        RecordError: another writer has written other bytes there meanwhile.
+    """
     try:
         if isinstance(content, Path):
             store.write_file(uri, content, over=seen)
         else:
             store.write(uri, content, over=seen)
-    except (ObjectExists, ObjectChanged) as error:
-        if isinstance(content, Path):
-            own = hash_file(content)[1]
-        else:
-            own = hashlib.sha256(content).hexdigest()
-        if hash_object(uri)[1] != own:
-            raise RecordError(
-                f"a set must be written by one process at a time, got {error}; run its stage again"
-            ) from None
+    except (ObjectExists, ObjectChanged, ObjectMissing) as error:
+        with contextlib.suppress(ObjectMissing):
+            if hash_object(uri) == _facts(content):
+                return
+        raise _disturbed(error) from None
+
+
+def _disturbed(seen: object) -> RecordError:
+    return RecordError(
+        f"a set must be written by one process at a time, got {seen}; run its stage again"
+    )
 
 
 def fetch_files(

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, TypeAdapter, ValidationErr
 
 from planish import store
 from planish.base.config import document_faults
-from planish.base.errors import ObjectMissing, RecordError
+from planish.base.errors import ObjectChanged, ObjectExists, ObjectMissing, RecordError
 from planish.records import layout
 from planish.records.manifest import read_manifest
 from planish.records.refs import is_pin
@@ -187,6 +187,7 @@ def pin_best(root: str, like: EvalReport) -> BestPolicy | None:
     Returns:
         None if no policy of this root was evaluated in this way; then nothing is written.
     """
+    seen = store.tag(*store.open_store(layout.best_policy(root)))
     accuracies: dict[int, float] = {}
     pins: dict[int, str] = {}
     for name, version, uri in evaluations(root):
@@ -208,7 +209,10 @@ def pin_best(root: str, like: EvalReport) -> BestPolicy | None:
         return None
     version = max(accuracies, key=lambda version: (accuracies[version], -version))
     best = BestPolicy(pins[version], version, accuracies[version], tuple(sorted(accuracies)))
-    write_json(layout.best_policy(root), vars(best))
+    try:
+        write_json(layout.best_policy(root), vars(best), over=seen)
+    except (ObjectChanged, ObjectExists):
+        return pin_best(root, like)  # what has been written meanwhile may know of fewer reports
     return best
 
 

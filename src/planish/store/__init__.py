@@ -64,7 +64,7 @@ __all__ = [
     "part_bytes",
     "read",
     "read_file",
-    "size",
+    "tag",
     "upload",
     "uri_of",
     "write",
@@ -129,9 +129,7 @@ def write(uri: str, data: Buffer, *, over: str | None = None) -> None:
 
 def create(uri: str, data: Buffer) -> None:
     """Write a small object only if there is none yet; raises `ObjectExists` otherwise."""
-    store, key = _open_object(uri)
-    store.put(key, data, if_none_match=True)
-    _count("written", uri, len(data))
+    write(uri, data, over="")
 
 
 def write_file(uri: str, path: Path, *, over: str | None = None) -> None:
@@ -188,29 +186,27 @@ def read_file(uri: str, path: Path) -> str:
     return digest.hexdigest()
 
 
-def size(uri: str) -> int:
-    """Return the number of bytes of an object."""
-    store, key = _open_object(uri)
-    return store.head(key).size
-
-
 def exists(uri: str) -> bool:
     """Return whether there is an object; a bucket is none, but must be there."""
     store, key = open_store(uri)
     if not key:
         store.folder("")
         return False
+    return tag(store, key) != ""
+
+
+def tag(store: Store, key: str) -> str:
+    """Return the entity tag of an object, "" for none."""
     try:
-        store.head(key)
+        return store.head(key).etag
     except ObjectMissing:
-        return False
-    return True
+        return ""
 
 
 def list_uris(prefix_uri: str) -> list[str]:
     """Return the URIs of all objects below a folder, sorted, spelled as `prefix_uri` is."""
     store, key = open_store(prefix_uri)
-    names = [stat.key[len(key) + 1 if key else 0 :] for stat in store.list(key)]
+    names = [stat.key.removeprefix(f"{key}/") for stat in store.list(key)]
     if prefix_uri.startswith("file:"):
         names = [name.replace("%", "%25") for name in names]
     base = prefix_uri.rstrip("/")

@@ -124,8 +124,6 @@ class Store(Protocol):
 
     retries: Counter[str]
     """Tries that were not the first, by the reason (an HTTP status or the name of an error)."""
-    deletes_exactly: bool
-    """Whether nothing can come between the look and the removal of `delete_exact`."""
     in_memory: bool
     """Whether the objects lie in the memory of this process, where no other process finds them."""
 
@@ -196,14 +194,18 @@ class Store(Protocol):
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; absent ones are no error."""
 
-    def delete_exact(self, key: str, etag: str) -> None:
-        """Remove an object if it is the one with this entity tag; another one, or none, stays."""
+    def delete_exact(self, key: str, etag: str) -> bool:
+        """Remove an object if it is the one with this entity tag, and return whether it was.
+
+        Another one stays, also one that came a moment ago. A bucket keeps a mark until `tidy`.
+        """
 
     def tidy(self, folder: str) -> None:
-        """Remove what a file system keeps of a folder whose objects are gone.
+        """Remove what a store keeps of a folder whose objects are gone.
 
-        That is unfinished writes and empty folders at and below `folder`, and then the folder that
-        holds it, if it is empty. Only for folders that nobody writes to any more.
+        That is marks of `delete_exact`, and of a file system unfinished writes and empty folders at
+        and below `folder`, and then the folder that holds it, if it is empty. Only for folders that
+        nobody writes to any more.
         """
 
     def now(self) -> float:

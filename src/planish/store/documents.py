@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -11,23 +12,24 @@ from planish.store import read, write
 _LIMIT_BYTES = 64 << 20
 
 
-def read_json(uri: str) -> Any:
-    """Return the JSON value at `uri`.
+def read_json(uri: str) -> dict[str, Any]:
+    """Return the JSON object at `uri`, whose keys are those of the release that wrote it.
 
     Raises:
         ObjectMissing: nothing there.
-        RecordError: not JSON, or too long for a small document.
+        RecordError: no JSON object, or too long for a small document.
     """
     data = read(uri, 0, _LIMIT_BYTES + 1)
     if len(data) > _LIMIT_BYTES:
         raise RecordError(f"`{uri}` must have at most {_LIMIT_BYTES} bytes, got more")
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"`{uri}` must be JSON, got {data[:80]!r} ({error})") from None
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(data)
+        if isinstance(value, dict):
+            return value
+    raise RecordError(f"`{uri}` must be a JSON object, got {data[:80]!r}")
 
 
-def write_json(uri: str, value: Any) -> None:
-    """Write `value` as canonical JSON; NaN and infinity are refused."""
+def write_json(uri: str, value: Any, *, over: str | None = None) -> None:
+    """Write `value` as canonical JSON, as `write` does; NaN and infinity are refused."""
     text = json.dumps(value, sort_keys=True, indent=1, allow_nan=False)
-    write(uri, text.encode())
+    write(uri, text.encode(), over=over)

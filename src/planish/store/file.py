@@ -70,7 +70,6 @@ class FileStore:
     """Files below a root folder."""
 
     in_memory = False
-    deletes_exactly = True
 
     def __init__(self, root: str | Path = "/"):
         self.retries: Counter[str] = Counter()
@@ -179,12 +178,14 @@ class FileStore:
             with _store_errors(self.uri(key)), _ABSENT_IS_FINE, _locked(path.parent):
                 path.unlink()
 
-    def delete_exact(self, key: str, etag: str) -> None:
+    def delete_exact(self, key: str, etag: str) -> bool:
         """Remove a file that has not changed."""
         path = self._path(key)
         with _store_errors(self.uri(key)), _ABSENT_IS_FINE, _locked(path.parent):
             if _stat(key, path.stat()).etag == etag:
                 path.unlink()
+                return True
+        return False
 
     def tidy(self, folder: str) -> None:
         """Remove temporary files and empty folders."""

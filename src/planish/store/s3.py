@@ -63,6 +63,9 @@ from planish.store.s3_client import (
 )
 
 _LONGEST_RETRY_SECONDS = 86_400
+_REMOVED = b"removed by planish\n"
+"""An object of these bytes is none: MinIO heeds the condition of a write, not of a deletion."""
+_REMOVED_TAG = f'"{hashlib.md5(_REMOVED, usedforsecurity=False).hexdigest()}"'
 _HAS_CRC32C = google_crc32c.implementation == "c"
 
 
@@ -131,8 +134,6 @@ class S3Store:
     """`s3://bucket/key`; an own set of connections."""
 
     in_memory = False
-    deletes_exactly = False
-    """AWS heeds the condition of a deletion, MinIO does not."""
 
     def __init__(
         self,
@@ -175,9 +176,12 @@ class S3Store:
         except Refused:
             # The try whose answer was lost may have written what stands there now.
             etag = self._tag_of_same(key, view) if tries.is_ambiguous else ""
-            if not etag:
-                raise _unmet(self._client.place(key), if_match) from None
-            return etag
+            if etag:
+                return etag
+            if if_none_match:
+                with contextlib.suppress(ObjectChanged, ObjectMissing):
+                    return self.put(key, view, if_match=_REMOVED_TAG)
+            raise _unmet(self._client.place(key), if_match) from None
         return answer.get("ETag", "")
 
     def open_multipart(self, key: str, size: int) -> S3Multipart:
@@ -209,7 +213,7 @@ class S3Store:
         if not view.nbytes:
             present = self.head(key).etag
             if etag and present != etag:
-                raise _changed(self._client.place(key), etag)
+                raise _unmet(self._client.place(key), etag)
             return
         download = _Download(self._client, check_key(key), offset, view.nbytes, view, etag)
         download.run()
@@ -236,11 +240,16 @@ class S3Store:
     def head(self, key: str) -> Stat:
         """Return the facts of an object."""
         try:
-            headers = self._client.call("HEAD", check_key(key), headers_of, handled={400, 403, 404})
+            headers = self._client.call(
+                "HEAD",
+                check_key(key),
+                lambda answer: headers_of(_present(answer)),
+                handled={400, 403, 404},
+            )
         except Refused as refused:
             if not refused.code:
                 # The answer has no body, and not every server names its code in a header.
-                first = next(self._client.list_objects(self._client.bucket, prefix=key), None)
+                first = next(self._items(key, recursive=False), None)
                 if first and first.object_name == key and refused.status == 404:
                     return _stat(first)  # it was a gateway that said no
             raise self._client.error(refused, key) from None
@@ -249,9 +258,7 @@ class S3Store:
 
     def list(self, folder: str) -> Iterator[Stat]:
         """Yield every object below a folder."""
-        for item in self._client.list_objects(
-            self._client.bucket, prefix=key_prefix(folder), recursive=True
-        ):
+        for item in self._items(key_prefix(folder)):
             if not item.is_dir:
                 yield _stat(item)
 
@@ -259,7 +266,7 @@ class S3Store:
         """Return the direct content of a folder."""
         direct = Folder([], [])
         prefix = key_prefix(folder)
-        for item in self._client.list_objects(self._client.bucket, prefix=prefix):
+        for item in self._items(prefix, recursive=False):
             if not item.is_dir:
                 direct.objects.append(_stat(item))
             elif item.object_name != prefix:
@@ -273,25 +280,41 @@ class S3Store:
         for _ in self._client.remove_objects(self._client.bucket, named):
             pass  # a key that can not be removed has failed its request
 
-    def delete_exact(self, key: str, etag: str) -> None:
-        """Remove an object that has not changed."""
-        with contextlib.suppress(ObjectMissing, Refused):
-            if self.head(key).etag == etag:
-                condition = _condition(False, etag)
+    def delete_exact(self, key: str, etag: str) -> bool:
+        """Write over an object that has not changed what every method takes for none."""
+        try:
+            tag = self.put(key, _REMOVED, if_match=etag)
+        except (ObjectChanged, ObjectMissing):
+            return False
+        if tag != _REMOVED_TAG:
+            # Tags are no MD5 here: AWS with keys of a service, which heeds the condition.
+            with contextlib.suppress(Refused):
+                condition = _condition(False, tag)
                 self._client.call("DELETE", key, headers_of, headers=condition, handled={412})
+        return True
 
     def tidy(self, folder: str) -> None:
-        """A bucket has no folders."""
+        """Remove what `delete_exact` has left."""
+        items = self._items(key_prefix(folder), removed=True)
+        self.delete(item.object_name or "" for item in items)
 
     def now(self) -> float:
         """Return the time of the server."""
         return self._client.now()
 
+    def _items(
+        self, prefix: str, *, recursive: bool = True, removed: bool = False
+    ) -> Iterator[Object]:
+        items = self._client.list_objects(self._client.bucket, prefix=prefix, recursive=recursive)
+        return (item for item in items if (f'"{item.etag}"' == _REMOVED_TAG) == removed)
+
     def _tag_of_same(self, key: str, view: memoryview) -> str:
         """Return the entity tag of an object that has exactly these bytes, else ""."""
         try:
             content, etag = self.get(key, view.nbytes)
-        except (ObjectMissing, ObjectTooLarge):
+        except ObjectMissing:
+            return _REMOVED_TAG if view == _REMOVED else ""
+        except ObjectTooLarge:
             return ""
         return etag if content == view else ""
 
@@ -356,6 +379,9 @@ class S3Multipart:
             if etag:
                 return etag
             if refused.status == 412:
+                if if_none_match:
+                    with contextlib.suppress(ObjectChanged, ObjectMissing):
+                        return self.complete(if_match=_REMOVED_TAG)
                 raise _unmet(self._client.place(self.key), if_match) from None
             raise self._client.error(refused, self.key) from None
         return f'"{CompleteMultipartUploadResult(answer).etag}"'
@@ -408,7 +434,7 @@ class _Download:
             )
         except Refused as refused:
             if refused.status == 412:
-                raise _changed(self._client.place(self._key), self.etag) from None
+                raise _unmet(self._client.place(self._key), self.etag) from None
             # 416: the object ends before the range begins.
 
     def _headers(self) -> dict[str, str]:
@@ -421,6 +447,7 @@ class _Download:
         return {"range": f"bytes={first}-{self._start + self._length - 1}", **condition}
 
     def _take(self, answer: Answer) -> None:
+        _present(answer)
         first, place = self._start + self.done, self._client.place(self._key)
         span = answer.headers.get("Content-Range", "")
         is_whole = self._length is None and not first
@@ -450,6 +477,12 @@ class _Download:
                 raise Transient("TimeoutError", "no answer in time")
 
 
+def _present(answer: Answer) -> Answer:
+    if answer.headers.get("ETag") == _REMOVED_TAG:
+        raise Refused(404, "NoSuchKey")
+    return answer
+
+
 def _unmet(place: str, if_match: str) -> ObjectChanged | ObjectExists:
     """Return the error of a write whose condition does not hold."""
     if if_match:
@@ -457,13 +490,6 @@ def _unmet(place: str, if_match: str) -> ObjectChanged | ObjectExists:
             f"{place} must be the object {if_match}, but is another; read it again"
         )
     return ObjectExists(f"{place} must not exist yet, but does; another process has created it")
-
-
-def _changed(place: str, etag: str) -> ObjectChanged:
-    return ObjectChanged(
-        f"{place} must be the object {etag} and must not change while it is read, but is another; "
-        "read it again"
-    )
 
 
 def _condition(if_none_match: bool, if_match: str) -> dict[str, str]:

@@ -79,7 +79,7 @@ def test_writing_a_set_is_measured(file_root):
     write_set(f"{file_root}/x", random_prompts(), parents={}, attributes={})
     found = samples()
     assert found['planish_records_write_seconds_count{schema="prompts/1"}'] == 1
-    sizes = sum(store.size(uri) for uri in store.list_uris(file_root))
+    sizes = sum(len(store.read(uri)) for uri in store.list_uris(file_root))
     assert found['planish_store_written_bytes_total{scheme="file"}'] == sizes
 
 

@@ -21,7 +21,6 @@ from planish.checkpoint.commit.commit import (
     discard,
     read_commit,
     require_commit,
-    withdraw,
 )
 from planish.checkpoint.commit.journal import (
     COMMIT,
@@ -31,7 +30,7 @@ from planish.checkpoint.commit.journal import (
     join,
     started,
 )
-from planish.store import Folder, Stat, Store
+from planish.store import Folder, Store
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +80,8 @@ class _Place:
         return [name[2:] for name in names if name.startswith("a-") and is_attempt(name[2:])]
 
     def commit_modified(self) -> float | None:
-        stat = self.commit_stat()
-        return stat.modified if stat and stat.size else None
-
-    def commit_stat(self) -> Stat | None:
         name = join(self.path, COMMIT)
-        return next((stat for stat in self.content.objects if stat.key == name), None)
+        return next((stat.modified for stat in self.content.objects if stat.key == name), None)
 
 
 def _places(storage: Store, root: str) -> list[_Place]:
@@ -99,7 +94,7 @@ def _places(storage: Store, root: str) -> list[_Place]:
             looked_at = [_Place(*pair) for pair in zip(level, contents, strict=True)]
             level = []
             for place in looked_at:
-                if place.commit_stat() or place.attempts():
+                if place.commit_modified() is not None or place.attempts():
                     places.append(place)
                 else:
                     level += place.content.folders
@@ -155,7 +150,8 @@ def delete(storage: Store, path: str) -> None:
 
 
 def _remove(storage: Store, path: str, commit: Commit) -> bool:
-    return withdraw(storage, path, commit) and discard(storage, path, commit.attempt)
+    is_gone = storage.delete_exact(join(path, COMMIT), commit.etag)
+    return is_gone and discard(storage, path, commit.attempt)
 
 
 def retain(
@@ -219,9 +215,6 @@ def gc(
 def _collect_place(
     storage: Store, place: _Place, grace_s: float, dry_run: bool
 ) -> list[CatalogVerdict]:
-    mark = place.commit_stat()
-    if mark and not mark.size and not dry_run and storage.now() - mark.modified >= grace_s:
-        storage.delete_exact(mark.key, mark.etag)
     try:
         commit = read_commit(storage, place.path)
     except CheckpointCorrupt as error:

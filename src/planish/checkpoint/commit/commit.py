@@ -24,7 +24,6 @@ from planish.base.errors import (
     CheckpointIncomplete,
     CheckpointNotFound,
     ConfigError,
-    ObjectChanged,
     ObjectExists,
     ObjectMissing,
     ObjectTooLarge,
@@ -40,7 +39,7 @@ from planish.checkpoint.commit.journal import (
     is_attempt,
     join,
 )
-from planish.store import Store, upload
+from planish.store import Store, tag, upload
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +158,7 @@ def read_commit(storage: Store, path: str) -> Commit | None:
         return None
     except ObjectTooLarge as error:
         raise CheckpointCorrupt(str(error), file=COMMIT) from None
-    return Commit.decode(data, etag=etag, uri=storage.uri(key)) if data else None
+    return Commit.decode(data, etag=etag, uri=storage.uri(key))
 
 
 def require_commit(storage: Store, path: str) -> Commit:
@@ -197,33 +196,9 @@ def read_meta(storage: Store, path: str, commit: Commit) -> bytes:
     return data
 
 
-def withdraw(storage: Store, path: str, commit: Commit) -> bool:
-    """Take a commit back, if it still is what stands at its path; return whether it was.
-
-    An empty COMMIT is none. It is what a save that has begun by now replaces, so it stays where the
-    store can not remove exactly this object; `catalog.gc` collects it.
-    """
-    key = join(path, COMMIT)
-    try:
-        empty = storage.put(key, b"", if_match=commit.etag)
-    except (ObjectChanged, ObjectMissing):
-        return False
-    if storage.deletes_exactly:
-        storage.delete_exact(key, empty)
-    return True
-
-
 def standing(storage: Store, path: str) -> str:
-    """Return the entity tag of COMMIT at a path, also an empty one, "" for nothing."""
+    """Return the entity tag of COMMIT at a path, "" for nothing."""
     return tag(storage, join(path, COMMIT))
-
-
-def tag(storage: Store, key: str) -> str:
-    """Return the entity tag of an object, "" for none."""
-    try:
-        return storage.head(key).etag
-    except ObjectMissing:
-        return ""
 
 
 def publish(

@@ -32,12 +32,13 @@ from planish.checkpoint.ranks.control import Control
 from planish.models.headers import parse_config
 from planish.records.files import (
     WEIGHTS,
-    store_file,
+    hash_file,
+    replace_file,
+    tags,
     weights_checksum,
-    withdraw,
     write_files,
 )
-from planish.records.manifest import Shard
+from planish.records.manifest import MANIFEST, Shard
 from planish.records.refs import Ref, parse_pin
 from planish.store import Store, uri_of
 
@@ -153,12 +154,20 @@ def _in_ranks(
 
     def clear() -> bytes:
         # No reader may see files of two exports under one manifest.
-        withdraw(uri)
-        return b""
+        opened, key = store.open_store(uri)
+        found = tags(opened, key)
+        if MANIFEST in found:
+            opened.delete_exact(f"{key}/{MANIFEST}", found.pop(MANIFEST))
+        return json.dumps(found).encode()
 
-    call.decide(clear, "clear")
+    def store_file(name: str, path: Path) -> Shard:
+        size, digest = hash_file(path)
+        replace_file(f"{uri}/{name}", path, seen.get(name, ""))
+        return Shard(name, 0, size, digest)
+
+    seen = json.loads(call.decide(clear, "clear"))
     written, own = write({name: plan[name] for name in list(plan)[call.rank :: call.size]})
-    stored = [vars(store_file(uri, name, path)) for name, path in written.items()]
+    stored = [vars(store_file(name, path)) for name, path in written.items()]
     parts = call.gather(json.dumps([stored, own]).encode(), "files") or ()
 
     def publish_all() -> bytes:

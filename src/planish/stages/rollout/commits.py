@@ -15,6 +15,7 @@ from typing import Any
 from planish import store
 from planish.base.errors import ObjectMissing, RecordError
 from planish.records.io import read_manifest, read_set, write_set
+from planish.records.manifest import MANIFEST
 from planish.records.rollouts import RolloutSet
 from planish.stages.rollout.groups import Group, as_set, from_set, group_facts
 
@@ -52,6 +53,9 @@ class Commits:
         A damaged commit ends the row: what it and later ones held is sampled again.
         """
         found = Committed()
+        opened, key = store.open_store(self._uri)
+        # What another attempt commits while this one reads stays, and files are written over.
+        before = list(opened.list(key))
         try:
             while True:
                 uri = self._place(self._next)
@@ -69,7 +73,9 @@ class Commits:
             pass
         except RecordError as error:
             logger.warning("damaged commit=%d error=%s", self._next, error)
-        self._drop(self._next)
+        for stat in before:
+            if stat.key >= f"{key}/{self._next:06d}" and stat.key.endswith(MANIFEST):
+                opened.delete_exact(stat.key, stat.etag)
         if found.groups:
             logger.info(
                 "resumed commits=%d groups=%d tokens=%d",
@@ -88,15 +94,10 @@ class Commits:
         self._next += 1
 
     def clear(self) -> None:
-        """Delete all; the rollouts are written."""
-        self._drop(0)
+        """Delete all; the rollouts are written, so that what another attempt commits is no loss."""
         opened, key = store.open_store(self._uri)
+        opened.delete(stat.key for stat in opened.list(key))
         opened.tidy(key)
 
     def _place(self, number: int) -> str:
         return f"{self._uri}/{number:06d}"
-
-    def _drop(self, first: int) -> None:
-        for uri in store.list_uris(f"{self._uri}/"):
-            if uri.removeprefix(f"{self._uri}/")[:6] >= f"{first:06d}":
-                store.delete(uri)

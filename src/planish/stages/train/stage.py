@@ -274,8 +274,7 @@ def forget_result(pin: str) -> None:
     """Delete result and error of an earlier attempt at a job."""
     folder = parse_pin(pin)[0].rpartition("/")[0]
     for name in ("result.json", "error.json"):
-        if store.exists(f"{folder}/{name}"):
-            store.delete(f"{folder}/{name}")
+        store.delete(f"{folder}/{name}")
 
 
 def result_of(pin: str, lost: PeerLost | None) -> str:

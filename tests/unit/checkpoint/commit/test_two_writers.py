@@ -85,9 +85,7 @@ def test_a_paused_save_never_hides_one_that_came_after_it(pausing):
         assert read_commit(WHERE["store"], "run/states/step-00000003") is not None
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_removal_takes_no_commit_that_came_after_it_looked(pausing, monkeypatch, exact):
-    monkeypatch.setattr(MemoryStore, "deletes_exactly", exact)
+def test_a_removal_takes_no_commit_that_came_after_it_looked(pausing):
     path = "run/states/step-00000003"
 
     def remove(number):

@@ -55,7 +55,7 @@ def kill_after(number):
 
 def commits(run, shard=0):
     prefix = layout.commits(run.root, 1, shard) + "/"
-    uris = store.list_uris(prefix)
+    uris = [uri for uri in store.list_uris(prefix) if uri.endswith("/manifest.json")]
     return sorted({uri.removeprefix(prefix).partition("/")[0] for uri in uris})
 
 
@@ -77,7 +77,7 @@ def test_a_kill_after_any_commit_changes_no_digest(new_run, count_tokens, change
             patch.undo()
         assert len(commits(run)) == number
         assert run.call()[0].manifest_sha256 == digest
-        assert commits(run) == []
+        assert store.list_uris(layout.commits(run.root, 1, 0)) == []
         assert count_tokens[0] > 0
         if number == 1:
             whole = sum(count_tokens)

@@ -316,14 +316,13 @@ def already_done(job: TrainJob, next_step: int) -> Ref | None:
 
 def clear_steps(job: TrainJob) -> None:
     """Remove all steps of the iteration that ranks have committed, whole or torn."""
-    uri = layout.step_commits(job.root, job.iteration)
-    if not store.list_uris(uri):
+    opened, key = store.open_store(layout.step_commits(job.root, job.iteration))
+    if not any(opened.list(key)):
         return
-    opened, key = store.open_store(uri)
     for entry in catalog.list_checkpoints(opened, key):
         catalog.delete(opened, entry.path)
     # From here on no save that is still under way can commit.
     catalog.gc(opened, key, grace_s=0.0)
-    for left in store.list_uris(uri):
-        store.delete(left)
+    # What another attempt of the job saves by now keeps its objects.
+    opened.delete([s.key for s in opened.list(key) if "/a-" not in s.key.removeprefix(key)])
     opened.tidy(key)
