@@ -324,5 +324,7 @@ def clear_steps(job: TrainJob) -> None:
     # From here on no save that is still under way can commit.
     catalog.gc(opened, key, grace_s=0.0)
     # What another attempt of the job saves by now keeps its objects.
-    opened.delete([s.key for s in opened.list(key) if "/a-" not in s.key.removeprefix(key)])
+    for stat in opened.list(key):
+        if "/a-" not in stat.key.removeprefix(key):
+            opened.delete_exact(stat.key, stat.etag)
     opened.tidy(key)
