@@ -5,7 +5,6 @@ It deliberately asks no cluster: whether a node of that name exists, the schedul
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -18,7 +17,7 @@ from pydantic import TypeAdapter
 from planish import store
 from planish.base.errors import ConfigError, ObjectExists, RecordError
 from planish.records import layout
-from planish.store.documents import read_json
+from planish.store.documents import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ def avoid(root: str, node: AvoidedNode) -> bool:
     document = {**asdict(node), "seconds": node.seconds or time.time()}
     uri = layout.avoided_node(root, node.name)
     try:
-        store.create(uri, json.dumps(document, sort_keys=True).encode())
+        write_json(uri, document, over="")
     except ObjectExists:
         return False
     logger.info("following runs avoid node=%s named_by=%s", node.name, node.named_by)

@@ -39,14 +39,13 @@ def record_earlier_attempt(root: str, uri: str, now: float) -> None:
     """
     try:
         earlier = read_json(uri)
-    except (PlanishError, OSError):
-        return
-    if earlier["state"] not in ("running", "failed"):
-        return
-    begin = earlier["start_seconds"]
-    # An attempt that was killed has told no end: it was over when the next one began.
-    end = begin + earlier["seconds"] if earlier["state"] == "failed" else now
+        if earlier["state"] not in ("running", "failed"):
+            return
+        begin = float(earlier["start_seconds"])
+        # An attempt that was killed has told no end: it was over when the next one began.
+        end = begin + earlier["seconds"] if earlier["state"] == "failed" else now
+        iteration = earlier["iteration"]
+    except (PlanishError, OSError, KeyError, TypeError, ValueError):
+        return  # another release may have written it
     facts = {name: earlier.get(name) for name in ("stage", "shard", "error", "exit_code")}
-    record_event(
-        root, "attempt", earlier["iteration"], begin_seconds=begin, end_seconds=end, **facts
-    )
+    record_event(root, "attempt", iteration, begin_seconds=begin, end_seconds=end, **facts)

@@ -126,16 +126,16 @@ def read_run(root: str) -> dict[str, Any]:
     uri = layout.run_file(root)
     remedy = "choose a new root"
     try:
-        run: Any = read_json(uri)
+        run = read_json(uri)
     except RecordError as error:
         raise ConfigError(f"{error}; {remedy}") from None
-    config = run.get("config") if isinstance(run, dict) else None
+    config = run.get("config")
     if not isinstance(config, dict) or not all(isinstance(t, dict) for t in config.values()):
         raise ConfigError(
             f"`{uri}` must hold config, the tables of a configuration, got {run!r:.200}; {remedy}"
         )
     check_limits(config, uri)
-    return typing.cast("dict[str, Any]", run)
+    return run
 
 
 def load_run(root: str, digest: str) -> dict[str, Any]:
@@ -237,8 +237,9 @@ def refuse_known_failure(context: Context, places: Sequence[str] | None = None) 
         if not store.exists(uri):
             continue
         marker = read_json(uri)
-        if (marker["config_sha256"], marker["run_id"]) == (context.config_sha256, run_id):
-            raise ConfigError(f"an earlier attempt of this task failed for good: {marker['error']}")
+        if (marker.get("config_sha256"), marker.get("run_id")) == (context.config_sha256, run_id):
+            told = marker.get("error")
+            raise ConfigError(f"an earlier attempt of this task failed for good: {told}")
 
 
 def mark_failure(context: Context, error: BaseException) -> None:

@@ -46,7 +46,7 @@ def earlier_success(uri: str) -> dict[str, Any] | None:
     except (PlanishError, OSError):
         return None
     entry = entry.get(EARLIER, entry)
-    return entry if entry["state"] == "done" else None
+    return entry if entry.get("state") == "done" else None
 
 
 class _Lines(logging.Handler):

@@ -91,9 +91,8 @@ def _other_tables(root: str, names: list[str]) -> list[RenderableType]:
                 evaluations.append([place, _scalars_line(read_report(EvalReport, name).scalars)])
         elif name.startswith(f"{layout.logs(root)}/") and name.endswith(".json"):
             entry = read_json(name)
-            if isinstance(entry, dict):
-                fields = ("iteration", "stage", "shard", "state", "seconds", "already_done")
-                tasks.append([*(entry.get(f, "-") for f in fields), entry.get("error") or ""])
+            fields = ("iteration", "stage", "shard", "state", "seconds", "already_done")
+            tasks.append([*(entry.get(f, "-") for f in fields), entry.get("error") or ""])
     columns = ("iteration", "stage", "shard", "state", "seconds", "already done", "error")
     if layout.best_policy(root) in names:
         best = read_best(root)

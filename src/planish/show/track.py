@@ -37,6 +37,7 @@ SHARDED = "rollout"
 """The stage whose tasks have curves of their own."""
 WITHOUT_CURVES = ("prepare", "evaluate", "next", "report")
 """Stages whose log entries show nothing of the training; evaluations have reports."""
+_TOLD = {"stage", "state", "iteration", "start_seconds", "seconds"}
 _FOREIGN = re.compile(r"[^A-Za-z0-9_./ -]")
 """What a name in MLflow must not have."""
 
@@ -104,12 +105,14 @@ class RunReader:
         entries = dict(self._ended)
         for uri in store.list_uris(f"{layout.logs(self.root)}/"):
             if uri.endswith(".json") and uri not in entries:
-                entries[uri] = entry = read_json(uri)
-                if entry["state"] == "done":
-                    self._ended[uri] = entry
-        report = next((e for e in entries.values() if e["stage"] == "report"), None)
-        self.has_ended = report is not None and report["state"] == "done"
-        self.has_failed = any(e["state"] == "failed" for e in entries.values())
+                entry = read_json(uri)
+                if entry.keys() >= _TOLD:  # else another release wrote it
+                    entries[uri] = entry
+                    if entry["state"] == "done":
+                        self._ended[uri] = entry
+        ends = {(e["stage"], e["state"]) for e in entries.values()}
+        self.has_ended = ("report", "done") in ends
+        self.has_failed = any(state == "failed" for _, state in ends)
         sources = []
         for uri, entry in entries.items():
             end = entry["start_seconds"] + entry["seconds"]

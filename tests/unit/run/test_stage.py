@@ -63,6 +63,34 @@ def call(root: str, work: Any, tmp_path: Path, **more: Any) -> tuple[Outcome, di
     return execute("toy", work, root=root, outputs=outputs, **options), outputs
 
 
+STRANGE = [
+    [], "x", {}, {"state": "failed"}, {"state": "running", "start_seconds": "soon", "iteration": 1},
+    {"state": "failed", "start_seconds": 1.0, "seconds": None, "iteration": 1},
+    {"state": "done", "earlier": {"task": "of a later release"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("left", STRANGE)
+def test_what_another_release_has_left_in_the_log_stops_no_task(root, tmp_path, left):
+    uri = layout.stage_log(root, "toy", 2, 1)
+    store.write(uri, json.dumps(left).encode())
+    call(root, lambda _: Outcome(metrics={"good": 2.0}), tmp_path, iteration=2, shard=1)
+    assert read_json(uri)["state"] == "done"
+
+
+def test_a_marker_of_another_release_is_of_no_task(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("RUN_ID", "run-a")
+    write_json(layout.failed_file(root, "toy", 2, 1), {"why": "of a later release"})
+    call(root, lambda _: Outcome(), tmp_path, iteration=2, shard=1)
+
+
+@pytest.mark.parametrize("text", [b"[]", b"7", b"null", b'"x"', b"{", b"[" * 100_000])
+def test_what_is_no_object_is_no_document(root, text):
+    store.write(f"{root}/x.json", text)
+    with pytest.raises(RecordError, match=r"x\.json` must be a JSON object, got"):
+        read_json(f"{root}/x.json")
+
+
 def test_outputs_metrics_and_log_are_written(root: str, tmp_path, monkeypatch: Path) -> None:
     monkeypatch.setattr("planish.run.stage_log._has_begun", False)
     ref = Ref("toy/1", f"{root}/toy", "a" * 64, {"num_rows": 5})

@@ -120,6 +120,10 @@ def test_every_value_of_every_record_is_written_once(root):
     assert memory.opened == [("", {"train.learning_rate": 0.001})]
     later = Follower(RunReader(root), "memory", memory)
     assert later.advance() == 0
+    # What another release has left there is no record.
+    for number, entry in enumerate(({}, {"state": "done"}, {"stage": "train", "state": "failed"})):
+        write_json(layout.stage_log(root, "reward", 90 + number, 0), entry)
+    assert later.advance() == 0
     other = Memory()
     assert Follower(RunReader(root), "another", other).advance() == 17
     assert same(curves(other.points), EXPECTED)

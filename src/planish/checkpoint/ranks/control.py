@@ -139,6 +139,9 @@ class Control:
         server = listen() if rank == 0 else None
         peers: list[Peer] = [here_at(0)] * size
         dist.all_gather_object(peers, here_at(server.port if server else 0), group=group)
+        if len({peer.version for peer in peers}) > 1:
+            seen = {number: peer.version for number, peer in enumerate(peers)}
+            raise PlanMismatch(f"all ranks must run one version of planish, got {seen}")
         machines = list(dict.fromkeys(peer.machine for peer in peers))
         hosts = [machines.index(peer.machine) for peer in peers]
         address = "127.0.0.1" if hosts[rank] == 0 else peers[0].address

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import planish
 from planish.base import errors
 from planish.base.errors import PeerLost, PlanMismatch
 from planish.store.processes import process_space, process_start
@@ -42,6 +43,8 @@ class Peer(NamedTuple):
     """Start of the process in clock ticks since boot."""
     port: int
     """Port of the store on rank 0, else 0."""
+    version: str
+    """Of this program: what ranks tell each other has no form of its own for each release."""
 
 
 class TooLate(Exception):
@@ -213,7 +216,7 @@ def listen() -> TCPStore:
 def here_at(port: int) -> Peer:
     """Return where this process lives, with the port of its store."""
     machine, pid = f"{socket.gethostname()}/{process_space()}", os.getpid()
-    return Peer(machine, _address(), pid, process_start(pid), port)
+    return Peer(machine, _address(), pid, process_start(pid), port, planish.__version__)
 
 
 def _address() -> str:

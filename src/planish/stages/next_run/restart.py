@@ -6,7 +6,6 @@ keeps away from is not decided here: its first stage reads the nodes that were n
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 
@@ -16,7 +15,7 @@ from planish.records import layout
 from planish.run.avoid import avoided
 from planish.run.kubeflow import CANCELLED, KfpRuns, restart_name
 from planish.stages.next_run.stage import submit_once
-from planish.store.documents import read_json
+from planish.store.documents import read_json, write_json
 
 FAILED = ("FAILED", "ERROR")
 """Final states after which a restart may be due."""
@@ -44,7 +43,7 @@ def restart(
     if store.exists(layout.stop_file(root)):
         return "not restarted: stop file"
     marks = [read_json(uri) for uri in store.list_uris(f"{layout.failed(root)}/")]
-    if any(mark["run_id"] == run_id for mark in marks):
+    if any(mark.get("run_id") == run_id for mark in marks):
         return "not restarted: a task failed for a reason that stays"
     runs = connect()
     facts = runs.facts(run_id)
@@ -64,9 +63,9 @@ def _claim(root: str, run_id: str, nodes: list[str], limit: int) -> int:
         uri = layout.restart_file(root, counter)
         record = {"after": run_id, "nodes": nodes}
         try:
-            store.create(uri, json.dumps(record, sort_keys=True).encode())
+            write_json(uri, record, over="")
         except ObjectExists:
             record = read_json(uri)
-        if record["after"] == run_id:
+        if record.get("after") == run_id:
             return counter
     return 0

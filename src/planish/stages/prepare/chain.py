@@ -38,7 +38,8 @@ class Link:
 def read_link(root: str, index: int) -> Link | None:
     """Return what is known of the `index`-th run; None when there was none."""
     try:
-        return Link(index, **read_json(layout.chain_file(root, index)))
+        known = read_json(layout.chain_file(root, index))
+        return Link(index, known["offset"], known["num_iterations"])
     except ObjectMissing:
         return None
 

@@ -86,6 +86,19 @@ def test_one_process_answers_itself_without_a_store():
         raise LayoutMismatch("hole")
 
 
+@pytest.mark.parametrize("other", ["0.0.9", "1.0", ""])
+def test_ranks_of_two_releases_do_not_begin(monkeypatch, other):
+    def gather(peers, own, group):
+        peers[:] = [own._replace(version=other), own]
+
+    facts = {"is_initialized": True, "get_rank": 1, "get_world_size": 2}
+    for name, value in facts.items():
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda *_, value=value: value)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    with pytest.raises(PlanMismatch, match=f"one version of planish, got {{0: '{other}', 1: "):
+        Control.join()
+
+
 LIMIT = 120.0
 """Seconds after which a test that hangs ends."""
 

@@ -260,6 +260,7 @@ def wrong_configuration(root, monkeypatch):
 
 def older_failure(root, monkeypatch):
     write_json(layout.failed_file(root, "train", 4, 0), {"run_id": "run-0", "error": "x"})
+    write_json(layout.failed_file(root, "train", 5, 0), {"of": "another release"})
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from planish.stages.prepare.run_file import (
     write_run_file,
 )
 from planish.stages.prepare.stage import prepare
+from planish.store.documents import write_json
 from tests.integration.waiting import wait_for
 from tests.unit.stages.prepare.test_prepare_stage import SMALL, wish
 
@@ -382,6 +383,12 @@ def test_the_newest_run_may_be_made_longer_or_shorter(file_root):
     add_policy(file_root, 2)
     assert take(file_root, 0, 4) == Link(0, 0, 4)
     assert read_link(file_root, 0).num_iterations == 4
+
+
+def test_a_link_of_a_later_release_may_say_more(file_root):
+    uri = layout.chain_file(file_root, 0)
+    write_json(uri, {"offset": 0, "num_iterations": 4, "resident": 2})
+    assert read_link(file_root, 0) == Link(0, 0, 4)
 
 
 def test_a_run_that_others_build_on_keeps_its_length(file_root):
