@@ -88,7 +88,7 @@ class AlertBook:
                 continue
             elif alert.kind in _TELEMETRY:
                 changed.append(self._end(key, "not seen any more"))
-            elif result.is_judged and result.end - alert.seen >= self._window_seconds:
+            elif self._is_judged(alert, result) and result.end - alert.seen >= self._window_seconds:
                 changed.append(self._end(key, f"nothing seen for {self._window_seconds} s"))
         return changed
 
@@ -124,6 +124,12 @@ class AlertBook:
             old = named.get(key) or self._open.get(key)
             named[key] = alert if old is None else replace(old, seen=max(old.seen, alert.seen))
         return named
+
+    @staticmethod
+    def _is_judged(alert: Alert, result: Result) -> bool:
+        """Tell whether a result could have named the machine again; silence needs few peers."""
+        is_heard = alert.kind == "silent" and result.status == "too_few_machines"
+        return result.is_judged or is_heard
 
     def _end(self, key: _Key, reason: str) -> Alert:
         return replace(self._open.pop(key), ended=reason)

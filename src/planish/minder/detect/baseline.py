@@ -5,7 +5,7 @@ Ours; the paper compares machines as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,10 @@ _MAX_CHUNKS = 64
 _FLOOR_WITHOUT_FLOORS = 0.02
 _SETTLED = 0.25
 """A baseline moves only by more than this share of the floor, so that old windows stay valid."""
+_ALIKE_SHARE = 0.1
+"""Differences are alike that differ by no more than this share of them, and the floor."""
+_SINGLE_SHARE = 0.135
+"""A single GPU board is capped by at most this share of what the machines mostly do."""
 _GROWTH = 1.25
 """A baseline is decided anew when history has grown by this factor, for the same reason."""
 
@@ -46,12 +50,19 @@ class Baseline:
     def __init__(self, config: DetectConfig, *, is_role: bool = True) -> None:
         self.config, self._is_role = config, is_role
         self.machines: tuple[str, ...] = ()
+        self.suspects: Collection[str] = ()
+        """Machines that may be faulty from the start: they have no role."""
+        self.refused: dict[str, list[str]] = {}
+        """Metric to the machines that lie further away than a role may, to the worse side: boards
+        that draw little, networks that pause."""
         self.until = 0
         """Unix second before which all history has been looked at."""
         self._stride = 1
         self._chunks: dict[str, list[F32]] = {}
         self._waiting: dict[str, list[tuple[int, F32]]] = {}
         """Minutes that are no whole chunk yet: medians of 2^k of them, the longest first."""
+        self._levels: dict[str, float] = {}
+        """What the machines mostly do in the busiest minute."""
         self._used: dict[str, dict[str, float]] = {}
         self._decided: dict[str, dict[str, int]] = {}
 
@@ -108,7 +119,10 @@ class Baseline:
             rows = slice(*np.searchsorted(ts, [self.until, self.until + CHUNK_SECONDS]).tolist())
             for metric, array in history.values.items():
                 masked = history.masked[metric][rows]
-                away = array[rows] - fleet_median(array[rows], masked)[:, None]
+                median = fleet_median(array[rows], masked)
+                level = max(self._levels.get(metric, 0.0), float(np.median(median)))
+                self._levels[metric] = level
+                away = array[rows] - median[:, None]
                 row = _median(np.where(masked, np.nan, away))
                 row[unsure] = np.nan
                 self._append(metric, row)
@@ -161,7 +175,12 @@ class Baseline:
             agreed = _agreed(rows, floor, needed)
             if self._is_role:
                 # What lies further away than a role may is a fault, however old it is.
-                agreed[np.abs(agreed) > self.config.role_limit(metric)] = np.nan
+                refused = self._refused(metric, agreed, floor)
+                wrong = {"gpu_power_draw": agreed < 0, "pfc_tx_packet_rate": agreed > 0}
+                telling = refused & wrong.get(metric, False)
+                names = [self.machines[place] for place in np.flatnonzero(telling)]
+                self.refused[metric] = [*names, *self.suspects]
+                agreed[refused] = np.nan
             for place in np.flatnonzero(due).tolist():
                 name, value = self.machines[place], float(agreed[place])
                 if np.isfinite(value):
@@ -169,6 +188,20 @@ class Baseline:
                 # A comparison with NaN is false.
                 if abs(value - used.get(name, 0.0)) > _SETTLED * floor:
                     used[name] = round(value, 5)
+
+    def _refused(self, metric: str, agreed: F32, floor: float) -> Mask:
+        """Return [N], machines that are too far away for a role.
+
+        Machines that are far away alike have a role: a pipeline stage, judges beside trainers.
+        """
+        limit = self.config.role_limit(metric)
+        if metric == "gpu_power_draw" and metric not in self.config.role_limits:
+            limit = min(limit, max(floor, _SINGLE_SHARE * self._levels.get(metric, 1.0)))
+        size = np.abs(agreed)
+        suspect = np.isin(self.machines, list(self.suspects))
+        near = np.abs(agreed[:, None] - agreed) <= floor + _ALIKE_SHARE * size[:, None]
+        is_single = (near & ~suspect & (size > limit)).sum(axis=1) < 2
+        return np.asarray((size > limit) & is_single | suspect & (size > floor))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values: what is used, and the history as the medians of its two halves."""

@@ -92,9 +92,10 @@ class DetectConfig(Section):
     is off, as published."""
     role_limits: dict[str, float] = Field(default_factory=dict)
     """Largest difference in healthy history that is taken for a machine's role, normalised, by
-    metric, as healthy jobs of the site show (`calibrate` fits it). A machine that is further away
-    from its first minute on is faulty. A GPU metric without an entry has `unknown_role_distance`;
-    other metrics have no limit, since hosts differ by what else they do."""
+    metric, as healthy jobs of the site show (`calibrate` fits it). A single machine that is further
+    away from its first minute on is faulty; machines that are so alike have a role. A GPU metric
+    without an entry has `unknown_role_distance`, and no more than boards are capped by; pauses of
+    the network have twice as much; a CPU has no limit, since hosts differ by what else they do."""
     rest_share: float = Field(default=0.75, ge=0.0, le=1.0)
     """While the machines together do less than this share of what they mostly do, for at most
     `idle_seconds`, a machine that is like its peers goes on being a candidate: at rest, as in a
@@ -145,8 +146,10 @@ class DetectConfig(Section):
 
     def role_limit(self, metric: str) -> float:
         """Return how far a machine's role may lie from its peers; infinite without a limit."""
-        bounded = metric in self.role_limits or METRICS[metric].is_gpu
-        return (self.role_distance(metric) if bounded else 0.0) or math.inf
+        if metric in self.role_limits or METRICS[metric].is_gpu:
+            return self.role_distance(metric) or math.inf
+        is_bounded = METRICS[metric].transform == "log1p"
+        return 2 * self.unknown_role_distance * is_bounded or math.inf
 
 
 class ServiceConfig(Section):

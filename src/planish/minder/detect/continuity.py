@@ -7,7 +7,7 @@ masked windows, several machines, silence and events of the whole job are ours.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ from planish.minder.detect.distances import (
     without,
 )
 from planish.minder.detect.frame import COARSE_SECONDS, F32, F64, I64, Frame, Job, Mask
-from planish.minder.detect.metrics_table import METRICS
+from planish.minder.detect.metrics_table import DEVICES, METRICS
 from planish.minder.detect.preprocess import Prepared
 from planish.minder.detect.result import Candidate, Evidence, Finding, Result
 from planish.minder.detect.two_modes import BLOCK_SECONDS, find_parts
@@ -46,6 +46,15 @@ _BEYOND_TURNS = 1.75
 """Where machines differ in turn, a faulty one differs for longer than so many of their turns."""
 _LONG_TURN = 60.0
 """Where machines differ in turn for so long, a part of them does too."""
+_AGAIN = 1.5
+"""A machine that differs again and again does so for longer by this factor, others in all for less
+than a third of it."""
+_SIDE_RISE = 0.15
+"""What a host does beside its job, as a backup, takes less than this share of its processors."""
+_DEAD_SHARE = 0.35
+"""Without some of its machines a job does less than this share of what it did."""
+_YOUNG_PARTS = 1.3
+"""As long as no turns are known, a part must lie apart for longer by this factor."""
 _FEWEST_WINDOWS = 30
 """A shorter run is not reported as a candidate."""
 
@@ -214,7 +223,7 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
     if config.preprocess.silent_after_seconds:
         silent = view.prepared.silent_seconds > config.preprocess.silent_after_seconds
     unmodelled = {name: "no model" for name in view.prepared.values if name not in view.traces}
-    used = {name: denoisers[name] for name in view.traces if name in denoisers}
+    used = {name: denoisers[METRICS[name].name] for name in view.traces}
     facts = {
         "skipped": {**view.prepared.skipped, **unmodelled},
         "known": dict(view.prepared.known),
@@ -229,8 +238,11 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
         },
         "theta": threshold(rules.theta, rules.kappa, frame.num_machines),
     }
-    # One silent machine of four is no outage.
-    if silent.sum() > max(1.0, config.preprocess.outage_share * frame.num_machines):
+    frozen = np.isin(frame.machines, view.prepared.frozen)
+    limit = max(1.0, config.preprocess.outage_share * frame.num_machines)
+    if frozen.sum() > limit or (silent.sum() > limit and not are_dead(view, silent)):
+        facts["silent"] = tuple(np.array(frame.machines)[silent | frozen].tolist())
+        facts["broken"] = {}
         return make_result(frame, config, "outage", started, **facts)
     seconds = view.prepared.silent_seconds.astype(int)
     findings = [
@@ -245,8 +257,11 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
         )
         for column in np.flatnonzero(silent & (seconds > rules.continuity_seconds)).tolist()
     ]
+    findings += _without_devices(view, {finding.machine for finding in findings})
     if not view.traces and not findings:
-        return make_result(frame, config, "skipped", started, **facts)
+        few = frame.num_machines < rules.min_machines
+        status = "too_few_machines" if few else "skipped"
+        return make_result(frame, config, status, started, **facts)
     facts["candidates"] = ()
     turns: dict[str, dict[str, int]] = {}
     for number in range(rules.max_rounds if rules.exhaustive else 1):
@@ -270,6 +285,54 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
     return make_result(frame, config, status, started, findings=tuple(findings), **facts)
 
 
+def are_dead(view: View, silent: Mask) -> bool:
+    """Return whether many `silent` machines [N] are dead, and not only the telemetry of them.
+
+    Then they fell silent one after the other, or the others have stopped since.
+    """
+    seconds = view.prepared.silent_seconds[silent]
+    if np.isin(view.frame.machines, list(view.job.named))[silent].all():
+        return True
+    if 2 * silent.sum() > len(silent):
+        return False
+    if np.ptp(seconds) > view.config.preprocess.silent_after_seconds:
+        return True
+    last = view.frame.num_seconds - int(seconds.min())
+    for name, values in view.frame.values.items():
+        rest = np.where(view.frame.mask[name], values, np.nan)[:, ~silent]
+        sides = (rest[:last], rest[last:])
+        if name in METRICS and METRICS[name].is_gpu and all(np.isfinite(s).any() for s in sides):
+            before, after = (float(np.nanmean(side)) for side in sides)
+            if after < _DEAD_SHARE * before:
+                return True
+    return False
+
+
+def _without_devices(view: View, named: Collection[str]) -> list[Finding]:
+    """Return the machines that have lost the series of a GPU for long enough, and send others."""
+    frame, needed = view.frame, view.config.detect.continuity_seconds
+    findings = []
+    for place, count in enumerate(frame.values.get(DEVICES, np.zeros((0, 0))).T):
+        machine, seen = frame.machines[place], np.flatnonzero(np.isfinite(count))
+        whole = np.flatnonzero(count >= view.job.devices.get(machine, 0))
+        first = int(whole[-1]) + 1 if len(whole) else 0
+        seconds = int(seen[-1]) + 1 - first if len(seen) else 0
+        if seconds > needed and machine not in named:
+            start = int(frame.ts[first])
+            findings.append(
+                Finding(
+                    machine=machine,
+                    metric=DEVICES,
+                    kind="dissimilar",
+                    run_start=start,
+                    confirmed_at=start + needed,
+                    duration_s=float(seconds),
+                    score_mean=0.0,
+                )
+            )
+    return findings
+
+
 @dataclass(frozen=True)
 class _Named:
     """Candidates [W, N] in one metric; too little is known of `unknown` windows [W]."""
@@ -280,6 +343,31 @@ class _Named:
     rule: Rule
     runs: Mapping[int, Sequence[Run]]
     """Of machines that were candidates for half a minute, in order."""
+    floor: F64
+    """[W, N], the distance that counts."""
+    share: F64
+    """[W], see `activity`."""
+
+    def again(self) -> list[Run]:
+        """Return one run for each machine that was a candidate again and again, others were not.
+
+        Its length is that of a single run that weighs as much.
+        """
+        totals = {
+            machine: sum(run.length for run in found if run.length >= _FEWEST_WINDOWS)
+            for machine, found in self.runs.items()
+        }
+        result = []
+        for machine, total in totals.items():
+            most = max((theirs for other, theirs in totals.items() if other != machine), default=0)
+            found = self.runs[machine]
+            if total <= max(_AGAIN * self.rule.needed[machine], 3 * most):
+                continue
+            run = Run(machine, found[0].first, found[-1].last, int(total / _AGAIN))
+            rows = slice(run.first, run.last + 1)
+            if _away(run, self.trace)[machine] > self.floor[rows, machine].mean():
+                result.append(run)
+        return result
 
 
 def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
@@ -298,7 +386,9 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
         unknown = (masked > rules.max_masked_share) | view.ignored
         rule = Rule.of(name, view.prepared, share, rules)
         rule = replace(rule, resting=rule.resting & ~view.ignored)
-        result[name] = _Named(rest, named, unknown, rule, runs_of(named, unknown, rule))
+        result[name] = _Named(
+            rest, named, unknown, rule, runs_of(named, unknown, rule), floor, share
+        )
     return result
 
 
@@ -344,6 +434,23 @@ def is_one_of_many(run: Run, trace: Trace) -> bool:
     return len(others) > 1 and bool(others[1] > _THIRD_SHARE * away[run.machine])
 
 
+def _is_beside(run: Run, name: str, view: View, named: Mapping[str, _Named]) -> bool:
+    """Return whether a host does a little more beside its job, which goes on as before."""
+    if METRICS[name].is_gpu or METRICS[name].transform != "none":
+        return False
+    rows = slice(run.first, run.last + 1)
+    values = view.compared[name][rows]
+    rise = float((values[:, run.machine] - np.median(values, axis=1)).mean())
+    if not 0 < rise < _SIDE_RISE:
+        return False
+    for other, metric in named.items():
+        if other != name and metric.candidates[rows, run.machine].mean() > _OTHER_SHARE:
+            return False
+        if METRICS[other].is_gpu and metric.share[rows].mean() < view.config.detect.rest_share:
+            return False
+    return True
+
+
 def _turns(view: View, named: Mapping[str, _Named]) -> dict[str, dict[str, int]]:
     """Return the runs that have ended: by metric and machine the longest, in seconds."""
     turns: dict[str, dict[str, int]] = {}
@@ -379,12 +486,15 @@ def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
     findings: dict[str, Finding] = {}
     for name, metric in named.items():
         trace = metric.trace
-        for run in long_runs(metric.runs, metric.rule):
+        again = metric.again() if rules.exhaustive and name not in aliased else []
+        for run in [*long_runs(metric.runs, metric.rule), *again]:
             if name in aliased and not is_alone(run, metric, aliased.values(), interval):
                 continue
             known = view.job.turns.get(name, {})
             usual = turn_of(name, known, frame.machines[run.machine])
             if rules.exhaustive and (run.length <= usual or is_one_of_many(run, trace)):
+                continue
+            if rules.exhaustive and _is_beside(run, name, view, named):
                 continue
             start = int(frame.ts[run.first])
             is_over = int(frame.ts[run.last]) + metric.rule.samples[run.machine] < view.job.asked
@@ -458,11 +568,13 @@ def _part_findings(view: View, turns: dict[str, dict[str, int]]) -> list[Finding
                 max_masked=rules.max_masked_share,
             )
             known = view.job.turns.get(name, {})
-            needed = float(rules.continuity_seconds)
+            needed = rules.continuity_seconds * (_YOUNG_PARTS if view.job.is_young else 1.0)
             if turn_of(name, known, "") or known.get(""):
-                needed = _BEYOND_TURNS * max(needed, known.get("", 0))
+                needed = _BEYOND_TURNS * max(rules.continuity_seconds, known.get("", 0))
             end = int(frame.ts[-1]) + 1 - 2 * BLOCK_SECONDS
             for part in parts:
+                if _is_by_design(columns[part.columns], columns, view):
+                    continue
                 if part.seconds <= needed:
                     if part.stop < end:
                         mine = turns.setdefault(name, {})
@@ -481,6 +593,17 @@ def _part_findings(view: View, turns: dict[str, dict[str, int]]) -> list[Finding
                     for n in columns[part.columns].tolist()
                 ]
     return []
+
+
+def _is_by_design(part: I64, columns: I64, view: View) -> bool:
+    """Return whether the machines of a part have a role that no other machine has."""
+    mine = np.isin(columns, part)
+    for name, offsets in view.job.baseline.items():
+        role = np.array([offsets.get(view.frame.machines[n], 0.0) for n in columns])
+        low, high = sorted((role[mine], role[~mine]), key=lambda side: float(side.mean()))
+        if low.max() + floor_of(name, view.config.detect) < high.min():
+            return True
+    return False
 
 
 def _as_job_wide(view: View, findings: list[Finding]) -> list[Finding]:

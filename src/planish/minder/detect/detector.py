@@ -23,6 +23,7 @@ from planish.minder.detect.denoise import (
 )
 from planish.minder.detect.distances import Trace, compared_values, comparison_groups, fill_trace
 from planish.minder.detect.frame import F32, I64, Frame, Job, Mask
+from planish.minder.detect.metrics_table import METRICS, columns_of
 from planish.minder.detect.preprocess import Prepared, prepare
 from planish.minder.detect.result import Result
 
@@ -66,7 +67,8 @@ class Detector:
         rules, job = self.config.detect, job or Job()
         self.windows_computed, self._denoise_seconds = 0, 0.0
         self.prepared, self.last, self.seconds = None, {}, {}
-        if frame.num_machines < rules.min_machines:
+        few = frame.num_machines < rules.min_machines
+        if few and (frame.num_machines < 2 or not self.config.preprocess.silent_after_seconds):
             return make_result(frame, self.config, "too_few_machines", started)
         if job.started and rules.warmup_seconds and frame.num_seconds:
             begin = max(int(frame.ts[0]), job.started + rules.warmup_seconds)
@@ -84,7 +86,8 @@ class Detector:
             self._seen = {}
         self._machines, self._groups = frame.machines, groups
         is_prepared = time.perf_counter()
-        traces = self.traces(prepared, job)
+        # Machines of a small job can not be compared, but fall silent like others.
+        traces = self.traces(prepared, job) if not few else {}
         self._seen = {name: self._seen[name] for name in traces if name in self._seen}
         seconds = np.zeros(frame.num_seconds, bool)
         for start, end in job.ignored:
@@ -114,15 +117,15 @@ class Detector:
         errors = {
             name: restoration_error(denoiser, self._seen[name].values, trace.present)
             for name, trace in self.last.items()
-            if (denoiser := self.models.denoisers[name]).name == "vae"
+            if (denoiser := self.models.denoisers[METRICS[name].name]).name == "vae"
         }
         return {name: error for name, error in errors.items() if math.isfinite(error)}
 
     def traces(self, prepared: Prepared, job: Job) -> dict[str, Trace]:
         """Return what is known of each metric's windows, in the order in which they are tried."""
         traces: dict[str, Trace] = {}
-        for name in self.config.detect.metrics:
-            denoiser = self.models.denoisers.get(name)
+        for name in columns_of(self.config.detect.metrics, prepared.values):
+            denoiser = self.models.denoisers.get(METRICS[name].name)
             if name not in prepared.values or denoiser is None:
                 continue
             values = compared_values(prepared, name, self.config.detect, job)

@@ -289,7 +289,7 @@ def floor_of(name: str, config: DetectConfig) -> float:
     """Return the smallest distance above the median that counts; -inf when floors are off."""
     if config.floors is None:
         return -np.inf
-    return config.floors.get(name, config.default_floor)
+    return config.floors.get(METRICS[name].name, config.default_floor)
 
 
 def activity(name: str, prepared: Prepared) -> F64:
@@ -312,10 +312,12 @@ def floors_of(
     """
     if name not in METRICS or not METRICS[name].is_gpu:
         share = np.ones_like(share)
-    usual = job.usual.get(name, {}) if config.usual_distance else {}
     unknown = set(job.unknown.get(name, ()))
+    # A machine that is too far away for a role needs no time to show one.
+    open_ = unknown - set(job.refused.get(name, ()))
+    usual = job.usual.get(name, {}) if config.usual_distance else {}
     lift = np.array([0.0 if m in unknown else max(0.0, usual.get(m, 0.0)) for m in machines])
-    roles = np.array([config.role_distance(name) if m in unknown else 0.0 for m in machines])
+    roles = np.array([config.role_distance(name) if m in open_ else 0.0 for m in machines])
     floors: F64 = floor_of(name, config) + lift + share[:, None] * roles
     return floors
 

@@ -101,6 +101,8 @@ class Job:
     """Machine to the unix second from which on it counts; from the beginning where not named."""
     unknown: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Metric to the machines whose differences in healthy history are not known yet."""
+    refused: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Metric to those of them that are too far away for a role."""
     board: str = ""
     """Model of the boards that it runs on; empty when not known."""
     scales: Mapping[str, float] = field(default_factory=dict)
@@ -108,6 +110,10 @@ class Job:
     turns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Metric to machine to the seconds for which it once differed and then no longer; the machine
     "" stands for a part of them."""
+    devices: Mapping[str, int] = field(default_factory=dict)
+    """Machine to the most GPUs that it has had."""
+    is_young: bool = False
+    """The turns of its machines are not known yet."""
     asked: int = 0
     """Unix second before which an earlier call has judged every run; 0 for none. As what lay
     before a run leaves the window, the run must not be judged anew."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from planish.minder.detect.continuity import make_result, stretches
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
 from planish.minder.detect.frame import Frame, Job, Mask
-from planish.minder.detect.metrics_table import METRICS
+from planish.minder.detect.metrics_table import DEVICES, METRICS, columns_of
 from planish.minder.detect.preprocess import limits_of, needed_scale
 from planish.minder.detect.result import Result
 
@@ -23,6 +23,10 @@ _IDLE_SHARE = 0.05
 """A GPU that does less than this share of what it could is idle."""
 _CANDIDATE_SECONDS = 60
 """A machine that has been a candidate for this time stops the learning of baselines."""
+_SUSPECT_SECONDS = 86_400
+"""A machine that has been named within this time may still be faulty."""
+_YOUNG_SECONDS = 1_800
+"""After this time machines that differ in turn have done so."""
 _SAME_JOB_SHARE = 0.5
 """A job that keeps fewer of its machines runs on other nodes."""
 
@@ -42,6 +46,8 @@ class JobMonitor:
         self._joined: dict[str, int] = {}
         self._idle: list[tuple[int, int]] = []
         self._asked = 0
+        self._suspects: dict[str, int] = {}
+        """Machine to the unix second at which it was named."""
         self._named: tuple[str, ...] = ()
         self._started = 0
 
@@ -52,6 +58,7 @@ class JobMonitor:
         started: int = 0,
         stages: Mapping[str, str] | None = None,
         board: str = "",
+        suspects: Collection[str] = (),
     ) -> Result:
         """Look at the job.
 
@@ -60,10 +67,13 @@ class JobMonitor:
             started: unix seconds of the last start of the job; 0 when not known.
             stages: machine to pipeline stage.
             board: model of its boards; empty when not known.
+            suspects: machines that were named within a day, in any job: none has a role. Those that
+                this job names are known.
         """
         begun = time.perf_counter()
         if not frame.num_seconds:
             return make_result(frame, self.config, "skipped", begun)
+        self._begun = self._begun or int(frame.ts[0])
         now = int(frame.ts[-1]) + 1
         frame = frame.slice(now - self.config.service.window_seconds, now)
         self._follow(frame, started, now)
@@ -76,9 +86,17 @@ class JobMonitor:
             # A job that restarts after a long time warms up again.
             ignored.append((start, stop + warmup * (stop - start >= warmup)))
         self._widen(frame, board)
+        if DEVICES in frame.values:
+            counts = np.nan_to_num(frame.values[DEVICES]).max(axis=0).astype(int).tolist()
+            for name, count in zip(frame.machines, counts, strict=True):
+                self._devices[name] = max(count, self._devices.get(name, 0))
+        self._suspects = {
+            name: at for name, at in self._suspects.items() if at > now - _SUSPECT_SECONDS
+        }
+        self.baseline.suspects = {*self._suspects, *suspects}
         self.baseline.keep(frame.machines)
         self.usual.keep(frame.machines)
-        metrics = rules.metrics if rules.role_baseline else ()
+        metrics = columns_of(rules.metrics, frame.values) if rules.role_baseline else ()
         self.known = job = Job(
             stages=dict(stages or {}),
             baseline=self.baseline.table(),
@@ -86,9 +104,12 @@ class JobMonitor:
             since=since,
             ignored=ignored,
             unknown={name: self.baseline.unknown(name) for name in metrics},
+            refused=self.baseline.refused,
             board=board,
             scales=dict(self._scales),
             turns=self._turns,
+            devices=self._devices,
+            is_young=now < self._begun + _YOUNG_SECONDS,
             asked=self._asked,
             named=self._named,
         )
@@ -96,6 +117,7 @@ class JobMonitor:
         self._asked = now - 2 * self.config.service.interval_seconds
         named = {f.machine for f in result.findings}.union(*(f.machines for f in result.findings))
         self._named = tuple(sorted(named))
+        self._suspects |= {f.machine: now for f in result.findings if f.machine}
         if rules.exhaustive:
             for metric, by_machine in result.turns.items():
                 known = self._turns.setdefault(metric, {})
@@ -167,6 +189,10 @@ class JobMonitor:
         self.baseline = Baseline(self.config.detect)
         self.usual = Baseline(self.config.detect, is_role=False)
         self._turns: dict[str, dict[str, int]] = {}
+        self._devices: dict[str, int] = {}
+        """Machine to the most GPUs that it has had."""
+        self._begun = 0
+        """Unix second from which on it is known."""
 
     def _learn(self, result: Result, now: int, ignored: Sequence[tuple[int, int]]) -> None:
         """Let the baseline grow by what was healthy."""
@@ -206,6 +232,9 @@ class JobMonitor:
             "joined": dict(self._joined),
             "started": self._started,
             "scales": dict(self._scales),
+            "begun": self._begun,
+            "devices": dict(self._devices),
+            "suspects": dict(self._suspects),
             "turns": {metric: dict(turns) for metric, turns in self._turns.items()},
             "idle": [list(stretch) for stretch in self._idle],
             "baseline": self.baseline.to_json(),
@@ -229,6 +258,10 @@ class JobMonitor:
         monitor._started = int(state["started"])
         monitor._scales = {str(name): float(scale) for name, scale in state["scales"].items()}
         # A state of an earlier release lacks these.
+        monitor._begun, suspects = int(state.get("begun", 0)), state.get("suspects", {})
+        monitor._suspects = {str(name): int(at) for name, at in suspects.items()}
+        devices = state.get("devices", {})
+        monitor._devices = {str(name): int(count) for name, count in devices.items()}
         for metric, turns in state.get("turns", {}).items():
             monitor._turns[str(metric)] = {str(name): int(turn) for name, turn in turns.items()}
         monitor._idle = [(int(start), int(stop)) for start, stop in state.get("idle", ())]
@@ -236,11 +269,11 @@ class JobMonitor:
 
 
 def too_few_machines(job: str, machines: Sequence[str], config: MinderConfig) -> Result | None:
-    """Return the result for a job whose machines can not be compared; None where they can.
+    """Return the result for a job of a single machine, which has no peers; None for others.
 
     It needs no data: Prometheus need not be asked for the many small jobs of a cluster.
     """
-    if len(machines) >= config.detect.min_machines:
+    if len(machines) > 1:
         return None
     frame = Frame(job, np.zeros(0, np.int64), tuple(machines), {})
     return make_result(frame, config, "too_few_machines", time.perf_counter())

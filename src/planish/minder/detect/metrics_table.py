@@ -7,6 +7,7 @@ seven that detect); queries, scales and limits are ours.
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -170,7 +171,17 @@ _ROWS = (
     ),
 )
 
-METRICS: dict[str, Metric] = {metric.name: metric for metric in _ROWS}
+
+class _Metrics(dict[str, Metric]):
+    """By name; a column of worst devices is measured as the mean of them is."""
+
+    def __missing__(self, name: str) -> Metric:
+        if not name.endswith(WORST):
+            raise KeyError(name)
+        return self[name.removesuffix(WORST)]
+
+
+METRICS: dict[str, Metric] = _Metrics({metric.name: metric for metric in _ROWS})
 """All metrics by canonical name, in the order of the published table."""
 _WORST_IS_HIGHEST = ("gpu_temperature",)
 
@@ -193,6 +204,12 @@ def device_columns(source: Metric, *, with_count: bool) -> list[Metric]:
 def is_column(name: str) -> bool:
     """Tell whether a column of a frame may have this name: a metric, or what shows its devices."""
     return name == DEVICES or name.removesuffix(WORST) in METRICS
+
+
+def columns_of(metrics: Iterable[str], names: Container[str]) -> list[str]:
+    """Return metrics and, after each, the column of its worst devices where `names` has one."""
+    pairs = ((name, name + WORST) for name in metrics)
+    return [one for name, worst in pairs for one in (name, worst) if one == name or one in names]
 
 
 PUBLISHED_ORDER: tuple[str, ...] = (

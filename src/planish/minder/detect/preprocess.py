@@ -14,7 +14,7 @@ import numpy as np
 
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.frame import COARSE_SECONDS, COARSEST_SECONDS, F32, F64, I64, Frame, Mask
-from planish.minder.detect.metrics_table import METRICS, Metric
+from planish.minder.detect.metrics_table import METRICS, Metric, columns_of
 
 _STEP = 1.1
 """Limits are widened by powers of this, and only when they are too narrow by more."""
@@ -50,6 +50,8 @@ class Prepared:
     """Usable metric to [N], seconds from one distinct sample of a machine to the next."""
     silent_seconds: F64
     """[N], how long before the end of the frame each machine gave its last sample of anything."""
+    frozen: tuple[str, ...] = ()
+    """Machines with an exporter that gives the same values on and on."""
     known: dict[str, float] = field(default_factory=dict)
     """Metrics that are skipped as missing or coarse to their `known_share`."""
 
@@ -76,7 +78,7 @@ def prepare(
     intervals: dict[str, F64] = {}
     broken = broken_exporters(frame) if rules.mask_broken_exporter else {}
     frozen = frozen_exporters(frame, rules.frozen_after_seconds)
-    for name in config.detect.metrics:
+    for name in columns_of(config.detect.metrics, frame.values):
         if name not in frame.values:
             skipped[name] = "absent"
             continue
@@ -105,13 +107,16 @@ def prepare(
         is_known = ~unknown
         beyond = is_known & ((scaled < 0) | (scaled > 1))
         clipped[name] = float(beyond.sum() / max(1, is_known.sum()))
-        scaled = np.clip(scaled / np.float32((scales or {}).get(name, 1.0)), 0.0, 1.0)
+        scaled = np.clip(scaled / np.float32((scales or {}).get(METRICS[name].name, 1.0)), 0.0, 1.0)
         scaled[unknown] = 0.0
         values[name], masked[name] = scaled.astype(np.float32), unknown
     for name, machines in frozen.items():
         broken[name] = tuple(sorted({*broken.get(name, ()), *machines}))
+    still = tuple(sorted({name for machines in frozen.values() for name in machines}))
     silent = silent_seconds(frame)
-    return Prepared(frame, values, masked, skipped, clipped, broken, intervals, silent, known)
+    return Prepared(
+        frame, values, masked, skipped, clipped, broken, intervals, silent, still, known
+    )
 
 
 def limits_of(
@@ -276,7 +281,8 @@ def frozen_exporters(frame: Frame, after_seconds: int) -> dict[str, dict[str, in
 
     All metrics of an exporter must have stood still for more than `after_seconds` until the end of
     the frame, among them one that no living machine holds still: a gauge between 0 and its upper
-    limit, or the rate of idle time. Idle GPUs are no such case, since their power moves.
+    limit, or the rate of idle time. Idle GPUs are no such case, since their power moves. Where
+    those of hardly any machine move, all are frozen once that has lasted three times as long.
 
     Returns:
         Metric to machine to the first row that stands still.
@@ -293,13 +299,12 @@ def frozen_exporters(frame: Frame, after_seconds: int) -> dict[str, dict[str, in
             continue
         needed = frame.num_seconds - after_seconds
         since = np.max(np.stack(list(still.values())), axis=0)
+        moving = [name for name in names if 2 * (still[name] >= needed).sum() > frame.num_machines]
+        if not moving:
+            needed -= 2 * after_seconds
         alive = np.zeros(frame.num_machines, bool)
-        for name in names:
+        for name in moving or names:
             metric, last = METRICS[name], _last_values(frame.values[name], frame.mask[name])
-            moving = still[name] >= needed
-            # Where hardly any machine moves, standing still is no sign of a fault.
-            if 2 * np.count_nonzero(moving) <= frame.num_machines:
-                continue
             top = metric.limits[1] if metric.limits else np.inf
             between = (last > 0) & (last < top) & (metric.kind == "gauge")
             alive |= between | (name == "cpu_usage")

@@ -1,0 +1,185 @@
+"""Jobs whose machines differ by design, again and again, or whose telemetry stops."""
+
+import numpy as np
+import pytest
+
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.denoise import Identity, Models
+from planish.minder.detect.frame import Frame
+from planish.minder.detect.job_monitor import JobMonitor
+
+START = 1_000_000
+LEVELS = {
+    "pfc_tx_packet_rate": 40.0,
+    "cpu_usage": 25.0,
+    "gpu_power_draw": 280.0,
+    "gpu_tensor_core_activity": 0.5,
+}
+MODELS = Models(
+    {name: Identity(name) for name in LEVELS},
+    {"gpu_power_draw": (0.0, 420.0), "pfc_tx_packet_rate": (0.0, 9.0)},
+)
+
+
+def job(machines=16, seconds=1800, seed=0):
+    """A healthy job of synchronous training, as a frame."""
+    rng = np.random.default_rng(seed)
+    rest = np.where(np.arange(seconds) % 11 < 9, 1.0, 0.7)[:, None]
+    values = {}
+    for name, level in LEVELS.items():
+        spread = 0.3 if name.startswith("pfc") else 0.02
+        noise = np.exp(spread * rng.normal(size=(seconds, machines)))
+        values[name] = (level * rest * noise).astype(np.float32)
+    names = tuple(f"n{i:02d}" for i in range(machines))
+    return Frame("job", np.arange(START, START + seconds), names, values)
+
+
+def results(frame, **facts):
+    """Call every minute from the start of the frame on."""
+    config = minder_config({"detect": {"metrics": [*LEVELS]}})
+    monitor = JobMonitor("job", MODELS, config)
+    ends = range(START + 60, START + frame.num_seconds + 1, 60)
+    return [monitor.call(frame.slice(end - 900, end), **facts) for end in ends]
+
+
+def named(frame, **facts):
+    """Return each machine that is named, an event of the job as ""."""
+    return sorted({f.machine for result in results(frame, **facts) for f in result.findings})
+
+
+def gone(frame, machines, start):
+    """Let machines send nothing from some second on."""
+    for name in frame.values:
+        frame.values[name][start:, machines] = np.nan
+        frame.mask[name][start:, machines] = False
+
+
+@pytest.mark.parametrize(
+    ("machines", "stages", "share"),
+    [(16, 2, 0.65), (16, 4, 0.5), (12, 3, 0.6), (9, 3, 0.7), (8, 4, 0.75)],
+)
+def test_stages_that_no_label_tells_are_roles(machines, stages, share):
+    frame = job(machines)
+    of = np.arange(machines) * stages // machines
+    for name in ("gpu_power_draw", "gpu_tensor_core_activity"):
+        frame.values[name] *= np.float32(1 - (1 - share) * of / (stages - 1))
+    assert named(frame) == []
+
+
+@pytest.mark.parametrize("others", [[3, 9], [0, 15], [4, 5, 6], [1, 2, 8, 14]])
+def test_machines_in_another_role_are_not_named_and_one_of_their_faults_is(others):
+    frame = job()
+    for name in ("gpu_power_draw", "gpu_tensor_core_activity"):
+        frame.values[name][:, others] *= 0.4
+    frame.values["cpu_usage"][:, others] += 20
+    assert named(frame) == []
+    frame.values["cpu_usage"][900:1400, others[0]] -= 35
+    assert named(frame) == [f"n{others[0]:02d}"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "factor"),
+    [
+        *(("gpu_power_draw", 0.65), ("gpu_power_draw", 0.75), ("gpu_power_draw", 0.84)),
+        *(("pfc_tx_packet_rate", 12), ("pfc_tx_packet_rate", 60)),
+    ],
+)
+def test_a_single_machine_that_is_bad_from_the_start_is_named(metric, factor):
+    frame = job(seconds=900)
+    frame.values[metric][:, 6] *= factor
+    assert named(frame) == ["n06"]
+
+
+def test_a_machine_that_was_named_within_a_day_has_no_role():
+    frame = job(seconds=900)
+    frame.values["cpu_usage"][:, 4] -= 10
+    assert named(frame) == []
+    assert named(frame, suspects=["n04"]) == ["n04"]
+
+
+@pytest.mark.parametrize("pause", [15, 40, 60])
+@pytest.mark.parametrize(("metric", "factor"), [("gpu_power_draw", 0.75), ("cpu_usage", 0.5)])
+def test_a_machine_that_differs_again_and_again_is_named(metric, factor, pause):
+    frame = job(seconds=2400)
+    for start in range(700, 2200, 200 + pause):
+        frame.values[metric][start : start + 200, 5] *= factor
+    assert named(frame) == ["n05"]
+
+
+def test_machines_that_differ_in_turn_are_not_named_for_that():
+    frame = job(seconds=2400)
+    for turn, start in enumerate(range(700, 2200, 130)):
+        frame.values["cpu_usage"][start : start + 120, turn % 4] *= 0.5
+    assert named(frame) == []
+
+
+@pytest.mark.parametrize(("points", "seconds"), [(6, 380), (10, 600), (4, 300)])
+def test_a_host_that_is_busy_beside_its_job_is_not_named(points, seconds):
+    frame = job()
+    frame.values["cpu_usage"][900 : 900 + seconds, 2] += points
+    assert named(frame) == []
+    # The job stops because of it.
+    frame.values["gpu_tensor_core_activity"][905 : 900 + seconds] *= 0.03
+    assert named(frame) == ["n02"]
+
+
+@pytest.mark.parametrize("only", [LEVELS, ["gpu_power_draw", "gpu_tensor_core_activity"]])
+def test_exporters_that_all_stand_still_are_an_outage_of_the_telemetry(only):
+    frame = job()
+    for name in only:
+        frame.values[name][900:] = frame.values[name][900]
+    found = results(frame)
+    assert [f for result in found for f in result.findings] == []
+    assert found[-1].status == "outage"
+    assert found[-1].silent == frame.machines
+    assert found[14].status == "ok"
+
+
+def test_four_of_sixteen_machines_that_fall_silent_are_dead_where_the_others_stop():
+    frame = job()
+    gone(frame, [1, 4, 9, 12], 900)
+    assert results(frame)[-1].status == "outage"
+    frame.values["gpu_tensor_core_activity"][905:] *= 0.02
+    (finding,) = results(frame)[-1].findings
+    assert finding.kind == "job_wide"
+    assert finding.machines == ("n01", "n04", "n09", "n12")
+
+
+def test_machines_that_fall_silent_one_after_the_other_are_dead():
+    frame = job()
+    for place, machine in enumerate((1, 4, 9, 12)):
+        gone(frame, [machine], 900 + 70 * place)
+    assert results(frame)[-1].findings[0].machines == ("n01", "n04", "n09", "n12")
+
+
+@pytest.mark.parametrize("machines", [2, 3])
+def test_in_a_small_job_a_silent_machine_is_named_and_nobody_else(machines):
+    frame = job(machines)
+    frame.values["cpu_usage"][300:, 0] *= 3
+    assert named(frame) == []
+    gone(frame, [1], 900)
+    assert named(frame) == ["n01"]
+
+
+@pytest.mark.parametrize(("machine", "watts"), [(3, 78.0), (12, 150.0)])
+def test_one_bad_gpu_of_eight_is_seen_in_the_worst_device(machine, watts):
+    frame = job()
+    mean, seconds = frame.values["gpu_power_draw"], slice(900, 1440)
+    mean[seconds, machine] -= (mean[seconds, machine] - watts) / 8
+    assert named(frame) == []
+    worst = 0.98 * mean
+    worst[seconds, machine] = np.minimum(worst[seconds, machine], watts)
+    worse = Frame("job", frame.ts, frame.machines, {**frame.values, "gpu_power_draw_worst": worst})
+    found = [f for result in results(worse) for f in result.findings]
+    assert {f.machine for f in found} == {f"n{machine:02d}"}
+    assert found[0].metric == "gpu_power_draw_worst"
+
+
+@pytest.mark.parametrize(("start", "stop", "is_named"), [(900, 1800, True), (900, 1100, False)])
+def test_a_gpu_whose_series_vanish_is_a_fault_of_its_machine(start, stop, is_named):
+    frame = job()
+    counts = np.full((1800, 16), 8, np.float32)
+    counts[:, 2] = 4
+    counts[start:stop, 7] = 7
+    frame = Frame("job", frame.ts, frame.machines, {**frame.values, "gpu_count": counts})
+    assert named(frame) == ["n07"] * is_named
