@@ -44,9 +44,12 @@ _OTHER_SHARE = 0.5
 """The same share of the time, in another metric that may be aliased."""
 _BEYOND_TURNS = 1.75
 """Where machines differ in turn, a faulty one differs for longer than so many of their turns."""
+_RAMP_SHARE = 0.55
+"""A machine whose work runs out differs at first by less than this share of what it does later, or
+not by much more than just before; faults begin at once."""
 _LONG_TURN = 60.0
 """Where machines differ in turn for so long, a part of them does too."""
-_AGAIN = 1.5
+_AGAIN = 1.25
 """A machine that differs again and again does so for longer by this factor, others in all for less
 than a third of it."""
 _SIDE_RISE = 0.15
@@ -348,10 +351,11 @@ class _Named:
     share: F64
     """[W], see `activity`."""
 
-    def again(self) -> list[Run]:
+    def again(self, both: Collection[int]) -> list[Run]:
         """Return one run for each machine that was a candidate again and again, others were not.
 
-        Its length is that of a single run that weighs as much.
+        Its length is that of a single run that weighs as much: a part of all its seconds, but for
+        machines that `both` metrics of GPUs and others show.
         """
         totals = {
             machine: sum(run.length for run in found if run.length >= _FEWEST_WINDOWS)
@@ -361,11 +365,13 @@ class _Named:
         for machine, total in totals.items():
             most = max((theirs for other, theirs in totals.items() if other != machine), default=0)
             found = self.runs[machine]
-            if total <= max(_AGAIN * self.rule.needed[machine], 3 * most):
+            weighed = total if machine in both else int(total / _AGAIN)
+            if weighed <= self.rule.needed[machine] or total <= 3 * most:
                 continue
-            run = Run(machine, found[0].first, found[-1].last, int(total / _AGAIN))
+            run = Run(machine, found[0].first, found[-1].last, weighed)
             rows = slice(run.first, run.last + 1)
-            if _away(run, self.trace)[machine] > self.floor[rows, machine].mean():
+            above = self.trace.above[rows, machine].mean()
+            if above > self.floor[rows, machine].mean():
                 result.append(run)
         return result
 
@@ -402,7 +408,7 @@ def is_alone(run: Run, metric: _Named, aliased: Iterable[_Named], interval: int)
     trace = metric.trace
     if len(trace.scores) - 1 - run.last > interval + metric.rule.samples[run.machine]:
         return False
-    away = _away(run, trace)
+    away = _away(run, metric)
     others = np.arange(len(away)) != run.machine
     if (away[others] > _NEXT_SHARE * away[run.machine]).any():
         return False
@@ -414,24 +420,36 @@ def is_alone(run: Run, metric: _Named, aliased: Iterable[_Named], interval: int)
     return True
 
 
-def _away(run: Run, trace: Trace) -> F64:
-    """Return [N] the mean distance above the median machine while a run lasted."""
-    rows = slice(run.first, run.last + 1)
+def _away(run: Run, metric: _Named) -> F64:
+    """Return [N] the mean distance above the median machine while one was a candidate in a run."""
+    trace, flags = metric.trace, metric.candidates[run.first : run.last + 1, run.machine]
+    rows = run.first + np.flatnonzero(flags)
     present = trace.present[rows]
     total = (trace.above[rows] * present).sum(axis=0, dtype=np.float64)
     mean: F64 = total / np.maximum(1, present.sum(axis=0))
     return mean
 
 
-def is_one_of_many(run: Run, trace: Trace) -> bool:
+def is_one_of_many(run: Run, metric: _Named) -> bool:
     """Return whether two other machines are away too, if less: then they differ by what they do.
 
     Where each machine samples responses of its own, rows run out at other moments on each of them
     and some wait for the rest. A single fault leaves its peers alike.
     """
-    away = _away(run, trace)
+    away = _away(run, metric)
     others = np.sort(np.delete(away, run.machine))[::-1]
     return len(others) > 1 and bool(others[1] > _THIRD_SHARE * away[run.machine])
+
+
+def _is_ramp(run: Run, trace: Trace) -> bool:
+    """Return whether a machine came to differ little by little, as one whose rows run out."""
+    begin = run.first - WINDOW
+    above = trace.above[:, run.machine]
+    before = above[max(0, begin - _FEWEST_WINDOWS) : max(0, begin)]
+    first = above[run.first : run.first + _FEWEST_WINDOWS].mean()
+    most = np.quantile(above[run.first : run.last + 1], 0.9)
+    is_near = len(before) > WINDOW and before.mean() > (1 - _RAMP_SHARE) * first
+    return bool(is_near or first < _RAMP_SHARE * most)
 
 
 def _is_beside(run: Run, name: str, view: View, named: Mapping[str, _Named]) -> bool:
@@ -483,16 +501,23 @@ def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
     rules, frame = view.config.detect, view.frame
     interval = view.config.service.interval_seconds
     aliased = {name: metric for name, metric in named.items() if may_be_aliased(name, view)}
+    shown: dict[bool, set[int]] = {True: set(), False: set()}
+    for name, metric in named.items():
+        totals = metric.candidates.sum(axis=0)
+        shown[METRICS[name].is_gpu] |= {*np.flatnonzero(totals > metric.rule.needed).tolist()}
+    both = shown[True] & shown[False]
     findings: dict[str, Finding] = {}
     for name, metric in named.items():
         trace = metric.trace
-        again = metric.again() if rules.exhaustive and name not in aliased else []
+        again = metric.again(both) if rules.exhaustive and name not in aliased else []
         for run in [*long_runs(metric.runs, metric.rule), *again]:
             if name in aliased and not is_alone(run, metric, aliased.values(), interval):
                 continue
             known = view.job.turns.get(name, {})
             usual = turn_of(name, known, frame.machines[run.machine])
-            if rules.exhaustive and (run.length <= usual or is_one_of_many(run, trace)):
+            if METRICS[name].is_gpu and _is_ramp(run, trace):
+                usual = max(usual, _BEYOND_TURNS * metric.rule.needed[run.machine])
+            if rules.exhaustive and (run.length <= usual or is_one_of_many(run, metric)):
                 continue
             if rules.exhaustive and _is_beside(run, name, view, named):
                 continue
