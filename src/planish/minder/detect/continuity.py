@@ -28,7 +28,7 @@ from planish.minder.detect.distances import (
 from planish.minder.detect.frame import COARSE_SECONDS, F32, F64, I64, Frame, Job, Mask
 from planish.minder.detect.metrics_table import DEVICES, METRICS
 from planish.minder.detect.preprocess import Prepared
-from planish.minder.detect.result import Candidate, Evidence, Finding, Result
+from planish.minder.detect.result import Candidate, Evidence, Finding, Kind, Result
 from planish.minder.detect.two_modes import BLOCK_SECONDS, find_parts
 
 _TOLERATED_SHARE = 0.02
@@ -249,15 +249,7 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
         return make_result(frame, config, "outage", started, **facts)
     seconds = view.prepared.silent_seconds.astype(int)
     findings = [
-        Finding(
-            machine=frame.machines[column],
-            metric="",
-            kind="silent",
-            run_start=end - int(seconds[column]),
-            confirmed_at=end - int(seconds[column]) + rules.continuity_seconds,
-            duration_s=float(seconds[column]),
-            score_mean=0.0,
-        )
+        _finding(view, column, "", end - int(seconds[column]), int(seconds[column]), "silent")
         for column in np.flatnonzero(silent & (seconds > rules.continuity_seconds)).tolist()
     ]
     findings += _without_devices(view, {finding.machine for finding in findings})
@@ -311,28 +303,25 @@ def are_dead(view: View, silent: Mask) -> bool:
     return False
 
 
+def _finding(
+    view: View, column: int, metric: str, start: int, seconds: int, kind: Kind = "dissimilar"
+) -> Finding:
+    """Return what no run of candidates shows."""
+    needed = view.config.detect.continuity_seconds
+    machine = view.frame.machines[column]
+    return Finding(machine, metric, kind, start, start + needed, float(seconds), 0.0)
+
+
 def _without_devices(view: View, named: Collection[str]) -> list[Finding]:
     """Return the machines that have lost the series of a GPU for long enough, and send others."""
-    frame, needed = view.frame, view.config.detect.continuity_seconds
-    findings = []
+    frame, findings = view.frame, []
     for place, count in enumerate(frame.values.get(DEVICES, np.zeros((0, 0))).T):
         machine, seen = frame.machines[place], np.flatnonzero(np.isfinite(count))
         whole = np.flatnonzero(count >= view.job.devices.get(machine, 0))
         first = int(whole[-1]) + 1 if len(whole) else 0
         seconds = int(seen[-1]) + 1 - first if len(seen) else 0
-        if seconds > needed and machine not in named:
-            start = int(frame.ts[first])
-            findings.append(
-                Finding(
-                    machine=machine,
-                    metric=DEVICES,
-                    kind="dissimilar",
-                    run_start=start,
-                    confirmed_at=start + needed,
-                    duration_s=float(seconds),
-                    score_mean=0.0,
-                )
-            )
+        if seconds > view.config.detect.continuity_seconds and machine not in named:
+            findings.append(_finding(view, place, DEVICES, int(frame.ts[first]), seconds))
     return findings
 
 
@@ -606,15 +595,7 @@ def _part_findings(view: View, turns: dict[str, dict[str, int]]) -> list[Finding
                         mine[""] = max(mine.get("", 0), part.seconds)
                     continue
                 return [
-                    Finding(
-                        machine=frame.machines[n],
-                        metric=name,
-                        kind="dissimilar",
-                        run_start=part.start,
-                        confirmed_at=part.start + int(needed) + BLOCK_SECONDS,
-                        duration_s=float(part.seconds),
-                        score_mean=0.0,
-                    )
+                    _finding(view, n, name, part.start, part.seconds)
                     for n in columns[part.columns].tolist()
                 ]
     return []

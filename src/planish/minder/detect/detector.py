@@ -117,7 +117,7 @@ class Detector:
         errors = {
             name: restoration_error(denoiser, self._seen[name].values, trace.present)
             for name, trace in self.last.items()
-            if (denoiser := self.models.denoisers[METRICS[name].name]).name == "vae"
+            if (denoiser := self.models.denoisers[name]).name == "vae"
         }
         return {name: error for name, error in errors.items() if math.isfinite(error)}
 
@@ -161,7 +161,7 @@ class Detector:
             rows = np.flatnonzero(~touched.all(axis=1))
             for attribute in ("sums", "scores", "above", "embedded"):
                 getattr(seen.trace, attribute)[rows] = getattr(old.trace, attribute)[rows + shift]
-        self.windows_computed += np.count_nonzero(touched.any(axis=1))
+        self.windows_computed += int(touched.any(axis=1).sum())
         self._seen[name] = seen
         return touched
 

@@ -25,6 +25,8 @@ _CANDIDATE_SECONDS = 60
 """A machine that has been a candidate for this time stops the learning of baselines."""
 _SUSPECT_SECONDS = 86_400
 """A machine that has been named within this time may still be faulty."""
+_TIMES = ("joined", "suspects", "devices")
+"""Attributes that map a machine to a number, and outlast a restart."""
 _YOUNG_SECONDS = 1_800
 """After this time machines that differ in turn have done so."""
 _SAME_JOB_SHARE = 0.5
@@ -229,12 +231,9 @@ class JobMonitor:
         """Return what a restarted service needs."""
         return {
             "job": self.job,
-            "joined": dict(self._joined),
+            **{name: dict(getattr(self, f"_{name}")) for name in _TIMES},
             "started": self._started,
             "scales": dict(self._scales),
-            "begun": self._begun,
-            "devices": dict(self._devices),
-            "suspects": dict(self._suspects),
             "turns": {metric: dict(turns) for metric, turns in self._turns.items()},
             "idle": [list(stretch) for stretch in self._idle],
             "baseline": self.baseline.to_json(),
@@ -254,14 +253,12 @@ class JobMonitor:
         monitor = cls(str(state["job"]), models, config, detector=detector)
         monitor.baseline = Baseline.from_json(config.detect, state["baseline"])
         monitor.usual = Baseline.from_json(config.detect, state["usual"], is_role=False)
-        monitor._joined = {str(name): int(at) for name, at in state["joined"].items()}
         monitor._started = int(state["started"])
         monitor._scales = {str(name): float(scale) for name, scale in state["scales"].items()}
         # A state of an earlier release lacks these.
-        monitor._begun, suspects = int(state.get("begun", 0)), state.get("suspects", {})
-        monitor._suspects = {str(name): int(at) for name, at in suspects.items()}
-        devices = state.get("devices", {})
-        monitor._devices = {str(name): int(count) for name, count in devices.items()}
+        for kind in _TIMES:
+            numbers = {str(name): int(number) for name, number in state.get(kind, {}).items()}
+            setattr(monitor, f"_{kind}", numbers)
         for metric, turns in state.get("turns", {}).items():
             monitor._turns[str(metric)] = {str(name): int(turn) for name, turn in turns.items()}
         monitor._idle = [(int(start), int(stop)) for start, stop in state.get("idle", ())]
