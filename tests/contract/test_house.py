@@ -26,7 +26,7 @@ CEILINGS = {
     "base": 5_850,
     "checkpoint": 70_000,
     "engines": 49_000,
-    "minder": 42_400,
+    "minder": 45_000,
     "models": 13_700,
     "records": 11_100,
     "run": 10_400,

@@ -271,3 +271,53 @@ def test_a_new_process_finds_what_was_done_and_does_it_no_second_time(fleet):
     again = twice(actor_of(fleet), about, NOW + 600)
     assert again.detail == "the machine does not work for the job now"
     assert fleet.node(0).annotations == before
+
+
+def condition(fleet, number=0):
+    """Return status and reason of the condition on a node, beside those that others keep."""
+    conditions = fleet.raw_node(number)["status"]["conditions"]
+    assert "Ready" in {one["type"] for one in conditions}
+    found = [one for one in conditions if one["type"] == names.FAULTY_MACHINE]
+    return (found[0]["status"], found[0]["reason"]) if found else None
+
+
+@pytest.mark.parametrize(
+    ("mode", "label", "dry_run", "expected", "is_cordoned"),
+    [
+        ("mark", "evict", False, ("True", "Dissimilar"), False),
+        ("evict", "mark", False, ("True", "Dissimilar"), False),
+        ("cordon", "cordon", False, ("True", "Dissimilar"), True),
+        ("evict", "evict", False, ("True", "Dissimilar"), True),
+        ("mark", "", False, None, False),
+        ("observe", "evict", False, None, False),
+        ("mark", "evict", True, None, False),
+    ],
+)
+def test_a_condition_of_the_node_says_that_it_is_faulty_until_the_alert_ends(
+    control_plane, mode, label, dry_run, expected, is_cordoned
+):
+    fleet = Fleet(control_plane, action=label)
+    fleet.add_nodes(3)
+    fleet.add_job(3)
+    actor, about = actor_of(fleet, mode=mode, dry_run=dry_run), alert(fleet)
+    twice(actor, about)
+    assert condition(fleet) == expected
+    assert fleet.node(0).is_unschedulable is is_cordoned
+    # A process that knows nothing of the alert ends what its condition says, and nothing else.
+    other = replace(about, id="another", ended="nothing seen for 900 s")
+    actor_of(fleet, mode=mode, dry_run=dry_run).handle(other, result(other, NOW), NOW)
+    assert condition(fleet) == expected
+    ended = replace(about, ended="nothing seen for 900 s")
+    actor_of(fleet, mode=mode, dry_run=dry_run).handle(ended, result(ended, NOW + 60), NOW + 60)
+    assert condition(fleet) == (expected and ("False", "Recovered"))
+    fleet.remove()
+
+
+def test_a_human_who_uncordons_a_node_ends_its_condition_too(fleet):
+    fleet.add_job(2)
+    actor = actor_of(fleet, mode="cordon")
+    twice(actor, alert(fleet))
+    assert condition(fleet) == ("True", "Dissimilar")
+    fleet.plane.kubectl("uncordon", fleet.name(0))
+    actor.reconcile(NOW)
+    assert condition(fleet) == ("False", "Recovered")

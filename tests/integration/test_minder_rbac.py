@@ -26,6 +26,7 @@ CALLS = {
     "list_node": ("", "nodes", "list"),
     "read_node": ("", "nodes", "get"),
     "patch_node": ("", "nodes", "patch"),
+    "patch_node_status": ("", "nodes/status", "patch"),
     "list_pod_for_all_namespaces": ("", "pods", "list"),
     "list_namespaced_pod": ("", "pods", "list"),
     "create_namespaced_pod_eviction": ("", "pods/eviction", "create"),
@@ -73,6 +74,7 @@ def test_no_role_has_more_than_the_list_allows():
         },
         "minder-act": {
             ("", "nodes", "patch"),
+            ("", "nodes/status", "patch"),
             ("", "pods/eviction", "create"),
             ("", "namespaces", "get"),
         },

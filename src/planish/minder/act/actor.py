@@ -16,22 +16,34 @@ from typing import Any, Literal
 from planish.base.errors import ClusterError
 from planish.minder.act.alerts import Alert
 from planish.minder.act.config import ActConfig, Mode
-from planish.minder.act.drain import Evictions, cordon, evict_round, release
+from planish.minder.act.drain import Evictions, cordon, evict_round, mark, release
 from planish.minder.act.guards import Taken, cordoned, limit_refusals, standing_refusals
 from planish.minder.act.kube import names
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.events import EventBook
-from planish.minder.act.kube.objects import JobInfo, NodeInfo, PodInfo, group_jobs, pods_on
+from planish.minder.act.kube.objects import (
+    JobInfo,
+    NodeInfo,
+    PodInfo,
+    group_jobs,
+    pods_on,
+    timestamp,
+)
 from planish.minder.act.notify import MAX_HISTORY, Notifier
 from planish.minder.detect.result import Result
 
 logger = logging.getLogger(__name__)
 
-Action = Literal["none", "cordon", "evict", "uncordon"]
+Action = Literal["none", "mark", "cordon", "evict", "uncordon"]
 ActionResult = Literal[
     "none", "done", "dry_run", "refused", "waiting", "blocked", "failed", "forbidden"
 ]
-ACTIONS: dict[Mode, Action] = {"observe": "none", "cordon": "cordon", "evict": "evict"}
+ACTIONS: dict[Mode, Action] = {
+    "observe": "none",
+    "mark": "mark",
+    "cordon": "cordon",
+    "evict": "evict",
+}
 """The strongest action of each mode, the weakest mode first."""
 FORBIDDEN = 403
 FRESH_SECONDS = 180
@@ -121,6 +133,8 @@ class Actor:
                 memory.pods = self.cluster.pods(alert.job.partition("/")[0])
                 job = next((job for job in group_jobs(memory.pods) if job.key == alert.job), None)
                 memory.job = job or memory.job
+                if alert.ended and alert.machine:
+                    self._unmark(alert, now)
                 outcome = self._step(memory, job, result, now)
             except ClusterError as error:
                 outcome = self._failed(error)
@@ -152,7 +166,7 @@ class Actor:
             try:
                 for node in self.cluster.nodes():
                     if node.was_uncordoned:
-                        done.append((node.name, self._give_up(node)))
+                        done.append((node.name, self._give_up(node, now)))
             except ClusterError as error:
                 done.append(("", self._failed(error)))
             return done
@@ -185,20 +199,24 @@ class Actor:
         alert, node = memory.alert, self.cluster.node(memory.alert.machine)
         there = pods_on(memory.pods, job, node.name)
         if node.was_uncordoned:
-            return self._give_up(node)
+            return self._give_up(node, now)
         refused = self._refusals(alert, job, node, there, now)
         if refused:
             return ActionOutcome(action, "refused", "; ".join(refused))
-        plan = f"cordon {node.name}"
+        plan = f"{'mark' if action == 'mark' else 'cordon'} {node.name}"
         if action == "evict":
             leaving = sorted(pod.name for pod in there if pod.is_evictable)
             plan += f" and evict {', '.join(leaving) or 'no pod'}"
         if self.config.dry_run or not node.is_ours:
-            if not self.config.dry_run and not self._cordon(alert, job, node, now):
+            is_done = self.config.dry_run or action == "mark" or self._cordon(alert, job, node, now)
+            if not is_done:
                 return ActionOutcome(action, "refused", "somebody else cordoned the node just now")
             # Limits count what a dry run would have done: it shows what would really happen.
             self._taken.append(Taken(float(now), job.full_name, node.name))
-        if self.config.dry_run or action == "cordon":
+        if not self.config.dry_run:
+            kind = "".join(word.capitalize() for word in alert.kind.split("_"))
+            mark(self.cluster, self.cluster.node(node.name), kind, _told(alert), now)
+        if self.config.dry_run or action in ("mark", "cordon"):
             memory.is_finished = True
             return ActionOutcome(action, "dry_run" if self.config.dry_run else "done", plan)
         return self._evict(memory, there, plan, now)
@@ -211,6 +229,15 @@ class Actor:
         message = f"cordoned: {reason}, alert {alert.id} of job {job.full_name}"
         self.events.note(node, names.CORDONED, message, now)
         return True
+
+    def _unmark(self, alert: Alert, now: int) -> None:
+        """Say that a machine is no longer faulty where this very alert has said that it is."""
+        if self.mode == "observe" or self.config.dry_run or not self._is_leader():
+            return
+        nodes = {node.name: node for node in self.cluster.nodes()}
+        node = nodes.get(alert.machine)
+        if node and node.condition(names.FAULTY_MACHINE).get("message") == _told(alert):
+            mark(self.cluster, node, "", alert.ended, now)
 
     def _refusals(
         self, alert: Alert, job: JobInfo, node: NodeInfo, pods: Sequence[PodInfo], now: int
@@ -249,12 +276,13 @@ class Actor:
             return ActionOutcome("evict", "blocked", f"{given_up} pods were given up")
         return ActionOutcome("evict", "done", plan)
 
-    def _give_up(self, node: NodeInfo) -> ActionOutcome:
+    def _give_up(self, node: NodeInfo, now: int) -> ActionOutcome:
         """Take back what the cordon left on a node that a human made schedulable again."""
         detail = "a human made the node schedulable again"
         if self.config.dry_run:
             return ActionOutcome("uncordon", "dry_run", detail)
         release(self.cluster, node)
+        mark(self.cluster, self.cluster.node(node.name), "", detail, now)
         logger.info("given up machine=%s", node.name)
         return ActionOutcome("uncordon", "refused", detail)
 
@@ -264,3 +292,9 @@ class Actor:
         self.forbidden = f"observed only, since a right is missing: {error}"
         logger.error("right missing, everything is only observed from now on error=%s", error)
         return ActionOutcome("none", "forbidden", self.forbidden)
+
+
+def _told(alert: Alert) -> str:
+    """Return what the condition of a node says of an alert."""
+    what = f"{alert.kind} {alert.metric}".strip()
+    return f"{what} in {alert.job} since {timestamp(alert.since)}, alert {alert.id}"

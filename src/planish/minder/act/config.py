@@ -12,14 +12,15 @@ from pydantic import Field
 from planish.base.config import Section
 from planish.minder.act.kube import names
 
-Mode = Literal["observe", "cordon", "evict"]
+Mode = Literal["observe", "mark", "cordon", "evict"]
 
 
 class ActConfig(Section):
     """Modes and limits. A namespace must also opt in, by the label `minder/action`."""
 
     mode: Mode = "observe"
-    """The strongest action that is allowed anywhere."""
+    """The strongest action that is allowed anywhere. `mark` sets a condition on the node, by which
+    what drains and repairs nodes of the cluster acts; `cordon` and `evict` set it too."""
     dry_run: bool = True
     """Only report what would be done."""
     nodes_per_job: int = Field(default=1, ge=1)

@@ -44,6 +44,32 @@ def cordon(
     return change_node(cluster, node, change)
 
 
+def mark(cluster: Cluster, node: NodeInfo, reason: str, message: str, now: int) -> None:
+    """Set the condition that says that a node is faulty, or without a `reason` that it is not."""
+
+    def change(node: NodeInfo) -> dict[str, Any] | None:
+        old = node.condition(names.FAULTY_MACHINE)
+        status = "True" if reason else "False"
+        if (status == "False" and not old) or (old.get("status"), old.get("message")) == (
+            status,
+            message,
+        ):
+            return None
+        began = old.get("lastTransitionTime") if old.get("status") == status else timestamp(now)
+        new = {
+            "type": names.FAULTY_MACHINE,
+            "status": status,
+            "reason": reason or "Recovered",
+            "message": message,
+            "lastTransitionTime": began,
+            "lastHeartbeatTime": timestamp(now),
+        }
+        # Merging replaces lists as a whole.
+        return {"status": {"conditions": [*(c for c in node.conditions if c is not old), new]}}
+
+    change_node(cluster, node, change, write=cluster.patch_conditions)
+
+
 def release(cluster: Cluster, node: NodeInfo) -> None:
     """Remove what a cordon left on a node that a human has made schedulable again."""
 
@@ -58,7 +84,11 @@ def release(cluster: Cluster, node: NodeInfo) -> None:
 
 
 def change_node(
-    cluster: Cluster, node: NodeInfo, change: Callable[[NodeInfo], dict[str, Any] | None]
+    cluster: Cluster,
+    node: NodeInfo,
+    change: Callable[[NodeInfo], dict[str, Any] | None],
+    *,
+    write: Callable[[NodeInfo, dict[str, Any]], None] | None = None,
 ) -> bool:
     """Patch a node; after a conflict read it again and ask `change` for a new patch.
 
@@ -70,7 +100,7 @@ def change_node(
         if patch is None:
             return False
         try:
-            cluster.patch_node(node, patch)
+            (write or cluster.patch_node)(node, patch)
             break
         except ClusterError as error:
             if error.status != CONFLICT or attempt == _PATCH_TRIES:

@@ -13,13 +13,12 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planish.minder.detect.frame import F32, Mask
+from planish.minder.detect.frame import F32
 
 T = TypeVar("T", bound=np.generic)
 
 WINDOW = 8
 """Samples of a window (section 4.2)."""
-_SAMPLED_WINDOWS = 256
 """The error of a model on current values is measured on about this number of windows."""
 _BLOCK_WINDOWS = 2_048
 """Windows that go through the network together: their gates stay in the cache."""
@@ -64,21 +63,6 @@ def touching(flags: Mask) -> Mask:
     for reach in (1, 2, 4):
         flags = flags[:-reach] | flags[reach:]
     return flags[:count]
-
-
-def restoration_error(denoiser: Denoiser, values: F32, known: Mask) -> float:
-    """Return the mean squared error of a denoiser on a sample of windows; NaN without any.
-
-    `values` are [T, N] in 0 .. 1, `known` [T - 7, N] the windows that count. Latent means, which
-    are no windows, have NaN.
-    """
-    rows = np.flatnonzero(known.ravel())
-    rows = rows[:: max(1, len(rows) // _SAMPLED_WINDOWS)]
-    windows = windows_of(values).reshape(-1, WINDOW)[rows] if len(rows) else np.zeros((0, WINDOW))
-    restored = denoiser.embed(windows.astype(np.float32))
-    if not len(rows) or restored.shape != windows.shape:
-        return float("nan")
-    return float(np.mean((restored - windows) ** 2))
 
 
 class Identity:

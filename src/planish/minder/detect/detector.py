@@ -5,7 +5,6 @@ Source: Minder, arXiv 2411.01791, sections 4.4 and 4.5.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,13 +13,7 @@ import numpy as np
 
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.continuity import View, conclude, make_result
-from planish.minder.detect.denoise import (
-    WINDOW,
-    Models,
-    restoration_error,
-    touching,
-    windows_of,
-)
+from planish.minder.detect.denoise import WINDOW, Models, touching, windows_of
 from planish.minder.detect.distances import Trace, compared_values, comparison_groups, fill_trace
 from planish.minder.detect.frame import F32, I64, Frame, Job, Mask
 from planish.minder.detect.metrics_table import METRICS, columns_of
@@ -111,15 +104,6 @@ class Detector:
             for name, trace in self.last.items()
             if len(newest := trace.scores[-_SCORE_WINDOWS:])
         }
-
-    def model_errors(self) -> dict[str, float]:
-        """Return the mean squared error of each LSTM-VAE on windows of the last call."""
-        errors = {
-            name: restoration_error(denoiser, self._seen[name].values, trace.present)
-            for name, trace in self.last.items()
-            if (denoiser := self.models.denoisers[name]).name == "vae"
-        }
-        return {name: error for name, error in errors.items() if math.isfinite(error)}
 
     def traces(self, prepared: Prepared, job: Job) -> dict[str, Trace]:
         """Return what is known of each metric's windows, in the order in which they are tried."""

@@ -20,7 +20,7 @@ from planish.minder.act.kube.objects import JobInfo
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.frame import Frame
 from planish.minder.detect.job_monitor import JobMonitor
-from planish.minder.detect.model_files import default_models, load_models, read_facts
+from planish.minder.detect.model_files import default_models, load_models
 from planish.minder.detect.result import Result
 from planish.minder.service.alertmanager import Alertmanager, AlertmanagerConfig
 from planish.minder.service.config import ServiceSettings
@@ -35,14 +35,10 @@ from planish.minder.service.state import ConfigMapState, FileState, StateStore
 logger = logging.getLogger(__name__)
 
 
-def models_folder(settings: ServiceSettings) -> Path:
-    """Return the folder of the configured models, or of those that ship with the package."""
-    return Path(settings.models.folder) if settings.models.folder else default_models()
-
-
 def models_of(settings: ServiceSettings) -> Models:
-    """Load the models of all metrics."""
-    return load_models(models_folder(settings), settings.denoise, settings.detect.metrics)
+    """Load the models of all metrics: those of the site, or those that ship with the package."""
+    folder = Path(settings.models.folder) if settings.models.folder else default_models()
+    return load_models(folder, settings.denoise, settings.detect.metrics)
 
 
 def check_queries(settings: ServiceSettings, prometheus: Prometheus, deadline: Deadline) -> None:
@@ -105,10 +101,10 @@ def build(settings: ServiceSettings) -> Service:
     """Return the service, ready to start."""
     models, metrics = models_of(settings), OwnMetrics()
     for name, denoiser in models.denoisers.items():
-        metrics.set("model_info", 1.0, name, denoiser.version, denoiser.quality, denoiser.name)
-        if settings.denoise.denoiser != "none":
-            facts = read_facts(models_folder(settings), name)
-            metrics.set("model_mse", facts.mse_held_out, name)
+        facts = (denoiser.version, denoiser.quality, denoiser.name)
+        metrics.set(
+            "model_info", 1.0, name, *facts, "site" if settings.models.folder else "package"
+        )
     prometheus = Prometheus(
         settings.prometheus, on_error=lambda code: metrics.count("prometheus_errors", code)
     )

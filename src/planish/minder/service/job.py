@@ -186,8 +186,6 @@ class JobWatch:
         self.last = result
         self._tell_skipped(result)
         metrics.called(result, result.end or self.now(), self._detector.newest_scores())
-        if result.status == "ok" and not result.candidates:
-            metrics.restored(self.job, self._detector.model_errors())
         alerts = [(alert, self._work_of(alert)) for alert in self.book.alerts()]
         metrics.alerts(self.job, info.namespace, info.machines, alerts)
         self._follow(changed, result)

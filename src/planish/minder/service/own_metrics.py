@@ -54,11 +54,9 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "silent_machines": ("Machines that give no metrics.", ("job_name",)),
     "sample_interval_seconds": ("Median time between samples.", ("metric",)),
     "clipped_ratio": ("Share of values beyond the limits of the metric.", ("job_name", "metric")),
-    "model_info": ("1 for each model in use.", ("metric", "version", "quality", "denoiser")),
-    "model_mse": ("Mean squared error of the model on held-out jobs.", ("metric",)),
-    "model_recent_mse": (
-        "Mean squared error of the model in the last call that found every machine healthy.",
-        ("job_name", "metric"),
+    "model_info": (
+        "1 for each model in use; its origin is the package or the site.",
+        ("metric", "version", "quality", "denoiser", "origin"),
     ),
     "leading": ("1 while this replica is the one that watches.", ()),
     "jobs": ("Jobs that are watched.", ()),
@@ -133,10 +131,6 @@ class OwnMetrics:
     def took(self, stage: str, seconds: float) -> None:
         """Observe one stage of a call: pull, preprocess, denoise, detect or total."""
         self._durations.labels(stage).observe(seconds)
-
-    def restored(self, job: str, errors: Mapping[str, float]) -> None:
-        """Export how well the models restore what a healthy job measures now, by metric."""
-        self._replace(job, model_recent_mse=_by_metric(job, errors))
 
     def pulled(self, frame: Frame, intervals: Mapping[str, float]) -> None:
         """Export how complete the samples of a job are."""

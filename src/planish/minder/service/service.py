@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 _RETRY_SECONDS = 60.0
 """Seconds until a task that raised is tried again."""
 _TICK_SECONDS = 5.0
-_SAVE_SECONDS = 60.0
+_SAVE_SECONDS = 600.0
+"""Between two saves of what is learnt. A crash loses no more, and the first call afterwards pulls a
+longer time; what concerns alerts is saved with the next tick."""
 _RECONCILE_SECONDS = 60.0
 _CONTROL_THREADS = 3
 _GONE_AFTER = 2

@@ -28,6 +28,8 @@ class FileState:
 
     def __init__(self, path: Path) -> None:
         self.path, self.max_bytes = path, float("inf")
+        self.known = ""
+        """What was read or written last."""
 
     def read(self) -> str:
         """Return the document; empty where there is none yet."""
@@ -49,6 +51,8 @@ class ConfigMapState:
         self._kube, self._place = cluster.kube, (name, cluster.kube.namespace)
         # A ConfigMap holds 1 MiB.
         self.max_bytes: float = 900_000
+        self.known = ""
+        """What was read or written last."""
 
     def read(self) -> str:
         """Return the document; empty where there is none yet."""
@@ -77,7 +81,8 @@ def load_jobs(place: StateStore | None) -> dict[str, Any]:
     if place is None:
         return {}
     try:
-        state = json.loads(place.read() or "{}")
+        place.known = place.read()
+        state = json.loads(place.known or "{}")
         return dict(state.get("jobs", {}))
     except (PlanishError, ValueError, TypeError, AttributeError, RecursionError) as error:
         logger.warning("state_lost reason=%r", str(error)[:200])
@@ -85,16 +90,18 @@ def load_jobs(place: StateStore | None) -> dict[str, Any]:
 
 
 def save_jobs(place: StateStore | None, jobs: Mapping[str, Any]) -> bool:
-    """Save the state of each job, and return whether it is saved; the next save tries again."""
+    """Save the state of each job if it has changed, and return whether it is saved."""
     if place is None:
         return False
     state = {"jobs": fit_jobs(jobs, place.max_bytes)}
     text = json.dumps(state, sort_keys=True, allow_nan=False, separators=(",", ":"))
     try:
-        place.write(text)
+        if text != place.known:
+            place.write(text)
     except PlanishError as error:
         logger.warning("state_not_saved bytes=%d reason=%r", len(text), str(error)[:200])
         return False
+    place.known = text
     return True
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from planish.base.errors import ConfigError
 from planish.minder.detect.config import minder_config
-from planish.minder.detect.denoise import Identity, Pca, restoration_error, windows_of
+from planish.minder.detect.denoise import windows_of
 from planish.minder.detect.frame import Frame
 from planish.minder.detect.model_files import default_models, load_models
 from planish.minder.lab import vae
@@ -66,20 +66,6 @@ def _tensor(windows):
 
 def _embedded(model, windows):
     return model(_tensor(windows))[0].detach().numpy()[..., 0]
-
-
-def test_the_error_on_what_is_seen_now_is_that_of_known_windows_alone():
-    values = np.random.default_rng(0).random((60, 5), np.float32)
-    values[:, 4] = 0.5
-    known = np.ones((53, 5), bool)
-    pca = Pca("cpu_usage", np.full(8, 0.5, np.float32), np.zeros((1, 8), np.float32))
-    all_machines = restoration_error(pca, values, known)
-    assert all_machines == pytest.approx(0.8 / 12, rel=0.2)
-    known[:, :4] = False
-    assert restoration_error(pca, values, known) == 0.0
-    assert restoration_error(Identity("cpu_usage"), values, known) == 0.0
-    assert np.isnan(restoration_error(pca, values, np.zeros((53, 5), bool)))
-    assert np.isnan(restoration_error(pca, values[:5], np.zeros((0, 5), bool)))
 
 
 def test_the_time_of_a_training_is_its_own_and_not_that_of_the_machine(monkeypatch):

@@ -342,6 +342,36 @@ def test_a_new_process_raises_nothing_twice_even_where_the_baselines_do_not_fit(
     ]  # fmt: skip
 
 
+class Counted(FileState):
+    """A file of which it is known how often it was written, and when."""
+
+    def __init__(self, path, clock):
+        super().__init__(path)
+        self.clock, self.times = clock, []
+
+    def write(self, text):
+        self.times.append(self.clock.seconds - T0)
+        super().write(text)
+
+
+def test_what_is_learnt_is_saved_every_ten_minutes_and_an_alert_at_once(tmp_path):
+    clock = day_of.FastClock()
+    day, state = day_of.Day(clock, 3), Counted(tmp_path / "state.json", clock)
+    service = service_of(day.jobs, clock, state)
+    service.prepare()
+    play(service, clock, T0 + 1200)
+    assert state.times == [600]
+    play(service, clock, FAULT + 400)
+    (alert,) = load_jobs(state)["a"]["alerts"]["open"]
+    # At most one call and one tick after the machine has differed for long enough.
+    assert len(state.times) == 3
+    assert state.times[-1] + T0 - alert["since"] < 240 + 60 + 30
+    written = len(state.times)
+    service.stop()
+    service._save()
+    assert len(state.times) == written + 1
+
+
 class Election:
     """A lease that the test gives and takes."""
 

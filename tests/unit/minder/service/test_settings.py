@@ -113,7 +113,7 @@ NAMES = {
     "minder_candidate_seconds",
     "minder_metric_usable", "minder_metric_skipped_total", "minder_missing_ratio",
     "minder_silent_machines", "minder_sample_interval_seconds", "minder_clipped_ratio",
-    "minder_model_info", "minder_model_mse", "minder_model_recent_mse",
+    "minder_model_info",
     "minder_actions_total",
     "minder_evictions_blocked_total", "minder_prometheus_errors_total",
     "minder_duplicate_series_total", "minder_build_info",
@@ -153,9 +153,7 @@ def filled(count=8, job="job"):
     for _ in range(3):
         metrics.count("duplicate_series")
     for name in PUBLISHED_ORDER:
-        metrics.set("model_info", 1.0, name, "1", "good", "pca")
-        metrics.set("model_mse", 1e-3, name)
-    metrics.restored(job, dict.fromkeys(PUBLISHED_ORDER, 2e-3))
+        metrics.set("model_info", 1.0, name, "1", "good", "pca", "package")
     return metrics
 
 

@@ -91,11 +91,16 @@ class Cluster:
         metadata = {**change.get("metadata", {}), "resourceVersion": node.version}
         self.call(self.core.patch_node, node.name, {**change, "metadata": metadata})
 
+    def patch_conditions(self, node: NodeInfo, change: Raw) -> None:
+        """Merge a change into the status of a node, if it is still the version that was read."""
+        body = {**change, "metadata": {"resourceVersion": node.version}}
+        self.call(self.core.patch_node_status, node.name, body)
+
     def opted_in(self, namespace: str) -> Mode:
         """Return the strongest action that a namespace allows; `observe` without a valid label."""
         content = self.call(self.core.read_namespace, namespace)
         value = (content["metadata"].get("labels") or {}).get(names.OPT_IN_LABEL)
-        allowed: dict[str | None, Mode] = {"cordon": "cordon", "evict": "evict"}
+        allowed: dict[str | None, Mode] = {"mark": "mark", "cordon": "cordon", "evict": "evict"}
         return allowed.get(value, "observe")
 
     def evict(self, pod: PodInfo) -> None:

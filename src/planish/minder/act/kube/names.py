@@ -62,7 +62,7 @@ ROLE_LABEL = "minder/role"
 PIPELINE_STAGE_LABEL = "minder/stage"
 """Label of a pod: stage of pipeline parallelism that its machine computes."""
 OPT_IN_LABEL = "minder/action"
-"""Label of a namespace: `cordon` or `evict`. On a pod `observe` forbids any action."""
+"""Label of a namespace: `mark`, `cordon` or `evict`. On a pod `observe` forbids any action."""
 EXEMPT = "minder/exempt"
 """Label of a node or a pod that must never be acted upon."""
 
@@ -82,6 +82,7 @@ OWNED = (CORDONED_BY, REASON, SINCE, ALERT_ID, JOB)
 
 POD_REASON = "MachineAnomaly"
 FAULTY_MACHINE = "MinderFaultyMachine"
+"""Reason of an Event, and type of the condition of a node."""
 CORDONED = "MinderCordoned"
 EVICTION_BLOCKED = "MinderEvictionBlocked"
 DRY_RUN = "MinderDryRun"

@@ -67,8 +67,8 @@ class NodeInfo:
     version: str
     """resourceVersion; a patch succeeds only while the node still has it."""
     is_unschedulable: bool = False
-    conditions: Mapping[str, str] = field(default_factory=dict)
-    """Type to `True`, `False` or `Unknown`."""
+    conditions: tuple[Raw, ...] = ()
+    """As the API server has them."""
     labels: dict[str, str] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
     taints: tuple[dict[str, str], ...] = ()
@@ -78,7 +78,11 @@ class NodeInfo:
     @property
     def is_ready(self) -> bool:
         """Whether its kubelet has said within the grace period that it works."""
-        return self.conditions.get("Ready") == "True"
+        return self.condition("Ready").get("status") == "True"
+
+    def condition(self, kind: str) -> Raw:
+        """Return the condition of a type; empty where there is none."""
+        return next((one for one in self.conditions if one.get("type") == kind), {})
 
     @property
     def is_ours(self) -> bool:
@@ -257,9 +261,7 @@ def parse_node(raw: Raw) -> NodeInfo:
         uid=str(metadata.get("uid", "")),
         version=str(metadata.get("resourceVersion", "")),
         is_unschedulable=bool(spec.get("unschedulable")),
-        conditions={
-            str(one.get("type")): str(one.get("status")) for one in status.get("conditions") or ()
-        },
+        conditions=tuple(status.get("conditions") or ()),
         labels=_texts(metadata, "labels"),
         annotations=_texts(metadata, "annotations"),
         taints=tuple(spec.get("taints") or ()),
