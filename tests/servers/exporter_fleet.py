@@ -23,6 +23,8 @@ class Fleet:
         self.machines = machines
         self.shifts: dict[tuple[str, str], float] = {}
         """Machine and metric to how far its values lie away."""
+        self.gone: set[str] = set()
+        """Machines that do not answer any more."""
         self._busy: dict[str, tuple[float, float]] = {}
         """Machine to (time of the last page, seconds of idle time until then)."""
         self.server = ScriptedServer(self._answer)
@@ -91,7 +93,10 @@ class Fleet:
 
     def _answer(self, request: Request) -> Reply:
         self.server.requests.clear()
-        page = self.page(request.path.removeprefix("/machines/"), time.time())
+        machine = request.path.removeprefix("/machines/")
+        if machine in self.gone:
+            return Reply(status=500)
+        page = self.page(machine, time.time())
         return Reply(body=page.encode())
 
     def close(self) -> None:
