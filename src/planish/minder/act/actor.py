@@ -234,9 +234,8 @@ class Actor:
         """Say that a machine is no longer faulty where this very alert has said that it is."""
         if self.mode == "observe" or self.config.dry_run or not self._is_leader():
             return
-        nodes = {node.name: node for node in self.cluster.nodes()}
-        node = nodes.get(alert.machine)
-        if node and node.condition(names.FAULTY_MACHINE).get("message") == _told(alert):
+        node = self.cluster.node(alert.machine)
+        if node.condition(names.FAULTY_MACHINE).get("message") == _told(alert):
             mark(self.cluster, node, "", alert.ended, now)
 
     def _refusals(

@@ -150,8 +150,12 @@ def _alerts_of(result: Result) -> Iterator[Alert]:
             yield _alert(result.job, "outage", "", *facts)
         else:
             yield _alert(result.job, f.kind, f.machine, *facts)
-    if result.status == "outage":
-        yield _alert(result.job, "outage", "", "", end, end, machines=result.silent)
+    broken = {name for machines in result.broken.values() for name in machines}
+    # Exporters of most machines that stand still at once have one cause.
+    lost = result.silent if result.status == "outage" else tuple(sorted(broken))
+    if result.status == "outage" or 2 * len(broken) > result.n_machines:
+        yield _alert(result.job, "outage", "", "", end, end, machines=lost)
+        return
     for metric, machines in sorted(result.broken.items()):
         for machine in machines:
             yield _alert(result.job, "broken", machine, metric, end, end)

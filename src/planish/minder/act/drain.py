@@ -49,25 +49,20 @@ def mark(cluster: Cluster, node: NodeInfo, reason: str, message: str, now: int) 
 
     def change(node: NodeInfo) -> dict[str, Any] | None:
         old = node.condition(names.FAULTY_MACHINE)
-        status = "True" if reason else "False"
-        if (status == "False" and not old) or (old.get("status"), old.get("message")) == (
-            status,
-            message,
-        ):
+        told = {"status": "True" if reason else "False", "message": message}
+        if told.items() <= old.items() or not (reason or old):
             return None
-        began = old.get("lastTransitionTime") if old.get("status") == status else timestamp(now)
         new = {
+            **told,
             "type": names.FAULTY_MACHINE,
-            "status": status,
             "reason": reason or "Recovered",
-            "message": message,
-            "lastTransitionTime": began,
+            "lastTransitionTime": timestamp(now),
             "lastHeartbeatTime": timestamp(now),
         }
         # Merging replaces lists as a whole.
         return {"status": {"conditions": [*(c for c in node.conditions if c is not old), new]}}
 
-    change_node(cluster, node, change, write=cluster.patch_conditions)
+    change_node(cluster, node, change)
 
 
 def release(cluster: Cluster, node: NodeInfo) -> None:
@@ -84,11 +79,7 @@ def release(cluster: Cluster, node: NodeInfo) -> None:
 
 
 def change_node(
-    cluster: Cluster,
-    node: NodeInfo,
-    change: Callable[[NodeInfo], dict[str, Any] | None],
-    *,
-    write: Callable[[NodeInfo, dict[str, Any]], None] | None = None,
+    cluster: Cluster, node: NodeInfo, change: Callable[[NodeInfo], dict[str, Any] | None]
 ) -> bool:
     """Patch a node; after a conflict read it again and ask `change` for a new patch.
 
@@ -100,7 +91,7 @@ def change_node(
         if patch is None:
             return False
         try:
-            (write or cluster.patch_node)(node, patch)
+            cluster.patch_node(node, patch)
             break
         except ClusterError as error:
             if error.status != CONFLICT or attempt == _PATCH_TRIES:

@@ -196,8 +196,7 @@ def device_columns(source: Metric, *, with_count: bool) -> list[Metric]:
     worst: Aggregation = "max" if source.name in _WORST_IS_HIGHEST else "min"
     columns = [replace(source, name=source.name + WORST, agg=worst)]
     if with_count:
-        plain = {"series": source.selector, "scale": 1.0, "offset": 0.0}
-        columns.append(replace(source, name=DEVICES, agg="count", unit="1", **plain))
+        columns.append(replace(source, name=DEVICES, agg="count", unit="1", scale=1.0, offset=0.0))
     return columns
 
 

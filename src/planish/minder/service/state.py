@@ -28,8 +28,8 @@ class FileState:
 
     def __init__(self, path: Path) -> None:
         self.path, self.max_bytes = path, float("inf")
-        self.known = ""
-        """What was read or written last."""
+        self.known: str | None = ""
+        """What was read or written last; None where the last try failed."""
 
     def read(self) -> str:
         """Return the document; empty where there is none yet."""
@@ -51,8 +51,8 @@ class ConfigMapState:
         self._kube, self._place = cluster.kube, (name, cluster.kube.namespace)
         # A ConfigMap holds 1 MiB.
         self.max_bytes: float = 900_000
-        self.known = ""
-        """What was read or written last."""
+        self.known: str | None = ""
+        """What was read or written last; None where the last try failed."""
 
     def read(self) -> str:
         """Return the document; empty where there is none yet."""
@@ -99,7 +99,9 @@ def save_jobs(place: StateStore | None, jobs: Mapping[str, Any]) -> bool:
         if text != place.known:
             place.write(text)
     except PlanishError as error:
-        logger.warning("state_not_saved bytes=%d reason=%r", len(text), str(error)[:200])
+        if place.known is not None:
+            logger.warning("state_not_saved bytes=%d reason=%r", len(text), str(error)[:200])
+        place.known = None
         return False
     place.known = text
     return True

@@ -147,6 +147,25 @@ def test_a_machine_that_begins_to_differ_is_named_at_once_where_a_board_reports_
         assert abs(alert.since - FAULT) < 12
 
 
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [
+        ({"gpu_duty_cycle": ("a", "b", "c")}, [("outage", "", ("a", "b", "c"))]),
+        ({"gpu_duty_cycle": ("a", "b"), "gpu_power_draw": ("b", "c")},
+         [("outage", "", ("a", "b", "c"))]),
+        ({"gpu_duty_cycle": ("a", "b"), "gpu_power_draw": ("a", "b")},
+         [("broken", "a", ()), ("broken", "b", ())]),
+        ({"gpu_duty_cycle": ("a",)}, [("broken", "a", ())]),
+        ({}, []),
+    ],
+)  # fmt: skip
+def test_exporters_of_most_machines_that_stand_still_are_one_alert(broken, expected):
+    result = Result("j", "ok", T0, T0 + 60, 4, "default", 1.0, "euclidean", broken=broken)
+    book = AlertBook(900)
+    book.update(result, ("a", "b", "c", "d"))
+    assert [(one.kind, one.machine, one.machines) for one in book.alerts()] == expected
+
+
 @pytest.mark.parametrize("machines", [("a-1", "a-2"), ()])
 def test_a_finding_about_the_telemetry_is_no_alert_about_a_machine(machines):
     finding = Finding("", "cpu_usage", "telemetry", T0, T0 + 60, 60.0, 0.0, machines=machines)

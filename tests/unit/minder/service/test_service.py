@@ -372,6 +372,28 @@ def test_what_is_learnt_is_saved_every_ten_minutes_and_an_alert_at_once(tmp_path
     assert len(state.times) == written + 1
 
 
+class Forbidden(FileState):
+    """A place that may not be written."""
+
+    tries = 0
+
+    def write(self, text):
+        self.tries += 1
+        if self.tries < 100:
+            raise ClusterError("configmaps is forbidden", status=403)
+        super().write(text)
+
+
+def test_state_that_may_not_be_written_is_told_once_and_written_when_it_may(tmp_path, caplog):
+    state = Forbidden(tmp_path / "state.json")
+    for number in range(150):
+        assert save_jobs(state, {"a": {"monitor": number}}) is (number >= 99)
+    said = [line for line in caplog.messages if line.startswith("state_not_saved")]
+    assert len(said) == 1
+    assert "configmaps is forbidden" in said[0]
+    assert load_jobs(state) == {"a": {"monitor": 149}}
+
+
 class Election:
     """A lease that the test gives and takes."""
 

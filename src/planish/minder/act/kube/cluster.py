@@ -89,12 +89,8 @@ class Cluster:
     def patch_node(self, node: NodeInfo, change: Raw) -> None:
         """Merge a change into a node, if it is still the version that was read; 409 otherwise."""
         metadata = {**change.get("metadata", {}), "resourceVersion": node.version}
-        self.call(self.core.patch_node, node.name, {**change, "metadata": metadata})
-
-    def patch_conditions(self, node: NodeInfo, change: Raw) -> None:
-        """Merge a change into the status of a node, if it is still the version that was read."""
-        body = {**change, "metadata": {"resourceVersion": node.version}}
-        self.call(self.core.patch_node_status, node.name, body)
+        patch = self.core.patch_node_status if "status" in change else self.core.patch_node
+        self.call(patch, node.name, {**change, "metadata": metadata})
 
     def opted_in(self, namespace: str) -> Mode:
         """Return the strongest action that a namespace allows; `observe` without a valid label."""
