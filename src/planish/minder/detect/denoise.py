@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planish.minder.detect.frame import F32
+from planish.minder.detect.frame import F32, Mask
 
 T = TypeVar("T", bound=np.generic)
 
