@@ -78,6 +78,11 @@ _COUNTERS = {
     "planish_train_nonfinite_steps_total": (
         "Optimizer steps left out because a gradient was NaN or infinite."
     ),
+    "planish_train_rank_compute_seconds_total": (
+        "Seconds in which a rank computed in layers, where it waits for no other rank."
+    ),
+    "planish_train_rank_tokens_total": "Tokens of each pass of a layer, padding included.",
+    "planish_train_rank_passes_total": "Forward passes of a layer.",
     "planish_train_steps_total": "Optimizer steps.",
     "planish_train_tokens_total": "Response tokens trained on.",
 }
@@ -87,9 +92,14 @@ _GAUGES = {
         "Unix time at which this process last saw a save become visible."
     ),
     "planish_checkpoint_last_committed_step": "Training step of the last save that became visible.",
+    "planish_rank_phase": "Always 1; says what a rank does now.",
+    "planish_rank_slowness_ratio": (
+        "Seconds of a slow rank for the same work over the median of the others."
+    ),
     "planish_reward_accuracy_ratio": "Mean accuracy of the scored responses.",
     "planish_reward_kept_ratio": "Rollouts that train, of all that were scored.",
     "planish_reward_mean": "Mean reward of the scored responses.",
+    "planish_reward_seconds": "How long the scoring took.",
     "planish_reward_truncated_ratio": "Responses that reached the length limit.",
     "planish_reward_verifier_errors": "Responses that the verifier failed on.",
     "planish_reward_verifier_timeouts": "Responses that could not be judged in time: wrong.",
@@ -122,6 +132,7 @@ _GAUGES = {
     ),
     "planish_train_grad_norm": "Norm of the last gradient of the policy.",
     "planish_train_loss": "Loss of the last mini-batch of the policy.",
+    "planish_train_rank_last_step": "Training step that a rank has finished last.",
     "planish_train_routing_disagreement_ratio": (
         "Share of the experts chosen in the rollout that the trainer's routers would not choose."
     ),
@@ -145,6 +156,8 @@ _LABELS: dict[str, tuple[str, ...]] = {
     "planish_checkpoint_retries_total": ("code",),
     "planish_checkpoint_stage_seconds": ("op", "stage", "state"),
     "planish_checkpoint_stragglers_total": ("op", "stage"),
+    "planish_rank_phase": ("phase", "rank"),
+    "planish_rank_slowness_ratio": ("metric", "node", "rank"),
     "planish_records_read_seconds": ("schema",),
     "planish_records_write_seconds": ("schema",),
     "planish_rollout_expert_rows_total": ("expert", "layer"),
@@ -153,7 +166,17 @@ _LABELS: dict[str, tuple[str, ...]] = {
         ("planish_rollout_rank_frame_bytes_total", "planish_rollout_rank_frames_total"),
         ("kind", "rank"),
     ),
-    "planish_rollout_rank_reply_seconds": ("rank",),
+    **dict.fromkeys(
+        (
+            "planish_rollout_rank_reply_seconds",
+            "planish_rollout_tokens_per_second",
+            "planish_train_rank_compute_seconds_total",
+            "planish_train_rank_last_step",
+            "planish_train_rank_passes_total",
+            "planish_train_rank_tokens_total",
+        ),
+        ("rank",),
+    ),
     **dict.fromkeys(
         (
             "planish_rollout_rank_bubble_ratio",
@@ -230,6 +253,13 @@ def forget(name: str) -> None:
     with _lock:
         for key in [key for key in _series if key[0] == name]:
             del _series[key]
+
+
+def totals(name: str) -> tuple[float, int]:
+    """Return the sum over all series of a metric, and how many durations a histogram has."""
+    with _lock:
+        found = [series for (key, _), series in _series.items() if key == name]
+        return sum(series.total for series in found), sum(sum(s.counts) for s in found)
 
 
 def observe(name: str, seconds: float, **labels: str) -> None:

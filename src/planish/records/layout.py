@@ -184,6 +184,11 @@ def stage_log(root: str, stage: str, iteration_number: int, shard: int) -> str:
     return f"{logs(root)}/{iteration_number:05d}-{stage}-{shard:02d}.json"
 
 
+def flight_record(root: str, iteration_number: int, rank: int) -> str:
+    """Torch's record of the last collectives of a rank of training that got no further."""
+    return f"{logs(root)}/{iteration_number:05d}-rank-{rank:05d}.flight"
+
+
 def events(root: str) -> str:
     """Failed attempts, gangs and resumed commits, one object each."""
     return f"{root}/events"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from planish.base.errors import PlanishError
@@ -25,11 +26,15 @@ def record_event(
     """
     begin = begin_seconds or time.time()
     uri = layout.event(root, f"{begin:017.6f}-{kind}")
-    event = {"kind": kind, "iteration": iteration, "begin_seconds": begin, **facts}
+    write_aside(uri, {"kind": kind, "iteration": iteration, "begin_seconds": begin, **facts})
+
+
+def write_aside(uri: str, document: Mapping[str, Any]) -> None:
+    """Write what the work does not need: where the store refuses it, the log says so."""
     try:
-        write_json(uri, event)
+        write_json(uri, document)
     except (PlanishError, OSError) as error:
-        logger.warning("event not written uri=%s error=%s", uri, error)
+        logger.warning("not written uri=%s error=%s", uri, error)
 
 
 def record_earlier_attempt(root: str, uri: str, now: float) -> None:

@@ -39,11 +39,12 @@ from planish.base.errors import (
 from planish.base.telemetry import LogFormatter, redact
 from planish.records import layout
 from planish.records.refs import Ref
+from planish.run.events import write_aside
 from planish.run.signals import Terminated, stops_with, unwrapped
 from planish.run.stage_log import StageLog
 from planish.run.stage_metrics import StageMetrics
 from planish.store import normal_uri
-from planish.store.documents import read_json, write_json
+from planish.store.documents import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -247,10 +248,7 @@ def mark_failure(context: Context, error: BaseException) -> None:
     uri = _failed_file(context)
     marker = {"config_sha256": context.config_sha256, "run_id": _run_id()}
     marker["error"] = redact(str(error))
-    try:
-        write_json(uri, marker)
-    except (PlanishError, OSError) as problem:
-        logger.warning("failure marker not written uri=%s error=%s", uri, problem)
+    write_aside(uri, marker)
 
 
 def execute(

@@ -58,8 +58,36 @@ SCALARS: Mapping[str, Mapping[str, str]] = {
 """Stage to its scalars that are shown, each with the name of its gauge."""
 
 
+PHASES = {
+    "rollout": "sampling",
+    "evaluate": "sampling",
+    "reward": "judging",
+    "sft": "training",
+    "train": "training",
+    "checkpoint": "saving",
+}
+"""Stage to what its ranks do."""
+
+phase = ""
+"""What this rank does now, as `show_phase` was told."""
+own_rank = ""
+"""Number of this process among all of its task; empty where the launcher's is the same."""
+
 _is_served = False
 """A task of this process serves its metrics, those of the tasks inside it among them."""
+
+
+def show_phase(name: str) -> None:
+    """Show what this rank does from now on: sampling, waiting, judging, training or saving."""
+    global phase
+    phase = name
+    telemetry.forget("planish_rank_phase")
+    telemetry.set_level("planish_rank_phase", 1, phase=name, rank=this_rank())
+
+
+def this_rank() -> str:
+    """Return the number of this process among all of its task."""
+    return own_rank or os.environ.get("RANK", "0")
 
 
 class StageMetrics:
@@ -75,6 +103,8 @@ class StageMetrics:
         self._server: telemetry.MetricsServer | None = None
         self._has_news = False
         self._opened_s = 0.0
+        self._began = time.monotonic()
+        self._shows_phase = False
 
     def __enter__(self) -> StageMetrics:
         return self
@@ -96,6 +126,9 @@ class StageMetrics:
         telemetry.set_level("planish_stage_start_timestamp_seconds", now)
         telemetry.count("planish_stage_nonfinite_total", 0)
         telemetry.mark_progress()
+        if self._stage in PHASES:
+            self._shows_phase = True
+            show_phase(PHASES[self._stage])
         self.serve()
 
     def serve(self) -> None:
@@ -131,6 +164,7 @@ class StageMetrics:
         if self._stage == "reward":
             without = bool(scalars.get("iterations_without_signal"))
             telemetry.count("planish_reward_idle_iterations_total", int(without))
+            telemetry.set_level("planish_reward_seconds", time.monotonic() - self._began)
         telemetry.mark_progress()
         self._has_news = True
 
@@ -147,6 +181,8 @@ class StageMetrics:
     ) -> None:
         """Let the last numbers be scraped, then stop serving."""
         global _is_served
+        if self._shows_phase:
+            show_phase("waiting")
         if self._server is None:
             return
         limit = _number(LAST_SCRAPE_VARIABLE, LAST_SCRAPE_SECONDS)

@@ -32,8 +32,8 @@ def test_names_of_metrics_keep_the_rule_and_are_sorted_and_unique():
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         assert re.search(
             r"_(seconds|saves|step|groups|slots|tokens_per_second|tokens|ratio|mean|errors|info"
-            r"|iteration|entropy|norm|loss|bytes|queue|timeouts|version"
-            r"|(bytes|frames|failures|retries|stragglers|groups|tokens|nonfinite|steps|seconds|requests|rows|iterations)_total)$",
+            r"|iteration|entropy|norm|loss|bytes|queue|timeouts|version|phase"
+            r"|(bytes|frames|failures|retries|stragglers|groups|tokens|nonfinite|steps|seconds|requests|rows|iterations|passes)_total)$",
             metric.name,
         )
         assert metric.help.endswith(".")

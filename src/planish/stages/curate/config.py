@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from planish.base.config import Section, nearest
+from planish.base.parallel import DeviceName
 from planish.store.sources import parse_source
 
 Task = Literal["column-arithmetic", "modular-chain", "countdown", "scratchpad-multiplication"]
@@ -224,7 +225,7 @@ class CurateConfig(Section):
     """Longest of these responses, in tokens."""
     pass_rate_max_rows: int = Field(default=256, ge=1)
     """Of these responses, those that the engine generates at once."""
-    pass_rate_device: Literal["auto", "cpu", "cuda"] = "auto"
+    pass_rate_device: DeviceName = "auto"
     """Where the reference policy lives; `auto` takes an accelerator where there is one."""
     pass_rate_min: float = Field(default=0.0, ge=0.0, le=1.0)
     """Training prompts below this pass rate are dropped."""

@@ -5,11 +5,10 @@ Source: DAPO, arXiv 2503.14476, section 4.1: avg@32, temperature 1.0, top-p 0.7.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, field_validator
 
 from planish.base.config import Section
+from planish.base.parallel import DeviceName
 from planish.engines.config import TEMPERATURES
 
 
@@ -37,7 +36,7 @@ class EvaluateConfig(Section):
     """Draws of the bootstrap over prompts."""
     max_rows: int = Field(default=256, ge=1)
     """Responses that the engine generates at once."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceName = "auto"
     """Where the model lives; `auto` takes an accelerator where there is one."""
     num_threads: int = Field(default=1, ge=1)
     """torch threads on CPU; more than one hurts where cores are shared."""

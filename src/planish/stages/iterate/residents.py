@@ -32,6 +32,7 @@ from planish.models.experts import on_disk
 from planish.models.policy import checksum, read_model_config
 from planish.models.shapes import shape_of
 from planish.records.files import weights_checksum
+from planish.run.stage_metrics import show_phase
 from planish.run.update import Pins
 from planish.stages.evaluate.config import EvaluateConfig
 from planish.stages.iterate.commit import LIMIT_SECONDS
@@ -198,6 +199,7 @@ class Residents:
             if self._team is not None:
                 self._team.tell("done")
             return
+        show_phase("sampling")
         call, pin = self._team.hear()
         while call == "serve":
             engine: Any

@@ -18,6 +18,7 @@ import torch
 from planish.base.errors import EXIT_TRANSIENT, PeerLost
 from planish.base.parallel import Ranks, join, launcher_store, open_group
 from planish.run.signals import Terminated, stops_with
+from planish.run.stage_metrics import show_phase
 from planish.stages.train.ranks.job import TrainJob
 
 LOOK_SECONDS = 0.05
@@ -61,6 +62,7 @@ class Roles:
         Raises:
             PeerLost: it has not been told in time, or the launcher is gone.
         """
+        show_phase("waiting")
         if asked is not None and asked.is_set():
             raise Terminated(signal.SIGTERM, EXIT_TRANSIENT)
         deadline = time.monotonic() + self._limit

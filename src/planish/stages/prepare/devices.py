@@ -411,12 +411,16 @@ def _demands_in_turn(
     """
     train, *others = _train_demands(config, shape, pod, gpu_bytes, num_nodes)
     ranks = config["train"]["num_processes"] or max(1, pod.gpus)
+
+    def in_turn(count: int) -> list[Demand]:
+        engines = _times(list(sampling.parts), count)
+        return [replace(train, stage="iterate", parts=(*train.parts, *engines)), *others]
+
     if is_ahead(config):
         (sampling,) = _engine_demands(config, shape, "rollout", pod, gpu_bytes)
         if pod.gpus:
             return [train, *others, sampling]
-        engines = _times(list(sampling.parts), ranks - num_trainers(split_of(config), ranks))
-        return [replace(train, stage="iterate", parts=(*train.parts, *engines)), *others]
+        return in_turn(ranks - num_trainers(split_of(config), ranks))
     share = engine_share(config, shape, ranks * num_nodes, gpu_bytes)
     beside = {**config, "engine": {**config["engine"], "memory_share": share}}
     # One vLLM serves both; an evaluation has no limit of its own for prompts.
@@ -424,8 +428,7 @@ def _demands_in_turn(
     section = "evaluate" if is_both else "rollout"
     (sampling,) = _engine_demands(beside, shape, section, pod, gpu_bytes)
     if not pod.gpus:
-        engines = _times(list(sampling.parts), ranks)
-        return [replace(train, stage="iterate", parts=(*train.parts, *engines)), *others]
+        return in_turn(ranks)
     apart = "or run iterations apart (`python -m pipelines.compile --resident 0`)"
     if not config["engine"].get("name", "").startswith("vllm"):
         held = _at_rest(config, shape, ranks * num_nodes)

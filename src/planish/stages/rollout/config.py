@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from planish.base.config import Section
+from planish.base.parallel import DeviceName
 from planish.engines.config import TEMPERATURES
 from planish.records.rewards import MAX_ITERATIONS_WITHOUT_SIGNAL
 
@@ -83,7 +84,7 @@ class RolloutConfig(Section):
     them, and keeps them by itself."""
     max_rows: int = Field(default=256, ge=1)
     """Responses that the engine generates at once."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceName = "auto"
     """Where the engine computes; `auto` takes an accelerator where there is one."""
     threads: int = Field(default=1, ge=1)
     """Torch threads of the process."""

@@ -47,14 +47,10 @@ def batch_metrics(batch: Batch, exchange: SurplusExchange | None = None) -> dict
         ):
             metrics[name] = fates.count(fate) / len(fates)
         slots = [slot for group in complete for slot in group.slots]
-        lengths = np.array([slot.num_tokens for slot in slots])
         logprobs = sum(sum(slot.logprobs.tolist()) for slot in slots)
         metrics["accuracy_mean"] = sum(g.num_right or 0 for g in complete) / len(slots)
-        metrics["response_length_mean"] = float(lengths.mean())
-        metrics["response_length_max"] = float(lengths.max())
-        cut = sum(slot.finish is FinishReason.LENGTH for slot in slots)
-        metrics["truncated_frac"] = cut / len(slots)
-        metrics["logprob_mean"] = float(logprobs / lengths.sum())
+        metrics |= _response_metrics(slots)
+        metrics["logprob_mean"] = logprobs / sum(group.num_tokens for group in complete)
     if exchange is not None:
         # num_groups + dropped + surplus + expired = generated + taken
         metrics["num_dropped_groups"] = len(batch.dropped)
@@ -68,6 +64,16 @@ def batch_metrics(batch: Batch, exchange: SurplusExchange | None = None) -> dict
         metrics["kept_accuracy_mean"] = sum(g.num_right or 0 for g in kept) / rows
         metrics["kept_response_length_mean"] = metrics["num_kept_tokens"] / rows
     return metrics
+
+
+def _response_metrics(slots: Sequence[Slot]) -> dict[str, float]:
+    """Return lengths of responses, and the share that was cut off."""
+    lengths = [slot.num_tokens for slot in slots]
+    return {
+        "response_length_mean": float(np.mean(lengths)),
+        "response_length_max": float(max(lengths)),
+        "truncated_frac": sum(s.finish is FinishReason.LENGTH for s in slots) / len(slots),
+    }
 
 
 def engine_metrics(stats: Mapping[str, Any], num_tokens: int) -> dict[str, float]:
@@ -143,10 +149,6 @@ def window_metrics(
         logprobs = sum(float(g.after.logprobs[g.before.num_tokens :].sum()) for g in growths)
         metrics["logprob_mean"] = logprobs / num_tokens
     if finished:
-        lengths = np.array([slot.num_tokens for slot in finished])
         metrics["accuracy_mean"] = float(np.mean([verdict.accuracy for verdict in verdicts]))
-        metrics["response_length_mean"] = float(lengths.mean())
-        metrics["response_length_max"] = float(lengths.max())
-        cut = sum(slot.finish is FinishReason.LENGTH for slot in finished)
-        metrics["truncated_frac"] = cut / len(finished)
+        metrics |= _response_metrics(finished)
     return metrics

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from planish.base import telemetry
+from planish.run.stage_metrics import this_rank
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class SamplingProgress:
         left = elapsed * missing / new if new > 0 else None
         telemetry.set_level("planish_rollout_kept_groups", kept)
         telemetry.set_level("planish_rollout_dropped_groups", dropped)
-        telemetry.set_level("planish_rollout_tokens_per_second", speed)
+        telemetry.set_level("planish_rollout_tokens_per_second", speed, rank=this_rank())
         telemetry.set_level("planish_rollout_busy_slots", num_rows)
         if left is not None:
             telemetry.set_level("planish_rollout_remaining_seconds", left)

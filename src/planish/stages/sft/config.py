@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, model_validator
 
 from planish.base.config import Section
+from planish.base.parallel import DeviceName
 
 
 class SftConfig(Section):
@@ -57,7 +56,7 @@ class SftConfig(Section):
     """End with an error outside `min_start`..`max_start` instead of a warning."""
     max_rows: int = Field(default=256, ge=1)
     """Responses that the engine generates at once."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceName = "auto"
     """Where the model lives; `auto` takes an accelerator where there is one."""
     num_threads: int = Field(default=1, ge=1)
     """torch threads on CPU; more than one hurts where cores are shared."""

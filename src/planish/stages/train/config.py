@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from planish.base.config import Section
 from planish.base.errors import ConfigError, LayoutMismatch
-from planish.base.parallel import Grid, Ranks, grid_fault
+from planish.base.parallel import DeviceName, Grid, Ranks, grid_fault
 from planish.records.refs import is_pin
 from planish.store.sources import parse_source
 
@@ -69,7 +69,7 @@ class TrainConfig(Section):
     `trainjob` is a TrainJob of Kubeflow Trainer 2.1 on the runtime of `manifests/trainer`."""
     queue: str = ""
     """Queue of Kueue that lets the pods of `num_nodes` start together; empty is none."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceName = "auto"
     """Where the model lives; `auto` takes an accelerator where there is one."""
     num_threads: int = Field(default=1, ge=1)
     """torch threads of each process on CPU; more than one hurts where cores are shared."""

@@ -22,6 +22,7 @@ from planish.models.lora import plain_name
 from planish.models.packing import Context, Packing, pack_rows
 from planish.models.policy import FolderBoxes
 from planish.models.routing import RoutingReplay
+from planish.run.layer_clock import time_layers
 from planish.stages.train.batching import (
     Rows,
     gather_rows,
@@ -142,6 +143,7 @@ class ShardedModel:
             boxes.check(blank)
         self.sharding = shard(model, config=config, grid=grid, device=device, is_frozen=is_frozen)
         self.scorer = self.sharding.scorer
+        time_layers(self.scorer)
         self.parameters = self.sharding.parameters
         if boxes is not None:
             self._read(boxes, blank)

@@ -162,7 +162,7 @@ def in_ranks(job: TrainJob, module: str, cluster: GangCluster | None = None) -> 
         cluster = cluster or GangCluster.from_pod(job.train.launcher)
         return launch_gang(job, cluster, num_nodes, pods or GangPods(), module)
     processes = job.train.num_processes or num_devices(job.train.device)
-    return None if processes == 1 else launch(job, processes, module)
+    return launch(job, processes, module) if processes > 1 else None
 
 
 def _next_step(job: TrainJob) -> int:
@@ -273,17 +273,22 @@ def launch_gang(
 def forget_result(pin: str) -> None:
     """Delete result and error of an earlier attempt at a job."""
     folder = parse_pin(pin)[0].rpartition("/")[0]
-    for name in ("result.json", "error.json"):
+    for name in ("result.json", "error.json", "behind.json"):
         store.delete(f"{folder}/{name}")
 
 
 def result_of(pin: str, lost: PeerLost | None) -> str:
-    """Return the result of the first rank; raise the error that a rank wrote, else `lost`."""
+    """Return the result of the first rank; raise the error that a rank wrote, else `lost`.
+
+    Where ranks have waited for one until they gave up, it says for which.
+    """
     folder = parse_pin(pin)[0].rpartition("/")[0]
     if store.exists(f"{folder}/error.json"):
         fault = read_json(f"{folder}/error.json")
         kind: type[PlanishError] = getattr(errors, fault["error"], PlanishError)
         raise kind(fault["message"])
     if lost is not None:
+        if store.exists(f"{folder}/behind.json"):
+            lost = PeerLost(f"{read_json(f'{folder}/behind.json')['message']}; {lost}")
         raise lost
     return store.read(f"{folder}/result.json").decode()

@@ -21,6 +21,7 @@ from planish.algorithms.masked import masked_mean
 from planish.algorithms.mismatch import check_mismatch, mismatch_metrics
 from planish.base import telemetry
 from planish.records.waiting import WaitingSet
+from planish.run.layer_clock import finish_step
 from planish.stages.train.batching import split_by_gradient, split_minibatches
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.metrics import (
@@ -304,6 +305,7 @@ def _run_steps(
         step["num_rollouts"] = float(len(minibatch))
         results.append(step)
         _show(step)
+        finish_step(progress.step)
         logger.debug("step=%d loss=%.6f", progress.step, step.get("loss", 0.0))
     values = int(rates.critic is not None and plan.has_targets)
     progress = replace(

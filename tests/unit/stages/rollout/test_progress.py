@@ -40,7 +40,7 @@ def test_the_log_and_the_levels_tell_the_pace_so_far(caplog):
     progress.look(kept=16, dropped=4, num_rows=7, stats=told(1200))
     found = levels()
     assert (found["kept_groups"], found["dropped_groups"]) == (16, 4)
-    assert (found["tokens_per_second"], found["busy_slots"]) == (200, 7)
+    assert (found['tokens_per_second{rank="0"}'], found["busy_slots"]) == (200, 7)
     assert found["remaining_seconds"] == 18
     line = "sampling: 16 of 64 kept, 4 dropped, 200 tokens/s, 7 slots in use, 18 s left"
     assert sampling_line(caplog.text) == line

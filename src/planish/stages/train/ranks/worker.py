@@ -34,8 +34,9 @@ from planish.records.refs import Ref, parse_pin
 from planish.records.reports import UpdateReport, write_report
 from planish.records.schema import Record
 from planish.records.stream import StreamState
+from planish.run.rank_watch import WatchedTask, watched_ranks
 from planish.run.signals import Terminated
-from planish.run.stage_metrics import StageMetrics
+from planish.run.stage_metrics import StageMetrics, show_phase
 from planish.stages.train.batching import train_batch
 from planish.stages.train.progress import Progress
 from planish.stages.train.ranks.boundaries import Sigterm, StartOver, StepBoundaries
@@ -124,6 +125,7 @@ def begin_iteration(
 
     The trainer is that of `held`, where it stands at the right state, and stays there.
     """
+    show_phase("training")
     boundaries = StepBoundaries(job, ranks, asked)
     try:
         with contextlib.suppress(StartOver):
@@ -210,6 +212,7 @@ def _train(
         report = UpdateReport(scalars, result.minibatches, attributes)
         write_report(layout.update(job.root, job.iteration), report)
     extra = _extra(job, trainer, result, stream)
+    show_phase("saving")
     parts, framework = trainer.state()
     saved = checkpoint.begin_save(
         layout.state(job.root, result.progress.step),
@@ -284,7 +287,18 @@ def run_rank(pin: str, kind: type[JobT], work: Callable[[JobT], tuple[Ranks, str
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
     folder = parse_pin(pin)[0].rpartition("/")[0]
     try:
-        ranks, result = work(read_job(pin, kind))
+        job = read_job(pin, kind)
+        with watched_ranks(
+            WatchedTask(
+                job.root,
+                job.iteration,
+                f"{folder}/behind.json",
+                job.train.timeout_seconds,
+                job.num_trainers,
+                job.train.pipeline_parallel,
+            )
+        ):
+            ranks, result = work(job)
     except PlanishError as error:
         # The launcher sees only an exit code; the error itself travels through the store.
         fault = {"error": type(error).__name__, "message": str(error)}

@@ -1,0 +1,92 @@
+"""How long a rank computes by itself: seconds in the layers of its models, between collectives.
+
+A slow rank makes all others wait in the next collective, so steps last equally long everywhere. In
+a layer nobody waits, but for ranks that share its matrices, its tokens or its experts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+
+from planish.base import telemetry
+from planish.run.slow_ranks import Work
+from planish.run.stage_metrics import this_rank
+
+_LAYER = re.compile(r"(^|\.)layers\.\d+$")
+
+own = Work()
+"""What this process has computed in layers so far."""
+last_step = 0
+
+
+def time_layers(scorer: nn.Module) -> None:
+    """Count each forward pass of a decoder layer: its seconds, and its tokens with padding.
+
+    Weights of a sharded layer are gathered before its clock starts. On an accelerator the clock is
+    in its own stream, and is read later: nothing waits for it.
+    """
+    for name, module in scorer.named_modules():
+        if _LAYER.search(name):
+            clock = _Clock()
+            module.register_forward_pre_hook(clock.start, with_kwargs=True)
+            module.register_forward_hook(clock.stop, prepend=True)
+
+
+class _Clock:
+    """The clock of one layer."""
+
+    def __init__(self) -> None:
+        self._tokens, self._started = 0, 0.0
+        self._event: Any = None
+        self._running: deque[tuple[Any, Any, int]] = deque()
+
+    def start(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Begin a pass, and count those that have ended meanwhile."""
+        hidden = args[0] if args else options["hidden_states"]
+        self._tokens, self._started = math.prod(hidden.shape[:-1]), time.perf_counter()
+        if not hidden.is_cuda:
+            return
+        while self._running and self._running[0][1].query():
+            began, ended, tokens = self._running.popleft()
+            count_pass(began.elapsed_time(ended) / 1000, tokens)
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    def stop(self, *_: Any) -> None:
+        """End the pass."""
+        if self._event is None:
+            count_pass(time.perf_counter() - self._started, self._tokens)
+            return
+        ended = torch.cuda.Event(enable_timing=True)
+        ended.record()
+        self._running.append((self._event, ended, self._tokens))
+        self._event = None
+
+
+def count_pass(seconds: float, tokens: int) -> None:
+    """Add one pass of a layer to the work of this rank; the first rank shows that of all."""
+    global own
+    own = Work(own[0] + seconds, own.passes + 1, own.tokens + tokens)
+    if this_rank() == "0":
+        show_work("0", Work(seconds, 1, tokens))
+
+
+def finish_step(step: int) -> None:
+    """Note the training step that this rank has finished last."""
+    global last_step
+    last_step = step
+    if this_rank() == "0":
+        telemetry.set_level("planish_train_rank_last_step", step, rank="0")
+
+
+def show_work(rank: str, work: Work) -> None:
+    """Let a monitoring server see what a rank has computed since it was last shown."""
+    for name, amount in work._asdict().items():
+        telemetry.count(f"planish_train_rank_{name}_total", amount, rank=rank)
