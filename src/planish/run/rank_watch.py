@@ -144,6 +144,7 @@ class _Comparison:
         self._task = task
         self._judges = {kind: SlowRanks() for kind in METRICS}
         self._shown: dict[int, Work] = {}
+        self._alerts: dict[tuple[str, int], tuple[str, dict[str, str | float]]] = {}
 
     def look(self, words: Mapping[int, Words]) -> None:
         """Show the work of the other ranks, and which rank is slow."""
@@ -156,20 +157,28 @@ class _Comparison:
         telemetry.forget("planish_rank_slowness_ratio")
         stages = {rank: each["stage"] for rank, each in words.items()}
         for kind, judge in self._judges.items():
-            new = judge.look({rank: Work(*each[kind]) for rank, each in words.items()}, stages)
+            judge.look({rank: Work(*each[kind]) for rank, each in words.items()}, stages)
             for slow in judge.slow:
                 facts = {"node": words[slow.rank]["node"], "metric": METRICS[kind]}
                 facts["rank"] = str(slow.rank)
                 telemetry.set_level("planish_rank_slowness_ratio", slow.times, **facts)
-                if slow in new:
-                    self._report(slow, **facts)
+                if (kind, slow.rank) not in self._alerts:
+                    self._alerts[kind, slow.rank] = self._begin(slow, **facts)
+            ranks = {slow.rank for slow in judge.slow}
+            for key in [key for key in self._alerts if key[0] == kind and key[1] not in ranks]:
+                uri, alert = self._alerts.pop(key)
+                write_aside(uri, alert | {"state": "resolved", "last_second": time.time()})
 
-    def _report(self, slow: Slow, rank: str, node: str, metric: str) -> None:
+    def _begin(
+        self, slow: Slow, rank: str, node: str, metric: str
+    ) -> tuple[str, dict[str, str | float]]:
+        """Say that a rank is slow; returns the alert and where it stands."""
         root, now = self._task.root, time.time()
         logger.warning(
             "slow rank=%s node=%s metric=%s run=%s times_of_others=%.2f times_of_own_past=%.2f",
             rank, node, metric, root, *slow[1:],
         )  # fmt: skip
+        uri = f"{layout.alerts(root)}/{int(now)}-{metric}-{rank}.json"
         alert = {
             "machine": node,
             "kind": "slow_rank",
@@ -180,7 +189,8 @@ class _Comparison:
             "iteration": self._task.iteration,
             "action": "",
         }
-        write_aside(f"{layout.alerts(root)}/{int(now)}-rank-{rank}.json", alert)
+        write_aside(uri, alert)
+        return uri, alert
 
 
 def behind(before: Mapping[int, Words], now: Mapping[int, Words]) -> str:

@@ -81,8 +81,8 @@ class SlowRanks:
         self.slow: list[Slow] = []
         """Ranks that are slow now."""
 
-    def look(self, works: Mapping[int, Work], stages: Mapping[int, int]) -> list[Slow]:
-        """Compare ranks of one stage; returns those that are slow from this look on.
+    def look(self, works: Mapping[int, Work], stages: Mapping[int, int]) -> None:
+        """Compare ranks of one stage with each other, and find those in `slow`.
 
         Args:
             works: of each rank, all of its work so far.
@@ -91,10 +91,9 @@ class SlowRanks:
         if not self._looks or works != self._looks[-1]:
             self._looks.append(dict(works))
             if len(self._looks) > LEAST_WINDOW:
-                return self._judge(stages)
-        return []
+                self._judge(stages)
 
-    def _judge(self, stages: Mapping[int, int]) -> list[Slow]:
+    def _judge(self, stages: Mapping[int, int]) -> None:
         paces: dict[int, dict[int, Pace]] = defaultdict(dict)
         for rank, work in self._looks[-1].items():
             seconds, passes, tokens = work.since(self._looks[0].get(rank, Work()))
@@ -116,4 +115,3 @@ class SlowRanks:
                     past.append(pace)
                 if held >= HELD or (held > 0 and rank in known):
                     self.slow.append(Slow(rank, times, own_times))
-        return [slow for slow in self.slow if slow.rank not in known]

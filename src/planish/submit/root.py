@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from planish import store
-from planish.base.errors import ConfigError, ObjectMissing, PlanishError
+from planish.base.errors import ConfigError, ObjectMissing, PlanishError, RecordError
 from planish.records import layout
 from planish.run import avoid as nodes
 from planish.store import normal_uri
@@ -159,8 +160,22 @@ def running(root: str) -> Iterator[str]:
         for attempt in newest.values():
             if attempt.state == "running":
                 yield f"{attempt.head}: {''.join(attempt.lines()[-1:])}"
+        yield from open_alerts(normal_uri(root)).values()
     except (PlanishError, KeyError, OSError):
         return
+
+
+def open_alerts(root: str) -> dict[str, str]:
+    """Return what is said of machines that are not well now, by the URI of the alert."""
+    found = {}
+    for uri in store.list_uris(layout.alerts(root)):
+        # What is no alert is left out.
+        with contextlib.suppress(RecordError, KeyError, TypeError):
+            alert = {"state": "", **read_json(uri)}
+            if alert["state"] != "resolved":
+                machine, what = alert["machine"] or "the job", alert["metric"] or alert["kind"]
+                found[uri] = f"{machine} unlike its peers in {what}"
+    return found
 
 
 def follow(

@@ -453,6 +453,16 @@ def test_the_state_of_a_run_comes_with_its_tasks(server, capsys):
         assert words in row
 
 
+ALERTS = {
+    "open": b'{"machine": "gpu-7", "metric": "seconds of rank 9", "kind": "slow_rank"}',
+    "over": b'{"machine": "gpu-8", "metric": "cpu_usage", "state": "resolved"}',
+    "torn": b'{"machine": "gpu-9", ',
+    "list": b'["gpu-9"]',
+    "other": b'{"machine": "gpu-9"}',
+}
+"""One that is open, one that is over, and what is no alert."""
+
+
 def test_tasks_are_told_in_the_order_of_the_graph_without_those_of_kubeflow(
     server, file_root, capsys, package
 ):
@@ -464,6 +474,8 @@ def test_tasks_are_told_in_the_order_of_the_graph_without_those_of_kubeflow(
     log = layout.stage_log(file_root, "train", 1, 0)
     store.write(log, b'{"state": "running", "start_seconds": 5.0}')
     store.write(f"{log.removesuffix('.json')}-0.txt", b"step=1\nstep=2 of=8\n")
+    for name, alert in ALERTS.items():
+        store.write(f"{layout.alerts(file_root)}/{name}.json", alert)
     for spec in (given, None):
         run = server.add_run(pipeline_spec=spec, runtime_config=parameters, **facts)
         assert main(["status", run["run_id"], "--host", server.url]) == 0
@@ -483,7 +495,9 @@ def test_tasks_are_told_in_the_order_of_the_graph_without_those_of_kubeflow(
         assert shards < {*names}
         # Only the pipeline tells tasks from the workflow itself.
         assert ("post-train-x7k2p" in told) == (spec is None)
-        assert told.splitlines()[-1] == "== 00001-train-00-0.txt running: step=2 of=8"
+        *_, last, alert = told.splitlines()
+        assert last == "== 00001-train-00-0.txt running: step=2 of=8"
+        assert alert == "gpu-7 unlike its peers in seconds of rank 9"
 
 
 def test_every_pod_gets_pull_secret_toleration_and_selector(capsys):

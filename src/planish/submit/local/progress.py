@@ -19,6 +19,7 @@ from planish.records import layout
 from planish.records.rewards import nothing_learnt
 from planish.stages.curate.problem import MUCH
 from planish.stages.report.facts import TaskLog
+from planish.submit.root import open_alerts
 
 POLL_SECONDS = 0.3
 SAMPLING = re.compile(
@@ -135,7 +136,7 @@ def watch(
     """
     began = time.time()
     shown: dict[tuple[int, str, int], TaskLog] = {}
-    told, sampling = 0, ""
+    told, sampling, alerts = 0, "", set(open_alerts(root))
     # `console.is_terminal` is true of a pipe where FORCE_COLOR is set, as in notebooks and CI.
     with console.status("") if console.file.isatty() else nullcontext() as status:
         while True:
@@ -151,6 +152,10 @@ def watch(
                     style = "bold red" if task.state == "failed" else None
                     line = progress_line(task, time.time() - began)
                     console.print(line, style=style, highlight=False)
+            for uri, line in open_alerts(root).items():
+                if uri not in alerts:
+                    console.print(line, style="bold red", highlight=False)
+                alerts.add(uri)
             if ended:
                 return list(shown.values())
             if status is not None:

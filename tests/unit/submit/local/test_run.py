@@ -71,6 +71,24 @@ def test_nothing_is_animated_where_the_output_is_no_terminal(variables, tmp_path
     assert out.getvalue() == ""
 
 
+def test_a_machine_that_is_named_meanwhile_is_printed_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("planish.submit.local.progress.POLL_SECONDS", 0.0)
+    root, looks, out = tmp_path.as_uri(), iter(range(6)), io.StringIO()
+    alert = {"machine": "gpu-7", "metric": "seconds of rank 9", "state": "firing"}
+    write_json(f"{layout.alerts(root)}/before.json", {**alert, "machine": "gpu-1"})
+
+    def poll():
+        if (look := next(looks)) == 2:
+            write_json(f"{layout.alerts(root)}/new.json", alert)
+        return 0 if look == 5 else None
+
+    log = tmp_path / "log"
+    log.touch()
+    process = SimpleNamespace(poll=poll)
+    watch(process, root, Console(file=out, width=200), log, lambda: None)
+    assert out.getvalue() == "gpu-7 unlike its peers in seconds of rank 9\n"
+
+
 def test_only_ended_attempts_of_this_run_are_read(tmp_path: Path) -> None:
     root = tmp_path.as_uri()
 
