@@ -1,1 +1,1 @@
-"""What every part of the program stands on: errors, configuration, log lines and metrics, ranks."""
+"""The base of every part of the program: errors, configuration, log lines and metrics, ranks."""

@@ -1,8 +1,9 @@
-"""Answers of servers: none is waited for longer, or read further, than the block that asks allows.
+"""Limits on the time and the size of servers' answers, for all requests in a block.
 
-A timeout of a socket counts anew for every byte. In a block of `bounded` the head of an answer and
-all of its body must have come by one moment, whichever package asks: urllib3 is below those of the
-store, Kubernetes, Kubeflow, Prometheus and MLflow. Outside such a block nothing changes.
+The timeout of a socket starts again with every byte. In a block of `bounded` the head and the whole
+body of an answer must arrive before one deadline. This holds for every package that uses urllib3:
+those of the store, Kubernetes, Kubeflow, Prometheus and MLflow. Outside such a block nothing
+changes.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from typing import Any
 from urllib3.connection import HTTPConnection
 
 DOCUMENT_BYTES = 100_000_000
-"""The longest answer that is read as one document."""
+"""Size limit of an answer that is read as one document."""
 
 _bounds: ContextVar[tuple[float, float] | None] = ContextVar("bounds", default=None)
 
 
 @contextlib.contextmanager
 def bounded(seconds: float, max_bytes: float = DOCUMENT_BYTES) -> Iterator[None]:
-    """Bound the answers that the block asks for by urllib3, which raises beyond as if it broke.
+    """Limit answers in the block; beyond a limit urllib3 raises as for a broken connection.
 
     Args:
-        seconds: from now to the last byte of an answer.
-        max_bytes: of an answer, its head included.
+        seconds: time from now to the last byte of an answer.
+        max_bytes: size of an answer with its head.
     """
     token = _bounds.set((time.monotonic() + seconds, max_bytes))
     try:

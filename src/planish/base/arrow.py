@@ -22,7 +22,7 @@ _DTYPES = {
 
 
 def numbers(values: Array) -> pa.Array:
-    """Return an array of numbers or of bool, which keeps the memory of numbers."""
+    """Return an array of numbers or of bool; numbers share their memory with it."""
     is_bool = values.dtype == np.bool_
     packed = np.packbits(values, bitorder="little") if is_bool else np.ascontiguousarray(values)
     kind = pa.bool_() if is_bool else pa.from_numpy_dtype(values.dtype)

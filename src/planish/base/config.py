@@ -1,7 +1,7 @@
 """Load, merge and check configuration: TOML presets and files, then dotted overrides.
 
-Each section's class stands beside the code that it configures; this module only knows where they
-are. It reads no environment variable and coerces no type.
+Each section's class lies beside the code that it configures; this module only knows the paths of
+the classes. It reads no environment variable and coerces no type.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ SECTIONS: dict[str, str] = {
 """Section name to `module:class`, or to `module:function` that picks a class from the raw table."""
 
 LENGTHS = ("evaluate", "reward")
-"""Sections whose `max_response_tokens` is that of `rollout` unless they say otherwise."""
+"""Sections whose `max_response_tokens` defaults to that of `rollout`."""
 
 CHECKS: tuple[str, ...] = ("planish.stages.prepare.checks:check_config",)
 """`module:function` of checks that look across sections; each returns a list of faults."""
 
 PLACED: dict[str, str] = {"train": "planish.stages.train.config:DEFAULT_PLACEMENT"}
-"""Section name to `module:name` of its settings that say no more than where a run is computed."""
+"""Section name to `module:name` of its settings that only say where a run is computed."""
 
 _MAX_DEPTH = 16
-"""Most tables and lists inside each other; settings need three."""
+"""Maximum depth of nested tables and lists; settings need three."""
 
 
 class Section(BaseModel):
@@ -96,7 +96,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 class RunConfig(Section):
-    """What belongs to the whole run."""
+    """Settings of the whole run."""
 
     seed: int = Field(default=0, ge=0, lt=2**53)
     """Seed of every random choice; 0 <= seed < 2**53 (KFP carries numbers as doubles)."""
@@ -227,7 +227,7 @@ def _fault(section: str, item: Any, cls: type[BaseModel]) -> str:
 
 
 def document_faults(error: ValidationError) -> str:
-    """Return the first faults of a document that a type refuses, each with the value seen."""
+    """Return the first faults of a document against a type, each with the value seen."""
     faults = []
     for item in error.errors()[:8]:
         text = item["msg"].removeprefix("Value error, ")
@@ -239,7 +239,7 @@ def document_faults(error: ValidationError) -> str:
 
 
 def parse_toml(text: str | bytes, *, name: str) -> dict[str, dict[str, Any]]:
-    """Parse TOML made of tables only."""
+    """Parse TOML that has tables only."""
     tables = load_toml(text, name=name)
     for key, value in tables.items():
         if not isinstance(value, dict):
@@ -250,7 +250,7 @@ def parse_toml(text: str | bytes, *, name: str) -> dict[str, dict[str, Any]]:
 
 
 def load_toml(text: str | bytes, *, name: str) -> dict[str, Any]:
-    """Parse TOML whose values every later step can hold and print; a byte order mark is none."""
+    """Parse TOML without its byte order mark; refuse values that a later step cannot store."""
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
         return _loads(decoded.removeprefix("\ufeff"), name)
@@ -280,7 +280,7 @@ def _loads(text: str, name: str) -> dict[str, Any]:
 
 
 def check_limits(settings: Mapping[str, Any], name: str) -> None:
-    """Refuse values that not every later step can hold, compare and print."""
+    """Refuse values that a later step cannot store, compare or print."""
     level: list[Any] = [settings]
     for _ in range(_MAX_DEPTH):
         tables = [value.values() for value in level if isinstance(value, dict)]
@@ -308,9 +308,10 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
 
 
 def parse_override(text: str) -> tuple[str, str, Any]:
-    """Split `section.key=value`; the value is a TOML value, or else a plain string.
+    """Split `section.key=value`; the value is TOML, or else a plain string.
 
-    In a plain string backslash and `n` are a new line; a TOML string in single quotes keeps them.
+    In a plain string a backslash and `n` mean a new line; a TOML string in single quotes keeps
+    both characters.
 
     Example:
         >>> parse_override("train.learning_rate=1e-6")
@@ -333,7 +334,7 @@ def parse_override(text: str) -> tuple[str, str, Any]:
 def merge(
     *layers: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Merge raw tables, later layers and then overrides winning key by key.
+    """Merge raw tables key by key: later layers win, and overrides win over all layers.
 
     An override of `a.b.c` reaches into nested tables.
     """
@@ -388,9 +389,9 @@ def resolve_config(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def unplaced(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with every setting that says where it is computed at its default.
+    """Return a configuration in which all settings of `PLACED` have their defaults.
 
-    Two configurations that are equal then are of one run: it may go on on other machines.
+    If two results are equal, both belong to one run, which may go on with other machines.
 
     Example:
         >>> unplaced({"train": {"num_nodes": 4, "tensor_parallel": 2, "grad_clip": 1.0}})
@@ -412,7 +413,7 @@ def unplaced(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_sha256(resolved: Mapping[str, Any]) -> str:
-    """Return the sha256 of the canonical JSON of a resolved configuration, as `unplaced` has it."""
+    """Return the sha256 of the canonical JSON of `unplaced` of a resolved configuration."""
     table = unplaced(resolved)
     try:
         canonical = json.dumps(table, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -36,11 +36,11 @@
       ClusterError                     Kubernetes or Kubeflow refused, or did not answer
       BackendUnavailable               a monitoring server did not answer, or not as it must
 
-A store serves records as well as checkpoints, so a `StoreError` is no `CheckpointError`: who calls
-`planish.checkpoint` catches both, or `PlanishError`. A store that fails during a save raises
-`SaveFailed`.
+A store serves records as well as checkpoints, so a `StoreError` is no `CheckpointError`. A caller
+of `planish.checkpoint` catches both, or `PlanishError`. If a store fails during a save, the error
+is `SaveFailed`.
 
-A message reads: what must be what, the value seen, who must change what.
+A message has three parts: the rule, the value seen, and who must change what.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from types import MappingProxyType
 
 
 class PlanishError(Exception):
-    """Root of the tree; catch it to catch everything that is ours."""
+    """Root of the tree; catch it to catch every error of this program."""
 
     per_rank: Mapping[int, str] = MappingProxyType({})
-    """What each rank failed with, where an error of some ranks is raised on all of them."""
+    """Errors by rank, if all ranks raise the error of some ranks."""
 
 
 class RanksError(PlanishError):
-    """Some ranks failed, each for a reason of its own.
+    """Some ranks failed, each for its own reason.
 
     Example:
         >>> PeerLost("rank 2 is gone", per_rank={2: "closed its connection"}).per_rank
@@ -70,7 +70,7 @@ class RanksError(PlanishError):
 
 
 class ConfigError(PlanishError, ValueError):
-    """The user asked for something that cannot be: never retried."""
+    """The settings or arguments are wrong; never retried."""
 
 
 class RootInUse(ConfigError):
@@ -82,7 +82,7 @@ class RecordError(PlanishError, ValueError):
 
 
 class StoreError(PlanishError, OSError):
-    """A store could not do what was asked."""
+    """A store could not carry out a request."""
 
 
 class ObjectMissing(StoreError):
@@ -94,15 +94,15 @@ class ObjectExists(StoreError):
 
 
 class ObjectChanged(StoreError):
-    """An object is not, or no longer, the one that the caller named by its entity tag."""
+    """An object does not have, or no longer has, the entity tag that the caller named."""
 
 
 class ObjectTooLarge(StoreError):
-    """An object has more bytes than its reader is ready to hold."""
+    """An object has more bytes than its reader accepts."""
 
 
 class StoreMisconfigured(StoreError, ConfigError):
-    """The bucket, the address or the credentials can not be: never retried."""
+    """The bucket, the address or the credentials are wrong; never retried."""
 
 
 class AccessRefused(StoreError):
@@ -130,10 +130,10 @@ class CheckpointIncomplete(CheckpointError):
 
 
 class CheckpointCorrupt(CheckpointError):
-    """Stored bytes are not those that were saved."""
+    """Stored bytes differ from the saved bytes."""
 
     def __init__(self, message: str, *, file: str = "", block: int = -1) -> None:
-        """Keep which object is damaged, and its first damaged block of 1 MiB (-1: unknown)."""
+        """Store the damaged object and its first damaged block of 1 MiB (-1: unknown)."""
         super().__init__(message)
         self.file, self.block = file, block
 
@@ -147,7 +147,7 @@ class MissingKeys(LayoutMismatch):
 
 
 class UnexpectedKeys(LayoutMismatch):
-    """The checkpoint has tensors that the target has no place for."""
+    """The checkpoint has tensors that the target lacks."""
 
 
 class ShapeMismatch(LayoutMismatch):
@@ -179,14 +179,14 @@ class NotSupported(EngineError):
 
 
 class ProtocolError(EngineError):
-    """A rank sent, or was asked to send, what no rank of its instance may send."""
+    """A rank sent, or was ordered to send, a message that its instance does not allow."""
 
 
 class VerifierFailure(PlanishError):
     """Too many verifier errors in one batch to trust its rewards."""
 
     def __init__(self, message: str, *, is_final: bool = False) -> None:
-        """Keep whether the same batch must fail again; a verifier that was slow may answer."""
+        """Store whether the same batch must fail again; a slow verifier may answer next time."""
         super().__init__(message)
         self.is_final = is_final
 
@@ -199,16 +199,16 @@ class ClusterError(PlanishError):
     """The API server of Kubernetes or Kubeflow refused a request, or did not answer it."""
 
     def __init__(self, message: str, *, status: int = 0, retry_after: float = 0.0) -> None:
-        """Keep the HTTP status (0: no answer) and how many seconds the server asks to wait."""
+        """Store the HTTP status (0: no answer) and the seconds to wait that the server names."""
         super().__init__(message)
         self.status, self.retry_after = status, retry_after
 
 
 class BackendUnavailable(PlanishError):
-    """Prometheus or Alertmanager did not answer, or not as it must."""
+    """Prometheus or Alertmanager did not answer, or gave a wrong answer."""
 
     def __init__(self, message: str, *, code: str) -> None:
-        """Keep the HTTP status, or timeout, connection, tls, invalid, empty, unknown, stopped."""
+        """Store the HTTP status, or timeout, connection, tls, invalid, empty, unknown, stopped."""
         super().__init__(message)
         self.code = code
 
@@ -216,7 +216,7 @@ class BackendUnavailable(PlanishError):
 EXIT_DONE = 0
 """Done, or already done."""
 EXIT_FAILED = 1
-"""Anything that no other code names; may be retried."""
+"""All other failures; may be retried."""
 EXIT_CONFIG = 2
 """Wrong arguments or configuration, or rewards that no retry mends; must not be retried."""
 EXIT_TRANSIENT = 75
@@ -228,14 +228,14 @@ _EXTRAS = {
     "pyarrow": "tables",
     **dict.fromkeys(("torch", "transformers"), "train"),
 }
-"""Packages that commands import and the base does not bring -> the extra that does."""
+"""Packages that commands import and the base install lacks -> the extra that installs them."""
 
 
 def named_error(error: PlanishError | ModuleNotFoundError) -> PlanishError:
-    """Return an error, or for a missing package of an extra one that names the extra.
+    """Return the error, or for a missing package a new error that names its extra.
 
     Raises:
-        ModuleNotFoundError: of another module.
+        ModuleNotFoundError: the missing module belongs to no extra.
     """
     if isinstance(error, PlanishError):
         return error

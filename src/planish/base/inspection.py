@@ -1,4 +1,4 @@
-"""What was found when data and model were opened before a run: facts, faults and warnings."""
+"""The result of opening data and model before a run: facts, faults and warnings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Inspection:
-    """Filled by those who open something; printed and judged by `prepare`."""
+    """The readers of data and model fill it; `prepare` prints and judges it."""
 
     rows: list[tuple[str, str]] = field(default_factory=list)
     """(what, value) for people; values are Markdown."""

@@ -1,6 +1,6 @@
-"""A few pages over HTTP beside a program's work: whether it is healthy and ready, and its numbers.
+"""A small HTTP server beside a program's work: health, readiness and metrics.
 
-Pages are read only, without a password: whoever reaches the port may read them.
+Pages are read-only and have no password: everybody who reaches the port may read them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class StatusPage(NamedTuple):
     """What is answered."""
 
     status: int
-    """HTTP status: 200, or 503 where a probe shall fail."""
+    """HTTP status: 200, or 503 if a probe must fail."""
     body: bytes
     kind: str = "text/plain; charset=utf-8"
 
@@ -29,10 +29,10 @@ class PageServer:
     ) -> None:
         """Listen from now on; port 0 picks a free one, see `self.port`.
 
-        Each path of `pages` has what makes its page from the words of the query.
+        `pages` maps a path to a function that makes the page from the query.
 
         Raises:
-            OSError: the address can not be listened on.
+            OSError: the server cannot listen on the address.
         """
 
         class Handler(BaseHTTPRequestHandler):

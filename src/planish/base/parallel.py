@@ -1,6 +1,6 @@
 """Process groups and the few collectives that training needs; nothing else.
 
-One process never imports torch.distributed: `Ranks(0, 1)` answers every question by itself.
+A single process never imports torch.distributed: `Ranks(0, 1)` needs no process group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 GPU_POD_VARIABLE = "PLANISH_GPU_POD"
-"""Set in pods that asked for GPUs, which must not compute on their processors instead."""
+"""Set in pods that request GPUs; these must not fall back to the CPU."""
 
 MIN_DRIVER = 580
 """Least major version of NVIDIA's driver for CUDA 13. Source: CUDA Toolkit 13.0 release notes."""
@@ -60,7 +60,7 @@ class Ranks:
         return self._reduce(tensor, "MAX")
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank calls it."""
         if self.size > 1:
             import torch.distributed as dist
 
@@ -80,11 +80,12 @@ SINGLE = Ranks(0, 1)
 
 @dataclass(frozen=True)
 class Grid:
-    """Where the processes of a training stand: which rows and which part of the model each has.
+    """The grid of the training processes: the rows and the part of the model of each process.
 
     Ranks count through tensor parallelism first, then context parallelism, data parallelism and
-    pipeline stages, so that those who talk most are neighbours. Experts are spread over the ranks
-    of a stage in the same order, whole ones to each, and every `ep`-th rank has the same.
+    pipeline stages, so that ranks with the most traffic are neighbours. Experts are distributed
+    over the ranks of a stage in the same order, whole experts to each; every `ep`-th rank has the
+    same.
 
     Example:
         >>> grid = Grid(Ranks(5, 8), tp=2, pp=2)
@@ -115,32 +116,32 @@ class Grid:
 
     @property
     def dp(self) -> int:
-        """Parts that each batch is split into."""
+        """Number of parts of each batch."""
         return self.stage_size // (self.tp * self.cp)
 
     @property
     def tp_rank(self) -> int:
-        """Which part of every matrix is here."""
+        """Index of this rank's part of every matrix."""
         return self.ranks.rank % self.tp
 
     @property
     def cp_rank(self) -> int:
-        """Which part of the tokens of every row is here."""
+        """Index of this rank's part of the tokens of every row."""
         return self.ranks.rank // self.tp % self.cp
 
     @property
     def dp_rank(self) -> int:
-        """Which rows of every batch are computed here."""
+        """Index of this rank's rows of every batch."""
         return self.ranks.rank // (self.tp * self.cp) % self.dp
 
     @property
     def pp_rank(self) -> int:
-        """Which stage is here."""
+        """Index of this rank's pipeline stage."""
         return self.ranks.rank // self.stage_size
 
     @property
     def ep_rank(self) -> int:
-        """Which part of the experts of each layer is here."""
+        """Index of this rank's part of the experts of each layer."""
         return self.ranks.rank % self.stage_size % self.ep
 
     @property
@@ -155,14 +156,14 @@ class Grid:
         return {"world": self.ranks.size, "dp": self.dp, **sizes}
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add up over data-parallel ranks what all ranks of one model know, in place."""
+        """Add up a tensor over data-parallel ranks, in place; all ranks of a model have it."""
         if self.tp_rank or self.cp_rank or self.pp_rank:
             tensor.zero_()
         return self.ranks.sum(tensor)
 
 
 def grid_fault(size: int, *, tp: int, pp: int, ep: int, cp: int, replicas: int = 1) -> str:
-    """Return why so many training processes cannot stand in a grid; "" when they can."""
+    """Return why this number of training processes does not fit the grid; "" if it fits."""
     if size % replicas:
         return (
             f"`train.replicas` must divide the number of training processes, got {replicas} for "
@@ -190,11 +191,11 @@ _PACKAGES = {
         ("vllm", "`pip install 'planish[rollout]'`, or `make engines` where there is no GPU,"),
     ),
 }
-"""Choice of a setting -> the module that it needs, and what brings it."""
+"""Choice of a setting -> the module that it needs, and the way to install it."""
 
 
 def package_fault(key: str, choice: str) -> str:
-    """Return why the choice of a setting is not to be had in this environment; "" where it is."""
+    """Return why a choice is not available in this environment; "" if it is."""
     module, remedy = _PACKAGES.get(choice, ("", ""))
     if not module or find_spec(module):
         return ""
@@ -205,11 +206,10 @@ def package_fault(key: str, choice: str) -> str:
 
 
 def pick_device(name: DeviceName, rank: int = 0) -> torch.device:
-    """Return the device of a rank; `auto` takes an accelerator where there is one.
+    """Return the device of a rank; `auto` takes an accelerator if there is one.
 
     Raises:
-        ConfigError: an accelerator is asked for, by `name` or by the pod, and this process sees
-            none.
+        ConfigError: `name` or the pod requires an accelerator, and this process sees none.
     """
     import torch
 
@@ -235,9 +235,9 @@ def pick_device(name: DeviceName, rank: int = 0) -> torch.device:
 
 
 def driver_fault(place: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Return why the NVIDIA driver of this machine can not run CUDA 13; "" where none tells.
+    """Return why the NVIDIA driver of this machine cannot run CUDA 13; "" if it can or is unknown.
 
-    Its kernel module tells its version at `place`; containers see that of their node.
+    The kernel module has its version at `place`; containers see the version of their node.
     """
     try:
         found = re.search(r"\b(\d{3,})\.\d+", place.read_text("utf-8", "replace"))
@@ -268,7 +268,7 @@ def join(
 ) -> Ranks:
     """Join the process group that the launcher (torchrun) describes in the environment.
 
-    `part` is a store in which some of its processes meet, and this one among them; None are all.
+    `part` is a store in which this process meets some of the processes; None takes all processes.
     """
     import torch
     import torch.distributed as dist
@@ -287,7 +287,7 @@ def join(
 
 
 def launcher_store(timeout_seconds: float) -> tuple[Any, Ranks]:
-    """Return the store of the launcher (torchrun), and this process among all it has started."""
+    """Return the store of the launcher (torchrun), and this rank among all that it started."""
     from torch.distributed.rendezvous import rendezvous
 
     limit = timedelta(seconds=timeout_seconds)
@@ -298,9 +298,9 @@ def launcher_store(timeout_seconds: float) -> tuple[Any, Ranks]:
 def open_group(
     store: Any, ranks: Ranks, device: torch.device, *, timeout_seconds: float
 ) -> ProcessGroup:
-    """Return a process group beside the default one, of processes that meet in a store.
+    """Return a process group beside the default one; its processes meet in a store.
 
-    Its tensors lie on `device`. Torch itself knows nothing of it: its own methods broadcast.
+    Its tensors lie on `device`. Torch does not register the group: call its own methods.
     Source: vLLM 0.32, `distributed/utils.py`, makes groups beside the default one in this way.
     """
     from torch._C import _distributed_c10d as c10d
@@ -323,9 +323,9 @@ def open_group(
 
 
 def num_trainers(split: str, size: int) -> int:
-    """Return how many of `size` processes train where the others sample ahead of them.
+    """Return how many of `size` processes train; the others sample ahead of them.
 
-    `split` is that of `TrainConfig`; 0 where it does not divide them.
+    `split` is that of `TrainConfig`; 0 if it does not divide the processes.
 
     Example:
         >>> num_trainers("3:1", 32), num_trainers("3:1", 6)
@@ -352,10 +352,10 @@ def leave() -> None:
 
 @functools.cache
 def data_mesh(grid: Grid, device: torch.device, replicas: int, timeout_seconds: float) -> Any:
-    """Return the device mesh of all ranks of a grid of one stage (a `DeviceMesh`), once a process.
+    """Return the `DeviceMesh` of a grid with one stage; a process makes it once.
 
     With replicas it has two axes, and neighbours on the second one, `shard`, share a model. A
-    process without peers forms a group of its own. `timeout_seconds` is that of groups made here.
+    process without peers forms a group of its own. `timeout_seconds` applies to new groups.
     """
     import torch
     import torch.distributed as dist
@@ -376,7 +376,7 @@ def data_mesh(grid: Grid, device: torch.device, replicas: int, timeout_seconds: 
 
 @functools.cache
 def neighbours(size: int, timeout_seconds: float) -> Any:
-    """Return the process group of so many neighbours that this rank is in, once a process."""
+    """Return this rank's process group of `size` neighbours; a process makes it once."""
     import torch.distributed as dist
 
     make: Any = dist.new_subgroups

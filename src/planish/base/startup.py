@@ -1,4 +1,4 @@
-"""What a program does first, and what all of it must know of its end."""
+"""The first steps of a program, and the flag that says that it ends."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import gc
 import threading
 
 ENDING = threading.Event()
-"""Set once this process is asked to end: uploads are spread over no more time."""
+"""Set once this process gets SIGTERM: uploads then run without pauses."""
 
 
 def spare_collections() -> None:
-    """Let this process look for garbage seldom, and no more at its end.
+    """Let this process collect garbage seldom, and not at its end.
 
-    By itself Python looks after every 700 new objects and once more at the end: together a third of
-    the processor time of a rank that loads torch and transformers and has little to do.
+    By default Python collects after every 700 new objects and once at the end. Together that is a
+    third of the CPU time of a rank that loads torch and transformers and has little to do.
     """
     gc.set_threshold(20_000, 20, 20)
     atexit.register(gc.freeze)

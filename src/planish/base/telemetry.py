@@ -1,7 +1,7 @@
 """Log lines and metrics: one format, and every metric declared once.
 
-Metrics are plain sums in memory until somebody reads them; only then is the Prometheus client
-imported. Nothing here reads the environment or starts by itself.
+Metrics are plain sums in memory until a client reads them; only then is the Prometheus client
+library imported. Nothing here reads the environment or starts by itself.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True)
 class DeclaredMetric:
-    """One time series name."""
+    """A declared metric: the name of its time series, and its kind."""
 
     name: str
     """`planish_<part>_<noun>_<unit>`; counters end in `_total`."""
     kind: Kind
-    """A sum that only grows, a level that is set, or durations in buckets."""
+    """A counter, a gauge, or a histogram of durations."""
     help: str
     labels: tuple[str, ...] = ()
-    """Their values are bounded, never ids or paths."""
+    """Names of labels; their values are bounded, never ids or paths."""
 
 
 _COUNTERS = {
@@ -244,12 +244,12 @@ def set_level(name: str, value: float, **labels: str) -> None:
 
 
 def mark_progress() -> None:
-    """Note that this process got ahead: a step, a mini-batch, a decoded token."""
+    """Record progress of this process: a step, a mini-batch, a decoded token."""
     set_level("planish_stage_progress_timestamp_seconds", time.time())
 
 
 def forget(name: str) -> None:
-    """Show no series of a metric any more."""
+    """Remove all series of a metric."""
     with _lock:
         for key in [key for key in _series if key[0] == name]:
             del _series[key]
@@ -271,7 +271,7 @@ def observe(name: str, seconds: float, **labels: str) -> None:
 
 
 def observe_counts(name: str, counts: Sequence[int], seconds: float, **labels: str) -> None:
-    """Add durations, whose sum is `seconds`, that another process has sorted into the buckets."""
+    """Add durations that another process has counted by bucket; their sum is `seconds`."""
     with _lock:
         series = _find(name, "histogram", labels)
         series.total += seconds
@@ -335,7 +335,7 @@ def metrics_text() -> str:
 
 
 class MetricsServer(PageServer):
-    """Serves the metrics of this process on `/metrics` from threads, until `close`."""
+    """Server of this process's metrics on `/metrics`, in threads, until `close`."""
 
     def __init__(self, port: int, address: str = "0.0.0.0") -> None:
         """Listen from now on; port 0 picks a free one, see `self.port`.
@@ -352,11 +352,11 @@ class MetricsServer(PageServer):
 
     @property
     def was_scraped(self) -> bool:
-        """Whether somebody has read the metrics since they are served."""
+        """Whether a client has read the metrics since the server started."""
         return self._asked.is_set()
 
     def wait_for_scrape(self, limit_seconds: float) -> bool:
-        """Wait until somebody reads the metrics as they are now; returns whether they did."""
+        """Wait until a client reads the current metrics; returns whether one did."""
         self._asked.clear()
         return self._asked.wait(limit_seconds)
 
@@ -390,7 +390,7 @@ _SECRET = re.compile(
 
 
 def redact(text: str) -> str:
-    """Return text with the user part and the credentials of every URL, and hub tokens, left out.
+    """Return text without the user part and the credentials of URLs, and without hub tokens.
 
     Example:
         >>> redact("https://me:pw@a.org/x?id=3&token=abc")
@@ -402,12 +402,12 @@ def redact(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the beginning of what an error of another package says, without credentials."""
+    """Return the start of another package's error message, without credentials."""
     return redact(str(error)).strip().partition("\n")[0][:200]
 
 
 class LogFormatter(logging.Formatter):
-    """Writes log lines without the credentials of addresses in them."""
+    """Formatter that removes the credentials of addresses from log lines."""
 
     def __init__(self, line: str = LOG_FORMAT) -> None:
         super().__init__(line)

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Table:
-    """Rows to print below a title; a command yields it and its caller prints."""
+    """Rows to print below a title; a command yields it, and its caller prints it."""
 
     title: str
     columns: tuple[str, ...]
@@ -45,7 +45,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def rate_text(num_bytes: int, seconds: float) -> str:
-    """Return a bandwidth; empty where nothing was moved, or in no time."""
+    """Return a bandwidth; empty without bytes or without time."""
     return f"{bytes_text(num_bytes / seconds)}/s" if num_bytes and seconds > 1e-6 else ""
 
 
@@ -63,9 +63,9 @@ def printable(text: str, *, limit: int) -> str:
 
 
 def code_span(text: str) -> str:
-    """Return text as one line of inline code of CommonMark, whatever it holds; empty stays empty.
+    """Return any text as one line of inline code of CommonMark; empty text stays empty.
 
-    Nothing inside is markup: the fence is longer than any row of backticks in the text.
+    No part of the text is markup: the fence is longer than any row of backticks in the text.
 
     Example:
         >>> code_span("side_is_full"), code_span("a `b`")

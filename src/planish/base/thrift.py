@@ -10,10 +10,10 @@ from typing import Any
 def read_value(data: Iterator[int], kind: int = 12) -> Any:
     """Return an integer (without its sign), a list, or the fields of a structure by number.
 
-    Each field comes once. All else counts as nothing.
+    Each field occurs once. Other types give None.
 
     Raises:
-        LookupError, RecursionError, StopIteration: these are no bytes of a value.
+        LookupError, RecursionError, StopIteration: the bytes are not a value.
     """
     if 3 < kind < 7:
         return _number(data) >> 1

@@ -1,7 +1,7 @@
 """Bytes by URI or by key, on a file system or in an S3 bucket.
 
 `read`, `write` and the like take the URI of an object; `open_store` returns the store itself, for
-writes in parts and on a condition.
+writes in parts and conditional writes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ logger = logging.getLogger(__name__)
 
 _PARALLEL_PARTS = 3
 _BEGUN = time.time()
-"""When this process began, about."""
+"""Approximate start of this process."""
 
 
 def open_store(uri: str, *, timeout_s: float = TIMEOUT_SECONDS) -> tuple[Store, str]:
@@ -103,7 +103,7 @@ def open_store(uri: str, *, timeout_s: float = TIMEOUT_SECONDS) -> tuple[Store, 
 
 
 def read(uri: str, start: int = 0, length: int | None = None) -> bytes:
-    """Return at most `length` bytes from byte `start`; beyond the end there are none.
+    """Return at most `length` bytes from byte `start`; fewer at the end of the object.
 
     Raises:
         ObjectMissing: there is no object.
@@ -115,9 +115,9 @@ def read(uri: str, start: int = 0, length: int | None = None) -> bytes:
 
 
 def write(uri: str, data: Buffer, *, over: str | None = None) -> None:
-    """Put an object in place as a whole: readers see the old bytes or all of the new.
+    """Write an object as a whole: readers see all old bytes or all new bytes.
 
-    `over` is the entity tag of what is to be replaced, "" for nothing, None for anything.
+    `over` is the entity tag of the object to replace, "" for no object, None for any.
 
     Raises:
         ObjectExists, ObjectChanged, ObjectMissing: something else is there.
@@ -149,10 +149,10 @@ def write_file(uri: str, path: Path, *, over: str | None = None) -> None:
 
 
 def read_file(uri: str, path: Path) -> str:
-    """Copy an object of any size to a local file; where that fails there is no file.
+    """Copy an object of any size to a local file; after a failure there is no file.
 
     Returns:
-        Hex sha256 of its bytes, which are hashed while others are still on their way.
+        Hex sha256 of its bytes, computed while further bytes arrive.
     """
     store, key = _open_object(uri)
     stat = store.head(key)
@@ -187,7 +187,7 @@ def read_file(uri: str, path: Path) -> str:
 
 
 def exists(uri: str) -> bool:
-    """Return whether there is an object; a bucket is none, but must be there."""
+    """Return whether there is an object; a bucket is no object, but must exist."""
     store, key = open_store(uri)
     if not key:
         store.folder("")
@@ -220,7 +220,7 @@ def delete(uri: str) -> None:
 
 
 def local_path(uri: str) -> Path | None:
-    """Return where the object or folder lies on this machine, None when it does not."""
+    """Return the local path of an object or folder; None if it is not on this machine."""
     address = parse_uri(uri)
     return Path(f"/{address.key}") if address.scheme == "file" else None
 
@@ -273,7 +273,7 @@ def _write_parts(
 
 
 def abort_lost_uploads(store: Store, written: Iterable[Multipart]) -> None:
-    """Abort what lost tries to begin `written` have begun; for keys that have one writer only."""
+    """Abort uploads that lost requests started for `written`; only for keys with one writer."""
     for parts in written:
         if parts.may_be_begun_twice:
             _abort(store, parts.key, math.inf, parts.upload_id)

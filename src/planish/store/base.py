@@ -28,23 +28,23 @@ STORES: dict[str, str] = {
 
 _FORBIDDEN_IN_URI = re.compile(r"[\x00-\x1f\x7f#\\]")
 _LIKE_A_URI = re.compile(r"[a-z0-9]+:/")
-"""Begins a URI that lacks a slash."""
+"""Start of a URI that lacks a slash."""
 _PLAIN_IN_URI = "/:@!$&'()*+,;="
-"""Characters of a path that its URI holds as they are, beside letters, digits and `_.-~`."""
+"""Characters that stay unescaped in a URI, beside letters, digits and `_.-~`."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 PART_BYTES = 16 << 20
 """Parts of a large object have at least this size, the last one excepted."""
 SINGLE_PUT_BYTES = 8 << 20
-"""Smaller objects are better written by one request."""
+"""Objects below this size are written by one request."""
 _MAX_PARTS = 9_000
 TIMEOUT_SECONDS = 1800.0
-"""No request goes on for longer, tries and waits included."""
+"""Limit of a request, with its tries and waits."""
 
 
 def part_bytes(size: int) -> int:
-    """Return the size of the parts of an object of `size` bytes: at most 9,000 of whole MiB.
+    """Return the part size for an object of `size` bytes: whole MiB, at most 9,000 parts.
 
     Example:
         >>> part_bytes(1 << 30) >> 20, part_bytes(1 << 40) >> 20
@@ -55,14 +55,14 @@ def part_bytes(size: int) -> int:
 
 
 class Stat(NamedTuple):
-    """What a store knows of an object."""
+    """Metadata of an object in a store."""
 
     key: str
     size: int
     etag: str
-    """Changes whenever the object is written; for `if_match` and `etag`. Otherwise opaque."""
+    """Entity tag for `if_match` and `etag`: it changes with every write and is otherwise opaque."""
     modified: float
-    """When it was written, seconds since 1970 by the clock of the store."""
+    """Time of the write, seconds since 1970 by the clock of the store."""
 
 
 class Upload(NamedTuple):
@@ -70,7 +70,7 @@ class Upload(NamedTuple):
 
     upload_id: str
     started: float
-    """Seconds since 1970 by the clock of the store."""
+    """Start of the write, seconds since 1970 by the clock of the store."""
 
 
 class Folder(NamedTuple):
@@ -83,23 +83,23 @@ class Folder(NamedTuple):
 
 
 class Multipart(Protocol):
-    """An object that is being written in parts; visible to nobody until `complete`.
+    """An object that is written in parts; no reader sees it before `complete`.
 
     `write` may be called from several threads, for different parts.
     """
 
     key: str
     upload_id: str
-    """With the key, all that another process needs to abort this upload."""
+    """Another process can abort this upload with this id and the key."""
     part_bytes: int
     """Size of every part but the last."""
     may_be_begun_twice: bool
-    """Whether a try to begin it, whose answer was lost, may have begun another upload."""
+    """Whether a start whose answer was lost may have left a second upload."""
 
     def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
         """Write part `number` (from 1); the same bytes may be written again.
 
-        A caller that has the CRC-32C of the part saves the store from computing it.
+        A caller may pass the CRC-32C of the part; otherwise the store computes it.
         """
 
     def complete(self, *, if_none_match: bool = False, if_match: str = "") -> str:
@@ -125,10 +125,10 @@ class Store(Protocol):
     retries: Counter[str]
     """Tries that were not the first, by the reason (an HTTP status or the name of an error)."""
     in_memory: bool
-    """Whether the objects lie in the memory of this process, where no other process finds them."""
+    """Whether the objects lie in the memory of this process, invisible to other processes."""
 
     def uri(self, key: str) -> str:
-        """Return `key` as a user writes it."""
+        """Return the URI of `key` in the form that a user writes."""
 
     def put(
         self, key: str, data: Buffer, *, if_none_match: bool = False, if_match: str = ""
@@ -142,8 +142,8 @@ class Store(Protocol):
             if_match: only over the object with this entity tag.
 
         Raises:
-            ObjectExists: `if_none_match` and there is an object, which is not what an earlier try
-                of this call wrote.
+            ObjectExists: `if_none_match` and there is an object that no earlier try of this call
+                                wrote.
             ObjectChanged: the object is not the one of `if_match`.
             ObjectMissing: `if_match` and there is no object.
         """
@@ -155,14 +155,14 @@ class Store(Protocol):
         """Drop the upload that another process began; one that is gone is no error."""
 
     def open_uploads(self, key: str) -> list[Upload]:
-        """Return the unfinished writes of exactly this key that the store remembers."""
+        """Return the unfinished uploads of exactly this key."""
 
     def get_into(self, key: str, offset: int, target: memoryview, *, etag: str = "") -> None:
-        """Fill `target` with the bytes from `offset`; with `etag` only from that object.
+        """Fill `target` with the bytes from `offset`; with `etag` only from the object of this tag.
 
         Raises:
             ObjectMissing: there is none.
-            ObjectChanged: another object lies there than `etag` says, or it was replaced meanwhile.
+            ObjectChanged: the object does not have this `etag`, or was replaced meanwhile.
             StoreError: the object ends before `target` is full.
         """
 
@@ -183,7 +183,7 @@ class Store(Protocol):
         """
 
     def head(self, key: str) -> Stat:
-        """Return what the store knows of an object, `ObjectMissing` if there is none."""
+        """Return the metadata of an object, `ObjectMissing` if there is none."""
 
     def list(self, folder: str) -> Iterator[Stat]:
         """Yield every object below a folder (empty: all), at any depth, ascending by key."""
@@ -213,9 +213,9 @@ class Store(Protocol):
 
 
 def check_key(key: str, *, is_file: bool = False) -> str:
-    """Return `key` if it can be one everywhere, or raise StoreMisconfigured.
+    """Return `key` if every store accepts it, or raise StoreMisconfigured.
 
-    Names that are no text (lone surrogates) can be files of this machine.
+    Names with lone surrogates can be files of this machine.
     """
     faulty = any(part in {"", ".", ".."} for part in key.split("/"))
     faulty |= len(key.encode("utf-8", "surrogatepass")) > 1024
@@ -229,7 +229,7 @@ def check_key(key: str, *, is_file: bool = False) -> str:
 
 
 def key_prefix(folder: str, *, is_file: bool = False) -> str:
-    """Return what all keys below a folder begin with."""
+    """Return the prefix of all keys below a folder."""
     return f"{check_key(folder, is_file=is_file)}/" if folder else ""
 
 
@@ -246,9 +246,9 @@ class Address:
 
 
 def parse_uri(uri: str) -> Address:
-    """Split a store URI, refusing what could leave its root or mean two things.
+    """Split a store URI; refuse one that could leave its root or is ambiguous.
 
-    The path of a `file` URI may be percent-encoded; a key of a bucket is taken as it is.
+    The path of a `file` URI may be percent-encoded; the key of an S3 URI is never decoded.
 
     Example:
         >>> parse_uri("s3://runs/a/b/").key, parse_uri("file:///a%20b").key
@@ -294,7 +294,7 @@ def parse_uri(uri: str) -> Address:
 
 
 def file_uri(path: str | Path) -> str:
-    """Return the URI of a file or folder of this machine, percent-encoded where it must be.
+    """Return the URI of a file or folder of this machine, percent-encoded where needed.
 
     Example:
         >>> file_uri("/a b/c=1")
@@ -304,7 +304,7 @@ def file_uri(path: str | Path) -> str:
 
 
 def file_path(uri: str) -> str:
-    """Return the path that a `file` URI names.
+    """Return the path of a `file` URI.
 
     Example:
         >>> file_path("file:///a%20b/c=1")
@@ -327,7 +327,7 @@ def uri_of(place: str) -> str:
 
 
 def normal_uri(place: str) -> str:
-    """Return the one spelling of a store URI, without a slash at its end.
+    """Return the canonical form of a store URI, without a slash at its end.
 
     Args:
         place: what `uri_of` takes.
@@ -345,7 +345,7 @@ def normal_uri(place: str) -> str:
 
 
 def normal_pin(text: str) -> str:
-    """Return what `normal_uri` does of a place that a digest may follow, which stays.
+    """Return the canonical form of a URI that a digest may follow; the digest stays.
 
     Example:
         >>> normal_pin("/runs/a b#sha256=00")

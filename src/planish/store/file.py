@@ -43,13 +43,13 @@ from planish.store.base import (
 from planish.store.processes import process_space, process_start
 
 TEMPORARY = ".planish-tmp-"
-"""Names of files that are being written begin so; nothing lists them as objects."""
+"""Prefix of files that are still being written; no listing shows them as objects."""
 ABANDONED_SECONDS = 86_400.0
-"""A temporary file whose writer cannot be looked for from here is removed after so long."""
+"""Age at which a temporary file is removed if this process cannot check its writer."""
 SWEEP_SECONDS = 1.0
-"""A process looks for such files in a folder no more often: in a large one that takes a while."""
+"""Least interval between two searches of a process for temporary files in a folder."""
 MAX_SWEPT = 4096
-"""Folders of which a process knows when it has looked last."""
+"""Number of folders whose last search a process remembers."""
 
 _SWEPT: dict[Path, float] = {}
 _WRITER = re.compile(r"-([0-9a-f]{8})\.(\d{1,10})\.(\d{1,20})-[0-9a-f]{16}$")
@@ -131,7 +131,7 @@ class FileStore:
                 done += count
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return what there is of a range of a file."""
+        """Return a range of a file, up to its end."""
         with _store_errors(self.uri(key)), open(self._path(key), "rb") as file:
             file.seek(start)
             data = file.read(-1 if length is None else length)
@@ -149,7 +149,7 @@ class FileStore:
         return data, facts.etag
 
     def head(self, key: str) -> Stat:
-        """Return the facts of a file; a folder or a device is none."""
+        """Return the metadata of a file; a folder or a device counts as missing."""
         with _store_errors(self.uri(key)):
             facts = self._path(key).stat()
             if not stat.S_ISREG(facts.st_mode):
@@ -229,7 +229,7 @@ class FileStore:
 
 
 class FileMultipart:
-    """A file without its name yet, written at its places by several threads."""
+    """A temporary file; several threads write its parts at their offsets."""
 
     may_be_begun_twice = False
 
@@ -252,7 +252,7 @@ class FileMultipart:
                         raise
 
     def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
-        """Write one part at its place."""
+        """Write one part at its offset."""
         view, offset = memoryview(data).cast("B"), (number - 1) * self.part_bytes
         with _store_errors(self._uri):
             while view.nbytes:
@@ -260,7 +260,7 @@ class FileMultipart:
                 view, offset = view[count:], offset + count
 
     def complete(self, *, if_none_match: bool = False, if_match: str = "") -> str:
-        """Sync the bytes and give the file its name."""
+        """Sync the bytes and rename the file."""
         folder = self._target.parent
         with _store_errors(self._uri):
             os.fsync(self._descriptor)
@@ -288,7 +288,7 @@ class FileMultipart:
         return etag
 
     def abort(self) -> None:
-        """Remove the file unless it has its name."""
+        """Remove the temporary file unless it is complete."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -297,7 +297,7 @@ class FileMultipart:
 
 
 def temporary_name(mark: str = "") -> str:
-    """Return a new name of a file that this process writes; the name tells which process.
+    """Return a new temporary name, which identifies this process.
 
     Args:
         mark: hexadecimal digits that all temporary files of one object share.

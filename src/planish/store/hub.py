@@ -1,6 +1,6 @@
-"""What the client of the hub may fail with, in one line each, and which of it may pass.
+"""Failures of the hub's client: one line for each, and whether a retry may help.
 
-Reading from the hub is the work of `planish.store.sources`.
+`planish.store.sources` reads from the hub.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from planish.base.errors import ConfigError, StoreError, StoreUnavailable
 from planish.base.telemetry import first_line
 
 HUB_TIMEOUT_SECONDS = 20.0
-"""Wait for the hub's answer to one question."""
+"""Seconds to wait for the hub's answer to one request."""
 
 
 def passes(error: BaseException | None) -> bool:
-    """Return whether the hub, or another web server, may do the same later.
+    """Return whether a later retry at the hub, or another web server, may succeed.
 
-    The clients wrap what has happened; the innermost error decides. Which library a client asks
-    with is its own matter: httpx and its successor call a lost connection a TransportError.
+    The clients wrap errors; the innermost error decides. The HTTP library is not fixed: httpx and
+    its successor both call a lost connection a TransportError.
     """
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -35,7 +35,7 @@ def passes(error: BaseException | None) -> bool:
 
 
 def hub_fault(error: Exception, *, key: str, place: str, revision: str) -> StoreError | ConfigError:
-    """Return what to do about an error of the hub's client, in one line."""
+    """Return the remedy for an error of the hub's client, in one line."""
     from huggingface_hub import errors
 
     what = "a data set" if key.endswith("dataset") else "a model"
@@ -71,7 +71,7 @@ def hub_fault(error: Exception, *, key: str, place: str, revision: str) -> Store
 
 @contextlib.contextmanager
 def asking_hub(key: str, place: str, revision: str = "") -> Iterator[None]:
-    """Turn what the hub's client raises in the block into `hub_fault`."""
+    """Turn errors of the hub's client in the block into those of `hub_fault`."""
     try:
         yield
     except (ConfigError, StoreError):

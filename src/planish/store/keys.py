@@ -1,6 +1,7 @@
-"""Where the keys of requests come from: our own variables, or the ways of AWS.
+"""Sources of access keys: our own variables, or those of AWS.
 
-What a service of keys answers is judged here, and a hiccup of it retried as one of the store.
+This module checks the answers of a key service, and retries its transient failures like the
+store's.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from planish.base.errors import AccessRefused, StoreUnavailable
 from planish.store.retry import Transient, describe, passes
 
 ANSWER_SECONDS = 10.0
-"""Longest wait for the next bytes of a service of keys."""
+"""Longest wait for the next bytes of a key service."""
 _AWS = (
     *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE"),
 )
-"""Any of these says that keys come as for other programs of AWS."""
+"""Any of these variables means that keys come from AWS's own sources."""
 
 
 def has_aws_keys() -> bool:
-    """Tell whether the environment names keys in the way of AWS."""
+    """Tell whether the environment names keys by AWS's variables."""
     return any(os.environ.get(name) for name in _AWS)
 
 
 def keys_of(access_key: str, secret_key: str, session_token: str) -> Provider:
-    """Return where keys come from; an empty `access_key` takes those of AWS.
+    """Return the provider of keys; an empty `access_key` takes AWS's sources.
 
-    Its `retrieve` raises AccessRefused, or Transient where a service of keys may answer later.
+    Its `retrieve` raises AccessRefused, or Transient if a key service may answer later.
     """
     if access_key:
         return StaticProvider(access_key, secret_key, session_token or None)
@@ -74,7 +75,7 @@ class _Service(urllib3.PoolManager):
     """Asks a service of keys once; the store's own tries ask it again."""
 
     asked = ""
-    """Address of the last question, which may have held a token, without its query."""
+    """Address of the last request, without its query, which may have contained a token."""
 
     def urlopen(self, method: str, url: str, **options: Any) -> urllib3.BaseHTTPResponse:  # type: ignore[override]
         self.asked = urlsplit(url)._replace(query="").geturl()
@@ -94,7 +95,7 @@ class _Service(urllib3.PoolManager):
         )
 
     def hiccup(self, reason: str) -> Transient:
-        """Return the failure of a question that may be answered later."""
+        """Return the failure of a request that may succeed later."""
         last = StoreUnavailable(
             f"the service of keys at {self.asked!r} must give keys, got {reason}; try again later"
         )

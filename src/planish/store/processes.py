@@ -1,4 +1,4 @@
-"""Which process of which machine: an identity that a later process with the same id has not."""
+"""Identity of a process and its machine; a later process with the same id has another identity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def process_line(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the state on; empty where there is none."""
+    """Return the fields of /proc/<pid>/stat from the state on; empty without such a process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except OSError:
@@ -16,13 +16,13 @@ def process_line(pid: int) -> list[str]:
 
 
 def process_start(pid: int) -> int:
-    """Return when a live process began, in clock ticks since boot; 0 when there is none."""
+    """Return the start of a live process, in clock ticks since boot; 0 if there is none."""
     fields = process_line(pid)
     return int(fields[19]) if len(fields) > 19 and fields[0] not in ("Z", "X") else 0
 
 
 def process_space() -> str:
-    """Return what tells where process ids of this process mean something; empty if unknown."""
+    """Return an id of the process-id namespace of this process; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

@@ -1,7 +1,7 @@
-"""When a request to an S3 server is sent again, and when it is given up.
+"""Retry policy for requests to an S3 server.
 
-Knows which failures may end by themselves, but not what a request means: a condition that does not
-hold is no failure here.
+It knows which failures are transient, but not the meaning of a request: a failed condition is no
+failure here.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_SECONDS = 60.0
-"""A request is sent again until the waits between its tries come to this: a server may restart."""
+"""Sum of the waits between the tries of a request, long enough for a server to restart."""
 STRANGER_SECONDS = 3.0
-"""The same where the address may be that of another server."""
+"""The same sum while no S3 server has answered at the address yet."""
 FIRST_WAIT_SECONDS = 0.1
 """Full jitter: the wait before try k + 1 is uniform in 0..min(10, 0.1 * 2**(k - 1))."""
 LONGEST_WAIT_SECONDS = 10.0
@@ -41,10 +41,10 @@ TRANSIENT_CODES = frozenset(
     | {"XMinioServerNotInitialized", "XMinioIAMNotInitialized"}
     | {"XAmzContentChecksumMismatch", "BadDigest", "IncompleteBody"}
 )
-"""Error codes after which the same request may succeed, whatever the HTTP status. Those of the last
-line say that a body changed on its way."""
+"""Error codes after which the same request may succeed, under any HTTP status. Those of the last
+line say that a body was damaged on its way."""
 FULL_CODES = frozenset({"XMinioStorageFull", "QuotaExceeded", "XMinioAdminBucketQuotaExceeded"})
-"""Error codes that stay until somebody makes room, whatever the HTTP status."""
+"""Error codes of a full store, under any HTTP status; they stay until somebody frees space."""
 
 
 def passes(status: int, code: str) -> bool:
@@ -60,7 +60,7 @@ def passes(status: int, code: str) -> bool:
 
 
 class Transient(Exception):
-    """A try failed in a way that may end by itself."""
+    """A try failed, and a later try may succeed."""
 
     def __init__(
         self,
@@ -78,11 +78,11 @@ class Transient(Exception):
         self.sent = sent
         """Whether the server may have got, and acted upon, the request."""
         self.answered = answered
-        """Whether the server has answered that it can not do it now."""
+        """Whether the server has answered that it cannot serve the request now."""
         self.last = last
-        """What to raise once it is given up, where that is not of the server."""
+        """Error to raise after the last try, if it does not come from the server."""
         self.patience = patience
-        """Seconds of waits after which it is given up, where that is sooner."""
+        """Limit on the waits in seconds, if it is lower than the general limit."""
 
 
 @dataclass
@@ -100,18 +100,18 @@ class Tries:
     deadline: float
     """Monotonic seconds; no try and no wait goes beyond."""
     retry_seconds: float = RETRY_SECONDS
-    """No further try once the waits come to this; 0 for one try. The tries themselves do not count:
-    one may carry gigabytes before it fails."""
+    """Limit on the sum of the waits; 0 allows one try. The tries themselves do not count: one may
+    transfer gigabytes before it fails."""
     sleep: Callable[[float], None] = time.sleep
     jitter: Callable[[float, float], float] = field(
         default_factory=lambda: random.Random().uniform, repr=False
     )
     count: int = 0
     is_ambiguous: bool = False
-    """Whether an earlier try may have been carried out although it failed here."""
+    """Whether the server may have carried out an earlier try that failed here."""
 
     def run(self, once: Callable[[], T]) -> T:
-        """Call `once` until it returns; the last `Transient` is raised as it is."""
+        """Call `once` until it returns; after the last try raise its `Transient` unchanged."""
         waited = 0.0
         while True:
             self.count += 1
@@ -134,7 +134,7 @@ class Tries:
 
 
 def longest_wait(tries: int) -> float:
-    """Return the upper end of the wait after so many tries, in seconds.
+    """Return the upper bound of the wait after `tries` tries, in seconds.
 
     Example:
         >>> [longest_wait(k) for k in (1, 2, 7, 8)]
@@ -144,7 +144,7 @@ def longest_wait(tries: int) -> float:
 
 
 def transient(error: HTTPError) -> Transient | None:
-    """Return what `run` retries for an error of a connection, None if it will not end by itself."""
+    """Return the `Transient` for a connection error; None if a retry cannot help."""
     reason = _reason(error)
     if isinstance(error, SSLError) and not isinstance(reason, ssl.SSLEOFError):
         return None  # of the handshake: a certificate, or no TLS at all
@@ -153,7 +153,7 @@ def transient(error: HTTPError) -> Transient | None:
 
 
 def describe(error: HTTPError) -> str:
-    """Return in a few words why a connection failed."""
+    """Return the reason of a failed connection in a few words."""
     reason = _reason(error)
     if isinstance(reason, socket.gaierror):
         return "its name does not resolve"

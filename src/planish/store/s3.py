@@ -1,12 +1,12 @@
 """Objects in a bucket of MinIO or another S3 server.
 
-Each body carries a CRC-32C that the server checks, so that bytes which change on their way are
-sent again. Conditional writes are those of S3 itself (`If-None-Match`, `If-Match`).
+Each body has a CRC-32C that the server checks, so damaged bodies are sent again. Conditional
+writes are those of S3 itself (`If-None-Match`, `If-Match`).
 
-The only module that reads `MINIO_ENDPOINT`, `MINIO_ACCESS_KEY`, `MINIO_SECRET_KEY`,
+This is the only module that reads `MINIO_ENDPOINT`, `MINIO_ACCESS_KEY`, `MINIO_SECRET_KEY`,
 `MINIO_SESSION_TOKEN` (of temporary keys), `MINIO_SECURE` (0 for a server without TLS),
-`MINIO_REGION` and `MINIO_RETRY_SECONDS` (for how long a request that fails is sent again). Without
-keys of its own it takes those of AWS where the environment names any.
+`MINIO_REGION` and `MINIO_RETRY_SECONDS` (limit of the retries of a failed request). Without these
+keys it takes those of AWS, if the environment names any.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def read_settings() -> S3Settings:
 
 
 class S3Store:
-    """`s3://bucket/key`; an own set of connections."""
+    """Store of `s3://bucket/key`, with its own pool of connections."""
 
     in_memory = False
 
@@ -208,7 +208,7 @@ class S3Store:
         ]
 
     def get_into(self, key: str, offset: int, target: memoryview, *, etag: str = "") -> None:
-        """Fill `target` from an object; a broken read is taken up where it broke."""
+        """Fill `target` from an object; a broken read goes on where it broke."""
         view = target.cast("B")
         if not view.nbytes:
             present = self.head(key).etag
@@ -223,7 +223,7 @@ class S3Store:
             )
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return what there is of a range of an object."""
+        """Return a range of an object, up to its end."""
         if length == 0:
             self.head(key)
             return b""
@@ -232,13 +232,13 @@ class S3Store:
         return bytes(download.target or b"")
 
     def get(self, key: str, limit: int) -> tuple[bytes, str]:
-        """Return a whole object; a read that broke begins anew with what stands there now."""
+        """Return a whole object; after a broken read, start again with the current object."""
         download = _Download(self._client, check_key(key), 0, None, limit=limit)
         download.run()
         return bytes(download.target or b""), download.etag
 
     def head(self, key: str) -> Stat:
-        """Return the facts of an object."""
+        """Return the metadata of an object."""
         try:
             headers = self._client.call(
                 "HEAD",
@@ -320,7 +320,7 @@ class S3Store:
 
 
 class S3Multipart:
-    """An object of `S3Store` that is being written."""
+    """An upload in parts of `S3Store`."""
 
     def __init__(
         self,
@@ -414,7 +414,7 @@ class _Download:
         etag: str = "",
         limit: int | None = None,
     ):
-        """Read into `target`, or at most `limit` bytes of a whole object, which may change."""
+        """Read into `target`, or read a whole object of at most `limit` bytes that may change."""
         self.target = target
         """Of the size that the first answer says, unless the caller gives it."""
         self.etag = etag
@@ -427,7 +427,7 @@ class _Download:
         self._limit = limit
 
     def run(self) -> None:
-        """Read what there is of the range; raises ObjectChanged, ObjectTooLarge."""
+        """Read the range up to the object's end; raises ObjectChanged, ObjectTooLarge."""
         try:
             self._client.call(
                 "GET", self._key, self._take, headers=self._headers, handled={412, 416}

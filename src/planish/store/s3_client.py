@@ -1,8 +1,9 @@
-"""Requests to an S3 server by the `minio` SDK, sent again where that may help.
+"""Requests to an S3 server by the `minio` SDK, with retries.
 
-The SDK does credentials, addresses, signatures, listings, deletions and what a server writes. Every
-request of it goes out here, through its urllib3 pool: by itself it would hash each body, which a
-checksum guards already, and hold each answer whole. No message holds a key, a signature or a token.
+The SDK does credentials, addresses, signatures, listings, deletions and the parsing of answers.
+This module sends every request of the SDK through its urllib3 pool: the SDK would hash each body,
+which has a checksum already, and keep each answer in memory. No message contains a key, a signature
+or a token.
 """
 
 from __future__ import annotations
@@ -56,49 +57,49 @@ Take = Callable[[Answer], T]
 
 CONNECT_SECONDS = 5.0
 READ_SECONDS = 60.0
-"""The longest wait for the head of an answer, and for each piece of a body in either direction."""
+"""Longest wait for the head of an answer, and for each slice of a body in either direction."""
 SLICE_BYTES = 1 << 20
-"""Of a body, for each of which `READ_SECONDS` count."""
+"""Size of a slice of a body; `READ_SECONDS` apply to each slice."""
 _HEAD_BYTES = 1000
-"""Of a document, in which its first element stands."""
+"""Size of the start of a document that contains its first element."""
 _MAX_IDLE = 64
 _UNSIGNED = "UNSIGNED-PAYLOAD"
-"""A body is guarded by a checksum of its own; hashing it here would cost more than sending it."""
+"""Marks a body as unsigned: it has a checksum, and hashing would cost more than sending."""
 _DOCUMENT_BYTES = 16 << 20
-"""The longest answer of a server that is no object: a page of a listing has about one MiB."""
+"""Size limit of an answer that is no object; a page of a listing has about one MiB."""
 _ERROR_BYTES = 1 << 16
-"""Of an answer that says no; what follows is not read."""
+"""Bytes that are read of an error answer."""
 _WITHOUT_CODE = {"HEAD": (400, 403, 404, 412)}
-"""What a server may answer without saying why; else only that a condition does not hold."""
+"""Statuses without an error code, beside that of a failed condition."""
 _spoken: set[str] = set()
-"""Addresses at which a server of S3 has answered this process."""
+"""Addresses at which an S3 server has answered this process."""
 
 
 _asked: ContextVar[Tries | None] = ContextVar("tries", default=None)
-"""Of `Client.tries`; the SDK does not hand it on."""
+"""The current `Client.tries`; the SDK does not pass it on."""
 
 
 @dataclass(frozen=True)
 class S3Settings:
-    """How to reach the server."""
+    """Address and credentials of the server."""
 
     endpoint: str
     access_key: str = field(repr=False)
-    """Empty takes what the environment has for AWS: keys, a web identity, the role of a pod."""
+    """Empty takes AWS's sources in the environment: keys, a web identity, the role of a pod."""
     secret_key: str = field(repr=False)
     secure: bool
     region: str
     session_token: str = field(default="", repr=False)
-    """Of temporary keys that a security token service has given."""
+    """Token of temporary keys from a security token service."""
     retry_seconds: float = RETRY_SECONDS
-    """A request that fails is sent again until its waits come to this; 0 for one try."""
+    """Limit on the sum of the waits between tries; 0 allows one try."""
 
 
 class Refused(Exception):
-    """The server answered with an error that stays the same when the request is sent again."""
+    """The server answered with an error that a retry cannot change."""
 
     action = ""
-    """What the policy of the user must allow for the request."""
+    """Right that the user's policy must grant for the request."""
 
     def __init__(self, status: int, code: str, message: str = ""):
         super().__init__(f"{code} (HTTP {status}): {message}" if code else f"HTTP {status}")
@@ -150,20 +151,20 @@ class Client(Minio):
         body: memoryview | bytes | None = None,
         handled: Collection[int] = (),
     ) -> T:
-        """Send a request until it succeeds, and return what `take` makes of the answer.
+        """Send a request until it succeeds, and return the result of `take` on the answer.
 
         Args:
             method: GET, PUT, ...
             key: of the object; empty for the bucket.
-            take: called with each good answer; what breaks in it is retried.
+            take: reads a successful answer; a broken answer is retried.
             query: names and values.
-            headers: besides those of the signature; a function is called for each try.
+            headers: beside those of the signature; a function is called for each try.
             body: contiguous bytes.
-            handled: HTTP statuses that the caller handles, which raise Refused.
+            handled: HTTP statuses that raise Refused, because the caller handles them.
 
         Raises:
-            StoreError: as `error` says of any other answer, and StoreUnavailable once all tries
-                have failed.
+            StoreError: the error of `error` for any other answer; StoreUnavailable once all tries
+                                have failed.
         """
         tries = _asked.get() or self._new_tries()
         view = None if body is None else memoryview(body)
@@ -217,7 +218,7 @@ class Client(Minio):
 
     @contextlib.contextmanager
     def tries(self) -> Iterator[Tries]:
-        """Yield the tries of the one request that the block sends, to learn how it went."""
+        """Yield the tries of the single request that the block sends."""
         token = _asked.set(tries := self._new_tries())
         try:
             yield tries
@@ -229,11 +230,11 @@ class Client(Minio):
         return Tries(self.retries, deadline, self._settings.retry_seconds)
 
     def place(self, key: str) -> str:
-        """Return a key as messages name it."""
+        """Return the name of a key in messages."""
         return f"`s3://{self.bucket}/{key}` at {self.endpoint!r}"
 
     def now(self) -> float:
-        """Return the server's time of its last answer, moved on by our clock."""
+        """Return the server's time: that of its last answer plus the time since then."""
         text, at = self._seen_date
         try:
             return parsedate_to_datetime(text).timestamp() + time.monotonic() - at
@@ -347,7 +348,7 @@ class Client(Minio):
         return urlunsplit(url), signed
 
     def error(self, refused: Refused, key: str) -> StoreError:
-        """Return our error for an answer: which thing is wrong and who must change it."""
+        """Return the error for an answer, with the fault and the remedy."""
         code = refused.code if refused.code in _ERRORS else _CODE_OF_STATUS.get(refused.status, "")
         if not code:
             return StoreError(f"{self.place(key)}: the server answers {refused}")
@@ -424,14 +425,14 @@ _ERRORS: dict[str, tuple[type[StoreError], str]] = {
         "give the user a policy for this bucket",
     ),
 }
-"""What an error code of S3 means and who must change what; see `retry` for those that pass."""
+"""Meaning and remedy of each S3 error code; `retry` has the transient codes."""
 _CODE_OF_STATUS = {
     401: "AccessDenied",
     403: "AccessDenied",
     404: "NoSuchKey",
     507: "XMinioStorageFull",
 }
-"""The code to take an HTTP status for where the server's own is missing or unknown."""
+"""Error code for an HTTP status if the server's code is missing or unknown."""
 
 
 def _action(method: str, key: str, query: Mapping[str, Any]) -> str:
@@ -448,13 +449,13 @@ def _action(method: str, key: str, query: Mapping[str, Any]) -> str:
 
 
 def headers_of(answer: Answer) -> Mapping[str, str]:
-    """Read an empty body away and return the headers."""
+    """Read an empty body to its end and return the headers."""
     answer.read(_ERROR_BYTES)
     return answer.headers
 
 
 def whole(answer: Answer) -> Answer:
-    """Read a document to its end; some that begin with HTTP 200 turn out to be errors."""
+    """Read a document to its end; a document with HTTP 200 may still be an error."""
     answer.read(cache_content=True)
     try:
         code, message = _error_in(answer)

@@ -1,7 +1,7 @@
-"""Where data sets and models come from: the hub, an S3 bucket, a web server, or this machine.
+"""Sources of data sets and models: the hub, an S3 bucket, a web server, or this machine.
 
-An address is checked before anything is opened (`parse_source`); what a model folder holds can be
-looked at without its weights (`open_folder`). Nothing that is read here is ever run.
+`parse_source` checks an address before anything is opened. `open_folder` reads a model folder
+without its weights. Content from a source is never executed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from planish.store.base import file_path
 from planish.store.hub import HUB_TIMEOUT_SECONDS, asking_hub, passes
 
 WEB_TIMEOUT_SECONDS = 60.0
-"""Wait of a web server's next bytes, and of each further `WEB_BYTES`."""
+"""Seconds to wait for a web server's first bytes, and for each further `WEB_BYTES`."""
 WEB_BYTES = 1 << 20
 FORMS = (
     "a path, `owner/name` on the hub, `hf://owner/name[/file][@revision]`, `s3://bucket/key`, or "
@@ -42,7 +42,7 @@ _FILES = (".jsonl", ".json", ".parquet", ".gz")
 
 @dataclass(frozen=True)
 class Source:
-    """An address that has been checked.
+    """A checked address.
 
     Example:
         >>> parse_source("hf://org/name/part/a.jsonl@v2", key="curate.dataset").file
@@ -55,9 +55,9 @@ class Source:
     file: str = ""
     """File of a hub repository; empty for all of it."""
     revision: str = ""
-    """Branch, tag or commit on the hub; empty where the address names none."""
+    """Branch, tag or commit on the hub; empty if the address names none."""
     sha256: str = ""
-    """What an `https://` file must hash to."""
+    """Expected sha256 of an `https://` file."""
 
 
 def parse_source(text: str, *, key: str) -> Source:
@@ -65,7 +65,7 @@ def parse_source(text: str, *, key: str) -> Source:
 
     Args:
         text: one of the `FORMS`.
-        key: setting that holds it, for messages.
+        key: setting that has the address, for messages.
 
     Raises:
         ConfigError: no such form, a credential in it, or `https://` without a digest.
@@ -103,7 +103,7 @@ def parse_source(text: str, *, key: str) -> Source:
 
 
 def cache_folder() -> Path:
-    """Return the folder of this user for what is fetched; RecordError if it is somebody else's."""
+    """Return this user's cache folder; RecordError if it belongs to another user."""
     folder = Path(tempfile.gettempdir()) / f"planish-{os.getuid()}" / "fetched"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     owner = folder.parent.stat()
@@ -118,7 +118,7 @@ def cache_folder() -> Path:
 def check_readable(path: Path, *, key: str) -> None:
     """Refuse a file, or the files of a folder, that this process may not open.
 
-    Pods run as a user of their own, and safetensors writes files for their owner alone.
+    Pods run as another user, and safetensors writes files that only their owner can read.
     """
     try:
         for file in path.iterdir() if path.is_dir() else [path]:
@@ -134,8 +134,7 @@ def check_readable(path: Path, *, key: str) -> None:
 def fetch_file(source: Source, *, key: str) -> Path:
     """Return a local path of a single file, fetching it unless it is here.
 
-    ConfigError names the setting `key` where there is nothing, or where it is refused or of another
-    digest.
+    ConfigError names the setting `key` if the file is missing, refused or has another digest.
     """
     if source.kind == "path":
         path = Path(source.place).expanduser()
@@ -223,7 +222,7 @@ def _bucket_files(
 def download(source: Source, target: Path, *, key: str) -> None:
     """Write the file of an `https://` address; bytes of another digest are refused.
 
-    StoreUnavailable: its server fails, or sends too slowly, for now.
+    StoreUnavailable: the server fails for now, or sends too slowly.
     """
     from huggingface_hub import get_session
 
@@ -269,13 +268,13 @@ class SourceFolder:
     """A folder of files that can be read in parts, wherever it lies."""
 
     name: str
-    """What a person calls it, with the commit where the hub has told one."""
+    """Name for people, with the commit if the hub gives one."""
     sizes: Mapping[str, int]
-    """File name to bytes; files in folders below it are left out."""
+    """File name to bytes, without files in subfolders."""
     read: Callable[[str, int, int], bytes] = field(repr=False)
     """(name, first byte, most bytes) to bytes."""
     path: Path | None = None
-    """Where it lies on this machine; None where it does not."""
+    """Path on this machine; None if it is elsewhere."""
 
 
 def local_folder(path: Path, name: str) -> SourceFolder:
@@ -291,10 +290,10 @@ def local_folder(path: Path, name: str) -> SourceFolder:
 
 
 def open_folder(source: Source, *, key: str, revision: str = "") -> SourceFolder:
-    """List the folder of a model without fetching it; an https archive alone is fetched whole.
+    """List the folder of a model without fetching it; only an https archive is fetched.
 
-    `revision` is that of the hub where the address names none. ConfigError names the setting `key`
-    where there is nothing, or where it is refused.
+    `revision` is that on the hub if the address names none. ConfigError names the setting `key` if
+    the folder is missing or refused.
     """
     if source.kind == "s3":
         return SourceFolder(
@@ -337,8 +336,8 @@ def fetch_folder(
 ) -> Path:
     """Return a local folder with the files of a model, fetching it unless it is here.
 
-    Files whose names fit no pattern stay behind, and an `https://` address must be a tar archive;
-    errors and `revision` are as in `open_folder`.
+    Files whose names match no pattern are left out. An `https://` address must be a tar archive.
+    Errors and `revision` are those of `open_folder`.
     """
     if source.kind == "path":
         folder = Path(source.place).expanduser()
@@ -373,7 +372,7 @@ def _fits(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def unpack(archive: Path, target: Path, patterns: tuple[str, ...], *, key: str) -> None:
-    """Write the wanted files of a tar archive into `target`, whichever folder of it they are in."""
+    """Write the wanted files of a tar archive, from any of its folders, into `target`."""
     import tarfile
 
     try:
