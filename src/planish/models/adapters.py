@@ -1,8 +1,9 @@
-"""Which layers of a model get low-rank adapters (LoRA), and what a train state says of them.
+"""Low-rank adapters (LoRA): the layers that get them, and their settings in a train state.
 
 A linear layer of weight W [rows, columns] computes with W + alpha / rank * B A, where A is
-[rank, columns] and B [rows, rank]; A and B are trained and W stays. Imports no torch, so that
-`prepare` can look before a GPU is asked for; `planish.models.lora` builds them.
+[rank, columns] and B [rows, rank]; training changes A and B, and W stays. The module imports no
+torch, so that `prepare` can check adapters before a run takes a GPU; `planish.models.lora` builds
+them.
 
 Source: LoRA, arXiv 2106.09685, section 4.1.
 """
@@ -18,7 +19,7 @@ from planish.models.config import ModelConfig
 from planish.models.experts import is_expert
 
 KEY = "lora"
-"""Key of the settings in the JSON part of a train state; it has none where all weights train."""
+"""Key of the settings in the JSON part of a train state; absent if all weights train."""
 DOWN, UP, SCALE = "lora_A", "lora_B", "lora_scale"
 """Names of tensors: `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, A and B above, beside
 `<layer>.weight`; and once for a model `alpha / rank`."""
@@ -33,11 +34,11 @@ class Adapters(NamedTuple):
     """Columns of B; above 0."""
     alpha: float
     target_modules: tuple[str, ...]
-    """Last parts of the names of layers; none is every linear layer but those of experts."""
+    """Last parts of the names of layers; empty: every linear layer but those of experts."""
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """Factor of B A."""
         return self.alpha / self.rank
 
     def to_json(self) -> dict[str, Any]:
@@ -46,7 +47,7 @@ class Adapters(NamedTuple):
 
 
 def configured(config: ModelConfig) -> Adapters | None:
-    """Return the adapters that a configuration asks for; None where all weights are trained."""
+    """Return the adapters of a configuration; None if all weights train."""
     if not config.lora_rank:
         return None
     targets = tuple(sorted(set(config.lora_target_modules)))
@@ -58,11 +59,11 @@ def find_layers(
 ) -> dict[str, tuple[int, int]]:
     """Return the layers that get adapters, with rows and columns of their weights.
 
-    `shapes` are those of linear layers and experts, by names as in memory or on disk; `wanted` is
-    as `Adapters.target_modules`.
+    `shapes` are those of linear layers and experts, by their names in memory or on disk. `wanted`
+    is like `Adapters.target_modules`.
 
     Raises:
-        ConfigError: a name is that of no linear layer, or of experts.
+        ConfigError: a name matches no linear layer, or names experts.
     """
     layers: dict[str, tuple[int, int]] = {}
     of_experts: set[str] = set()
@@ -108,7 +109,7 @@ def num_trained(layers: Mapping[str, tuple[int, int]], rank: int) -> int:
 
 
 def check_same(info: Mapping[str, Any], adapters: Adapters | None, *, pin: str) -> None:
-    """Refuse a train state whose adapters are others than those of the configuration.
+    """Refuse a train state whose adapters differ from those of the configuration.
 
     `info` is the JSON part of the state at `pin`.
 

@@ -15,42 +15,43 @@ NUM_SPECIAL_TOKENS = 4
 
 
 class ModelConfig(Section):
-    """Which policy a run starts from; the sizes count only while `path` is empty."""
+    """The policy that a run starts from; the sizes count only while `path` is empty."""
 
     path: str = ""
     """Pretrained causal language model: a folder, `owner/name` on the hub,
     `hf://owner/name[@revision]`, `s3://bucket/folder`, or `https://...#sha256=<digest>` of a tar
     archive; empty builds one from scratch."""
     revision: str = "main"
-    """Branch, tag or commit on the hub, where `path` names none."""
+    """Branch, tag or commit on the hub, if `path` names none."""
     chat_template: str = ""
     """Jinja chat template of a pretrained tokenizer, in place of its own; empty keeps its own."""
     template_variables: dict[
         Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], bool | int | float | str
     ] = Field(default={})
-    """What the chat template of a pretrained tokenizer reads, such as `{enable_thinking = false}`;
-    every export of the policy has it in its template, which dates itself by the day of import."""
+    """Variables of a pretrained tokenizer's chat template, such as `{enable_thinking = false}`.
+    Every export of the policy has their values in its template; the template's date is the day of
+    import."""
     stop_strings: list[str] = Field(default_factory=list)
     """Texts that end a response with the token that completes them, beside the end tokens; every
     export of the policy names them in its generation_config.json."""
     end_tokens: list[str] = Field(default_factory=list)
-    """Tokens of a pretrained model that end a response, such as `["<|im_end|>"]`; empty takes the
-    ends that its tokenizer and its configurations name, and the token by which its chat template
+    """Tokens of a pretrained model that end a response, such as `["<|im_end|>"]`. Empty takes the
+    end tokens in its tokenizer and its configurations, and the token by which its chat template
     closes an assistant's turn."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights as saved and as rollout engines run them."""
+    """Type of the saved weights, and of the weights in rollout engines."""
     head_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which trainer and engines compute the LM head; float32 keeps their log-probabilities
-    closer (MiniMax-M1, arXiv 2506.13585, section 3.2) and costs time. Policies carry it in their
-    config.json, where vLLM reads it."""
+    closer (MiniMax-M1, arXiv 2506.13585, section 3.2) and costs time. A policy has it in its
+    config.json, from which vLLM reads it."""
     lora_rank: int = Field(default=0, ge=0)
-    """Rank of low-rank adapters (LoRA), which are trained in place of the weights; 0 trains all
-    weights. Policies are exported with the adapters merged into their weights."""
+    """Rank of low-rank adapters (LoRA), which train in place of the weights; 0 trains all
+    weights. An exported policy has the adapters merged into its weights."""
     lora_alpha: float = Field(default=32.0, gt=0.0)
-    """What the adapters add counts `lora_alpha / lora_rank` times (32 as in TRL); only with
-    `lora_rank`."""
+    """The output of the adapters is multiplied by `lora_alpha / lora_rank` (32 as in TRL); only
+    with `lora_rank`."""
     lora_target_modules: list[str] = Field(default_factory=list)
-    """Linear layers of each decoder layer that get adapters, such as `q_proj`; empty is all of
+    """Linear layers of each decoder layer that get adapters, such as `q_proj`; empty: all of
     them but those of routed experts; only with `lora_rank`."""
     num_layers: int = Field(default=2, ge=1)
     """Decoder layers."""
@@ -73,7 +74,7 @@ class ModelConfig(Section):
     initializer_range: float = Field(default=0.08, gt=0.0)
     """Standard deviation of the initial weights."""
     max_model_tokens: int = Field(default=1024, ge=2)
-    """Longest prompt plus response that positions are defined for, tokens."""
+    """Longest prompt plus response, in tokens, for which positions are defined."""
     alphabet: str = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=;:.,()% \n"
     """Characters of the character-level tokenizer; any other character becomes `<unk>`."""
 

@@ -1,9 +1,9 @@
-"""Critics: a backbone of their own under a value head, built from a policy or a reward model.
+"""Critics: a separate backbone under a value head, built from a policy or a reward model.
 
-A critic shares no parameter with the policy. It is saved as a part of the train state only, and
-rollout engines never see it.
+A critic shares no parameter with the policy. Only the train state contains it;
+rollout engines never load it.
 
-Source: VAPO, arXiv 2504.05118, section 4.1 (where a value model starts from, and why).
+Source: VAPO, arXiv 2504.05118, section 4.1 (start of a value model, with the reason).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BODY = re.compile(r"[A-Za-z0-9]+Model")
 
 
 class Critic(nn.Module):
-    """Backbone and head; `planish.models.logprobs.ValueScorer` is what computes values with it."""
+    """Backbone and head; `planish.models.logprobs.ValueScorer` computes values with it."""
 
     def __init__(self, body: Any, head: nn.Linear) -> None:
         """Join a decoder of transformers (untyped, hence Any) and a linear head with a bias."""
@@ -41,8 +41,8 @@ def critic_from_policy(model: Any, *, seed: int, head_std: float) -> Critic:
     """Copy the backbone of a causal LM and put a new value head on it.
 
     Args:
-        model: causal LM of transformers; it is left as it is.
-        seed: of the head; the global random state is left as it was.
+        model: causal LM of transformers; it is not changed.
+        seed: seed of the head; the global random state is not changed.
         head_std: standard deviation of the head's weights; its bias is 0.
     """
     body = copy.deepcopy(_body(model))
@@ -67,11 +67,11 @@ def open_critic_model(
     A reward model (`*ForSequenceClassification` with one label) gives backbone and head, a causal
     language model gives the backbone.
 
-    `vocab_size` are the tokens of the policy, which the critic must know as well.
+    `vocab_size` is that of the policy; the critic must have as many tokens.
 
     Returns:
-        The critic, and what the weights of its backbone are to be read from; None where they are
-        there, since the files have other names for them than the model.
+        The critic, and the source of the weights of its backbone; None if they are loaded
+        already, because names in the files differ from those of the model.
 
     Raises:
         ConfigError: tells what is wrong with the name or the folder, and what to do.
@@ -113,10 +113,10 @@ def describe_critic(critic: Critic) -> dict[str, Any]:
 
 
 def blank_critic(description: Mapping[str, Any]) -> Critic:
-    """Build a critic whose weights are still to be loaded; where it once came from is not read.
+    """Build a critic whose weights are loaded later; its original source is not read.
 
     `description` is what `describe_critic` returned. Parameters of its backbone are on the device
-    `meta`, as of `empty_model`.
+    `meta`, as in `empty_model`.
 
     Raises:
         CheckpointError: this version of transformers has no such model.

@@ -1,4 +1,4 @@
-"""Where the weights of experts lie, in memory and in a policy folder; imports no torch.
+"""Layout of experts' weights in memory and in a policy folder; this module imports no torch.
 
 transformers keeps all experts of a layer in two tensors, `experts.gate_up_proj` [E, 2F, H] and
 `experts.down_proj` [E, H, F], for E experts of width F on a residual stream of width H. A policy
@@ -15,21 +15,21 @@ from planish.base.errors import ConfigError
 
 
 class DiskTensor(NamedTuple):
-    """One tensor of a policy folder, and where it lies in the tensor of memory."""
+    """One tensor of a policy folder, and its box in the tensor in memory."""
 
     name: str
     shape: tuple[int, ...]
     start: tuple[int, ...]
-    """First index, along each dimension, of its part of the tensor in memory."""
+    """First index of the box along each dimension."""
     extent: tuple[int, ...]
-    """Size of that part along each dimension; the numbers lie in the same order."""
+    """Size of the box along each dimension; the elements have the same order."""
 
 
 class _Names(NamedTuple):
     """How one family names the experts of a layer on disk."""
 
     block: str
-    """What `mlp` of the model in memory is called."""
+    """Name of the block that is `mlp` in memory."""
     gate: str
     up: str
     down: str
@@ -54,7 +54,7 @@ def num_experts(config: Mapping[str, Any]) -> int:
     """Return the routed experts of a layer that a config.json names, 0 for a dense model.
 
     Raises:
-        ConfigError: it names no whole number.
+        ConfigError: it has no whole number.
 
     Example:
         >>> num_experts({"num_local_experts": 8}), num_experts({})
@@ -96,9 +96,9 @@ def is_expert(name: str) -> bool:
 
 
 def spread_fault(experts: int, ranks: int, redundant: int) -> str:
-    """Return why the experts of a layer cannot be spread over ranks; "" when they can.
+    """Return why experts of a layer cannot be distributed over ranks; "" if they can.
 
-    `redundant` are the replicas that each rank holds besides its part.
+    `redundant` is the number of replicas on each rank beside its part.
     """
     if not experts:
         return (
@@ -116,7 +116,7 @@ def spread_fault(experts: int, ranks: int, redundant: int) -> str:
 
 
 def sharing_fault(experts: int, ranks: int, *, tensor_parallel: int, shares_tokens: bool) -> str:
-    """Return why ranks of the trainer `megatron` cannot share experts; "" when they can.
+    """Return why ranks of the trainer `megatron` cannot share experts; "" if they can.
 
     Args:
         experts: routed experts of a layer, 0 in a dense model.
@@ -143,12 +143,12 @@ def sharing_fault(experts: int, ranks: int, *, tensor_parallel: int, shares_toke
 
 
 def check_family(names: Iterable[str], config: Mapping[str, Any]) -> None:
-    """Refuse experts that no policy could be saved of, since their names are not known.
+    """Refuse experts of an unknown family, which a policy folder has no names for.
 
-    Names are of tensors, in memory or of a folder.
+    The names are those of tensors in memory or in a folder.
 
     Raises:
-        ConfigError: there are such.
+        ConfigError: there are experts of an unknown family.
     """
     kind = config.get("model_type")
     if kind not in FAMILIES and any(map(_EXPERTS.search, names)):
@@ -164,7 +164,7 @@ def disk_tensors(
     """Yield the tensors of a policy folder that one tensor in memory becomes.
 
     Raises:
-        ConfigError: experts of a family whose names are not known.
+        ConfigError: experts of an unknown family.
 
     Example:
         >>> moe = {"model_type": "qwen3_moe", "num_experts": 1}
@@ -228,7 +228,7 @@ def expert_names(
 
 
 def expert_faults(names: Collection[str], config: Mapping[str, Any]) -> list[str]:
-    """Return which experts of a policy folder are missing or one too many.
+    """Return the missing and the surplus experts of a policy folder.
 
     Example:
         >>> moe = {"model_type": "qwen3_moe", "num_experts": 1}

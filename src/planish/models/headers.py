@@ -1,4 +1,4 @@
-"""What configuration and file headers of a model say: names, shapes and types; no weights."""
+"""Configuration and file headers of a model: names, shapes and types, without weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from planish.store.sources import SourceFolder
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library for the header of a file."""
 MAX_SMALL_BYTES = 64 << 20
-"""Largest file of a model that is no weights; the tokenizer of a large vocabulary has 20 MB."""
+"""Size limit of a file without weights; the tokenizer of a large vocabulary has 20 MB."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 
 MAX_SIZE = 10_000_000
 UNLIMITED = 1 << 20
-"""Tokens of a model that names no limit."""
+"""Context tokens of a model without a limit."""
 BY_LENGTH = ("dynamic", "longrope", "su")
 """Rotary scalings whose table depends on the length in use; `su` is an older name of `longrope`."""
 
@@ -28,9 +28,9 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def read_headers(folder: SourceFolder) -> tuple[Tensors, list[str]]:
-    """Return the tensors that the safetensors files of a folder tell of, and what is wrong.
+    """Return the tensors in the headers of a folder's safetensors files, and the faults.
 
-    A file is as long as its header says, or it has been cut.
+    A file that is shorter than its header says was cut off.
 
     Source: the safetensors format: 8 bytes of length, a JSON header, the bytes of the tensors.
     """
@@ -77,10 +77,10 @@ def read_headers(folder: SourceFolder) -> tuple[Tensors, list[str]]:
 def parse_config(text: bytes | None, place: str) -> dict[str, Any]:
     """Return the object in the config.json of a model.
 
-    `text` is None where there is no such file; `place` is what messages call it.
+    `text` is None if there is no such file; `place` stands in messages.
 
     Raises:
-        ConfigError: there is none, or no JSON object in it.
+        ConfigError: the file is missing or no JSON object.
     """
     if text is None:
         raise ConfigError(
@@ -108,9 +108,9 @@ def read_config(folder: SourceFolder) -> dict[str, Any]:
 
 
 def folder_fault(names: Iterable[str], place: str) -> str:
-    """Return why no policy can be opened from a folder with files of these names, "" when it can.
+    """Return why a folder with files of these names is no policy, "" if it may be one.
 
-    transformers would put adapters on top of weights that are not those of the policy.
+    A folder of adapters is refused: transformers would add them to other weights.
     """
     names = set(names)
     if _ADAPTER in names:
@@ -129,7 +129,7 @@ def folder_fault(names: Iterable[str], place: str) -> str:
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config.json with what one of several modalities says of its language model."""
+    """Return a config.json with the fields of its language model, if it has several modalities."""
     inner = config.get("text_config")
     return {**config, **inner} if isinstance(inner, dict) else config
 
@@ -137,7 +137,7 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def config_size(
     config: Mapping[str, Any], *keys: str, least: int = 1, default: int | None = None
 ) -> int:
-    """Return the first whole number that a config.json has under some keys, or raise ConfigError.
+    """Return the first whole number of a config.json under some keys, or raise ConfigError.
 
     Example:
         >>> config_size({"n_layer": 2}, "num_hidden_layers", "n_layer")
@@ -153,7 +153,7 @@ def config_size(
 
 
 def vocabulary(config: Mapping[str, Any]) -> int:
-    """Return the tokens that a model of this config.json knows; 0 where it does not say."""
+    """Return the vocabulary size in a config.json; 0 if it has none."""
     size = language_config(config).get("vocab_size")
     return size if isinstance(size, int) else 0
 
@@ -164,10 +164,11 @@ def dtype_name(config: Mapping[str, Any]) -> str:
 
 
 def context_tokens(config: Mapping[str, Any]) -> int:
-    """Return the tokens of prompt and response for which a model is the same in all that run it.
+    """Return the context length up to which a model is the same in engine and trainer.
 
-    Rotary scalings whose table depends on the length in use are another model beyond their original
-    context: keys of earlier tokens stay as they were in a cache, and are new in a trainer.
+    Rotary scalings whose table depends on the length give another model beyond their original
+    context: the cache of an engine keeps the old keys of earlier tokens, a trainer computes new
+        keys.
 
     Example:
         >>> rope = {"type": "longrope", "original_max_position_embeddings": 4096}
@@ -186,10 +187,10 @@ def context_tokens(config: Mapping[str, Any]) -> int:
 
 
 def room_fault(config_tokens: int, prompt_tokens: int, response_tokens: int, setting: str) -> str:
-    """Return why a prompt leaves no room for the longest response, "" when it does.
+    """Return why a prompt leaves no room for the longest response, "" if it does.
 
-    `config_tokens` are of `context_tokens`, or a lower limit of an engine; `setting` sets the
-    tokens of a response.
+    `config_tokens` is the result of `context_tokens`, or a lower limit of an engine. `setting` is
+    the setting of the response length.
     """
     if prompt_tokens + response_tokens <= config_tokens:
         return ""

@@ -1,7 +1,7 @@
-"""Look at a pretrained model before a run, without its weights and without torch.
+"""Inspection of a pretrained model before a run, without its weights and without torch.
 
-Configuration, tokenizer and the headers of the weights say nearly all that can go wrong later on a
-machine with accelerators; the weights themselves stay where they are.
+Configuration, tokenizer and the headers of the weights show nearly all faults that would stop a run
+later on a machine with accelerators. The weights themselves are not fetched.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _SMALL = (".json", ".txt", ".model", ".jinja")
 
 
 def inspect_model(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> None:
-    """Open the configured model and add what it is.
+    """Open the configured model and add its facts and faults to `found`.
 
-    The prompts of `found` are measured in tokens.
+    It measures the prompts of `found` in tokens.
 
     Raises:
         StoreUnavailable: the store does not answer.
@@ -95,7 +95,7 @@ def inspect_model(config: Mapping[str, Mapping[str, Any]], found: Inspection) ->
 def context_faults(
     config: Mapping[str, Mapping[str, Any]], model_config: Mapping[str, Any], prompt_tokens: int
 ) -> list[str]:
-    """Return which stages have a longest response that does not fit behind the longest prompt."""
+    """Return the stages whose longest response does not fit behind the longest prompt."""
     limit = context_tokens(model_config)
     faults = []
     for stage in ("rollout", "evaluate"):
@@ -108,7 +108,7 @@ def context_faults(
 
 
 def open_tokenizer(folder: SourceFolder, settings: ModelConfig) -> Tokenizer:
-    """Open the tokenizer of a model, whose small files alone are fetched.
+    """Open the tokenizer of a model; only the small files are fetched.
 
     Raises:
         ConfigError: no readable tokenizer, no end token or no chat template.
@@ -122,7 +122,7 @@ def open_tokenizer(folder: SourceFolder, settings: ModelConfig) -> Tokenizer:
 
 
 def add_adapter_row(settings: ModelConfig, tensors: Tensors, found: Inspection) -> None:
-    """Add how many parameters of the policy adapters train, or why its tensors can have none."""
+    """Add the number of parameters in the adapters, or the reason why adapters do not fit."""
     adapters = configured(settings)
     if adapters is None:
         return
@@ -146,7 +146,7 @@ def add_adapter_row(settings: ModelConfig, tensors: Tensors, found: Inspection) 
 
 
 def built_tensors(settings: ModelConfig) -> Tensors:
-    """Return the tensors of the policy that is built from scratch, in a folder."""
+    """Return the tensors that a policy built from scratch has in a folder."""
     width, head = settings.hidden_size, settings.head_dim
     shapes = {"model.embed_tokens": (settings.vocab_size, width), "model.norm": (width,)}
     for number in range(settings.num_layers):
@@ -169,7 +169,7 @@ def built_tensors(settings: ModelConfig) -> Tensors:
 
 
 def measure_prompts(found: Inspection, tokenizer: Tokenizer, limit: int) -> list[int]:
-    """Add how long the prompts are under the model's chat template, and return that, rising.
+    """Add the prompt lengths under the model's chat template, and return them in ascending order.
 
     `limit` is `rollout.max_prompt_tokens`, 0 for none.
     """
@@ -197,7 +197,7 @@ def measure_prompts(found: Inspection, tokenizer: Tokenizer, limit: int) -> list
 
 
 def weight_rows(folder: SourceFolder, found: Inspection) -> tuple[list[tuple[str, str]], Tensors]:
-    """Return what model it is and how large, and its tensors; `found` gets their faults.
+    """Return rows with the model's kind and size, and its tensors; `found` gets the faults.
 
     Raises:
         ConfigError: no config.json, or one that is no JSON object.

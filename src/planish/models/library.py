@@ -1,4 +1,4 @@
-"""transformers, opened without what nothing here uses."""
+"""Import of transformers without its unused dependencies."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _MATHEMATICS = re.compile(
     r"soft_?cap|multiplier|logits?_scal|scale_attn|query_pre_attn|sliding_window|partial_rotary"
     r"|clip_qkv|alibi|sink|qk_(layer_?)?norm|(attention|qkv|mlp|o)_bias|parallel_residual"
 )
-"""Names of settings that change what a decoder computes from its tensors."""
+"""Names of settings that change the computation of a decoder."""
 _READERS = {CAP: ("gemma2", "vaultgemma")}
-"""Settings that other families of transformers know and do not read, and those that do."""
+"""Settings that only some families of transformers read, and these families."""
 UNUSED = ("sklearn", "scipy")
 
 
 def load_transformers() -> Any:
-    """Import transformers with what all its models stand on.
+    """Import transformers with the base of all its models.
 
-    Where it finds scikit-learn it loads that too, with scipy and pandas, for a way of decoding that
-    no stage uses, and scipy for the loss of object detection: a quarter of the start of every
-    stage. So it does not find them.
+    If it finds scikit-learn, it imports that with scipy and pandas, for a decoding method that no
+    stage uses; it imports scipy for the loss of object detection. Both take a quarter of the start
+    of every stage, so this function hides them.
     """
     # Once loaded, transformers may have found them, and then imports them.
     is_first = "transformers" not in sys.modules
@@ -49,8 +49,8 @@ def load_transformers() -> Any:
 def unread_settings(config: Mapping[str, Any]) -> list[str]:
     """Return settings of a config.json that change the mathematics and that transformers ignores.
 
-    What is off there, or a factor of 1, changes nothing. Engines of another kind may read them, so
-    that they and the trainer would compute two models.
+    A setting that is off, or a factor of 1, changes nothing. Other engines may read the settings,
+    so that engine and trainer would compute two models.
     """
     load_transformers()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -76,7 +76,7 @@ def unread_settings(config: Mapping[str, Any]) -> list[str]:
 def model_class(config: Mapping[str, Any], heads: Sequence[str] = ("ForCausalLM",)) -> Any:
     """Return the class of transformers that a config.json names.
 
-    `heads` are the endings of the names of classes that will do.
+    `heads` are the accepted endings of the class name.
 
     Raises:
         ConfigError: this version of transformers has no such class.

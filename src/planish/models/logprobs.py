@@ -1,8 +1,7 @@
 """Log-probabilities, entropies and values of given tokens: the only place that shifts columns.
 
-What belongs to a token comes from the hidden state before it: the distribution that it was sampled
-from, and the value of the state in which it was chosen. Nothing here samples or knows a mask but
-the selection that it is given.
+The hidden state before a token gives the distribution that the token was sampled from, and the
+value of the state. Nothing here samples, or knows a mask beside the selection in its arguments.
 
 Source: entropy of the full distribution and float32 numerics as in DAPO, arXiv 2503.14476; values
 of the state before each action as in generalised advantage estimation, arXiv 1506.02438, section 2.
@@ -26,15 +25,15 @@ TOKENS_PER_CHUNK = 1024
 
 
 class VocabularyPart(Protocol):
-    """The tokens whose scores this process computes, and how parts become a whole."""
+    """The part of the vocabulary that this process scores, and the reductions over all parts."""
 
     first: int
-    """Id of the first one."""
+    """Id of the first token."""
     size: int
-    """How many there are; scores behind them are those of no token."""
+    """Number of tokens; later columns of the scores belong to no token."""
 
     def share(self, hidden: Tensor) -> Tensor:
-        """Return hidden states that all parts read; their gradient is the sum over all parts."""
+        """Return hidden states whose gradient is the sum over all parts."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Add up over all parts, without a gradient."""
@@ -52,11 +51,11 @@ class WholeVocabulary:
         self.size = size
 
     def share(self, hidden: Tensor) -> Tensor:
-        """Return what is given: nobody else reads it."""
+        """Return the input unchanged: there is no other part."""
         return hidden
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return what is given: there is no other part."""
+        """Return the input unchanged."""
         return tensor
 
     max = sum
@@ -69,14 +68,13 @@ def hidden_before(body: Any, input_ids: Tensor, packing: Packing | None, select:
         body: decoder of transformers without its head (untyped, hence Any).
         input_ids: [B, S] int64, padded on the right; padding needs no attention mask since
             attention is causal.
-        packing: computes rows end to end, without their padding, by a body whose attention
-            `packing.pack_attention` has changed, or that takes `packing` itself; None computes all
-            columns.
+        packing: computes rows end to end, without their padding. The body's attention was changed
+            by `packing.pack_attention`, or takes `packing` itself. None computes all columns.
         select: [B, S] bool; column 0 has no token before it and must be False.
 
     Returns:
-        [K, H] in the body's type, of the K selected tokens in row-major order; of a packing with a
-        context, of those that are here.
+        [K, H] in the body's type, for the K selected tokens in row-major order; under a packing
+        with a context only for this rank's tokens.
     """
     extra: dict[str, Any] = {}
     before = select.roll(-1, 1)
@@ -92,7 +90,7 @@ def hidden_before(body: Any, input_ids: Tensor, packing: Packing | None, select:
 
 
 def targets_here(input_ids: Tensor, packing: Packing | None, select: Tensor) -> Tensor:
-    """Return the selected tokens before which `hidden_before` gives the states, [K] int64."""
+    """Return the tokens of `input_ids` whose previous states `hidden_before` returns, [K] int64."""
     if packing is None or packing.context is None:
         return input_ids[select]
     return packing.take(input_ids.roll(-1, 1))[packing.take(select.roll(-1, 1))]
@@ -111,7 +109,7 @@ def joined(values: Tensor, packing: Packing | None, select: Tensor) -> Tensor:
 class TokenScorer(nn.Module):
     """A causal language model that returns log-probabilities instead of logits.
 
-    Its forward is the whole computation, so that it can be the root of a sharded module tree.
+    Its forward does the whole computation, so that it can be the root of a sharded module tree.
     The LM head runs on the selected positions only, `tokens_per_chunk` of them at a time.
     """
 
@@ -184,10 +182,10 @@ def head_dtype(config: Any) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Head:
-    """How an LM head turns hidden states into log-probabilities, beside its weights."""
+    """Settings of the step from hidden states to log-probabilities, beside the head's weights."""
 
     config: Any
-    """Of the model: its family's scaling of logits."""
+    """Configuration of the model, with its family's scaling of logits."""
     temperature: float
     vocabulary: VocabularyPart
     chunk: int
@@ -211,7 +209,7 @@ class Head:
         return places.where(is_here, 0), is_here
 
     def measure(self, targets: Tensor, products: Tensor) -> Tensor:
-        """Return what is known of [k] tokens by their [k, part] products, which are overwritten.
+        """Return statistics of [k] tokens from their [k, part] products, which are overwritten.
 
         Returns:
             [4, k] float32: log-probabilities, entropies, the largest score, and the logarithm of
@@ -309,7 +307,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class ValueScorer(nn.Module):
-    """A critic that returns the values of selected tokens; its forward is the whole computation."""
+    """A critic that returns the values of selected tokens; its forward computes everything."""
 
     def __init__(self, critic: Any) -> None:
         """Wrap a `planish.models.critic.Critic`; parameters are shared."""

@@ -1,6 +1,6 @@
-"""Low-rank adapters in a model of transformers: put in, named, and merged into its weights.
+"""Low-rank adapters in a model of transformers: adding, naming and merging.
 
-The layers are those of peft; what is trained, saved and exported is decided by their callers.
+The layers are peft's; callers decide what is trained, saved and exported.
 
 Source: LoRA, arXiv 2106.09685, section 4.1.
 """
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from planish.models.adapters import SCALE, Adapters, find_layers, is_adapter
 
 _NAME = "default"
-"""What peft calls the only adapter of a layer."""
+"""peft's name for the only adapter of a layer."""
 
 
 def add_adapters(model: nn.Module, adapters: Adapters, *, seed: Sequence[int]) -> None:
-    """Put adapters into a model, in place: the function that it computes is still the same.
+    """Add adapters to a model, in place; its outputs stay the same.
 
-    Nothing else needs gradients afterwards. A is drawn, B is 0.
+    Afterwards only adapters need gradients. A is random, B is 0.
 
-    The model is on the CPU, but for weights on `meta`, which stay there; `seed` is that of A, equal
-    on all ranks, and the global random state is left as it was.
+    The model is on the CPU, except weights on `meta`, which stay there. `seed` is that of A and
+    equal on all ranks; the global random state is not changed.
 
     Raises:
         ConfigError: the model has no such layer.
@@ -91,7 +91,7 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Add the adapters of a model to its weights, in place, and take them out of it."""
+    """Add the adapters of a model to its weights, in place, and remove them."""
     for name, module in list(model.named_modules()):
         layer: Any = module
         if hasattr(layer, "get_delta_weight"):

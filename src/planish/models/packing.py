@@ -1,9 +1,9 @@
 """Rows of a batch laid end to end, without padding, and attention that never crosses rows.
 
-Everything in a decoder but attention looks at one token at a time, so it is computed for one long
-row. Attention is given each row alone: by a kernel for rows of any length on accelerators, and in
-groups of rows of similar length elsewhere. Which of the two is decided in `attend` alone. Ranks
-that share the tokens trade them for a part of the heads there.
+A decoder computes everything but attention token by token, so it takes one long row. Attention
+takes each row alone: by a kernel for rows of any length on accelerators, and in groups of rows of
+similar length elsewhere. `attend` alone chooses between the two. There, ranks that share the tokens
+exchange them for a part of the heads.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.nn import functional
 from planish.models.shapes import CAP, PACKED_FAMILIES
 
 GROUP_SPREAD = 0.8
-"""Rows of a group are at least this share of its longest one."""
+"""Rows of a group have at least this share of the longest row's length."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """Ranks that have the same rows, and an equal part of their tokens each.
+    """Ranks that have the same rows, each with an equal part of their tokens.
 
-    Before attention each rank gives the others their heads of its tokens and gets its heads of
-    theirs; afterwards they trade back.
+    Before attention each rank exchanges heads for tokens: it gets its heads of all tokens. After
+    attention the ranks exchange back.
 
     Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3.
     """
@@ -37,11 +37,11 @@ class Context:
     group: Any
     """Process group."""
     rank: int
-    """This process in it."""
+    """Rank of this process in the group."""
     size: int
 
     def part(self, per_token: Tensor, fill: int = 0) -> Tensor:
-        """Return this rank's part of [T, ...]; `fill` stands behind the last token."""
+        """Return this rank's part of [T, ...]; `fill` pads behind the last token."""
         missing = -len(per_token) % self.size
         blank = per_token.new_full((missing, *per_token.shape[1:]), fill)
         return torch.cat([per_token, blank]).chunk(self.size)[self.rank]
@@ -65,9 +65,9 @@ class Context:
         return _trade(parts, self.group).transpose(0, 1).flatten(1, 2)
 
     def join(self, own: Tensor) -> Tensor:
-        """Return the parts of all ranks, one after the other, of this rank's [t].
+        """Concatenate the parts [t] of all ranks.
 
-        Every rank knows the gradient of all of it, and takes that of its own part.
+        Every rank has the gradient of the whole, and takes that of its own part.
         """
         every = own.new_empty(self.size * len(own))
         dist.all_gather_into_tensor(every, own.detach(), group=self.group)
@@ -99,9 +99,9 @@ class _Trade(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of a padded batch lie when its rows are laid end to end.
+    """Places of a padded batch's tokens when its rows are laid end to end.
 
-    The last token of a row is left out: no state behind it is read.
+    The last token of a row is left out, because the state behind it is not needed.
 
     Example:
         >>> packing = pack_rows(np.array([3, 2]), num_columns=4)
@@ -110,26 +110,26 @@ class Packing:
     """
 
     tokens: Tensor
-    """[T] int64, of each token its place in the flattened [B, S]."""
+    """[T] int64, the place of each token in the flattened [B, S]."""
     positions: Tensor
-    """[T] int64, of each token its column."""
+    """[T] int64, the column of each token."""
     bounds: Tensor
-    """[B + 1] int32, where rows begin and where the last one ends."""
+    """[B + 1] int32, the start of each row and the end of the last row."""
     longest: int
     """Tokens of the longest row."""
     groups: tuple[tuple[int, int], ...]
     """Rows and columns of each group of rows of similar length."""
     slots: Tensor
-    """[T] int64, of each token its place in all groups, flattened, one after the other."""
+    """[T] int64, the place of each token in the concatenation of all flattened groups."""
     context: Context | None = None
-    """Ranks that share the tokens; None: all of them are here."""
+    """Ranks that share the tokens; None: this rank has all tokens."""
 
     def own(self, per_token: Tensor, fill: int = 0) -> Tensor:
-        """Return those that are here of [T, ...]; `fill` stands for tokens that there are not."""
+        """Return this rank's tokens of [T, ...]; `fill` pads missing tokens."""
         return per_token if self.context is None else self.context.part(per_token, fill)
 
     def take(self, per_token: Tensor, fill: int = 0) -> Tensor:
-        """Return the packed tokens of [B, S, ...] that are here."""
+        """Return this rank's packed tokens of [B, S, ...]."""
         return self.own(per_token.flatten(0, 1).index_select(0, self.tokens), fill)
 
     def to(self, device: torch.device) -> Packing:
@@ -141,12 +141,12 @@ class Packing:
 def pack_rows(
     lengths: npt.NDArray[np.int64], num_columns: int, context: Context | None = None
 ) -> Packing:
-    """Return how to lay rows end to end.
+    """Return the packing of rows.
 
     Args:
         lengths: [B] int64, columns up to the last token whose score is needed, at least 2.
         num_columns: S of the padded batch.
-        context: ranks that share the tokens; None is this one alone.
+        context: ranks that share the tokens; None: this rank alone.
     """
     counts = lengths - 1
     columns = np.concatenate([np.arange(count) for count in counts])
@@ -175,11 +175,11 @@ def pack_rows(
 def attend(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None = None
 ) -> Tensor:
-    """Attend to the tokens before, in the same row.
+    """Causal attention within each row.
 
     Args:
-        query: [T, heads, head size]; of a packing with a context the tokens that are here.
-        key: as `query`, with a head for each group of heads.
+        query: [T, heads, head size]; with a context only this rank's tokens.
+        key: like `query`, with one head for each group of heads.
         value: as `key`.
         packing: of the T tokens.
         scale: of the products; None is 1 over the root of the head size.
@@ -222,10 +222,10 @@ def attend(
 
 
 def cap_attention(model: Any) -> None:
-    """Let a model of transformers whose scores of attention have a cap attend by its own lines.
+    """Switch a model with capped attention scores to transformers' eager attention.
 
-    Kernels of torch have none, and transformers takes them all the same. Its own lines hold the
-    scores of all pairs of tokens.
+    Kernels of torch have no cap, but transformers would use them. The eager attention keeps the
+    scores of all pairs of tokens in memory.
 
     Source: Gemma 2, arXiv 2408.00118, section 2 (logit soft-capping).
     """
@@ -234,7 +234,7 @@ def cap_attention(model: Any) -> None:
 
 
 def pack_attention(body: Any) -> bool:
-    """Tell the attention of a decoder of transformers to take packed rows; False where it can not.
+    """Change the attention of a transformers decoder to take packed rows; False if it cannot.
 
     From then on the decoder must be given a `packing` with every call.
 

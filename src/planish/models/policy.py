@@ -43,9 +43,9 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Types of weights in the headers of files."""
+"""Names of weight types in file headers."""
 _tokenizers: dict[tuple[tuple[str, str], ...], Tokenizer] = {}
-"""The last one that a policy had, by its files."""
+"""The tokenizer of the last policy, by its files."""
 
 
 @dataclass
@@ -53,12 +53,12 @@ class Policy:
     """A policy in memory."""
 
     model: Any
-    """Causal LM of transformers (untyped, hence Any), in evaluation mode."""
+    """Causal LM of transformers (untyped, hence Any) in evaluation mode."""
     tokenizer: Tokenizer
     version: int = 0
     """`policy_version`: the iteration after which it was exported, 0 before the first."""
     folder: Path | None = None
-    """Where it was read from; None when it was built in memory."""
+    """Folder that it was read from; None if it was built in memory."""
 
 
 def build_policy(config: ModelConfig, seed: int) -> Policy:
@@ -103,16 +103,16 @@ def build_policy(config: ModelConfig, seed: int) -> Policy:
 
 
 def name_head_dtype(config: Any, wanted: ModelConfig) -> None:
-    """Write the type of the LM head into a configuration of transformers, where it says anything.
+    """Write the type of the LM head into a configuration of transformers, if it is set.
 
-    A model without a word is computed in float32 by trainers and in its own type by engines.
+    Without it trainers compute the head in float32, and engines in the model's type.
     """
     if (wanted.dtype, wanted.head_dtype) != ("float32", "float32") or hasattr(config, "head_dtype"):
         config.head_dtype = wanted.head_dtype
 
 
 class TypedHead(nn.Linear):
-    """An LM head that computes in a type of its own, as vLLM does (`LogitsProcessor`, 0.32)."""
+    """An LM head that computes in its own type, as in vLLM (`LogitsProcessor`, 0.32)."""
 
     dtype: torch.dtype
 
@@ -138,11 +138,11 @@ def load_policy(
 ) -> Policy:
     """Load a saved policy and check every file of it against its manifest.
 
-    `dtype` is that of the weights in memory, None the saved one.
+    `dtype` is the type of the weights in memory; None takes the saved type.
 
     Raises:
         RecordError: damaged, or not a policy.
-        ObjectMissing: nothing there.
+        ObjectMissing: there is no policy.
     """
     folder, version = _fetch(pin)
     model = load_model(folder, dtype=dtype)
@@ -150,21 +150,21 @@ def load_policy(
 
 
 def frame_policy(pin: str, *, with_weights: bool) -> Policy:
-    """Open a saved policy as `empty_model` does: for those that read or load weights by parts.
+    """Open a saved policy like `empty_model`, for callers that load weights by parts.
 
     Args:
         pin: as for `load_policy`; errors are the same.
-        with_weights: also fetch and check the files of weights; else none of them is read.
+        with_weights: also fetch and check the weight files; else none of them is read.
     """
     folder, version = _fetch(pin, "" if with_weights else ".safetensors")
     return Policy(empty_model(folder), load_tokenizer(folder), version, folder)
 
 
 def policy_tokenizer(pin: str) -> Tokenizer:
-    """Open the tokenizer of a saved policy and read no weights; errors are as of `load_policy`.
+    """Open the tokenizer of a saved policy without its weights; errors are those of `load_policy`.
 
-    The next policy with the same files has the same one: the words that a tokenizer has met stay
-    in memory for as long as its thread (a cache of each model `BPE` of tokenizers 0.23).
+    A later policy with the same files gets the same tokenizer, because each tokenizer keeps a cache
+    of words in memory as long as its thread lives (`BPE` of tokenizers 0.23).
     """
     uri, digest = parse_pin(pin)
     shards = read_manifest(uri, sha256=digest).shards
@@ -234,10 +234,10 @@ def load_model(
 
 
 def empty_model(folder: Path, heads: Sequence[str] = ("ForCausalLM",)) -> Any:
-    """Return the model that config.json of a folder describes, in evaluation mode, without weights.
+    """Return the model of a folder's config.json, in evaluation mode, without weights.
 
-    Its parameters are float32 on the device `meta` and have no storage; its buffers are computed,
-    on the CPU. No file of weights is opened.
+    Its parameters are float32 on the device `meta`, without storage; its buffers are computed on
+    the CPU. No weight file is opened.
 
     Raises:
         ConfigError: as `load_model`.
@@ -279,7 +279,7 @@ register_module_parameter_registration_hook(_without_storage)  # type: ignore[ar
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Let every module that this thread builds meanwhile have its parameters on the device `meta`.
+    """Put the parameters of every module that this thread builds on the device `meta`.
 
     Modules keep the buffers that they compute, as under `include_buffers=False` of accelerate.
     """
@@ -301,19 +301,19 @@ class _Entry(NamedTuple):
 
 
 class FolderBoxes:
-    """The weights of a model of transformers by their names in memory, from `*.safetensors` files.
+    """Weights of a transformers model from `*.safetensors` files, by their names in memory.
 
-    A file is read and never mapped: of it a process holds the box that it asked for, so a rank
-    opens its part of a model that no host could hold as often as it has ranks.
+    A file is read and never mapped, so a process has only the requested box in memory. So every
+    rank of a host can open its part of a model that would not fit into the host once per rank.
 
     Source: the safetensors format: 8 bytes of length, a JSON header, the bytes of the tensors.
     """
 
     def __init__(self, folder: Path, body: tuple[str, str] = ("", "")) -> None:
-        """Read the headers of files that are whole.
+        """Read the headers of complete files.
 
-        `body` are the first letters of the names of a decoder in memory and in the files: those of
-        a critic differ.
+        `body` is the prefix of a decoder's names in memory and in the files; that of a critic
+        differs.
         """
         self._folder, self.body = folder, body
         self._config = read_model_config(folder)
@@ -334,7 +334,7 @@ class FolderBoxes:
             shapes: name in memory to the shape of the whole weight.
 
         Raises:
-            ConfigError: it does.
+            ConfigError: a weight is missing, or has another shape or type.
         """
         absent, others = [], []
         for name, shape in shapes.items():
@@ -352,7 +352,7 @@ class FolderBoxes:
             )
 
     def has(self, name: str, shape: Sizes) -> bool:
-        """Return whether the files hold a tensor of memory, such as a buffer that is saved."""
+        """Return whether the files have a tensor of the model, such as a saved buffer."""
         parts = disk_tensors(self._on_disk(name), shape, self._config)
         return all(part.name in self._entries for part in parts)
 
@@ -363,7 +363,7 @@ class FolderBoxes:
             name: in memory.
             shape: of the whole weight.
             start: first index of the box along each dimension.
-            extent: lengths of the box; one of no elements is not asked for.
+            extent: lengths of the box; it must not be empty.
         """
         found = None
         for part in disk_tensors(self._on_disk(name), shape, self._config):
@@ -433,7 +433,8 @@ def save_policy(
 ) -> Ref:
     """Write a policy from memory: model, generation config and tokenizer, then the manifest.
 
-    Weights keep their type; `attributes` are further ones of the manifest, such as `config_sha256`.
+    Weights keep their type; `attributes` are further attributes of the manifest, such as
+    `config_sha256`.
     """
     from huggingface_hub import save_torch_state_dict
 

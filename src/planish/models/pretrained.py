@@ -15,11 +15,11 @@ from planish.models.tokens import load_tokenizer
 from planish.store.sources import fetch_folder, parse_source
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""What is fetched of a model: everything that one without pickles and code needs."""
+"""Patterns of files to fetch: everything that a model without pickles and code needs."""
 
 
 def load_pretrained(settings: ModelConfig) -> Policy:
-    """Load the causal language model at `settings.path` and its tokenizer, as `load_tokenizer`.
+    """Load the causal language model at `settings.path`, and its tokenizer by `load_tokenizer`.
 
     Raises:
         ConfigError: tells what is wrong with the name or the folder, and what to do.
@@ -32,10 +32,10 @@ def load_pretrained(settings: ModelConfig) -> Policy:
 def find_folder(path: str, *, revision: str = "main", key: str = "model.path") -> Path:
     """Return the local folder of a pretrained model, fetching it from where it lies.
 
-    `revision` counts where `path` names none; `key` is the setting that gives `path`, for messages.
+    `revision` counts if `path` names none; `key` is the setting of `path`, for messages.
 
     Raises:
-        ConfigError: not a usable address, no such folder, or the hub can not give it.
+        ConfigError: not a usable address, no such folder, or the hub refuses it.
     """
     return fetch_folder(
         parse_source(path, key=key), key=key, patterns=MODEL_FILES, revision=revision
@@ -46,7 +46,7 @@ def check_folder(folder: Path) -> None:
     """Refuse a folder without configuration or without safetensors weights, and one of adapters.
 
     Raises:
-        ConfigError: names what is missing, or the pickled weights that are there instead.
+        ConfigError: names the missing files, or the pickled weights in their place.
     """
     read_model_config(folder)
     fault = folder_fault((path.name for path in folder.iterdir()), str(folder))

@@ -1,11 +1,11 @@
-"""Experts of each token in training: those that the rollout recorded, or how many would be others.
+"""Experts of each token in training: replay of the rollout's choices, or a count of differences.
 
 A router that scores two experts nearly alike chooses another one in the trainer than in the engine,
 whose kernels add in another order or precision, and the token then has another distribution. With
-replay the choice is the recorded one and only the weights of the chosen experts come from the
-present scores of the router, which so keeps its gradient.
+replay the experts are the recorded ones. Only their weights come from the current scores of the
+router, so that the router keeps its gradient.
 
-Knows the routers of transformers; for others `RoutingReplay.choose` is the only thing to call.
+This module knows the routers of transformers; other routers call `RoutingReplay.choose`.
 
 Source: Rollout Routing Replay, arXiv 2510.11370.
 """
@@ -27,8 +27,8 @@ ROUTERS: dict[str, Callable[[Tensor], Tensor]] = {
     "MixtralTopKRouter": partial(torch.softmax, dim=-1, dtype=torch.float32),
     "DeepseekV3TopkRouter": torch.sigmoid,
 }
-"""Class of transformers to what it makes of its logits [tokens, experts]. Each returns logits, the
-weights of the chosen experts, and these, [tokens, experts per token] each."""
+"""Router class of transformers to its function of the logits [tokens, experts]. Each returns the
+logits, and the weights and ids of the chosen experts, [tokens, experts per token] each."""
 
 
 class RoutingReplay:
@@ -48,9 +48,9 @@ class RoutingReplay:
         """Take the sizes of a model.
 
         Args:
-            num_layers: with experts; of all ranks.
-            num_experts: of such a layer.
-            forces: the recorded choices replace those of the routers; else they are only compared.
+            num_layers: layers with experts, on all ranks.
+            num_experts: experts of one layer.
+            forces: recorded choices replace those of the routers; else they are only compared.
         """
         self._sizes = (num_layers, num_experts)
         self._forces = forces
@@ -60,13 +60,13 @@ class RoutingReplay:
         without gradients."""
 
     def check(self, recorded: Tensor) -> None:
-        """Refuse choices that are none of this model.
+        """Refuse choices of another model.
 
         Args:
             recorded: [..., layers, experts per token] of any integer type, on the CPU.
 
         Raises:
-            RecordError: there are other layers or experts.
+            RecordError: layers or experts do not match.
         """
         layers, highest = recorded.shape[-2], int(recorded.max()) if recorded.numel() else -1
         if layers != self._sizes[0] or highest >= self._sizes[1]:
@@ -78,11 +78,11 @@ class RoutingReplay:
 
     @contextmanager
     def using(self, recorded: Tensor | None) -> Iterator[None]:
-        """Let the forward passes inside meet recorded choices.
+        """Give recorded choices to the forward passes in the block.
 
         Args:
             recorded: [tokens, layers, experts per token] of any integer type, in the order in
-                which the routers get the tokens; -1 where unknown. None is no choice.
+                which the routers get the tokens; -1 where unknown. None gives no choices.
         """
         before, self._recorded = self._recorded, recorded
         try:
@@ -91,9 +91,9 @@ class RoutingReplay:
             self._recorded = before
 
     def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Let a forward pass that is repeated in the backward pass meet the choices of the first.
+        """Give a forward pass that the backward pass repeats the choices of the first pass.
 
-        Meant as `context_fn` of torch's checkpoints: other micro-batches may come in between.
+        For `context_fn` of torch's checkpoints: other micro-batches may run in between.
         """
         return nullcontext(), self.using(self._recorded)
 
@@ -105,7 +105,7 @@ class RoutingReplay:
             own: [tokens, experts per token] int64, the choice of the router.
 
         Returns:
-            As `own`; the very tensor where nothing is replayed.
+            Like `own`; `own` itself if nothing is replayed.
         """
         learns = torch.is_grad_enabled()
         if self._recorded is None or (learns and not self._forces):
@@ -120,9 +120,9 @@ class RoutingReplay:
 
 
 def replay_in(model: Any, *, forces: bool) -> RoutingReplay:
-    """Let the routers of a model ask a new `RoutingReplay`.
+    """Make the routers of a model ask a new `RoutingReplay`.
 
-    The model is not sharded yet; `forces` is as for `RoutingReplay`.
+    Call it before the model is sharded; `forces` is that of `RoutingReplay`.
     """
     routers = [module for module in model.modules() if type(module).__name__ in ROUTERS]
     replay = RoutingReplay(
@@ -142,7 +142,7 @@ def choose_again(
     _: Any,
     given: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weigh the experts that `replay` chooses as the router weighs its own; a forward hook."""
+    """Forward hook: weigh the experts that `replay` chooses as the router weighs its own."""
     logits, weights, own = given
     chosen = replay.choose(layer, own)
     if chosen is own:

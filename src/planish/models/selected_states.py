@@ -1,11 +1,11 @@
-"""Hidden states of selected tokens by a decoder of transformers, without what nobody reads.
+"""Hidden states of selected tokens by a decoder of transformers, without unused computation.
 
-The modules of transformers compute every layer for every token. Attention of the last layer needs
-all tokens, but what comes after it (output projection, MLP, norm) is needed where a state is read:
-in reinforcement learning behind the prompt and before padding. In a small model that is a good part
-of the work. Norms are one node in the graph of gradients in place of six.
+The modules of transformers compute every layer for every token. Attention of the last layer
+needs all tokens, but the steps after it (output projection, MLP, norm) are needed only where a
+state is read: in reinforcement learning after the prompt and before padding. In a small model that
+saves a good part of the work. A norm is one node in the graph of gradients in place of six.
 
-Only in float32 on CPU, of models that are in one piece; everything else is left to the modules.
+This path runs only in float32 on CPU for unsharded models; all others take the modules.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from planish.models.packing import Packing, attend
 
 LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
-"""Classes whose computation is that below; sharding gives them other names."""
+"""Classes with the computation below; sharded classes have other names."""
 
 
 def fits(body: Any) -> bool:
-    """Return whether the lines below compute what the decoder computes."""
+    """Return whether this module computes the same as the decoder."""
     layers = list(getattr(body, "layers", []))
     weight = getattr(getattr(body, "embed_tokens", None), "weight", None)
     if not layers or weight is None or weight.dtype != torch.float32 or weight.device.type != "cpu":
@@ -50,7 +50,7 @@ def hidden_at(
         body: decoder of transformers that `fits` (untyped, hence Any).
         input_ids: [B, S] int64, padded on the right; positions are 0..S-1. Or [1, T], packed.
         where: [K] int64, places of the tokens in the flattened `input_ids`.
-        packing: how rows were packed; None: they were not.
+        packing: packing of the rows; None: not packed.
 
     Returns:
         [K, H] float32, after the final norm.

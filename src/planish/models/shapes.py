@@ -1,7 +1,7 @@
 """Sizes of a decoder from its config.json, or by the name of a known one; imports no torch.
 
-Norms, biases and routers are counted where their family has them, so that parameters are exact for
-Qwen2, Qwen3, Llama, Mistral and Mixtral.
+Norms, biases and routers count if the family has them, so parameter counts are exact for Qwen2,
+Qwen3, Llama, Mistral and Mixtral.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MEGATRON_FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """`model_type` of the models that megatron-core computes as transformers does."""
 
 PACKED_FAMILIES = frozenset({*MEGATRON_FAMILIES, "mistral"})
-"""`model_type` of decoders of transformers that compute rows that lie end to end, if told to."""
+"""`model_type` of transformers decoders that can compute packed rows."""
 
 CAP = "attn_logit_softcapping"
 """Key of config.json: scores of attention are `CAP * tanh(scores / CAP)`."""
@@ -29,7 +29,7 @@ CAP = "attn_logit_softcapping"
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What memory depends on.
+    """Sizes that determine the memory of a model.
 
     Example:
         >>> f"{known_shape('Qwen/Qwen2.5-7B').parameters:,}"
@@ -53,7 +53,7 @@ class ModelShape:
     has_qkv_bias: bool = False
     """As in Qwen2."""
     has_qk_norm: bool = False
-    """For each head, as in Qwen3."""
+    """A norm for each head, as in Qwen3."""
     family: str = ""
     """`model_type` of config.json."""
 
@@ -101,7 +101,7 @@ class ModelShape:
 
     @property
     def body_parameters(self) -> int:
-        """Parameters without an LM head of its own: what a critic copies."""
+        """Parameters without a separate LM head, as a critic copies them."""
         return self.embedding_parameters + self.layers * self.layer_parameters + self.hidden_size
 
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:
@@ -110,7 +110,7 @@ class ModelShape:
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """Return the sizes that a config.json tells.
+    """Return the sizes in a config.json.
 
     Raises:
         ConfigError: latent attention, layers of several kinds, or a size that is missing or no
@@ -149,7 +149,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def context_fault(family: str, heads: int, kv_heads: int, ranks: int) -> str:
-    """Return why so many ranks cannot share the tokens of rows of a decoder; "" when they can.
+    """Return why `ranks` ranks cannot share the tokens of a decoder's rows; "" if they can.
 
     Example:
         >>> context_fault("qwen2", 32, 8, 4), context_fault("qwen2", 32, 2, 4)

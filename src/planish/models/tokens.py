@@ -29,13 +29,13 @@ MINIMAL_CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""One token more than the text: a tiny model spends its context on the task."""
+"""It adds one token to the text, so that a tiny model spends its context on the task."""
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 ALL_ENDS = "all_eos_token_ids"
-"""Key of a policy's generation_config.json: all ends, whatever else its files name."""
+"""Key of a policy's generation_config.json for all end tokens; it overrides its other files."""
 
 PROMPT_TAIL = 32
 """Tokens at the end of a prompt that may open a thought."""
@@ -46,7 +46,7 @@ MAX_STOP_BYTES = 256
 _OPENED = re.compile(rf"(?:{OPENS})\s*$", re.IGNORECASE)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _ADDING_DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
-"""Decoders of `tokenizers` under which a text is the sum of what its tokens stand for."""
+"""Decoders of `tokenizers` whose text is the concatenation of the texts of the tokens."""
 
 
 Entry = TypeVar("Entry", int, str)
@@ -74,13 +74,13 @@ class Tokenizer:
         """Wrap `backend`, a fast tokenizer of transformers.
 
         Args:
-            backend: holds the chat template and the special tokens.
+            backend: has the chat template and the special tokens.
             eos_token_ids: further ids that end a response, e.g. of a generation config.
             stop_strings: texts that end a response with the token that completes them.
-            has_all_ends: `eos_token_ids` are all ends, whatever the backend's own is.
+            has_all_ends: `eos_token_ids` are all end tokens; the backend's own does not count.
 
         Raises:
-            ConfigError: no end token, no chat template, or stop strings that can not be used.
+            ConfigError: no end token, no chat template, or unusable stop strings.
         """
         check_stop_strings(stop_strings)
         own = [] if has_all_ends else [backend.eos_token_id]
@@ -132,7 +132,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without special tokens and without end tokens at its end.
 
-        Special tokens that open or close a thought stay.
+        It keeps special tokens that open or close a thought.
         """
         tokens = [int(i) for i in ids]
         # Not every end token is marked as special.
@@ -142,7 +142,7 @@ class Tokenizer:
         return "".join((kept or "") * len(run) or self._text(run) for kept, run in parts)
 
     def opened_thought(self, prompt_ids: Sequence[int]) -> str:
-        """Return the mark at the end of a prompt that opens a thought, "" where there is none."""
+        """Return the mark that opens a thought at the end of a prompt, "" without one."""
         found = _OPENED.search(str(self.backend.decode(list(prompt_ids[-PROMPT_TAIL:]))))
         return found[0] if found else ""
 
@@ -150,10 +150,10 @@ class Tokenizer:
         return str(self._decode(tokens, skip_special_tokens=True))
 
     def token_bytes(self) -> list[bytes]:
-        """Return what each token adds to the text in UTF-8, by id; nothing for special tokens.
+        """Return the UTF-8 bytes that each token adds to the text, by id; none for special tokens.
 
         Raises:
-            ConfigError: the text of this tokenizer is not the sum of its tokens.
+            ConfigError: the text of this tokenizer is not the concatenation of its tokens.
         """
         core = self.backend.backend_tokenizer
         steps = _decoder_steps(core)
@@ -179,7 +179,7 @@ class Tokenizer:
 
 
 def check_stop_strings(texts: Sequence[str]) -> None:
-    """Check texts that are to end responses.
+    """Check the stop strings.
 
     Raises:
         ConfigError: an empty one, or too many bytes together.
@@ -228,7 +228,7 @@ _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + place): byte for place, byte in enumerate(_OTHERS)
 }
-"""Each character that byte-level vocabularies are written in, to its byte.
+"""Byte of each character in byte-level vocabularies.
 
 Source: the vocabulary of GPT-2: printable Latin-1 stands for itself, the others follow 255.
 """
@@ -272,13 +272,13 @@ def character_tokenizer(alphabet: str, *, stop_strings: Sequence[str] = ()) -> T
 
 
 def load_tokenizer(folder: Path, settings: ModelConfig | None = None) -> Tokenizer:
-    """Open the tokenizer of a model folder; its two configs say what else ends a response.
+    """Open the tokenizer of a model folder, with the end tokens of its two configs.
 
-    None opens a folder as it is, which one that a run has exported needs. Of `settings`, the chat
-    template takes the place of the folder's own, and its variables and the date of today stand in
-    the template from then on; `stop_strings` come beside those of the generation config;
-    `end_tokens` are all tokens that end a response, and empty adds the one by which the chat
-    template closes an assistant's turn to those that the folder names.
+    None opens a folder unchanged; use it for folders that a run exported. The chat template of
+    `settings` replaces the folder's own, and the template contains its variables and today's date
+    from then on. `stop_strings` are added to those of the generation config. `end_tokens` replace
+    all end tokens. If they are empty, the token by which the chat template closes an assistant's
+    turn is added to the end tokens of the folder.
 
     Raises:
         ConfigError: no readable tokenizer, no end token or no chat template.

@@ -1,1 +1,1 @@
-"""What every stage does around its own work: arguments, logs, lock, metrics, runs of Kubeflow."""
+"""The frame of every stage: arguments, logs, lock, metrics, runs of Kubeflow."""

@@ -31,7 +31,7 @@ STAGES = {
     "checkpoint_verify": "planish.stages.reshard.verify",
     "checkpoint_retain": "planish.stages.reshard.retain",
 }
-"""Stage -> the module whose `run` does its work; imported when the stage is asked for."""
+"""Stage -> the module whose `run` does its work; imported when the stage runs."""
 
 
 def stage_run(stage: str) -> Callable[..., Any]:
@@ -42,7 +42,7 @@ def stage_run(stage: str) -> Callable[..., Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one stage and return its exit code; 2 where there is no such stage."""
+    """Run one stage and return its exit code; 2 for an unknown stage."""
     parser = argparse.ArgumentParser(
         prog="python -m planish.run", description="Run one stage of the pipeline."
     )

@@ -1,6 +1,6 @@
-"""Nodes that the runs on a root keep away from: who named them, and the affinity that does it.
+"""Nodes that the runs on a root avoid: who named them, and the node affinity of pods.
 
-It deliberately asks no cluster: whether a node of that name exists, the scheduler will know.
+It calls no cluster: only the scheduler knows whether a node of that name exists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from planish.store.documents import read_json, write_json
 logger = logging.getLogger(__name__)
 
 HOSTNAME_LABEL = "kubernetes.io/hostname"
-"""Label of a node that holds its name, where nobody has changed it."""
+"""Label of a node that has its name, unless somebody has changed it."""
 
 WHICH_RUNS = (
     "runs keep away from it whose pipeline was compiled with `--max-restarts` (`python -m "
@@ -35,24 +35,24 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class AvoidedNode:
-    """One node and who named it."""
+    """One avoided node, and who named it."""
 
     name: str
     named_by: str
     """`monitor_check`, or `operator`."""
     run_id: str = ""
-    """Run in which it was named; empty outside a cluster."""
+    """Run that named the node; empty outside a cluster."""
     iteration: int = 0
     seconds: float = 0.0
 
 
 def is_node_name(name: str) -> bool:
-    """Tell whether a machine may be the value of the label that holds a node's name."""
+    """Tell whether a machine's name may be the value of the label `HOSTNAME_LABEL`."""
     return _NAME.fullmatch(name) is not None
 
 
 def avoid(root: str, node: AvoidedNode) -> bool:
-    """Keep the following runs on a root away from a node; False: somebody named it before."""
+    """Make the following runs on a root avoid a node; False: it was named before."""
     if not is_node_name(node.name):
         raise ConfigError(
             f"a node must be named like the label `{HOSTNAME_LABEL}`, got {node.name!r}; the "
@@ -69,9 +69,9 @@ def avoid(root: str, node: AvoidedNode) -> bool:
 
 
 def avoided(root: str) -> list[AvoidedNode]:
-    """Return the nodes that are avoided, by the time at which they were named.
+    """Return the avoided nodes, in the order in which they were named.
 
-    What else lies among their marks is told and ignored.
+    Other objects among their marks are logged and ignored.
     """
     nodes = []
     for uri in store.list_uris(f"{layout.avoided_nodes(root)}/"):
@@ -83,9 +83,10 @@ def avoided(root: str) -> list[AvoidedNode]:
 
 
 def node_affinity(names: Sequence[str]) -> dict[str, Any]:
-    """Return the affinity that keeps a pod away from these nodes; empty for none.
+    """Return the affinity by which a pod avoids these nodes; empty without nodes.
 
-    One term with one requirement: terms are alternatives, so a second one would let a pod back.
+    It has one term with one requirement: terms are alternatives, so a second one would allow the
+    nodes.
     """
     if not names:
         return {}

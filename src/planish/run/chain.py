@@ -1,4 +1,4 @@
-"""What programs set of a run: the JSON of the run parameter `chain`."""
+"""Settings of a run that programs write: the JSON of the run parameter `chain`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ FIRST_UNFINISHED = -1
 
 
 class Chain(Section):
-    """Place of a run in a chain of runs on one root, and what it may build on."""
+    """Place of a run in a chain of runs on one root, and its start."""
 
     index: int = Field(default=0, ge=FIRST_UNFINISHED, lt=2**31)
     """0, 1, ...; -1 for the first unfinished place."""
     runs: int = Field(default=1, ge=1, lt=2**31)
-    """Runs of the chain; the last task submits the next one up to this number."""
+    """Number of runs in the chain; the last task of a run submits the next run up to this
+    number."""
     resume_from: str = ""
-    """Root of another run whose newest policy and state start this one, or the pin of an earlier
-    one of them; empty for none."""
+    """Root of another run whose newest policy and state start this run, or the pin of an earlier
+    policy or state; empty for none."""
     allow_config_change: bool = False
-    """Go on when the root holds another configuration."""
+    """Go on although the root has another configuration."""
     assume_autoscaling: bool = False
-    """Only warn when no node is large enough now."""
+    """Only warn if no current node is large enough."""
 
 
 def parse_chain(text: str) -> Chain:

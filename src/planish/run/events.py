@@ -1,4 +1,4 @@
-"""What happens to a run beside its records: attempts that failed, gangs, commits gone on from.
+"""Events of a run beside its records: failed attempts, gangs, resumed commits.
 
 The report draws it. Nothing here is part of a digest, and no failure here stops the work.
 """
@@ -20,9 +20,10 @@ logger = logging.getLogger(__name__)
 def record_event(
     root: str, kind: str, iteration: int, *, begin_seconds: float = 0.0, **facts: Any
 ) -> None:
-    """Write an event under the root of a run; again with the same beginning it replaces the first.
+    """Write an event under the root of a run; an event with the same start replaces the first.
 
-    `kind` is `attempt`, `gang` or `resumed`; `iteration` is 0 outside; a beginning of 0 is now.
+    `kind` is `attempt`, `gang` or `resumed`; `iteration` is 0 outside iterations; a start of 0
+    means now.
     """
     begin = begin_seconds or time.time()
     uri = layout.event(root, f"{begin:017.6f}-{kind}")
@@ -38,9 +39,9 @@ def write_aside(uri: str, document: Mapping[str, Any]) -> None:
 
 
 def record_earlier_attempt(root: str, uri: str, now: float) -> None:
-    """Record the attempt whose log entry `uri` the next one, begun at `now`, overwrites.
+    """Record an attempt before the next one, started at `now`, overwrites its log entry `uri`.
 
-    One that went well is no event.
+    A successful attempt is no event.
     """
     try:
         earlier = read_json(uri)

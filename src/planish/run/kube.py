@@ -1,7 +1,7 @@
 """The API server of Kubernetes: the one client of stages, gangs, commands and the monitor.
 
-Answers are the JSON that the server sends. A request is sent again until it is answered, as long as
-the caller's patience lasts: an API server that restarts must cost no training.
+Answers are the server's JSON. A request is retried until it is answered or the caller's patience
+ends, so that a restart of the API server costs no training.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from planish.base.errors import ClusterError, ConfigError
 logger = logging.getLogger(__name__)
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""There in every pod that has an account."""
+"""Folder of the account's files in every pod with a service account."""
 
 REQUEST_SECONDS = 20.0
 PATIENCE_SECONDS = 600.0
-"""An API server that has not answered for this long is given up."""
+"""Seconds without an answer after which a request fails."""
 STARTING_SECONDS = 30.0
-"""An API server may forbid everything for this long after it was last silent."""
+"""Seconds after a silence in which an API server may wrongly forbid everything."""
 MAX_PAUSE_SECONDS = 5.0
 PAGE_ITEMS = 500
 
@@ -56,7 +56,7 @@ class Kube:
     ) -> None:
         """Make a client by a `kubernetes.client.Configuration`; nothing is sent yet.
 
-        A request is sent again for `patience_seconds`, 0 sends it once; `namespace` is that of the
+        A request is retried for `patience_seconds`; 0 sends it once. `namespace` is that of the
         caller's objects.
         """
         from kubernetes import client
@@ -145,7 +145,7 @@ class Kube:
             pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     def find(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Do as `call`, but return None for what does not exist."""
+        """Do as `call`, but return None if the object does not exist."""
         try:
             return self.call(function, *arguments, **options)
         except ClusterError as error:
@@ -156,7 +156,7 @@ class Kube:
     def items(
         self, function: Callable[..., Any], *arguments: Any, **options: Any
     ) -> Iterator[dict[str, Any]]:
-        """Yield the items of a list, page by page; nothing for a kind that is not installed."""
+        """Yield the items of a list, page by page; none for a kind that is not installed."""
         options["limit"] = PAGE_ITEMS
         while (page := self.find(function, *arguments, **options)) is not None:
             yield from page.get("items") or ()
@@ -165,7 +165,7 @@ class Kube:
                 return
 
     def workflows(self, run_id: str) -> Iterator[dict[str, Any]]:
-        """Yield the workflows of a run: Kubeflow tells them by a label, plain Argo by its name."""
+        """Yield the workflows of a run, by label in Kubeflow and by name in plain Argo."""
         place = ("argoproj.io", "v1alpha1", self.namespace, "workflows")
         listing = self.custom.list_namespaced_custom_object
         yield from self.items(listing, *place, label_selector=f"pipeline/runid={run_id}")
@@ -173,7 +173,7 @@ class Kube:
 
 
 def request_name(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """Return a request as people call it: `read namespaced pod`, `create jobs.batch`."""
+    """Return the name of a request for people: `read namespaced pod`, `create jobs.batch`."""
     words = function.__name__.replace("_", " ")
     if not words.endswith("custom object"):
         return words

@@ -1,4 +1,4 @@
-"""The runs of a Kubeflow installation, and the names that keep a run from being started twice."""
+"""The runs of a Kubeflow installation, and unique names so that no run starts twice."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from planish.base.telemetry import redact
 from planish.run.kube import Kube, in_pod
 
 TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"
-"""Where an installation for several users mounts the token that its API asks for."""
+"""Path of the API token in pods of an installation for several users."""
 
 REQUEST_SECONDS = 20
-"""A question that is not answered within so long is given up."""
+"""Time limit of a read request."""
 WRITE_SECONDS = 120
-"""The same for what starts or changes something."""
+"""Time limit of a request that starts or changes something."""
 
 CANCELLED = {"CANCELING", "CANCELED", "CANCELLED"}
-"""States of a run that a person has ended; Kubeflow 2.17 shows them only until its next look."""
+"""States of a run that a person has ended; Kubeflow 2.17 shows them only until its next sync."""
 
 API = "ml-pipeline.kubeflow.svc.cluster.local"
-"""Name of the API's service where Kubeflow is in its own namespace."""
+"""Name of the API's service in Kubeflow's own namespace."""
 
 
 @dataclass(frozen=True)
 class KubeflowRun:
-    """A run of Kubeflow, with what is needed to start the same pipeline again."""
+    """A run of Kubeflow, with everything needed to start its pipeline again."""
 
     experiment_id: str
     parameters: Mapping[str, Any]
     service_account: str
     pipeline_root: str
-    """Where artifacts of KFP go; empty for the default."""
+    """URI for artifacts of KFP; empty for the default."""
     pipeline: Mapping[str, Any] = field(default_factory=dict)
     """Either `pipeline_version_reference` or `pipeline_spec`, as the API gave it."""
     state: str = ""
-    """State of the run now, in the words of the API; CANCELED where its workflow was terminated."""
+    """Current state of the run in the API's words; CANCELED if its workflow was terminated."""
 
 
 class KfpRuns:
     """The runs of one Kubeflow installation, by the generated client; its import takes a second.
 
-    Inside a task kfp itself has no client: it is imported in part there (`_KFP_RUNTIME`).
+    Inside a task kfp has no client, because it is imported only in part (`_KFP_RUNTIME`).
     """
 
     def __init__(self, host: str = "", *, client: Any = None) -> None:
-        """Connect to the API at a URL, else to that of this pod, or use an `ApiClient`."""
+        """Connect to the API at a URL, by default that of this pod, or use an `ApiClient`."""
         import kfp_server_api
 
         if client is None:
@@ -65,7 +65,7 @@ class KfpRuns:
         self._url = redact(client.configuration.host)
 
     def facts(self, run_id: str) -> KubeflowRun:
-        """Return how a run was started."""
+        """Return the facts of a run's start."""
         with asking(self._url):
             run = self._runs.run_service_get_run(run_id)
         runtime = run.runtime_config
@@ -88,7 +88,7 @@ class KfpRuns:
         )
 
     def find(self, name: str, experiment_id: str) -> str:
-        """Return the id of the run of that name; empty when there is none."""
+        """Return the id of the run with a name; empty if there is none."""
         predicate = {"operation": "EQUALS", "key": "display_name", "stringValue": name}
         with asking(self._url):
             answer = self._runs.run_service_list_runs(
@@ -121,7 +121,7 @@ class KfpRuns:
 
 
 def api_client(settings: Any) -> Any:
-    """Return the generated client, none of whose requests waits for ever."""
+    """Return the generated client, with a time limit on every request."""
     import kfp_server_api
 
     class Client(kfp_server_api.ApiClient):  # type: ignore[misc]
@@ -136,7 +136,7 @@ def api_client(settings: Any) -> Any:
 
 @contextlib.contextmanager
 def asking(url: str) -> Iterator[None]:
-    """Turn what the server refuses into ConfigError, and its failures into ClusterError."""
+    """Turn refusals of the server into ConfigError, and its failures into ClusterError."""
     from kfp_server_api import ApiException
     from urllib3.exceptions import HTTPError
 
@@ -172,7 +172,7 @@ def was_terminated(run_id: str) -> bool:
 
 
 def authorise(settings: Any, token: str = "") -> None:
-    """Let a client carry a token; without one, that which Kubeflow mounts in its pods, if any."""
+    """Give a client a token, by default the one that Kubeflow mounts in its pods, if any."""
     mounted = Path(os.environ.get("KF_PIPELINES_SA_TOKEN_PATH", TOKEN_FILE))
     if token or mounted.is_file():
         settings.api_key_prefix["authorization"] = "Bearer"
@@ -182,7 +182,7 @@ def authorise(settings: Any, token: str = "") -> None:
 def api_url() -> str:
     """Return the URL of the API that this pod belongs to.
 
-    `KF_PIPELINES_ENDPOINT` where it is set, else the service of the pod's own namespace, which
+    It is `KF_PIPELINES_ENDPOINT` if set, else the service of the pod's own namespace, which
     Kubernetes names in the environment, else the service in the namespace `kubeflow`.
     """
     beside = os.environ.get("ML_PIPELINE_SERVICE_HOST", "")

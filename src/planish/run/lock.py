@@ -1,9 +1,9 @@
-"""Who runs on a root now: a lock that is taken over at once when its holder is gone.
+"""The lock of a root: it names the run that uses the root, and is free once its holder ends.
 
-Each holder creates one small object with the next number, which the store creates only once, so of
-two runs at the same moment one succeeds. A lock is free when its holder has ended, or has written
-that the following run is submitted. It keeps two runs off one root; it does not order the tasks of
-one run.
+Each holder creates one small object with the next number. The store creates an object only once, so
+one of two simultaneous runs succeeds. A lock is free when its holder has ended, or has written that
+the following run is submitted. It prevents two runs on one root; it does not order the tasks of one
+run.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from planish.store.processes import process_line, process_space, process_start
 logger = logging.getLogger(__name__)
 
 STALE_SECONDS = 600.0
-"""A lock without heartbeat for so long is free where nothing tells whether its holder lives."""
+"""Seconds without heartbeat after which a lock is free, if its holder cannot be checked."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """What holds a lock: a run of the cluster, or a process of one machine."""
+    """Holder of a lock: a run of the cluster, or a process of one machine."""
 
     kind: Literal["local", "cluster"]
-    """`cluster` where the task knows its run id."""
+    """`cluster` if the task knows its run id."""
     run_id: str = ""
     host: str = ""
     space: str = ""
-    """Boot of the machine and its process-id namespace: where `pid` means something."""
+    """Boot of the machine and its process-id namespace, in which `pid` is valid."""
     pid: int = 0
     started: int = 0
-    """Start of that process in clock ticks since boot: tells it from a later one with its id."""
+    """Start of that process in clock ticks since boot: a later process with its id has another
+    start."""
 
     def describe(self) -> str:
-        """Return words for an error message."""
+        """Return a description for an error message."""
         if self.kind == "cluster":
             return f"run {self.run_id} of the cluster"
         return f"process {self.pid} on {self.host}"
@@ -56,9 +57,9 @@ class Lock:
     """One generation of the lock of a root."""
 
     generation: int
-    """1, 2, ...; 0 when nobody has held it."""
+    """1, 2, ...; 0 if the lock never had a holder."""
     holder: Holder | None
-    """None when nobody holds it."""
+    """None if the lock never had a holder."""
     heartbeat_seconds: float
 
 
@@ -76,10 +77,10 @@ def _is_stage_process(pid: int) -> bool:
 
 
 def current_holder() -> Holder:
-    """Return who this process works for.
+    """Return the holder for which this process works.
 
-    In a cluster that is the run; on one machine the process that runs the pipeline: the nearest
-    ancestor that is not itself a stage or the shell that the local runner starts a stage with.
+    In a cluster it is the run. On one machine it is the process that runs the pipeline: the nearest
+    ancestor that is neither a stage nor the shell by which the local runner starts a stage.
     """
     run_id = os.environ.get("RUN_ID", "")
     if run_id:
@@ -107,7 +108,7 @@ def is_alive(holder: Holder) -> bool | None:
 
 
 def read_lock(root: str) -> Lock:
-    """Return the newest generation of the lock; RecordError: it is not one of ours."""
+    """Return the newest generation of the lock; RecordError: another program wrote the object."""
     generations = store.list_uris(layout.locks(root))
     names = [uri.rpartition("/")[2].removesuffix(".json") for uri in generations]
     newest = max((int(name) for name in names if name.isdecimal()), default=0)
@@ -165,7 +166,7 @@ def check_free(
 def refuse_stranger(root: str, me: Holder) -> None:
     """Refuse a run that never had the lock of a root which another run uses (RootInUse).
 
-    A run of a cluster is also refused where the others have ended: what lies there is theirs.
+    A run of a cluster is refused even if the other runs have ended: the records belong to them.
     """
     lock = read_lock(root)
     generations = range(lock.generation, 0, -1)
@@ -183,10 +184,10 @@ def acquire(
     alive: Callable[[Holder], bool | None] = is_alive,
     now: float | None = None,
 ) -> Lock:
-    """Take the lock of a root, or keep it, and return the generation that is held now.
+    """Take the lock of a root, or keep it, and return the current generation.
 
     Raises:
-        RootInUse: another run holds it, or took it at this very moment.
+        RootInUse: another run has it, or took it at this moment.
     """
     now = time.time() if now is None else now
     lock = check_free(root, me, alive=alive, now=now)
@@ -216,10 +217,9 @@ def _words(holder: Holder | None) -> str:
 
 
 def hand_over(root: str, me: Holder) -> bool:
-    """Let the run that follows take the lock although this one has not quite ended; tell if it held
-    it.
+    """Let the next run take the lock before this run has ended; return whether it had the lock.
 
-    Only the last tasks of a run may say so: nothing of it writes anything that trains afterwards.
+    Only the last tasks of a run may call it: no later task of the run may write training data.
     """
     lock = read_lock(root)
     if lock.holder != me:
@@ -230,12 +230,12 @@ def hand_over(root: str, me: Holder) -> bool:
 
 
 def is_handed_over(root: str, lock: Lock) -> bool:
-    """Tell whether the holder of this generation has said that another run follows."""
+    """Tell whether the holder of this generation has handed the lock over."""
     return store.exists(layout.handover_file(root, lock.generation))
 
 
 def beat(root: str, me: Holder) -> bool:
-    """Renew the heartbeat of a lock that `me` holds; returns whether it does."""
+    """Renew the heartbeat of the lock of `me`; return whether `me` still has it."""
     lock = read_lock(root)
     if lock.holder != me:
         return False

@@ -1,6 +1,6 @@
 """The rollout shards of one task: with fewer tasks than shards, each runs several in turn.
 
-The first task of an iteration also evaluates the policy, where the configuration asks for it.
+The first task of an iteration also evaluates the policy, if the configuration says so.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def run(
 ) -> None:
     """Run the shards `shard`, `shard + num_tasks`, ...; each writes its own records and log.
 
-    An attempt after one that was cut off finds the finished shards done and goes on behind them.
-    The arguments are those of the stage; `rollouts` and `metrics` are of the last of these shards.
+    A retry after an interrupted attempt skips finished shards.
+    The arguments are those of the stage; `rollouts` and `metrics` are those of the last shard.
     """
     sample = stage_run("rollout")
     for index in range(shard, num_shards, num_tasks):

@@ -1,4 +1,4 @@
-"""What a process does when it is asked to end: one exception, a limit, and nothing left behind.
+"""End of a process on a signal: one exception, a time limit, and no processes left behind.
 
 It reads the process table of Linux; elsewhere it finds no descendants.
 """
@@ -18,22 +18,22 @@ from planish.base.startup import ENDING
 from planish.store.processes import process_line
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Kubernetes sends the first, a keyboard the second, a terminal that goes away the third."""
+"""Kubernetes sends the first, Ctrl-C the second, a closed terminal the third."""
 
 STOP_VARIABLE = "PLANISH_STOP_SECONDS"
 STOP_SECONDS = float(os.environ.get(STOP_VARIABLE, "25"))
 """What was asked to stop does so within this time; Kubernetes kills it after 30 s, the grace of a
 pod that names none. Ranks of a gang have more, which their `planish.run.gang.node` tells them."""
 RUN_STOP_SECONDS = STOP_SECONDS + 10.0
-"""A task of a run here gets so long, its stage and what clears up after it together."""
+"""Time limit of a local task to stop, for its stage and its cleanup together."""
 POLL_SECONDS = 0.1
 
 Process = tuple[int, int]
-"""Process id and start in clock ticks since boot, which tells it from a later one with its id."""
+"""Process id and start in clock ticks since boot; a later process with its id has another start."""
 
 
 class Terminated(SystemExit):
-    """A signal asked this process to end; its code becomes the exit code unless it is caught."""
+    """A signal ends this process; `code` becomes the exit code unless it is caught."""
 
     def __init__(self, number: int, code: int) -> None:
         is_keyboard = number == signal.SIGINT
@@ -45,10 +45,10 @@ class Terminated(SystemExit):
 
 @contextlib.contextmanager
 def unwrapped(told: Sequence[Terminated]) -> Iterator[None]:
-    """Raise what a signal has told in place of an error with which the block ends after it.
+    """Raise the error of a signal in place of a later error of the block.
 
-    Libraries make errors of their own of what a handler raises within them: pydantic of whatever a
-    serializer raises, and `torch.tensor` even without a cause.
+    Libraries replace an exception that a handler raises within them: pydantic in serializers, and
+    `torch.tensor` even without a cause.
     """
     try:
         yield
@@ -62,7 +62,7 @@ def unwrapped(told: Sequence[Terminated]) -> Iterator[None]:
 def on_signal(act: Callable[[int], None]) -> Iterator[None]:
     """Call `act` with the number of the first signal of `STOP_SIGNALS`; later ones are ignored.
 
-    Outside the main thread, where Python handles no signals, nothing changes.
+    Outside the main thread, where Python handles no signals, it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -90,10 +90,10 @@ def on_signal(act: Callable[[int], None]) -> Iterator[None]:
 def stops_with(code: int) -> Iterator[Sequence[Terminated]]:
     """Raise `Terminated` in the main thread at a signal; end anyway after `STOP_SECONDS`.
 
-    Yields what signals have told so far, for `unwrapped`.
+    Yields the list of signals so far, for `unwrapped`.
 
-    Every write of a stage is whole or absent, so any place of the work is a safe one. What holds
-    the process longer (a rank that waits for its peers, a store that does not answer) is cut off.
+    Every write of a stage is complete or absent, so the process may stop anywhere. Calls that take
+    longer (a rank that waits for its peers, a store that does not answer) are cut off.
     """
     # Of all queues only this one may be used by a handler that has interrupted its own use.
     asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -142,7 +142,7 @@ def _descendants(table: dict[int, tuple[int, Process]]) -> set[Process]:
 
 
 def end_descendants(limit_seconds: float) -> None:
-    """Ask all that this process has started, and what they have, to end; kill what stays."""
+    """Send SIGTERM to all descendants of this process, and kill those that stay."""
     deadline = time.monotonic() + limit_seconds
     asked: set[Process] = set()
     while True:

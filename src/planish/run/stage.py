@@ -1,4 +1,4 @@
-"""What every stage does around its own work: configuration, logs, outputs, exit codes.
+"""The frame of every stage: configuration, logs, outputs, exit codes.
 
 It knows nothing of any single stage. KFP components and `stage_main` call the same `run` of a
 stage.
@@ -49,12 +49,12 @@ from planish.store.documents import read_json
 logger = logging.getLogger(__name__)
 
 LOCAL_RUN = "PLANISH_LOCAL_RUN"
-"""Variable with the name of a run on one machine, which has no id of a cluster."""
+"""Variable with the name of a local run, which has no id of a cluster."""
 SectionT = TypeVar("SectionT", bound=Section)
 
 
 class Artifact(Protocol):
-    """An input or output of a stage; the artifacts of KFP meet it."""
+    """An input or output of a stage; artifacts of KFP meet this protocol."""
 
     path: str
     metadata: dict[str, Any]
@@ -71,19 +71,19 @@ class PathArtifact:
 
 @dataclass
 class Outcome:
-    """What a stage hands back to its surroundings."""
+    """The result of a stage."""
 
     refs: dict[str, Ref] = field(default_factory=dict)
-    """Output artifact name to the Ref that is written there."""
+    """Output artifact name to its Ref."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Scalars for the `metrics` artifact, else the facts of the first one, and the stage log."""
+    """Scalars for the `metrics` artifact, else for the first artifact, and for the stage log."""
     documents: dict[str, str] = field(default_factory=dict)
-    """Output artifact name to the text (HTML, Markdown) that is written there."""
+    """Output artifact name to its text (HTML, Markdown)."""
     values: dict[str, str | int] = field(default_factory=dict)
     already_done: bool = False
-    """The output stood there finished, nothing was computed."""
+    """The output existed already; the stage computed nothing."""
     failure: PlanishError | None = None
-    """Raised when the outputs are written: they help people although the task has failed."""
+    """Error to raise after the outputs are written, which help people although the task failed."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Context:
     """Resolved tables, as in `run.json`."""
     config_sha256: str
     run: Mapping[str, Any]
-    """All of `run.json`; empty where the stage runs without one."""
+    """Content of `run.json`; empty if the stage runs without one."""
 
     @property
     def seed(self) -> int:
@@ -112,7 +112,7 @@ class Context:
 
 
 def read_ref(artifact: Artifact) -> Ref:
-    """Read the Ref that an input artifact holds; RecordError: no such file, or no Ref."""
+    """Read the Ref in an input artifact; RecordError: no such file, or no Ref."""
     try:
         return Ref.from_json(Path(artifact.path).read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -123,7 +123,7 @@ def read_ref(artifact: Artifact) -> Ref:
 
 
 def read_run(root: str) -> dict[str, Any]:
-    """Read `run.json`; ObjectMissing: the root is new; ConfigError: it holds no configuration."""
+    """Read `run.json`; ObjectMissing: the root is new; ConfigError: it has no configuration."""
     uri = layout.run_file(root)
     remedy = "choose a new root"
     try:
@@ -158,16 +158,16 @@ def load_run(root: str, digest: str) -> dict[str, Any]:
 
 
 def is_stopped(root: str, iteration: int) -> bool:
-    """Tell whether this iteration was skipped because of the stop file."""
+    """Tell whether the stop file skips this iteration."""
     uri = layout.stopped_file(root, iteration)
     return store.exists(uri)
 
 
 def mark_stopped(root: str, iteration: int) -> bool:
-    """Look for the stop file before an iteration begins; note it so that later stages agree.
+    """Look for the stop file before an iteration begins; record it so that later stages agree.
 
     Returns:
-        True when this iteration must pass its inputs through.
+        True if this iteration must pass its inputs through.
     """
     if is_stopped(root, iteration):
         return True
@@ -226,10 +226,10 @@ def _failed_file(context: Context) -> str:
 
 
 def refuse_known_failure(context: Context, places: Sequence[str] | None = None) -> None:
-    """End at once when an earlier attempt of the same run failed for good.
+    """End at once if an earlier attempt of the same run failed permanently.
 
     Raises:
-        ConfigError: one of the markers `places` says so; by default that of the task.
+        ConfigError: one of the markers `places` exists; by default that of the task.
     """
     run_id = _run_id()
     if not run_id:
@@ -244,7 +244,7 @@ def refuse_known_failure(context: Context, places: Sequence[str] | None = None) 
 
 
 def mark_failure(context: Context, error: BaseException) -> None:
-    """Write the marker of a task that failed for a reason that no retry mends."""
+    """Write the marker of a permanently failed task."""
     uri = _failed_file(context)
     marker = {"config_sha256": context.config_sha256, "run_id": _run_id()}
     marker["error"] = redact(str(error))
@@ -261,14 +261,14 @@ def execute(
     iteration: int = 0,
     shard: int = 0,
 ) -> Outcome:
-    """Run `work` as one task of a run and write what it hands back.
+    """Run `work` as one task of a run and write its result.
 
     Args:
         stage: name of the stage.
-        work: does the work; gets the facts of the task.
+        work: function that does the work, with the facts of the task as argument.
         root: URI of the run, without a slash at the end.
-        config_sha256: digest of the configuration; None where the stage must run without one.
-        outputs: output artifacts by name; `metrics` gets the scalars, without it the first one.
+        config_sha256: digest of the configuration; None if the stage must run without one.
+        outputs: output artifacts by name; `metrics` gets the scalars, or else the first artifact.
         iteration: 1, 2, ... inside iterations, else 0.
         shard: index among the parallel tasks of the stage.
 
@@ -333,7 +333,7 @@ def execute(
 
 
 def stage_parser(run: Callable[..., Any], prog: str | None = None) -> argparse.ArgumentParser:
-    """Return the command line of a stage, made of the signature of its `run`."""
+    """Return the parser of a stage's command line, made from the signature of its `run`."""
     hints = typing.get_type_hints(run)
     doc = inspect.getdoc(run) or ""
     parser = argparse.ArgumentParser(prog=prog, description=doc.partition("\n")[0])
@@ -368,7 +368,7 @@ def stage_main(
     """Call a stage's `run` with the options of `stage_parser`, output parameters as JSON to
     `--values`.
 
-    Every failure leaves by SystemExit with its own code.
+    Every failure raises SystemExit with its own code.
     """
     arguments = vars(stage_parser(run, prog).parse_args(argv))
     values_path = arguments.pop("values")

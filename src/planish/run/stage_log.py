@@ -23,7 +23,7 @@ from planish.store.processes import process_start
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 60.0
-"""How often the log lines go to the store; the pages of KFP lose them when a run is terminated."""
+"""Seconds between two uploads of log lines; KFP's pages lose them when a run is terminated."""
 
 
 def process_age_seconds() -> float:
@@ -33,14 +33,14 @@ def process_age_seconds() -> float:
 
 
 _has_begun = False
-"""A task of this process has begun: only the first one waited for its start."""
+"""A task of this process has begun: only the first task waited for the process to start."""
 
 EARLIER = "earlier"
-"""Key of an entry in progress for that of the attempt which has done the work before."""
+"""Key, in an entry in progress, of the entry of the attempt that did the work before."""
 
 
 def earlier_success(uri: str) -> dict[str, Any] | None:
-    """Return the entry of the attempt that did the work of a task; None where none has."""
+    """Return the entry of the attempt that did the work of a task; None without one."""
     try:
         entry = read_json(uri)
     except (PlanishError, OSError):
@@ -85,7 +85,7 @@ class StageLog:
         self._shipper = threading.Thread(target=self._ship, name="stage-log", daemon=True)
 
     def __enter__(self) -> StageLog:
-        """Begin to collect and ship log lines."""
+        """Begin to collect and upload log lines."""
         global _has_begun
         _has_begun = True
         logging.getLogger().addHandler(self._lines)
@@ -100,7 +100,7 @@ class StageLog:
         self._flush()
 
     def give_up(self) -> None:
-        """Stop writing: the store has just failed, and each further try would wait for it."""
+        """Stop writing: the store has just failed, and each further try would wait again."""
         self._gave_up = True
 
     def _ship(self) -> None:
@@ -126,7 +126,7 @@ class StageLog:
     def write(self, state: str, **facts: Any) -> None:
         """Write the state (`running`, `done`, `failed`) with more facts.
 
-        One that found the work done leaves times, metrics and lines of the attempt that did it.
+        An attempt that found the work done keeps times, metrics and lines of the earlier attempt.
         """
         if self._gave_up:
             return

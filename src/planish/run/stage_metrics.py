@@ -1,7 +1,7 @@
-"""Metrics of one task for the monitoring server: what it works on, its progress, its scalars.
+"""Metrics of one task for the monitoring server: its stage, its progress, its scalars.
 
-Off unless `PLANISH_METRICS_PORT` is set, which is a fact of the place where a task runs and no part
-of its configuration. Nothing is pushed: the metrics are served to whoever scrapes them.
+Off unless `PLANISH_METRICS_PORT` is set; it belongs to the machine of a task and not to its
+configuration. Nothing is pushed: a server offers the metrics to scrapers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PORT_VARIABLE = "PLANISH_METRICS_PORT"
 """First TCP port to try; several processes of one machine take the ports after it."""
 
 LAST_SCRAPE_VARIABLE = "PLANISH_METRICS_LAST_SCRAPE_SECONDS"
-"""How long a finished task waits for its last numbers to be scraped; one that has lasted longer and
-was never scraped does not wait."""
+"""Longest wait of a finished task for a scrape of its last numbers. A task that ran longer than
+this and was never scraped does not wait."""
 
 ITERATION_LIMIT_VARIABLE = "PLANISH_ITERATION_LIMIT_SECONDS"
-"""How long an iteration may last under the timeouts of its profile."""
+"""Time limit of an iteration under the timeouts of its profile."""
 
 LOCAL_RANK_VARIABLE = "LOCAL_RANK"
 
@@ -55,7 +55,7 @@ SCALARS: Mapping[str, Mapping[str, str]] = {
         "routing_disagreement": "planish_train_routing_disagreement_ratio",
     },
 }
-"""Stage to its scalars that are shown, each with the name of its gauge."""
+"""Stage to its published scalars, each with the name of its gauge."""
 
 
 PHASES = {
@@ -74,7 +74,7 @@ own_rank = ""
 """Number of this process among all of its task; empty where the launcher's is the same."""
 
 _is_served = False
-"""A task of this process serves its metrics, those of the tasks inside it among them."""
+"""A task of this process already serves metrics, also for the tasks inside it."""
 
 
 def show_phase(name: str) -> None:
@@ -94,10 +94,10 @@ class StageMetrics:
     """The metrics of one task, served from `open` until the block ends."""
 
     def __init__(self, stage: str, iteration: int, rank: int | None = None) -> None:
-        """Bind the facts; nothing is served yet.
+        """Store the facts; serving begins later.
 
-        `rank` is that of a process that a launcher started, which has the first port; the process
-        `i` of a machine has the one `i + 1` after it.
+        `rank` is that of a process under a launcher. The launcher has the first port; process `i`
+        of a machine has the port `i + 1` after it.
         """
         self._stage, self._iteration, self._rank = stage, iteration, rank
         self._server: telemetry.MetricsServer | None = None
@@ -110,9 +110,9 @@ class StageMetrics:
         return self
 
     def open(self) -> None:
-        """Serve from now on, if the environment names a port.
+        """Start to serve, if the environment names a port.
 
-        Of tasks side by side that of the main thread is shown.
+        If tasks run side by side, it shows that of the main thread.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -132,7 +132,7 @@ class StageMetrics:
         self.serve()
 
     def serve(self) -> None:
-        """Serve from now on whatever this process tells, unless a task around this one does."""
+        """Start to serve the metrics of this process, unless an outer task serves them."""
         global _is_served
         port = int(_number(PORT_VARIABLE, 0))
         if not port or _is_served:
@@ -152,7 +152,7 @@ class StageMetrics:
         logger.warning("no free port for metrics first=%d tried=%d", first, NUM_PORTS)
 
     def publish(self, scalars: Mapping[str, float]) -> None:
-        """Show the scalars of the outcome, and count those that are no finite numbers."""
+        """Publish the scalars of the outcome, and count those that are not finite."""
         bad = sum(not math.isfinite(value) for value in scalars.values())
         telemetry.count("planish_stage_nonfinite_total", bad)
         for name, gauge in SCALARS.get(self._stage, {}).items():
@@ -169,7 +169,7 @@ class StageMetrics:
         self._has_news = True
 
     def fail(self, code: int) -> None:
-        """Count the end with an error."""
+        """Count a failed task."""
         telemetry.count("planish_stage_failures_total", code=str(code))
         self._has_news = True
 
@@ -179,7 +179,7 @@ class StageMetrics:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Let the last numbers be scraped, then stop serving."""
+        """Wait for a scrape of the last numbers, then stop serving."""
         global _is_served
         if self._shows_phase:
             show_phase("waiting")

@@ -1,4 +1,4 @@
-"""Reward, train and checkpoint as one task: three pods and drivers less in an iteration."""
+"""Reward, train and checkpoint as one task, which saves three pods and drivers per iteration."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from planish.run.stage import Artifact, PathArtifact
 
 
 class Pins(NamedTuple):
-    """Output parameters of a task that trains; the next one starts from them."""
+    """Output parameters of a task that trains; the next task starts from them."""
 
     policy_pin: str
     """Pinned URI of the exported policy."""
     state_pin: str
-    """Pinned URI of the new train state; what came in where nothing was trained."""
+    """Pinned URI of the new train state; the input state if nothing was trained."""
 
 
 def run(
@@ -31,7 +31,7 @@ def run(
 ) -> Pins:
     """Run three stages in turn; each writes its own records and its own log.
 
-    An attempt after one that was cut off finds the finished stages done and goes on behind them.
+    A retry after an interrupted attempt skips finished stages.
     The arguments are those of the stages.
     """
     of_iteration: dict[str, Any] = {

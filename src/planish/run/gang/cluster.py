@@ -1,4 +1,4 @@
-"""What a stage that submits gangs asks of the API server."""
+"""Requests of a stage that submits gangs to the API server."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from planish.run.kube import PATIENCE_SECONDS, REQUEST_SECONDS, Kube, in_pod
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 60
-"""A watch is renewed after so long, so that an event that was lost delays nothing for longer."""
+"""Seconds after which a watch is renewed; a lost event delays nothing for longer."""
 POLL_SECONDS = 5.0
-"""Pause between two requests where watching fails."""
+"""Pause between two requests if watching fails."""
 LOG_LINES = 60
 
 PERMISSIONS: tuple[tuple[str, str, str], ...] = (
@@ -40,12 +40,12 @@ RESOURCES: dict[Launcher, tuple[str, str, str]] = {
     "job": ("batch", "v1", "jobs"),
     "trainjob": ("trainer.kubeflow.org", "v1alpha1", "trainjobs"),
 }
-"""Group, version and plural of what a job is, by who makes its pods."""
+"""Group, version and plural of a gang's job, by launcher."""
 TRAINER_PERMISSIONS = tuple(
     ("trainer.kubeflow.org", "trainjobs", verb) if group == "batch" else (group, resource, verb)
     for group, resource, verb in PERMISSIONS
 )
-"""The same where Kubeflow Trainer makes the jobs."""
+"""The same permissions if Kubeflow Trainer makes the jobs."""
 
 
 class GangCluster(Kube):
@@ -60,7 +60,7 @@ class GangCluster(Kube):
         launcher: Launcher = "job",
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        """Make a client for the gangs of a pod of that name, by a `kubernetes` configuration."""
+        """Make a client for the gangs of the named pod, by a `kubernetes` configuration."""
         super().__init__(settings, namespace, patience_seconds=patience_seconds)
         self.pod, self.launcher = pod, launcher
 
@@ -77,7 +77,7 @@ class GangCluster(Kube):
         return cls.connect(pod=pod, launcher=launcher)
 
     def with_other_launcher(self) -> GangCluster:
-        """Return the same namespace, seen by who makes jobs of the other kind."""
+        """Return a client of the same namespace for the other launcher."""
         other = copy.copy(self)
         other.launcher = "job" if self.launcher == "trainjob" else "trainjob"
         return other
@@ -106,7 +106,7 @@ class GangCluster(Kube):
 
     @property
     def jobs(self) -> tuple[str, str, str, str]:
-        """Where the jobs are: group, version, namespace and plural."""
+        """Path of the jobs: group, version, namespace and plural."""
         group, version, plural = RESOURCES[self.launcher]
         return group, version, self.namespace, plural
 
@@ -116,7 +116,7 @@ class GangCluster(Kube):
         return pod
 
     def create_job(self, manifest: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Create a job and return it; None where there is one of its name."""
+        """Create a job and return it; None if its name exists."""
         create = self.custom.create_namespaced_custom_object
         try:
             job: dict[str, Any] = self.call(create, *self.jobs, manifest)
@@ -132,7 +132,7 @@ class GangCluster(Kube):
         return job
 
     def create_service(self, manifest: Mapping[str, Any]) -> bool:
-        """Create a service; False where there is one of its name."""
+        """Create a service; False if its name exists."""
         try:
             self.call(self.core.create_namespaced_service, self.namespace, manifest)
         except ClusterError as error:
@@ -142,14 +142,14 @@ class GangCluster(Kube):
         return True
 
     def service(self, name: str) -> dict[str, Any] | None:
-        """Return a service as it is now; None where there is none."""
+        """Return the current service; None if there is none."""
         found: dict[str, Any] | None = self.find(
             self.core.read_namespaced_service, name, self.namespace
         )
         return found
 
     def job(self, name: str) -> dict[str, Any] | None:
-        """Return a job as it is now; None where there is none."""
+        """Return the current job; None if there is none."""
         found: dict[str, Any] | None = self.find(
             self.custom.get_namespaced_custom_object, *self.jobs, name
         )
@@ -164,19 +164,19 @@ class GangCluster(Kube):
     def delete_job(self, name: str) -> None:
         """Delete a job, and with it pods and service, unless it is gone already.
 
-        A Job is there until its pods are gone. A TrainJob is not: while it is there, its controller
-        makes the pods again that are deleted below it.
+        A Job exists until its pods are gone. A TrainJob is deleted before its pods, because its
+        controller would create deleted pods again.
         """
         policy = "Foreground" if self.launcher == "job" else "Background"
         body = {"propagationPolicy": policy}
         self.find(self.custom.delete_namespaced_custom_object, *self.jobs, name, body=body)
 
     def wait_for_change(self, job: Mapping[str, Any], seconds: float) -> None:
-        """Wait until a job differs from what was read, at most so long and `WATCH_SECONDS`.
+        """Wait until a job changes, at most `seconds` and at most `WATCH_SECONDS`.
 
-        An API server that can not be watched is asked again after `POLL_SECONDS`. One that has been
-        started anew has forgotten the version of a job that has not changed since (410): it is
-        watched from what it has now.
+        If the API server cannot be watched, the next request follows after `POLL_SECONDS`. A
+        restarted server may not know the version of an unchanged job (410): then the watch starts
+        from the current state.
         """
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
@@ -218,7 +218,7 @@ class GangCluster(Kube):
         return list(self.items(listing, self.namespace, label_selector=selector))
 
     def log(self, pod: str) -> str:
-        """Return the last lines of a pod's log; why there are none where it cannot be read."""
+        """Return the last lines of a pod's log, or the reason why it cannot be read."""
         read = self.core.read_namespaced_pod_log
         try:
             return str(self.call(read, pod, self.namespace, tail_lines=LOG_LINES))

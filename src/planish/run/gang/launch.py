@@ -1,9 +1,9 @@
-"""Submit a gang or attach to it, wait for its end, and leave nothing of it behind.
+"""Submit a gang or attach to it, wait for its end, and delete it.
 
-The name of a gang is a digest of what only one may do at a time, so whoever comes to submit it
-again finds the gang that is there: a living one is waited for, a finished one is read, one that has
-failed, or that does the work in another way, makes way. The next one is made when no pod of it is
-there any more.
+The name of a gang is a digest of work that only one gang may do at a time, so a stage that submits
+it again finds the existing gang. It waits for a running gang and reads a finished one. It deletes a
+gang that has failed, or that does the work with other settings, and creates the next gang when no
+pod of the old one exists.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from planish.run.gang.manifests import (
 logger = logging.getLogger(__name__)
 
 GONE_SECONDS = 0.5
-"""Pause between two looks at what is being deleted."""
+"""Pause between two checks of objects under deletion."""
 LAST_SECONDS = 5.0
-"""How long a stage that has failed tries to delete its gang; its owner reference does it else."""
+"""Seconds for which a failed stage tries to delete its gang; else the owner reference deletes
+it."""
 
 Job = Mapping[str, Any]
 
@@ -42,13 +43,13 @@ Job = Mapping[str, Any]
 def run_gang(cluster: GangCluster, gang: Gang, *, before: Callable[[], None]) -> None:
     """Run a gang to its end.
 
-    `before` is called before a new gang is made, and not where there is one to wait for.
+    `before` is called before a new gang is created, and not if a gang exists to wait for.
 
     Raises:
-        ConfigError: a job or a service of somebody else has the name, or the cluster takes no such
+        ConfigError: another owner's job or service has the name, or the cluster refuses the
             job.
-        PeerLost: a pod failed or was taken away, or the deadline has passed; the gang is gone.
-        ClusterError: the API server does not answer any more; the gang goes on.
+        PeerLost: a pod failed or was evicted, or the deadline has passed; the gang is deleted.
+        ClusterError: the API server stopped answering; the gang goes on.
     """
     job = submit(cluster, gang, before)
     try:
@@ -66,10 +67,10 @@ def run_gang(cluster: GangCluster, gang: Gang, *, before: Callable[[], None]) ->
 
 
 def submit(cluster: GangCluster, gang: Gang, before: Callable[[], None]) -> Job:
-    """Return the job of a gang, a new one or the one that is there.
+    """Return the job of a gang, new or existing.
 
     Raises:
-        ConfigError: a job of somebody else has the name.
+        ConfigError: another owner's job has the name.
     """
     pod, others, is_told = cluster.own_pod(), cluster.with_other_launcher(), False
     while True:
@@ -115,7 +116,7 @@ def submit(cluster: GangCluster, gang: Gang, before: Callable[[], None]) -> Job:
 
 
 def serve(cluster: GangCluster, gang: Gang, job: Job) -> None:
-    """Give the pods of a job their host names."""
+    """Create the service that gives the pods of a job their host names."""
     while not cluster.create_service(service_manifest(gang, job)):
         service = cluster.service(gang.name)
         if service is None:
@@ -129,7 +130,7 @@ def serve(cluster: GangCluster, gang: Gang, job: Job) -> None:
 
 
 def check_own(gang: Gang, kind: str, found: Mapping[str, Any]) -> None:
-    """Raise ConfigError if an object that has the name of a gang is of somebody else."""
+    """Raise ConfigError if an object with the name of a gang belongs to another owner."""
     seen = (found["metadata"].get("labels") or {}).get(GANG_LABEL, "")
     if seen != gang.own_labels[GANG_LABEL]:
         raise ConfigError(
@@ -140,7 +141,7 @@ def check_own(gang: Gang, kind: str, found: Mapping[str, Any]) -> None:
 
 
 def ended(job: Job) -> Mapping[str, str]:
-    """Return the condition of the end of a job; empty while it goes on."""
+    """Return the condition by which a job ended; empty while it runs."""
     for condition in job.get("status", {}).get("conditions") or ():
         if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
             end: Mapping[str, str] = condition
@@ -152,7 +153,7 @@ def wait(cluster: GangCluster, gang: Gang, job: Job) -> Mapping[str, str]:
     """Wait for the end of a job and return its last condition.
 
     Raises:
-        PeerLost: the job is gone.
+        PeerLost: the job was deleted.
     """
     uid, shown = job["metadata"]["uid"], (-1, -1)
     deadline = time.monotonic() + deadline_of(cluster.own_pod())
@@ -178,7 +179,7 @@ def wait(cluster: GangCluster, gang: Gang, job: Job) -> Mapping[str, str]:
 
 
 def failure(cluster: GangCluster, gang: Gang, end: Mapping[str, str]) -> PeerLost:
-    """Log what the first pod that failed has printed, and return the error for the stage."""
+    """Log the output of the first failed pod, and return the error for the stage."""
     reason = f"{end.get('reason', '')} {end.get('message', '')}".strip()
     failed = []
     for pod in cluster.pods(gang.digest):
@@ -204,10 +205,10 @@ def failure(cluster: GangCluster, gang: Gang, end: Mapping[str, str]) -> PeerLos
 def remove(
     cluster: GangCluster, gang: Gang, *, patience_seconds: float, waits: bool = True
 ) -> None:
-    """Delete a gang and wait until its pods are gone, as long as the API server answers.
+    """Delete a gang and wait until its pods are gone, while the API server answers.
 
-    What stays is deleted with the pod of the stage, which owns it. Pods that do not end in their
-    time, as on a machine that is off, are waited for by whoever submits the next gang.
+    The rest is deleted with the pod of the stage, which owns it. The stage that submits the next
+    gang waits for pods that do not end in time, as on a machine that is off.
     """
     deadline = time.monotonic() + 2 * GRACE_SECONDS
     patience, cluster.patience_seconds = cluster.patience_seconds, patience_seconds

@@ -1,7 +1,7 @@
-"""What a gang is as objects of Kubernetes: an Indexed Job of one pod per machine, and a Service.
+"""Kubernetes objects of a gang: an Indexed Job with one pod per machine, and a Service.
 
-The pods are cast from the pod of the stage that submits them: its image, variables, volumes,
-tolerations, and the nodes that it keeps away from. It deliberately asks no API server.
+The pods copy the pod of the stage that submits them: its image, variables, volumes,
+tolerations, and the nodes to avoid. This module calls no API server.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ GANG_ENV = "PLANISH_GANG"
 """Variable of a pod that submits gangs: `GangPods` as JSON, written when a pipeline is compiled."""
 
 RUN_LABEL = "pipeline/runid"
-"""Of every pod of a run, by Kubeflow, and of every job of one, by us."""
+"""Label of a run: Kubeflow sets it on pods, this program sets it on jobs."""
 STAGE_LABEL = "planish/stage"
-"""Of every pod and job of ours."""
+"""Label with the stage, on all pods and jobs of this program."""
 GANG_LABEL = "planish/gang"
-"""Of the job, its service and its pods: digest of what only one gang may do at a time."""
+"""Label of job, service and pods: digest of the work that only one gang may do at a time."""
 WORK_ANNOTATION = "planish/work"
-"""Of the job: digest of all that the gang does."""
+"""Annotation of the job: digest of the gang's whole work."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 KEEP_SECONDS = 3600
-"""A gang that has ended, and that nobody reads, is deleted after so long."""
+"""Seconds after which an ended gang that no stage has read is deleted."""
 GRACE_SECONDS = 60
-"""Time of a pod between the request to end and its end."""
+"""Seconds of a pod between SIGTERM and SIGKILL."""
 LONGEST_SECONDS = 86_400
 """Deadline of a gang whose stage has none."""
 CONTAINER_FIELDS = ("image", "imagePullPolicy", "envFrom", "resources", "securityContext")
@@ -49,27 +49,27 @@ POD_FIELDS = (
     *("affinity", "imagePullSecrets", "nodeSelector", "priorityClassName", "runtimeClassName"),
     *("schedulerName", "securityContext", "serviceAccountName", "tolerations"),
 )
-"""What a pod of a gang has from the pod of its stage."""
+"""Fields that a pod of a gang copies from the pod of its stage."""
 NOT_COPIED = ("ARGO_", "KFP_", GANG_ENV)
-"""First letters of variables that are about the pod of the stage itself."""
+"""Prefixes of variables that describe the pod of the stage itself and are not copied."""
 
 
 class Network(Section):
-    """How the pods of a gang reach each other beside the network of pods; none of it by default."""
+    """Network of a gang's pods beside the pod network; empty by default."""
 
     resources: dict[str, str] = Field(default_factory=dict)
     """Devices of each pod, such as `rdma/hca_shared_devices_a = "1"`."""
     capabilities: list[str] = Field(default_factory=list)
-    """Of Linux, such as `IPC_LOCK`, by which a process may register memory for RDMA."""
+    """Linux capabilities such as `IPC_LOCK`, by which a process may register memory for RDMA."""
     host_network: bool = False
     """The pods have the addresses of their nodes."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Variables, such as `NCCL_IB_HCA`."""
+    """Environment variables, such as `NCCL_IB_HCA`."""
 
     def join(self, pods: dict[str, Any]) -> None:
         """Add this to the JSON of a `GangPods`, in place.
 
-        A TrainJob takes resources and variables alone; for it the rest stands in its runtime.
+        A TrainJob takes only resources and variables; put the rest into its runtime.
         """
         container = pods["container"]
         for kind in ("requests", "limits"):
@@ -87,7 +87,7 @@ class Network(Section):
 
 @dataclass(frozen=True)
 class GangPods:
-    """How many pods a gang of the profile has, and what of each differs from the stage's pod.
+    """Number of pods in a gang of the profile, and their differences from the stage's pod.
 
     Example:
         >>> GangPods.parse('{"num_nodes": 4, "container": {"resources": {}}}').num_nodes
@@ -99,17 +99,18 @@ class GangPods:
     gpus: int = 0
     """GPUs of one pod."""
     container: Raw = field(default_factory=dict)
-    """Fields of the container that replace those of the stage's; mounts and capabilities are added
-    to its own, and variables where it lacks them."""
+    """Fields that replace those of the stage's container; mounts and capabilities are added to
+    its own, and variables that it lacks."""
     spec: Raw = field(default_factory=dict)
-    """The same of the pod; volumes, tolerations and labels of nodes are added to its own."""
+    """Fields that replace those of the pod; volumes, tolerations and node labels are added to its
+    own."""
 
     @classmethod
     def parse(cls, text: str) -> GangPods:
-        """Read the value of `GANG_ENV`; empty for pods like that of the stage.
+        """Read the value of `GANG_ENV`; empty means pods like that of the stage.
 
         Raises:
-            ConfigError: another release has compiled the pipeline, with other fields.
+            ConfigError: another release with other fields has compiled the pipeline.
         """
         try:
             return cls(**json.loads(text or "{}"))
@@ -121,7 +122,7 @@ class GangPods:
 
     @classmethod
     def of_this_pod(cls) -> GangPods | None:
-        """Return those that this pod's profile names; None for a profile that trains in one pod."""
+        """Return those of this pod's profile; None for a profile that trains in one pod."""
         text = os.environ.get(GANG_ENV, "")
         return cls.parse(text) if text else None
 
@@ -137,26 +138,25 @@ class Gang:
     """
 
     digest: str
-    """sha256 of what only one gang may do at a time: all of them have one name, whoever submits
-    them."""
+    """sha256 of the work that only one gang may do at a time; it makes the name of the gang."""
     num_nodes: int
-    """Pods, each on a machine of its own where it takes all GPUs of one."""
+    """Number of pods; pods that take all GPUs of a machine run on separate machines."""
     num_processes: int
     """Ranks of each pod."""
     words: Sequence[str]
     """Module and arguments of each rank."""
     work: str = ""
-    """sha256 of all that it does; one of the same digest and other work makes way for it."""
+    """sha256 of the whole work; a gang with the same name and other work is deleted."""
     pods: GangPods = field(default_factory=GangPods)
-    """How its pods differ from that of the stage."""
+    """Differences of its pods from the pod of the stage."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Of all objects, beside those that every gang has."""
+    """Labels of all objects, beside those of every gang."""
     annotations: Mapping[str, str] = field(default_factory=dict)
-    """Of its pods."""
+    """Annotations of its pods."""
     queue: str = ""
-    """Queue of Kueue that lets it start; empty starts it at once."""
+    """Queue of Kueue that admits it; empty starts it at once."""
     launcher: Launcher = "job"
-    """What it is as an object."""
+    """Kind of its job."""
 
     @property
     def name(self) -> str:
@@ -184,10 +184,10 @@ class Gang:
 def job_manifest(gang: Gang, pod: Raw) -> dict[str, Any]:
     """Return the Indexed Job of a gang, or its TrainJob.
 
-    One pod that ends badly, or is taken away, ends the whole gang: the retry of the stage starts
-    the next one. No pod is replaced.
+    If one pod fails or is evicted, the whole gang ends, and the retry of the stage starts the next
+    gang. No pod is replaced.
 
-    `pod` is that of the stage, as the API server gives it; it owns the job.
+    `pod` is the stage's pod from the API server; it owns the job.
     """
     metadata = job_metadata(gang, pod)
     if gang.launcher == "trainjob":
@@ -217,7 +217,7 @@ def job_manifest(gang: Gang, pod: Raw) -> dict[str, Any]:
 
 
 def job_metadata(gang: Gang, pod: Raw) -> dict[str, Any]:
-    """Return name, labels, work and owner of the job of a gang, whatever its kind."""
+    """Return name, labels, work and owner of the job of a gang, for both launchers."""
     queued = {QUEUE_LABEL: gang.queue} if gang.queue else {}
     return {
         "name": gang.name,
@@ -228,15 +228,15 @@ def job_metadata(gang: Gang, pod: Raw) -> dict[str, Any]:
 
 
 def deadline_of(pod: Raw) -> int:
-    """Return the seconds that a gang has: those of the pod of its stage."""
+    """Return the deadline of a gang in seconds: that of its stage's pod."""
     return int(pod["spec"].get("activeDeadlineSeconds", LONGEST_SECONDS))
 
 
 def train_job_manifest(gang: Gang, pod: Raw, metadata: Raw) -> dict[str, Any]:
     """Return the TrainJob of a gang.
 
-    What a TrainJob can not say stands in the runtime: no pod is replaced, none asks the API server,
-    and there is a deadline. A priority class may stand there too.
+    The runtime sets what a TrainJob cannot: pods are not replaced, do not call the API server, and
+    have a deadline. It may set a priority class too.
     """
     spec = pod_spec(gang, pod["spec"])
     (container,) = spec["containers"]
@@ -277,9 +277,9 @@ def train_job_manifest(gang: Gang, pod: Raw, metadata: Raw) -> dict[str, Any]:
 
 
 def service_manifest(gang: Gang, job: Raw) -> dict[str, Any]:
-    """Return the headless Service that gives pods their host names; it goes with its job.
+    """Return the headless Service that gives pods their host names; it is deleted with its job.
 
-    Of a run it has no label: another run may take over the job.
+    It has no label of a run, because another run may take over the job.
     """
     labels = {name: value for name, value in gang.own_labels.items() if name != RUN_LABEL}
     owner = {"apiVersion": "batch/v1", "kind": "Job", **owned_by(job)}
@@ -302,12 +302,12 @@ def service_manifest(gang: Gang, job: Raw) -> dict[str, Any]:
 
 
 def owned_by(owner: Raw) -> dict[str, str]:
-    """Return name and uid of an owner as an ownerReference has them."""
+    """Return an ownerReference with name and uid of an owner."""
     return {"name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}
 
 
 def pod_spec(gang: Gang, own: Raw) -> dict[str, Any]:
-    """Return the spec of a gang's pod: that of the stage's pod, with what the profile replaces."""
+    """Return the spec of a gang's pod: the stage's pod with the fields of the profile."""
     named = [each for each in own["containers"] if each["name"] == "main"]
     container = (named or own["containers"])[0]
     projected = {each["name"] for each in own.get("volumes", ()) if "projected" in each}

@@ -1,7 +1,7 @@
 """One machine of a gang: torchrun, with the exit code of the rank that failed first.
 
-torchrun as a program ends with 1 whatever a rank ended with, and a scheduler could not tell
-what may be tried again.
+The program torchrun always ends with 1, so a scheduler could not tell whether a retry
+may help.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from planish.run.signals import STOP_VARIABLE
 logger = logging.getLogger(__name__)
 
 SIGNALLED = 128
-"""A process that a signal has ended counts as this and the number of the signal, as in a shell."""
+"""Exit code of a process that a signal ended, less the number of the signal, as in a shell."""
 
 
 def main(argv: Sequence[str]) -> int:
