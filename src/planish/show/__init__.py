@@ -1,1 +1,1 @@
-"""Print what lies under a store URI as tables: `planish show`."""
+"""Print the content of a store URI as tables: `planish show`."""

@@ -1,4 +1,4 @@
-"""Find out what a URI is and print it."""
+"""The command `planish show`: detect the kind of a URI and print its content."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DOCUMENT_LIMIT_BYTES = 16 << 20
 
 
 def show(text: str, console: Console, *, rows: int) -> None:
-    """Print what is at a URI, a pin or a path; `rows` of a record set in full."""
+    """Print the content of a URI, a pin or a path; `rows` rows of a record set in full."""
     if not text.strip():
         raise ConfigError(
             f"what to show must be a URI or a path, got {text!r}; a dot is the working directory"
@@ -38,7 +38,7 @@ def show(text: str, console: Console, *, rows: int) -> None:
 
 
 def tables_of(uri: str, digest: str | None, *, rows: int) -> list[RenderableType]:
-    """Return what to print for `uri`."""
+    """Return the tables for `uri`."""
     if store.exists(uri):
         data = store.read(uri, 0, _DOCUMENT_LIMIT_BYTES)
         seen = hashlib.sha256(data).hexdigest()

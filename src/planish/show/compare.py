@@ -1,6 +1,6 @@
-"""Lay the curves of several runs over each other on one page: `planish compare`.
+"""Overlay the curves of several runs on one page: `planish compare`.
 
-It reads what the report of each run is drawn from, and changes nothing below their roots.
+It reads the data of each run's report, and changes nothing below the roots.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from planish.stages.report.text import number, one_line, percent, seconds
 from planish.store import normal_uri
 
 COLORS = ("blue", "orange", "teal", "red", "violet", "slate")
-"""Keys of the palette for the runs in their order; the lines of a second six are dashed."""
+"""Keys of the palette for the runs in their order; from the seventh run on lines are dashed."""
 MAX_RUNS = 2 * len(COLORS)
 
 HELD_OUT = Panel(
@@ -54,7 +54,7 @@ CHARTS = (
     *(replace(_OF_THE_REPORT[title], from_zero=False) for title in _TITLES),
     SECONDS,
 )
-"""In the order of the page; those of the report with the first of their curves."""
+"""Charts in the order of the page; charts of the report show their first curve."""
 
 
 class Run(NamedTuple):
@@ -69,7 +69,7 @@ class Run(NamedTuple):
 def run(
     options: argparse.Namespace, progress: Callable[[str, int, int], None]
 ) -> Iterator[Table | str]:
-    """Write the page, and yield the outcomes and where it lies."""
+    """Write the page, and yield the outcomes and the path of the page."""
     roots = [normal_uri(root) for root in options.roots]
     if not 2 <= len(set(roots)) == len(roots) <= MAX_RUNS:
         raise ConfigError(f"roots must be 2 to {MAX_RUNS} different ones, got {', '.join(roots)}")
@@ -88,13 +88,13 @@ def run(
 
 
 def default_names(roots: Sequence[str]) -> list[str]:
-    """Return the fewest last parts of the roots that tell them apart."""
+    """Return names of the roots: as few last parts as make them distinct."""
     cuts = (["/".join(root.split("/")[-n:]) for root in roots] for n in itertools.count(1))
     return next(names for names in cuts if len(set(names)) == len(roots))
 
 
 def read(root: str) -> ReportFacts:
-    """Return what the curves of a run are drawn from; the run may go on meanwhile."""
+    """Return the data for the curves of a run; the run may go on meanwhile."""
     try:
         read_run(root)
     except ObjectMissing:
@@ -132,7 +132,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
-    """Draw what at least two runs have measured."""
+    """Return the charts that at least two runs have data for."""
     found = []
     for panel in CHARTS:
         points = [points_of(run.facts, panel) for run in runs]
@@ -153,7 +153,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def points_of(facts: ReportFacts, panel: Panel) -> Mapping[int, float]:
-    """Return iteration or policy version -> value of a run, by iteration; none where unknown."""
+    """Return iteration or policy version -> value of a run; empty if unknown."""
     if panel is HELD_OUT:
         return {mark.x: mark.y for mark in held_out(facts)}
     if panel is SECONDS:
@@ -172,7 +172,7 @@ def settings(facts: ReportFacts) -> dict[str, str]:
 
 
 def outcomes(facts: ReportFacts) -> dict[str, str]:
-    """Return the key numbers of a run by their labels; empty where unknown."""
+    """Return the key numbers of a run by their labels; empty if unknown."""
     found = {
         f"{score} {when}": score_cell(scalars, score)
         for score in ("accuracy", "greedy")
@@ -188,6 +188,6 @@ def outcomes(facts: ReportFacts) -> dict[str, str]:
 
 
 def rows_of(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """Return a row for each key: it, and what each column has there."""
+    """Return a row for each key: the key, and its value in each column."""
     keys = dict.fromkeys(key for column in columns for key in column)
     return [[key, *(column.get(key) or "-" for column in columns)] for key in keys]

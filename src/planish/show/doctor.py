@@ -1,4 +1,4 @@
-"""What this machine has: packages by extra, devices, servers and tools."""
+"""Inventory of this machine: packages by extra, devices, servers and tools."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ TOOLS = {
     "docker": "builds the images",
     "kubectl": "talks to a cluster",
 }
-"""Program -> what it is for."""
+"""Program -> its use."""
 
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([a-z-]+)['\"]")
 
 
 @dataclass(frozen=True)
 class MachineFact:
-    """One line of the answer."""
+    """One finding."""
 
     what: str
     state: str
-    """`ok`, `absent` (fine unless wanted) or `wrong` (must be mended)."""
+    """`ok`, `absent` (fine unless needed) or `wrong` (must be mended)."""
     detail: str
     """Versions, counts, or the remedy."""
 
@@ -103,7 +103,7 @@ def devices() -> list[MachineFact]:
 
 
 def servers() -> list[MachineFact]:
-    """Return whether the S3 server of the environment answers, and which test server is built."""
+    """Return whether the environment's S3 server answers, and which test servers are built."""
     own = Path.cwd() / ".cache" / "bin" / "minio"
     path = shutil.which("minio") or (str(own) if own.is_file() else "")
     state, detail = ("ok", path) if path else ("absent", "only tests need it: make servers")

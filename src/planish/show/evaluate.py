@@ -1,7 +1,8 @@
 """The command `planish evaluate`: scores of a model on evaluation sets, without a run.
 
-The stages do the work in this process. They leave a root as a run does, with the configuration, the
-prompts, the imported policy and the evaluations, and find there what an earlier call has finished.
+The stages do the work in this process. They write a root like that of a run, with the
+configuration, the prompts, the imported policy and the evaluations, and reuse what an earlier call
+has finished.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from planish.stages.evaluate.stage import Scored
 
 INSPECTED = ("curate", "engine", "evaluate", "model", "run")
-"""Sections that count; the others are those of a training."""
+"""Sections that are inspected; the others are those of a training."""
 OF_SETS = {
     "dataset_map": "columns: prompt=question,answer=label",
     "hub_config": "configuration name on the hub",
@@ -31,18 +32,18 @@ OF_SETS = {
     "prompt_prefix": "before each problem",
     "prompt_suffix": "behind each problem",
 }
-"""Settings of every set of the command line, and what they are."""
+"""Settings of every set of the command line, with their help texts."""
 OF_EVALUATION: dict[str, tuple[type, str]] = {
     "max_response_tokens": (int, "of the longest response (default 20480)"),
     "temperature": (float, "of the sampled responses (default: of the policy's run, else 1)"),
     "top_p": (float, "nucleus of the sampled responses (default: of the policy's run, else 1)"),
     "max_prompts": (int, "of each set, the first by id (default all)"),
 }
-"""Settings of `[evaluate]` with an option, beside the number of samples."""
+"""Settings of `[evaluate]` that have an option, beside the number of samples."""
 
 
 def add_commands(commands: Any) -> None:
-    """Add the command to the subparsers of `planish`, whose class argparse keeps to itself."""
+    """Add the command to the subparsers of `planish` (argparse does not export their class)."""
     parser = commands.add_parser("evaluate", help="measure a model on evaluation sets")
     parser.add_argument("model", help="folder, hub id, s3://, https:// or pinned policy of a run")
     parser.add_argument(
@@ -75,7 +76,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, progress: Callable[[str, int, int], None]) -> Iterator[Any]:
-    """Measure what is not measured yet, and yield warnings, the root and the table of scores."""
+    """Compute missing evaluations, and yield warnings, the root and the table of scores."""
     from planish.base.config import config_sha256
     from planish.records.refs import is_pin
     from planish.stages.curate.stage import make_sets
@@ -111,7 +112,7 @@ def run(options: argparse.Namespace, progress: Callable[[str, int, int], None]) 
 
 
 def configuration(options: argparse.Namespace, path: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the resolved settings, and warnings about model and data, which are opened."""
+    """Open model and data; return the resolved settings and warnings about both."""
     from planish.base.config import merge, resolve_config
     from planish.base.errors import ConfigError
     from planish.stages.curate.config import KNOWN_SETS
@@ -147,7 +148,7 @@ def configuration(options: argparse.Namespace, path: str) -> tuple[dict[str, Any
 
 
 def folder_stamp(path: str) -> str:
-    """Return what tells a changed folder of this machine; empty for other addresses."""
+    """Return a stamp that changes with a local folder; empty for other addresses."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return ""
@@ -169,7 +170,7 @@ def open_root(root: str, config: Mapping[str, Mapping[str, Any]], stamp: str) ->
 
 
 def score_table(rows: Sequence[tuple[Scored, float]]) -> Table:
-    """Return the scores of all sets; errors are standard errors of sampling, prompts held fixed."""
+    """Return the scores of all sets; errors are standard errors over samples, for fixed prompts."""
     first = rows[0][0].report.scalars
     passes = [name for name in first if name.startswith("pass@") and name != "pass@1"]
     passes.sort(key=lambda name: int(name[5:]))

@@ -127,7 +127,7 @@ def _lines(text: str) -> list[RenderableType]:
 
 
 def document_tables(uri: str, data: bytes) -> list[RenderableType]:
-    """Return a report as tables, any other JSON or text as it is."""
+    """Return a report as tables, and any other JSON or text unchanged."""
     try:
         raw: Any = json.loads(data)
     except (ValueError, RecursionError):
@@ -159,7 +159,7 @@ def document_tables(uri: str, data: bytes) -> list[RenderableType]:
 
 
 def folder_tables(uri: str) -> list[RenderableType]:
-    """Return the sets and objects below a folder that is none itself."""
+    """Return the sets and objects below a folder that is no set itself."""
     rows: list[list[Any]] = []
     for name in store.list_uris(uri):
         if name.endswith("/manifest.json"):

@@ -29,9 +29,9 @@ RECORDS: dict[str, type[Record]] = {
 PARQUET_MAGIC = b"PAR1"
 
 _SHOWN_TEXTS = 4
-"""Different texts of a column that are named."""
+"""Number of different texts of a column that are shown."""
 _COUNTED_TEXTS = 1_000_000
-"""Different texts of a column that are counted."""
+"""Number of different texts of a column that are counted."""
 
 
 def manifest_tables(uri: str, manifest: Manifest) -> list[RenderableType]:
@@ -159,7 +159,7 @@ def parquet_tables(uri: str, *, rows: int) -> list[RenderableType]:
 
 
 def file_tables(uri: str, manifest: Manifest) -> list[RenderableType]:
-    """Return the files of a set, and what the safetensors among them hold."""
+    """Return the files of a set, and the tensors of safetensors files."""
     files = [[s.name, bytes_text(s.bytes), s.sha256[:12]] for s in manifest.shards]
     tables: list[RenderableType] = [table("files", "name", "size", "sha256", rows=files)]
     tensors = [

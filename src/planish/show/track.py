@@ -1,8 +1,8 @@
 """Write the curves of a run to TensorBoard, MLflow or Weights & Biases: `planish track`.
 
-A follower reads the records that stages have written anyway: update reports, evaluations and
-stage logs. It runs beside a run or after it, slows no stage, and what becomes of it changes
-nothing in the run.
+A follower reads the records that stages write anyway: update reports, evaluations and stage
+logs. It runs beside a run or after it. It slows no stage, and its failures never affect the
+run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = "tracker/1"
 TRACKER_SECONDS = 600.0
-"""The longest that a tracker may keep the others waiting by answers that trickle."""
+"""Time limit of a tracker with slow answers, for which the other trackers wait."""
 SHARDED = "rollout"
-"""The stage whose tasks have curves of their own."""
+"""The stage whose tasks have separate curves."""
 WITHOUT_CURVES = ("prepare", "evaluate", "next", "report")
 """Stages whose log entries show nothing of the training; evaluations have reports."""
 _TOLD = {"stage", "state", "iteration", "start_seconds", "seconds"}
 _FOREIGN = re.compile(r"[^A-Za-z0-9_./ -]")
-"""What a name in MLflow must not have."""
+"""Characters that a name in MLflow must not have."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Source:
 
     root: str
     key: str
-    """Below the root, and what tells it from an earlier one there."""
+    """Path below the root, with a mark that differs from an earlier record there."""
     uri: str
     seconds: float
     """Unix time of its end."""
     entry: Mapping[str, Any]
-    """Of the stage log; none for an evaluation."""
+    """Entry of the stage log; none for an evaluation."""
 
     def points(self) -> Iterator[Point]:
         """Return the values of the record."""
@@ -92,7 +92,7 @@ class RunReader:
         """As the last look saw it: the report is written; a task has failed for good."""
 
     def config(self) -> dict[str, Any]:
-        """Return the settings of the run by dotted name; ObjectMissing where none has begun."""
+        """Return the settings of the run by dotted name; ObjectMissing if no run has begun."""
         run = read_json(layout.run_file(self.root))
         return {
             f"{section}.{key}": value
@@ -101,7 +101,7 @@ class RunReader:
         }
 
     def look(self) -> list[Source]:
-        """Return all records that are there, in the order of their ends."""
+        """Return all existing records, in the order of their ends."""
         entries = dict(self._ended)
         for uri in store.list_uris(f"{layout.logs(self.root)}/"):
             if uri.endswith(".json") and uri not in entries:
@@ -129,7 +129,7 @@ class RunReader:
         return sorted(sources, key=lambda source: source.seconds)
 
     def evaluations(self, entries: Iterable[Mapping[str, Any]]) -> Iterator[Source]:
-        """Return the evaluations, each with the end of the task that made it where that is told."""
+        """Return the evaluations, each with the end time of its task, if known."""
         ends: dict[float, float] = {}
         for entry in entries:
             if entry["stage"] == "evaluate" and entry["state"] == "done":
@@ -143,10 +143,10 @@ class RunReader:
 
 
 class Follower:
-    """Brings one tracker to where a run is; what it has written stands below the run's root."""
+    """Writes a run to one tracker; its progress is stored below the run's root."""
 
     def __init__(self, reader: RunReader, target: str, tracker: Tracker) -> None:
-        """Read where an earlier follower of `target` has stopped, of which a digest is stored."""
+        """Read the stored progress of earlier followers of `target`, which a digest names."""
         self._reader, self._tracker = reader, tracker
         digest = hashlib.sha256(target.encode()).hexdigest()[:12]
         self._uri = f"{layout.trackers(reader.root)}/{digest}.json"
@@ -160,9 +160,9 @@ class Follower:
             self._written = set(state["written"])
 
     def advance(self) -> int:
-        """Write what is new; return how many values that were.
+        """Write new values; return their number.
 
-        Whatever the package of a tracker raises, a later call tries again.
+        If the package of a tracker raises, a later call tries again.
         """
         new = [source for source in self._reader.look() if source.key not in self._written]
         if not new:
@@ -185,7 +185,7 @@ class Follower:
         return len(points)
 
     def close(self) -> None:
-        """Let go of the tracker."""
+        """Close the tracker."""
         if self._is_open:
             reader = self._reader
             self._tracker.close(has_ended=reader.has_ended, has_failed=reader.has_failed)
@@ -200,10 +200,10 @@ def _passes(error: BaseException | None) -> bool:
 
 
 def track(options: argparse.Namespace) -> str:
-    """Follow a run as the command line says; return one line about what was written.
+    """Follow a run by the options of the command line; return one line with the result.
 
     Raises:
-        ObjectMissing: no run has begun at the root, and none is waited for.
+        ObjectMissing: no run has begun at the root, and the command does not wait for one.
         BackendUnavailable: a tracker did not answer; the same command goes on.
     """
     root = normal_uri(options.root)

@@ -1,7 +1,7 @@
-"""Where `planish track` writes a run: TensorBoard, MLflow and Weights & Biases.
+"""Targets of `planish track`: TensorBoard, MLflow and Weights & Biases.
 
-Each takes the same points and keeps no state but the identifier of its run, so that a follower
-that was killed goes on where it was.
+Each takes the same points and keeps no state but the identifier of its run, so that a killed
+follower goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ class Point:
     """One value of one curve."""
 
     name: str
-    """`group/metric`; a group has one meaning of `step`."""
+    """`group/metric`; within a group `step` has one meaning."""
     step: int
-    """Iteration, optimizer step or policy version, as the group says."""
+    """Iteration, optimizer step or policy version, by group."""
     value: float
     """May be NaN or infinite, as in the record."""
     seconds: float
 
 
 class Tracker:
-    """One place that a run is written to."""
+    """One target for the curves of a run."""
 
     run_id = ""
-    """Names the run there; given back when a follower starts again."""
+    """Identifier of the run at the target; a restarted follower passes it again."""
 
     def open(self, run_id: str, config: Mapping[str, Any]) -> None:
-        """Begin a run with its settings by dotted name, or continue that of an earlier follower."""
+        """Begin a run with its settings by dotted name, or go on with an earlier follower's run."""
 
     def write(self, points: Sequence[Point], batch: int) -> None:
-        """Write points in any order; they are safe when it returns.
+        """Write points in any order; they are stored when it returns.
 
-        The batch rises by one with every call that succeeded, over all followers of a run.
+        `batch` rises by one with every successful call, over all followers of a run.
         """
         raise NotImplementedError
 
     def close(self, *, has_ended: bool, has_failed: bool) -> None:
-        """Let go of a run that is over, or that goes on; a task may have failed for good."""
+        """Close a run that has ended, or that goes on; a task may have failed permanently."""
 
 
 class TensorBoard(Tracker):
@@ -70,7 +70,7 @@ class TensorBoard(Tracker):
         self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
 
     def write(self, points: Sequence[Point], batch: int) -> None:
-        """Write one whole file, whose name is that of the batch: a second try replaces it."""
+        """Write one complete file, named by the batch: a second try replaces it."""
         with tempfile.TemporaryDirectory() as scratch:
             writer = self._files.EventFileWriter(scratch)
             for point in sorted(points, key=lambda p: (p.seconds, p.step)):
@@ -98,7 +98,7 @@ class MLflow(Tracker):
         self._client = tracking.MlflowClient(tracking_uri=place or None)
 
     def open(self, run_id: str, config: Mapping[str, Any]) -> None:
-        """Find the run by its identifier or its root, or make one with the settings of ours."""
+        """Find the run by its identifier or its root, or make one with the given settings."""
         client = self._client
         self.run_id = run_id
         if not run_id:
@@ -129,7 +129,7 @@ class MLflow(Tracker):
             self._client.log_batch(self.run_id, metrics=metrics[i : i + _BATCH])
 
     def close(self, *, has_ended: bool, has_failed: bool) -> None:
-        """Say how the run ended."""
+        """Write how the run ended."""
         if has_ended:
             status = "FAILED" if has_failed else "FINISHED"
             self._client.set_terminated(self.run_id, status=status)
@@ -157,7 +157,7 @@ class WeightsAndBiases(Tracker):
         )
 
     def write(self, points: Sequence[Point], batch: int) -> None:
-        """Log the points of each group and step together, over an axis of the group's own."""
+        """Log the points of each group and step together, over the group's own axis."""
         rows: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
         for point in sorted(points, key=lambda p: (p.seconds, p.step)):
             rows[point.name.rpartition("/")[0], point.step][point.name] = point.value
@@ -169,15 +169,15 @@ class WeightsAndBiases(Tracker):
             self._run.log({**values, axis: step})
 
     def close(self, *, has_ended: bool, has_failed: bool) -> None:
-        """Send what is left."""
+        """Send the rest."""
         self._run.finish(exit_code=int(has_failed))
 
 
 def open_tracker(target: str, root: str, *, experiment: str, name: str) -> Tracker:
-    """Return the tracker that a word names: `tensorboard[=FOLDER]`, `mlflow[=URI]` or
+    """Return the tracker of an option: `tensorboard[=FOLDER]`, `mlflow[=URI]` or
     `wandb[=PROJECT]`.
 
-    `experiment` is that of MLflow; an empty `name` takes the last part of the root.
+    `experiment` is that of MLflow; an empty `name` takes the last part of the root's path.
     """
     kind, _, place = target.partition("=")
     name = name or root.rpartition("/")[2]

@@ -22,11 +22,11 @@ from planish.verifiers.own import installed_verifiers
 
 MAX_EXAMPLES = 3
 GRADERS = {"math-verify": "planish.show.verifier:math_verify"}
-"""Graders of others that can be compared with, to functions that call them."""
+"""Graders of other projects, to functions that call them."""
 
 
 def run(options: argparse.Namespace, progress: Callable[[str, int, int], None]) -> Iterator[str]:
-    """Yield the verifiers, or what a check says; `Ended` where there are faults."""
+    """Yield the verifiers or the result of a check; raise `Ended` if there are faults."""
     if options.action == "list":
         yield from list_verifiers()
     elif options.action == "compare":
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, progress: Callable[[str, int, int], None]) 
 
 
 def list_verifiers() -> Iterator[str]:
-    """Yield the built-in verifiers, what each does, and the entry points that are installed."""
+    """Yield the built-in verifiers with their descriptions, and the installed entry points."""
     lines = {name: (find_verifier(name).__doc__ or "").splitlines()[0] for name in VERIFIERS}
     lines |= {n: value for n, value in installed_verifiers().items() if n not in VERIFIERS}
     for name, line in lines.items():
@@ -44,9 +44,9 @@ def list_verifiers() -> Iterator[str]:
 
 
 def check(name: str, data: str, timeout_seconds: float) -> Iterator[str]:
-    """Yield what the contract says of a verifier, or how a built-in one judges the rows of `data`.
+    """Yield the result of the contract, or a built-in verifier's verdicts on the rows of `data`.
 
-    Calls take at most `timeout_seconds`; `Ended` where there are faults.
+    A call takes at most `timeout_seconds`. Raises `Ended` if there are faults.
     """
     cases = read_cases(data) if data else []
     if split_name(name)[0] in VERIFIERS:
@@ -69,7 +69,7 @@ def check(name: str, data: str, timeout_seconds: float) -> Iterator[str]:
 
 
 def math_verify(response: str, answer: str) -> float:
-    """Grade as math-verify does, with none of our rules; runs in a child process."""
+    """Grade by math-verify alone, without our rules; runs in a child process."""
     import math_verify as library
 
     truth, said = (library.parse(text, parsing_timeout=None) for text in (answer, response))
@@ -77,7 +77,7 @@ def math_verify(response: str, answer: str) -> float:
 
 
 def compare(name: str, other: str, data: str, timeout_seconds: float) -> Iterator[str]:
-    """Yield the rows of `data` that two verifiers judge differently, and how many there are.
+    """Yield the rows of `data` that two verifiers judge differently, and their number.
 
     `other` is any verifier, or `math-verify` by its own rules.
     """

@@ -1,4 +1,4 @@
-"""Runs from an installed package: start, schedule, watch, stop and clean them up on a cluster.
+"""Commands for runs on a cluster: start, schedule, watch, stop and clean up.
 
-Pipelines are compiled before the package is built; nothing here needs the SDK of Kubeflow.
+The package contains compiled pipelines, so nothing here needs the SDK of Kubeflow.
 """

@@ -1,4 +1,4 @@
-"""Delete the objects that a run may leave in a namespace."""
+"""Delete the objects that a run leaves in a namespace."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Commands `planish submit`, `schedule`, `upload`, `status`, `logs`, `stop`, `avoid`, `cleanup`.
 
-They yield what the caller prints, and import the client of Kubeflow when one of them runs.
+They yield lines for the caller to print, and import the client of Kubeflow only when they run.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from planish.submit.server import Kubeflow
 
 SERVICE_ACCOUNT = "planish-runner"
-"""Account of the pods of a run, which the manifests make."""
+"""Account of the pods of a run; the manifests create it."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with what goes on, steps done and steps in all; nothing here counts its steps."""
+"""Callback with a text, steps done and steps in all; commands here do not count steps."""
 
 Lines = Iterator[Table | str]
-"""What a command prints, piece by piece."""
+"""Output of a command, piece by piece."""
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands to the subparsers of `planish`, whose class argparse keeps to itself."""
+    """Add the commands to the subparsers of `planish` (argparse does not export their class)."""
     server = argparse.ArgumentParser(add_help=False)
     server.add_argument("--host", default="", help="URL of the Kubeflow Pipelines API or its UI")
     server.add_argument("--kfp-namespace", default="kubeflow", help="where Kubeflow runs")
@@ -109,7 +109,7 @@ def _add_operations(commands: Any, server: argparse.ArgumentParser) -> None:
 
 
 def placement_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `set_placement` takes, options that may be given again, `set_network` and
+    """Add the options of `set_placement` (may be repeated), `set_network` and
     `set_gpu_nodes`.
     """
     for option, metavar, text in (
@@ -133,7 +133,7 @@ def placement_options(parser: argparse.ArgumentParser) -> None:
 
 
 def gpu_nodes(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the parsed options that `set_gpu_nodes` takes."""
+    """Return the parsed options of `set_gpu_nodes`."""
     return {
         "gpus": options.node_gpus,
         "cpus": options.node_cpus,
@@ -143,7 +143,7 @@ def gpu_nodes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace, _: Progress) -> Lines:
-    """Do what the parsed options ask for, and yield what to print."""
+    """Run the command of the parsed options, and yield its output."""
     yield from COMMANDS[options.command](options)
 
 
@@ -255,7 +255,7 @@ def upload(options: argparse.Namespace) -> Lines:
 
 
 def status(options: argparse.Namespace) -> Lines:
-    """Yield the state of a run, its tasks where they are known, and what those at work said."""
+    """Yield the state of a run, its tasks if known, and the last line of each running task."""
     from planish.submit.root import running
     from planish.submit.status import task_rows
 
@@ -295,7 +295,7 @@ def _root_of(options: argparse.Namespace) -> str:
 
 
 def logs(options: argparse.Namespace) -> Lines:
-    """Yield the last lines of the tasks of a run, and those to come where they are followed."""
+    """Yield the last lines of the tasks of a run, and new lines with `--follow`."""
     from planish.submit import root as of_root
     from planish.submit.server import ENDED
 
@@ -318,21 +318,21 @@ def logs(options: argparse.Namespace) -> Lines:
 
 
 def stop(options: argparse.Namespace) -> Lines:
-    """Yield what was written to end a run, or deleted to let it go on, and what follows."""
+    """End a run or let it go on; yield the object that was written or deleted, and the effect."""
     from planish.submit.root import stop
 
     yield from stop(_root_of(options), undo=options.undo)
 
 
 def avoid(options: argparse.Namespace) -> Lines:
-    """Yield what was written to keep runs away from a node, or deleted to use it again."""
+    """Make runs avoid a node or use it again; yield the object that was written or deleted."""
     from planish.submit.root import avoid
 
     yield from avoid(options.root, options.node, undo=options.undo)
 
 
 def cleanup(options: argparse.Namespace) -> Lines:
-    """Yield what became of a run, and what was deleted of it."""
+    """End a run and delete its objects; yield its state and their names."""
     from kubernetes import client, config
 
     from planish.run.kube import Kube

@@ -1,4 +1,4 @@
-"""Parameters of a run: read as their types, checked before anybody is asked, and its names."""
+"""Parameters of a run: parsed by type and checked before any request; names of the run."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def with_data(parameters: Mapping[str, Any], dataset_map: str = "") -> dict[str,
 def with_local_file(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return run parameters with a TOML file of this machine among their overrides.
 
-    Pods do not see it; a path that is not here may be one of theirs.
+    Pods cannot read the file; a path that does not exist here may be a path in the pods.
     """
     path = Path(parameters.get("config", ""))
     if not path.is_file():
@@ -105,9 +105,10 @@ def with_local_file(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def check_settings(
     parameters: Mapping[str, Any], pipeline: CompiledPipeline, *, asks: bool = True
 ) -> list[str]:
-    """Refuse settings that the pods of a pipeline can not carry; return what to be warned of.
+    """Refuse settings that the pods of a pipeline cannot run; return warnings.
 
-    With `asks` the hub or a store tells what is not known here; nothing is ever fetched whole.
+    With `asks` it reads missing facts from the hub or a store, without fetching a model or data
+    set.
     """
     keys = ("preset", "config", "overrides", "model", "dataset", "seed")
     given = {key: parameters.get(key, pipeline.inputs[key]["defaultValue"]) for key in keys}
@@ -151,7 +152,7 @@ def check_settings(
 
 
 def pipeline_root(root: str) -> str:
-    """Return where Kubeflow keeps the small artifacts of a run: beside the root, in its bucket."""
+    """Return the URI for Kubeflow's artifacts of a run: beside the root, in its bucket."""
     scheme, _, path = root.partition("://")
     return f"s3://{path.partition('/')[0]}/kfp" if scheme == "s3" else ""
 

@@ -1,4 +1,4 @@
-"""Compiled pipelines that ship with the package, and what may still be changed in one.
+"""Compiled pipelines that ship with the package, and the changes that are still possible.
 
 Everything else, such as the number of shards, is fixed when a pipeline is compiled.
 """
@@ -23,13 +23,13 @@ from planish.run.gang.manifests import GANG_ENV, Network
 NAMES = ("post-train", "reshard")
 
 IMAGES = ("core", "monitor", "rollout", "train")
-"""Images of pods; the name of one ends its reference."""
+"""Images of pods; a reference ends with the name of its image."""
 
 HUB_VARIABLE = "HF_TOKEN"
 """Variable that the hub secret fills, in the pods that fetch models and data sets."""
 
 VLLM_VARIABLE = "VLLM_CACHE_ROOT"
-"""Variable with the folder of what vLLM compiles, in the pods with GPUs."""
+"""Variable with the folder of vLLM's compiled kernels, in the pods with GPUs."""
 
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
@@ -37,7 +37,7 @@ GPU = "nvidia.com/gpu"
 """Resource that pods with GPUs request."""
 
 CACHE = "/cache"
-"""Where those pods see the claim for models and data sets; a folder in it is a path of a model."""
+"""Mount path of the claim for models and data sets; `model.path` may name a folder in it."""
 
 MAX_FILE_BYTES = 16 << 20
 
@@ -53,7 +53,7 @@ class CompiledPipeline:
     """The document of Kubernetes settings."""
 
     def text(self) -> str:
-        """Return the YAML; unchanged, it is that of its file."""
+        """Return the YAML; without changes it equals the file."""
         documents = [self.spec, self.platform]
         return self.heading + yaml.dump_all(documents, Dumper=yaml.CSafeDumper, sort_keys=True)
 
@@ -139,10 +139,10 @@ def parse(text: str) -> CompiledPipeline:
 
 
 def parse_images(words: Sequence[str]) -> dict[str, str]:
-    """Return image names to references, from `name=reference` or from what all have in common.
+    """Return image names to references, from `name=reference` or from a common prefix.
 
-    That is a folder of a registry, with the version of this package as tag unless one follows a
-    colon.
+    The prefix is a folder of a registry; the tag is the version of this package unless one follows
+        a colon.
     """
     found: dict[str, str] = {}
     for word in words:
@@ -171,7 +171,7 @@ def set_images(pipeline: CompiledPipeline, references: Mapping[str, str]) -> Non
 
 
 def set_secrets(pipeline: CompiledPipeline, *, store: str = "", hub: str = "") -> None:
-    """Give pods the store and the hub by secrets of other names; empty keeps a name."""
+    """Set the names of the secrets for store and hub; empty keeps a name."""
     for _, pod in pipeline.pods():
         for secret in pod.get("secretAsEnv", []):
             variables = {key["envVar"] for key in secret["keyToEnv"]}
@@ -182,9 +182,9 @@ def set_secrets(pipeline: CompiledPipeline, *, store: str = "", hub: str = "") -
 
 
 def set_cache(pipeline: CompiledPipeline, claim: str) -> None:
-    """Give pods a volume for what they fetch, and pods with GPUs for what vLLM compiles.
+    """Give pods a volume for their downloads, and pods with GPUs for vLLM's compiled kernels.
 
-    That serves the pods after this one. An empty claim changes nothing.
+    Later pods reuse both. An empty claim changes nothing.
     """
     for container, pod in pipeline.pods() if claim else ():
         variables = {
@@ -223,9 +223,9 @@ def set_placement(
     tolerations: Sequence[str] = (),
     node_selectors: Sequence[str] = (),
 ) -> None:
-    """Say where every pod of a run may go, and what opens the registry of its image.
+    """Set the placement of every pod of a run, and the pull secrets of its image.
 
-    `tolerations` are as `parse_toleration` reads them, `node_selectors` labels `KEY=VALUE`.
+    `tolerations` are texts for `parse_toleration`, `node_selectors` are labels `KEY=VALUE`.
     """
     labels = {}
     for word in node_selectors:
@@ -249,7 +249,7 @@ def set_placement(
 
 
 def set_network(pipeline: CompiledPipeline, path: Path | None) -> None:
-    """Give pods that train together what a TOML file says of their network; None is no file.
+    """Set the network of a gang's pods from a TOML file; None is no file.
 
     Raises:
         ConfigError: the file is no `Network`, or no pods of the pipeline train together.
@@ -271,18 +271,18 @@ def set_network(pipeline: CompiledPipeline, path: Path | None) -> None:
 def set_gpu_nodes(
     pipeline: CompiledPipeline, *, gpus: int = 0, cpus: int = 0, gibibytes: int = 0, label: str = ""
 ) -> None:
-    """Say what one machine with GPUs gives to pods; 0 and "" keep what the profile says.
+    """Set the resources of one GPU machine for pods; 0 and "" keep the profile's values.
 
-    A pod of all its GPUs requests all of it, and one of fewer its part.
+    A pod with all GPUs of the machine requests all resources, a pod with fewer its part.
 
     Args:
-        gpus: of a machine.
+        gpus: GPUs of a machine.
         cpus: cores for pods.
         gibibytes: host memory for pods, GiB.
-        label: `KEY=VALUE` of the nodes that pods with GPUs go to.
+        label: `KEY=VALUE`, the label of the nodes for pods with GPUs.
 
     Raises:
-        ConfigError: no pod of the pipeline has GPUs, or the label is none.
+        ConfigError: no pod of the pipeline has GPUs, or the label is malformed.
     """
     if pipeline.name != "post-train" or not (gpus or cpus or gibibytes or label):
         return
@@ -363,7 +363,7 @@ def _gangs(pipeline: CompiledPipeline) -> list[tuple[dict[str, Any], dict[str, A
 
 
 def set_gpu_memory(pipeline: CompiledPipeline, gigabytes: int) -> None:
-    """Say what one GPU of the cluster has, in 10**9 bytes."""
+    """Set the memory of one GPU of the cluster, in 10**9 bytes."""
     if not 1 <= gigabytes <= 10_000:
         raise ConfigError(f"`--gpu-memory` must be 1 to 10000 GB, got {gigabytes}; 80 is usual")
     _set_requests(pipeline, gpu_bytes=gigabytes * 10**9)
@@ -377,7 +377,7 @@ def _set_requests(pipeline: CompiledPipeline, **changes: Any) -> None:
 
 
 def iterations_text(first: int, last: int) -> str:
-    """Return what a box of iterations is called on the page of a run.
+    """Return the name of a box of iterations on the page of a run.
 
     Example:
         >>> iterations_text(5, 5)

@@ -1,4 +1,4 @@
-"""What an operator reads and writes below the root of a run: logs, the wish to stop, bad nodes."""
+"""Operator's objects below the root of a run: logs, the stop file, avoided nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PARTS = {
 
 
 def stop(root: str, *, undo: bool = False) -> list[str]:
-    """Ask a run to end after its iteration, or take that back; return what was done and follows."""
+    """Make a run end after its iteration, or undo that; return the action and its effect."""
     root = normal_uri(root)
     uri = layout.stop_file(root)
     if not store.exists(layout.run_file(root)):
@@ -54,7 +54,7 @@ def stop(root: str, *, undo: bool = False) -> list[str]:
 
 
 def avoid(root: str, node: str, *, undo: bool = False) -> list[str]:
-    """Keep the following runs away from a node, or take that back; return what was done."""
+    """Make the following runs avoid a node, or undo that; return the action."""
     root = normal_uri(root)
     uri = layout.avoided_node(root, node)
     if not undo:
@@ -122,13 +122,13 @@ def _checked_folder(root: str, num_lines: int) -> str:
 
 
 def logs(root: str, *, stage: str = "", iteration: int = -1, num_lines: int = 40) -> Iterator[str]:
-    """Yield the last lines of task attempts, each below a line that says whose they are.
+    """Yield the last lines of task attempts, each below a line that names the attempt.
 
     Args:
         root: URI or path of the run.
-        stage: only of this one, or of the stages of this task (`iterate`); empty for all.
-        iteration: only of this one, 0 for what runs once; -1 for all. Without stage and iteration
-            what failed is shown, and the attempt that began last.
+        stage: only this stage, or the stages of this task (`iterate`); empty for all.
+        iteration: only this iteration, 0 for stages that run once; -1 for all. Without stage and
+                        iteration it shows failed attempts and the newest attempt.
         num_lines: lines of each attempt.
 
     Raises:
@@ -153,7 +153,7 @@ def logs(root: str, *, stage: str = "", iteration: int = -1, num_lines: int = 40
 
 
 def running(root: str) -> Iterator[str]:
-    """Yield what each task at work said last; nothing where the root can not be read."""
+    """Yield the last line of each running task; nothing if the root cannot be read."""
     try:
         attempts = _attempts(layout.logs(normal_uri(root)), "", -1)
         newest = {attempt.uri.rpartition("-")[0]: attempt for attempt in attempts}
@@ -189,8 +189,8 @@ def follow(
 ) -> Iterator[str]:
     """Yield lines as tasks write them until the run has ended.
 
-    Attempts that ended before are left out, but for the one that began last. `has_ended` is asked
-    before each look; the other arguments are as in `logs`.
+    Attempts that ended before are left out, except the newest. `has_ended` is called before each
+        read; the other arguments are those of `logs`.
     """
     folder = _checked_folder(root, num_lines)
     shown: dict[str, int] = {}

@@ -1,9 +1,9 @@
-"""A Kubeflow Pipelines server: who answers, where it puts runs, and what is asked of it.
+"""A Kubeflow Pipelines server: finding it, the namespace of its runs, and requests to it.
 
 Source: kubeflow/pipelines 2.17.0. `backend/api/v2beta1/healthz.proto` has `multi_user`, which the
-server of the UI hands on. By `ReplaceNamespace` of
-`backend/src/apiserver/resource/resource_manager.go` a run of a server for one user goes to the
-server's own namespace, whatever the request says.
+server of the UI passes on. By `ReplaceNamespace` of
+`backend/src/apiserver/resource/resource_manager.go` a server for one user puts every run into its
+own namespace, whatever the request says.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 """States that a run does not leave."""
 
 PROXY = "/api/v1/namespaces/{}/services/ml-pipeline:http/proxy"
-"""Path at which the API server of Kubernetes hands on to that of Kubeflow, by namespace."""
+"""Path of the Kubernetes API server that forwards to Kubeflow's API server, by namespace."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class Kubeflow:
     """A server that has answered."""
 
     client: Any
-    """An `ApiClient` of the generated client, which carries no types."""
+    """An `ApiClient` of the generated client, which has no types."""
     url: str
-    """For people: its address without user and password."""
+    """Address for people, without user and password."""
     is_multi_user: bool
     """Runs of a server for several users live in the namespaces of their profiles."""
     namespace: str
     """Namespace in which Kubeflow itself runs."""
 
     def namespace_of_runs(self, wanted: str) -> str:
-        """Return where pods of runs live; `wanted` is what the caller has named, or empty."""
+        """Return the namespace of the pods of runs; `wanted` is the caller's choice, or empty."""
         if self.is_multi_user and not wanted:
             raise ConfigError(
                 "`--namespace` must name the namespace of your profile, got none; the Kubeflow at "
@@ -81,11 +81,11 @@ class Kubeflow:
         return f"Kubeflow at {self.url} serves {users}: runs go to namespace {namespace}"
 
     def asked(self) -> contextlib.AbstractContextManager[None]:
-        """Turn what the server refuses into ConfigError, and its failures into ClusterError."""
+        """Turn refusals of the server into ConfigError, and its failures into ClusterError."""
         return asking(self.url)
 
     def experiment(self, name: str, namespace: str) -> str:
-        """Return the id of an experiment, which is made where there is none."""
+        """Return the id of an experiment; create it if there is none."""
         experiments = api.ExperimentServiceApi(self.client)
         more = {"namespace": namespace} if namespace else {}
         found = experiments.experiment_service_list_experiments(filter=_named(name), **more)
@@ -129,7 +129,7 @@ class Kubeflow:
     ) -> str:
         """Start a recurring run, one at a time and without catching up; return its id.
 
-        Every firing takes the first unfinished place of the chain on the same root.
+        Every run of the schedule takes the first unfinished place of the chain on the same root.
         """
         check_times(cron, interval_seconds)
         trigger = api.V2beta1Trigger(
@@ -162,9 +162,9 @@ class Kubeflow:
     def upload(
         self, pipeline: CompiledPipeline, *, name: str, version: str = "", namespace: str = ""
     ) -> tuple[str, str]:
-        """Upload a pipeline, or another version of it, unless it is there already.
+        """Upload a pipeline, or another version of it, unless the server has it already.
 
-        An empty `version` is made of the digest of its YAML.
+        An empty `version` is derived from the digest of the YAML.
 
         Returns:
             The ids of the pipeline and of the version.
@@ -198,7 +198,7 @@ class Kubeflow:
         return pipeline_id, str(sent.pipeline_version_id)
 
     def run(self, run_id: str) -> Any:
-        """Return a run as the API tells it, with the tasks that it has begun."""
+        """Return a run in the API's form, with the tasks that have begun."""
         return api.RunServiceApi(self.client).run_service_get_run(run_id)
 
     def wait(self, run_id: str, *, timeout_seconds: float, poll_seconds: float = 5.0) -> str:
@@ -245,9 +245,9 @@ def connect(host: str = "", kfp_namespace: str = "kubeflow", token: str = "") ->
 
     Args:
         host: URL of the server or of its UI; empty to look for one.
-        kfp_namespace: where it runs.
-        token: by which a server for several users knows who asks; empty for that which Kubeflow
-            mounts in its pods.
+        kfp_namespace: namespace of Kubeflow.
+        token: identity for a server of several users; empty takes the token that Kubeflow
+                        mounts in its pods.
     """
     settings = api.Configuration(host="")
     # One question tells whether somebody is there; urllib3 logs each of its own further tries.

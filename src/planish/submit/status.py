@@ -1,7 +1,7 @@
 """The tasks of a run in the order of its graph.
 
 Kubeflow Pipelines 2.17 lists every node of the workflow: a driver and an executor beside each task,
-in no order, and the year 1 for what has not ended.
+in no order, and the year 1 as the end of unfinished nodes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _INSIDE = re.compile(r"-i\d+$")
 
 
 def task_names(spec: Mapping[str, Any], component: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the tasks of a compiled graph, each after those that it waits for.
+    """Yield the tasks of a compiled graph, each after its predecessors.
 
     Returns:
-        The name of a task, by which the API tells it, and the one that the UI shows.
+        The name of a task in the API, and its name in the UI.
     """
     graph = spec["components"][component] if component else spec["root"]
     tasks = graph["dag"]["tasks"]
@@ -35,7 +35,7 @@ def task_names(spec: Mapping[str, Any], component: str = "") -> Iterator[tuple[s
 def task_rows(run: Any) -> list[list[str]]:
     """Return name, state, begin, end and error of each task of a run that has begun.
 
-    Tasks inside of an iteration keep the names of the graph, which say whose they are.
+    Tasks inside an iteration keep the names of the graph, which contain the iteration.
     """
     given = run.pipeline_spec or {}
     spec = given.get("pipeline_spec", given)

@@ -1,1 +1,1 @@
-"""Runs on this machine: one, a list of them, and one from Python."""
+"""Runs on this machine: a single run, a list of runs, a run from Python."""

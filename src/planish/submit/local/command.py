@@ -11,7 +11,7 @@ from typing import Any
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands to the subparsers of `planish`, whose class argparse keeps to itself."""
+    """Add the commands to the subparsers of `planish` (argparse does not export their class)."""
     run = commands.add_parser("run", help="run the pipeline on this machine and show what happens")
     run_parameters(run)
     run.add_argument("--no-control", action="store_true", help="skip the supervised control")
@@ -35,7 +35,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = False) -> None:
-    """Add the run parameters of the pipeline `post_train` that mean something on one machine."""
+    """Add the run parameters of the pipeline `post_train` that apply to one machine."""
     parser.add_argument(
         "--root", required=root_required, help="folder of the run: a path or s3://..."
     )
@@ -95,7 +95,7 @@ def _setting(
 
 @contextlib.contextmanager
 def resumable() -> Iterator[None]:
-    """Say, when a signal ends the block, that the same command goes on where it ended."""
+    """If a signal ends the block, print that the same command goes on where it ended."""
     from planish.run.signals import Terminated, on_signal
 
     def stop(number: int) -> None:

@@ -16,19 +16,19 @@ from planish.stages.prepare.settings import flatten, toml_value
 
 @dataclass(frozen=True)
 class Result:
-    """What a run has come to."""
+    """Result of a run."""
 
     root: str
     policy: str
     accuracy_before: float | None
-    """Held-out accuracy before reinforcement learning, 0 to 1; None where it was not measured."""
+    """Held-out accuracy before reinforcement learning, 0 to 1; None if it was not measured."""
     accuracy_after: float | None
-    """The same after it."""
+    """Held-out accuracy after it, 0 to 1; None if it was not measured."""
     control: Mapping[str, float] | None
-    """Accuracies of as much supervised training in its place; None where it was not done."""
+    """Accuracies after the same time of supervised training instead; None if it did not run."""
     report: str
     summary: Mapping[str, Any]
-    """All that `planish run` prints last."""
+    """The last line of `planish run`."""
 
 
 def run_pipeline(
@@ -37,13 +37,13 @@ def run_pipeline(
     preset: str = "dapo-tiny",
     **options: Any,
 ) -> Result:
-    """Run the pipeline on this machine in processes of its own, and print what happens.
+    """Run the pipeline on this machine in child processes, and print the progress.
 
-    The same call again goes on where the run ended; what is done is not done twice.
+    The same call again goes on where the run ended; finished work is not repeated.
 
     Args:
-        config: settings laid over the preset, as sections (`{"train": {"learning_rate": 1e-3}}`)
-            or as `{"train.learning_rate": 1e-3}`; or the path of a TOML file.
+        config: settings that override the preset, as sections (`{"train": {"learning_rate":
+            1e-3}}`) or as `{"train.learning_rate": 1e-3}`; or the path of a TOML file.
         preset: shipped configuration to start from.
         options: options of `planish run` by their names: `root="/tmp/run"`, `iterations=2`,
             `dataset="mine.jsonl"`, `no_control=True`.
@@ -77,7 +77,7 @@ def settings(config: Mapping[str, Any]) -> list[str]:
 
 
 def run_command(words: Sequence[str]) -> Result:
-    """Run `planish run` with these options, print its lines, and return what the last one says."""
+    """Run `planish run` with these options, print its lines, and return the last line's JSON."""
     command = [sys.executable, "-m", "planish", "run", *words]
     printed: list[str] = []
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What a run that goes on shows: one line for each task that has ended, read from its root."""
+"""Progress of a run: one line for each ended task, read from the root."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SAMPLING = re.compile(
     r"sampling kept=(\d+) goal=(\d+) dropped=(\d+) tokens_per_second=(\d+) slots=(\d+) "
     r"seconds_left=(\w+)"
 )
-"""What a rollout task tells of itself every few seconds."""
+"""Log line that a rollout task writes every few seconds."""
 
 WORK_SECONDS = {"rollout": "sample_seconds", "train": "update_seconds"}
-"""Stage to the metric that holds its seconds without process start, imports and loading."""
+"""Stage to the metric with its seconds without process start, imports and loading."""
 
 FACTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "curate": (
@@ -55,7 +55,7 @@ FACTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("accuracy_after", "after", "{:.3f}"),
     ),
 }
-"""Stage to (metric, words, format): what its progress line shows."""
+"""Stage to the content of its progress line: (metric, words, format)."""
 
 
 def read_tasks(root: str, since: float) -> list[TaskLog]:
@@ -99,7 +99,7 @@ def progress_line(task: TaskLog, elapsed: float) -> str:
 
 
 def rows_facts(metrics: Mapping[str, float]) -> list[str]:
-    """Return how many rows of a data set were read and kept, and what each filter dropped."""
+    """Return the numbers of rows that were read, kept, and dropped by each filter."""
     if "in_rows_of_the_data_set" not in metrics:
         return []
     facts = [f"of {metrics['in_rows_of_the_data_set']:.0f} rows"]
@@ -113,7 +113,7 @@ def rows_facts(metrics: Mapping[str, float]) -> list[str]:
 
 
 def sampling_line(log: str) -> str:
-    """Return how far the sampling is that a log told last, or ""."""
+    """Return the newest progress of sampling in a log, or ""."""
     found = SAMPLING.findall(log)
     if not found:
         return ""
@@ -131,8 +131,8 @@ def watch(
 ) -> list[TaskLog]:
     """Print one line for each task until the run ends; return the tasks of this run.
 
-    On a terminal a last line tells how far the sampling is that goes on. `begin` is called once,
-    when a first task has succeeded: from then on the root is this run's.
+    On a terminal the last line shows the progress of current sampling. `begin` is called once,
+    after the first task has succeeded: from then on the root belongs to this run.
     """
     began = time.time()
     shown: dict[tuple[int, str, int], TaskLog] = {}
@@ -180,7 +180,7 @@ def seconds_by_stage(tasks: Sequence[TaskLog]) -> dict[str, float]:
 
 
 def work_seconds(tasks: Sequence[TaskLog]) -> float:
-    """Return the seconds spent on sampling and updating; of parallel shards the slowest counts."""
+    """Return the seconds of sampling and updating; among parallel shards the slowest counts."""
     slowest: dict[tuple[str, int], float] = defaultdict(float)
     for task in tasks:
         metric = WORK_SECONDS.get(task.stage, "")

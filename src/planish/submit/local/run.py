@@ -1,7 +1,7 @@
-"""Run the pipeline on this machine and show what happens, one line a stage: `planish run`.
+"""Run the pipeline on this machine and print one line for each stage: `planish run`.
 
-The pipeline is the one that a cluster runs, run by kfp's local runner in a child process whose
-output goes to a log file; this module watches the run root, prints, and measures the control.
+kfp's local runner runs the pipeline of a cluster in a child process, whose output goes to a log
+file. This module watches the run root, prints progress, and measures the control.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from planish.submit.local.progress import seconds_by_stage, watch, work_seconds
 
 PACKAGE = Path(__file__).resolve().parents[2]
 TRACKER_SECONDS = 60.0
-"""For trackers to take the rest of a run that has ended."""
+"""Seconds for trackers to write the rest of an ended run."""
 OWN_OPTIONS = ("command", "no_control", "track", "no_track")
-"""Options of the command that the local runner does not have."""
+"""Options of this command that the local runner lacks."""
 
 
 def pipelines_folder() -> Path:
-    """Return where `pipelines` and `components` lie: in the wheel, else in the checkout."""
+    """Return the folder of `pipelines` and `components`: in the wheel, else in the checkout."""
     shipped = PACKAGE / "_pipelines"
     return shipped if shipped.is_dir() else PACKAGE.parents[1]
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of what starts; other folders named `pipelines` are not ours."""
+    """Return the environment of child processes, which excludes other folders named `pipelines`."""
     places = [str(pipelines_folder()), *filter(None, [os.environ.get("PYTHONPATH")])]
     ours = {"PYTHONPATH": os.pathsep.join(places), "PYTHONSAFEPATH": "1"}
     return {"OMP_NUM_THREADS": "1", **os.environ, **ours}
@@ -75,7 +75,7 @@ def start_run(arguments: argparse.Namespace, log_path: Path) -> subprocess.Popen
 
 
 def start_follower(arguments: argparse.Namespace, log_path: Path) -> subprocess.Popen[bytes] | None:
-    """Start what writes the curves of the run to its trackers; None where there is none."""
+    """Start the follower that writes the run's curves to its trackers; None without trackers."""
     trackers = arguments.track or ["tensorboard"] * (find_spec("tensorboard") is not None)
     if arguments.no_track or not trackers:
         return None
@@ -115,19 +115,19 @@ def run_control(root: str, seconds: float, log_path: Path) -> dict[str, float]:
 
 
 def read_summary(root: str) -> dict[str, Any]:
-    """Return what the exit report wrote about the run."""
+    """Return the summary that the report stage wrote about the run."""
     uri = f"{layout.report(root)}/summary.json"
     summary: dict[str, Any] = json.loads(store.read(uri))
     return summary
 
 
 def tiny_preset(name: str) -> str:
-    """Return the preset of a run: the tiny one where only an algorithm is named."""
+    """Return the preset of a run: the tiny preset if only an algorithm is named."""
     return f"{name}-tiny" if f"{name}-tiny" in preset_names() else name
 
 
 def open_log(root: str) -> Path:
-    """Return a new file for the output of a run: a log that another run writes stays whole."""
+    """Return a new file for the output of a run, so that runs never share a log."""
     logs = Path("runs/logs").absolute()
     logs.mkdir(parents=True, exist_ok=True)
     prefix = f"{hashlib.sha256(root.encode()).hexdigest()[:8]}-"
@@ -137,7 +137,7 @@ def open_log(root: str) -> Path:
 
 
 def show_run(arguments: argparse.Namespace, console: Console) -> int:
-    """Run to the end and show it; returns the exit code."""
+    """Run to the end and print the progress; return the exit code."""
     if find_spec("kfp") is None:
         raise ConfigError("the extra `demo` must be installed: pip install 'planish[demo]'")
     arguments.preset = tiny_preset(arguments.preset)
@@ -179,7 +179,7 @@ def finish(
     log_path: Path,
     console: Console,
 ) -> int:
-    """Measure the control and print the result of a run that succeeded."""
+    """Measure the control and print the result of a successful run."""
     stages = seconds_by_stage(tasks)
     summary = read_summary(arguments.root)
     result: dict[str, Any] = {

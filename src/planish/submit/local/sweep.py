@@ -1,4 +1,4 @@
-"""Do the runs that a file lists, here or on a cluster: `planish sweep`.
+"""Run a list of runs from a file, on this machine or on a cluster: `planish sweep`.
 
 ::
 
@@ -31,37 +31,37 @@ from planish.submit.local.pipeline import run_command, settings
 
 
 class RunSettings(Section):
-    """What a run of a sweep may set, and all of them together."""
+    """Settings of one run of a sweep, or of all its runs."""
 
     preset: str | None = None
-    """Shipped configuration to start from; None for the usual one."""
+    """Shipped configuration to start from; None takes the default."""
     iterations: int | None = None
-    """Of each run; None for those of the profile."""
+    """Iterations of each run; None takes those of the profile."""
     seed: int | None = None
-    """Seed of every random choice; None for the usual one."""
+    """Seed of every random choice; None takes the default."""
     overrides: dict[str, Any] = Field(default={})
-    """Settings laid over the preset: `"section.key" = value`, or a table for each section."""
+    """Settings that override the preset: `"section.key" = value`, or a table for each section."""
 
 
 class SweepRun(RunSettings):
-    """One run; what it leaves out is that of the sweep."""
+    """One run; missing settings are those of the sweep."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Folder below the root of the sweep."""
 
 
 class Sweep(RunSettings):
-    """A list of runs, and what they share."""
+    """A list of runs, and their common settings."""
 
     runs: list[SweepRun] = Field(min_length=1)
-    """In the order in which they are done."""
+    """Runs in the order of execution."""
 
 
 Progress = Callable[[str, int, int], None]
 
 
 def run(options: argparse.Namespace, progress: Progress) -> Iterator[Table | str]:
-    """Do all runs, or submit them, and yield a table of them; Ended: a run failed."""
+    """Run or submit all runs, and yield a table of them; Ended: a run failed."""
     sweep = parse_section(Sweep, read_toml(Path(options.file)), section="sweep")
     names = [each.name for each in sweep.runs]
     if len(set(names)) < len(names):
