@@ -1,7 +1,7 @@
-"""Verifiers: response text and ground truth in, verdict out; total on any text.
+"""Verifiers: functions from response text and ground truth to a verdict, defined on any text.
 
-A verifier never raises on model text and never runs it in this process. Heavy mathematics and
-functions of the user are called in child processes (`own.py`), never here.
+A verifier never raises on model text and never executes it in this process. Heavy mathematics and
+functions of the user run in child processes (`own.py`).
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ VERIFIERS: dict[str, str] = {
     "regex": "planish.verifiers.regex:verify_regex",
     "trace": "planish.verifiers.trace:verify_trace",
 }
-"""Name in a prompt's `verifier` column to `module:function`; those of ours."""
+"""Name in a prompt's `verifier` column to `module:function`, for built-in verifiers."""
 
 CHECKS: dict[str, str] = {
     "python_tests": "planish.verifiers.isolated.python_tests:check_isolation",
 }
-"""Name of a verifier to the `module:function` that tells whether this machine can run it."""
+"""Name of a verifier to the `module:function` that checks whether this machine can run it."""
 
 READS_FORMS = frozenset({"integer", "math"})
-"""Verifiers that look for an answer in one of the `FORMS` first: `math/box`."""
+"""Verifiers that search for an answer in one of the `FORMS` first: `math/box`."""
 
 PARALLEL = frozenset({"python_tests"})
-"""Verifiers that start processes for each row: as many rows at once as there are processors."""
+"""Verifiers that start processes for each row; they judge one row per processor at once."""
 
 _DEFAULTS = VerifierOptions()
 _MAX_ANSWER_CHARS = {"json_schema": 100_000, "python_tests": 1_000_000}
@@ -89,11 +89,11 @@ _UNUSABLE = {
     "python_tests": "answer_not_tests",
     "regex": "answer_not_a_pattern",
 }
-"""Reason where a shipped verifier fails on the empty response."""
+"""Reason if a built-in verifier fails on the empty response."""
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return a shipped verifier and the form of answer after its name, "" for the usual one.
+    """Return a built-in verifier and the answer form after its name, "" for the default form.
 
     Example:
         >>> split_name("math/box"), split_name("exact/box")
@@ -104,14 +104,14 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_own(name: str) -> bool:
-    """Tell whether a name stands for a function of the user, which need not be installed here."""
+    """Tell whether a name means a function of the user, which may be missing on this machine."""
     return is_reference(name) or name in installed_verifiers().keys() - VERIFIERS.keys()
 
 
 def find_verifier(name: str) -> Verifier:
-    """Return the verifier of a name: a shipped one, `package.module:function`, an entry point.
+    """Return the verifier of a name: a built-in one, `package.module:function`, an entry point.
 
-    Shipped names come first. Nothing of the user is imported into this process.
+    Built-in names come first. No module of the user is imported into this process.
     """
     base, form = split_name(name)
     if base in VERIFIERS:
@@ -133,7 +133,7 @@ def find_verifier(name: str) -> Verifier:
 
 
 def check_verifier(name: str) -> None:
-    """Check before a run that a verifier can be used here; one of the user is started."""
+    """Check before a run that a verifier works on this machine; it starts a user's verifier."""
     verifier = find_verifier(name)
     if isinstance(verifier, OwnVerifier):
         verifier.start()
@@ -142,7 +142,7 @@ def check_verifier(name: str) -> None:
 
 
 def columns_of(name: str) -> tuple[str, ...]:
-    """Return the columns of a data row that a verifier of the user names as parameters."""
+    """Return the columns of a data row that are parameters of a user's verifier."""
     verifier = find_verifier(name) if is_own(name) else None
     return verifier.columns() if isinstance(verifier, OwnVerifier) else ()
 
@@ -163,13 +163,14 @@ def verify(
 ) -> Verdict:
     """Verify one response; any text at all gets a verdict.
 
-    `response` is sampled text without special tokens and without the prompt, behind the mark of a
-    thought that the prompt has opened. One of ours looks at what follows its thoughts, one of the
-    user at all of it; `extra` holds columns of the data row for the latter, as a JSON object.
+    `response` is sampled text without special tokens and without the prompt. If the prompt has
+    opened a thought, the text begins with the mark of that thought. A built-in verifier reads the
+    text after the thoughts, a user's verifier reads all of it. `extra` has columns of the data row
+    for a user's verifier, as a JSON object.
 
     Raises:
-        ConfigError: there is no such verifier here.
-        VerifierFailure: a verifier of the user hangs again and again.
+        ConfigError: there is no such verifier.
+        VerifierFailure: a user's verifier has hung too often in a row.
     """
     verifier = find_verifier(name)
     try:
@@ -223,8 +224,8 @@ def answer_fault(name: str, answer: str) -> str | None:
         `answer_not_a_pattern`, `answer_not_a_schema` or `answer_not_tests`.
 
     Raises:
-        ConfigError: the verifier cannot be used here. What the answers of one of the user look
-            like is its own affair.
+        ConfigError: the verifier does not work on this machine. Answers for a user's verifier
+                        are not checked.
     """
     from planish.verifiers.countdown import parse_countdown
 

@@ -1,7 +1,7 @@
-"""One child process that answers JSON lines within a time limit, and is killed when it does not.
+"""A child process that answers JSON lines within a time limit, and is killed otherwise.
 
-It knows nothing of what is asked; `own.py` and `isolated/` do. The child gets a session of its own,
-so that ending it also ends what it started, and an environment without credentials.
+It does not know the meaning of requests; `own.py` and `isolated/` do. The child gets its own
+session, so that ending it also ends its descendants, and an environment without credentials.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 START_SECONDS = 120.0
-"""Time a child may take to import its libraries."""
+"""Time limit of a child to import its libraries."""
 MAX_REPLY_BYTES = 65536
 """A longer reply counts as a crash."""
 WATCH_SECONDS = 0.1
-"""How often a child is looked after that is watched."""
+"""Interval between two checks of a watched child."""
 KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR")
 """Variables that a child gets; the keys of stores and hubs are not among them."""
 
@@ -34,8 +34,8 @@ class ChildProcess:
             line for each JSON line that it reads.
         start_seconds: time it may take to become ready.
         environment: variables beside `KEPT_ENVIRONMENT`.
-        max_reply_bytes: longest reply.
-        watch: returns why the child must be ended although it may answer yet, or nothing.
+        max_reply_bytes: size limit of a reply.
+        watch: returns the reason to end the child before it answers, or "".
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ChildProcess:
         """Start the child unless it runs.
 
         Raises:
-            OSError: it did not become ready; the text is the reason, the child has been ended.
+            OSError: it did not become ready and was ended; the text is the reason.
         """
         if self._process is not None and self._process.poll() is None:
             return
@@ -98,7 +98,7 @@ class ChildProcess:
 
         Raises:
             TimeoutError: no reply in time.
-            OSError: the child ended or said nonsense. It has been ended in both cases.
+            OSError: the child ended or sent an invalid reply; it was ended.
         """
         try:
             return self._exchange(json.dumps(request).encode("ascii") + b"\n", timeout_seconds)
@@ -107,7 +107,7 @@ class ChildProcess:
             raise error if isinstance(error, OSError) else OSError(str(error)) from None
 
     def close(self) -> None:
-        """End the child and what it started."""
+        """End the child and its descendants."""
         process, self._process, self._received = self._process, None, b""
         if process is None:
             return

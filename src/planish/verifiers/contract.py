@@ -1,9 +1,9 @@
-"""What a verifier of one's own must keep to, tried on hostile text and on rows of one's own.
+"""The contract of a user's verifier, tested on hostile texts and on the user's rows.
 
-It must give a number from 0 to 1 on any text, in time, the same one each time; and the scores
-that the rows name. Whether the scores are worth training on, no check can tell.
+The verifier must return a number from 0 to 1 on any text, in time, the same number each time; and
+the scores of the rows. No check can tell whether the scores are worth training on.
 
-In a test of one's own package::
+Use it in a test of your package::
 
     from planish.verifiers.contract import check_contract, read_cases
 
@@ -47,11 +47,11 @@ HOSTILE_TEXTS = (
     "a" * 100_000 + "!",
     "x" * 1_000_000,
 )
-"""Responses that a policy may write, or that somebody would write to break a verifier."""
+"""Responses that a policy may write, or an attacker who wants to break a verifier."""
 MAX_FAULTS = 10
-"""After so many faults the check ends."""
+"""Number of faults after which the check ends."""
 MAX_ANSWERS = 4
-"""Ground truths of the rows that meet every hostile text."""
+"""Number of ground truths that are combined with every hostile text."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class VerifierCase:
     answer: str
     """Ground truth, as in the data set."""
     response: str | None = None
-    """A response to it; None: the ground truth itself."""
+    """A response; None: the ground truth itself."""
     score: float | None = None
-    """What the verifier must say, to 1e-6; None: any number from 0 to 1."""
+    """Expected score, to 1e-6; None: any number from 0 to 1."""
     extra: str = ""
-    """The row as a JSON object: its columns."""
+    """Columns of the row as a JSON object."""
 
     @property
     def text(self) -> str:
@@ -80,28 +80,28 @@ class VerifierCase:
 
 @dataclass(frozen=True)
 class ContractReport:
-    """What the check saw."""
+    """Result of the check."""
 
     num_calls: int
-    """Calls of the function."""
+    """Number of calls of the function."""
     slowest_seconds: float
-    """Of its longest call, the way to the child process and back included."""
+    """Seconds of its slowest call, with the way to the child process and back."""
     scores: tuple[float, ...]
-    """Of the rows, in order; empty when a fault ended the check before."""
+    """Scores of the rows, in order; empty if a fault ended the check before."""
     faults: tuple[str, ...]
-    """What the verifier does that it must not, one line each."""
+    """Broken rules of the contract, one line each."""
     warnings: tuple[str, ...]
-    """What is allowed and yet a mistake: it prints, it forks."""
+    """Allowed mistakes: the function prints or forks."""
 
 
 def read_cases(path: str | Path) -> list[VerifierCase]:
     """Read rows from a JSONL or Parquet file.
 
-    They hold `answer`, else `ground_truth` or, as in verl's files, `reward_model.ground_truth`, and
-    where they are known `response` and `score`.
+    A row has `answer`, else `ground_truth` or, as in verl's files, `reward_model.ground_truth`. It
+        may have `response` and `score`.
 
     Raises:
-        ConfigError: no such file, or lines that are no such rows; the first ones are named.
+        ConfigError: no such file, or malformed rows; the message names the first ones.
     """
     cases, faults = [], []
     for place, row in _rows(Path(path)):
@@ -169,16 +169,16 @@ def _answer_of(row: Mapping[str, Any]) -> Any:
 def check_contract(
     name: str, cases: Sequence[VerifierCase] = (), *, timeout_seconds: float = 10.0
 ) -> ContractReport:
-    """Try a verifier of one's own on hostile texts and on rows.
+    """Test a user's verifier on hostile texts and on rows.
 
-    Each of `cases` is tried in two processes with other hash seeds, in both directions;
-    `timeout_seconds` limits a call, as `reward.verifier_timeout_seconds` does.
+    Two processes with different hash seeds run `cases`, in opposite orders. `timeout_seconds`
+        limits a call, like `reward.verifier_timeout_seconds`.
 
     Returns:
-        What was seen; `faults` is empty for a verifier that keeps the contract.
+        The report; `faults` is empty if the verifier keeps the contract.
 
     Raises:
-        ConfigError: the name stands for no function that can be called.
+        ConfigError: the name means no callable function.
     """
     if not 0 < timeout_seconds <= 600:
         raise ConfigError(f"`timeout_seconds` must be above 0, at most 600, got {timeout_seconds}")

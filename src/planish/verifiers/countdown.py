@@ -14,7 +14,7 @@ MAX_NUMBERS = 10
 
 
 def parse_countdown(answer: str) -> tuple[list[int], int] | None:
-    """Return numbers and target of a ground truth; None when it is none.
+    """Return numbers and target of a ground truth; None if it is malformed.
 
     Example:
         >>> parse_countdown('{"numbers": [3, 5, 9], "target": 24}')
@@ -42,8 +42,8 @@ def countdown_answer(numbers: list[int], target: int) -> str:
 def verify_countdown(response: str, answer: str, options: VerifierOptions) -> Verdict:
     """Evaluate the expression of the response exactly.
 
-    The expression is what follows the last `Answer:` (or is boxed), else the last line that is not
-    empty. `expression=value` is accepted when the value is the target.
+    The expression follows the last `Answer:` (or is boxed), else it is the last line that is not
+        empty. `expression=value` is accepted if the value is the target.
     """
     task = parse_countdown(answer)
     if task is None:

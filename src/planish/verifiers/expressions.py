@@ -1,7 +1,7 @@
 """Exact arithmetic on hostile text: numbers, `+ - * /` and parentheses, nothing else.
 
-No names, no powers, no calls; text length, nesting and digits are bounded, so that evaluation ends
-at once whatever the text. Values are fractions, never floats.
+Names, powers and calls are refused. Text length, nesting and digits are bounded, so that evaluation
+of any text ends at once. Values are fractions, never floats.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Expression:
 def evaluate(text: str, *, signs: bool = True) -> Expression:
     """Evaluate `text` exactly.
 
-    Spaces and tabs are ignored; unary plus and minus are accepted with `signs` alone.
+    Spaces and tabs are ignored; unary plus and minus are accepted only with `signs`.
 
     Raises:
         ExpressionError: syntax, division by zero, or a bound was exceeded.

@@ -1,7 +1,7 @@
-"""The JSON in a response held to a schema: the row's ground truth is the schema.
+"""Verifier that checks the JSON in a response against a schema, the row's ground truth.
 
-Everything happens in a child process with the time limit of verifiers, since patterns in a schema
-may take forever. Nothing is fetched: a `$ref` to another place is an unusable ground truth.
+The check runs in a child process with the time limit of verifiers, since patterns in a schema may
+take forever. It fetches nothing: a `$ref` to another place makes the ground truth unusable.
 
 Source: JSON Schema, draft 2020-12 and those before it, as the library `jsonschema` checks them.
 """
@@ -17,13 +17,13 @@ from planish.verifiers.verdict import Verdict, VerifierOptions
 
 MAX_RESPONSE_CHARS = 200_000
 MAX_STARTS = 1000
-"""Places at which a value is looked for in a response without a block."""
+"""Number of places at which a response without a block is searched for a value."""
 
 _BLOCK = re.compile(r"```[a-zA-Z]*[ \t]*\r?\n(.*?)```", re.DOTALL)
 
 
 def verify_json_schema(response: str, answer: str, options: VerifierOptions) -> Verdict:
-    """Right where the last JSON value of the response follows the schema `answer`."""
+    """Right if the last JSON value of the response follows the schema `answer`."""
     reference = "planish.verifiers.json_schema:follows_schema"
     return shared_verifier(reference)(response, answer, options)
 
@@ -31,8 +31,8 @@ def verify_json_schema(response: str, answer: str, options: VerifierOptions) -> 
 def last_json(response: str) -> Any:
     """Return the last JSON value of a response.
 
-    The last block between triple backticks that is one value counts; without one the whole text;
-    without that the last object or list that stands anywhere in it, in full.
+    It is the last block between triple backticks that is one value; without one the whole text;
+        otherwise the last complete object or list anywhere in it.
 
     Example:
         >>> last_json('I think {"a": 1} or rather {"a": [2]}.')
@@ -68,11 +68,11 @@ def last_json(response: str) -> Any:
 
 
 def follows_schema(response: str, schema: str) -> bool:
-    """Check in a process of its own.
+    """Check a value against a schema; runs in a child process.
 
     Raises:
-        ValueError: the schema is none.
-        jsonschema.SchemaError: the schema is none.
+        ValueError: the schema is invalid.
+        jsonschema.SchemaError: the schema is invalid.
     """
     from jsonschema.validators import validator_for
     from referencing import Registry

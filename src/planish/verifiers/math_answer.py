@@ -1,7 +1,7 @@
 """Find the final answer of a response and compare it: integers by rule, the rest in a child.
 
-The form that the prompt asks for is looked for first, in all of the response; then the other ones,
-and what math-verify finds, in its last 300 characters.
+It searches the whole response for the form that the prompt requests. Then it searches the last 300
+characters for the other forms, and for any answer that math-verify finds.
 
 Source: DAPO, arXiv 2503.14476, section 2.4 (rule-based reward) and its published normalisation.
 """
@@ -27,18 +27,18 @@ from planish.verifiers.verdict import (
 logger = logging.getLogger(__name__)
 
 TAIL_CHARS = 300
-"""How much of the end of a response is searched for an answer that nothing announces as asked."""
+"""Length of a response's end that is searched for answers in other forms than requested."""
 MAX_DIGITS = 64
 MAX_ANSWER_CHARS = 1000
 MAX_DEPTH = 16
-"""Deepest nesting of brackets that is compared; the time to parse grows quickly with it."""
+"""Maximum nesting of brackets in a comparison; the time to parse grows quickly with it."""
 
 FORMS = {"line": "`Answer:`", "box": r"`\boxed{}`", "hash": "`####`", "tags": "`<answer>`"}
-"""How prompts ask for an answer, in the order in which responses are searched."""
+"""Answer forms that prompts request, in the order in which responses are searched."""
 _LABEL = re.compile(
     "(?:answer|\u7b54(?:\u6848|\u3048)?)([\"'\u201c\u201d\u2019*_`\\s]*)[:\uff1a]", re.IGNORECASE
 )
-"""What stands before an answer, in English, Chinese and Japanese."""
+"""Labels before an answer, in English, Chinese and Japanese."""
 _ASKED = {
     "line": _LABEL,
     "box": re.compile(r"\\(?:boxed|fbox)\b"),
@@ -76,7 +76,7 @@ _SPACED = (
     "(?<=[ '\u00a0\u2009\u202f][0-9]{3}))[ '\u00a0\u2009\u202f]"
     "(?=[0-9]{3}(?:[ '\u00a0\u2009\u202f][0-9]{3})*(?!\\w))"
 )
-"""What stands between groups of three digits."""
+"""Separators of groups of three digits."""
 _JOINED = "(?<![\\w.])[0-9]+(?:[-\u2010-\u2015][0-9]+){2,}(?![\\w.])"
 _OPAQUE = re.compile(
     f"{_JOINED}|[0-9][ap]m$|^[0-9]+[-\u2010-\u2015][0-9]+$|[0-9]_[0-9]", re.MULTILINE
@@ -140,10 +140,10 @@ _SURFACE = {
     r"(?<![\w.,])([0-9]+) ([0-9]+)\s*/\s*([0-9]+)(?!\w)": r"\1\\frac{\2}{\3}",
     r"(?<=[0-9}])\s+(?=i(?![A-Za-z]))": "",
 }
-"""What says nothing about a value, to what stands for it: degrees, units, wrappers, spaces."""
+"""Parts without a value (degrees, units, wrappers, spaces), to their replacements."""
 _EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
 _NAMED = re.compile(r"\|?\\?[A-Za-z][A-Za-z' ]*(?:_\w|_\{[^{}]*\})?'*(?:\(\w+\))?\|?|[^A-Za-z]*")
-"""The left side of a ground truth that is a name, or has none."""
+"""Left side of a ground truth that is a name, or empty."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _SPACE = re.compile(r"(?<![0-9A-Za-z.\s])\s+|\s+(?![0-9A-Za-z.\s])")
 _FUNCTION = re.compile(r"(?<![A-Za-z\\])[A-Za-z]'*\(\w+\)(?=\s*=)")
@@ -206,11 +206,11 @@ _STRANGE = re.compile(
     r"ln|sin|cos|tan|infinity|plus|minus|negative)\b",
     re.IGNORECASE | re.DOTALL,
 )
-"""What makes more of a text than words around its one number, which stands as 0."""
+"""Signs that a text is more than words around one number, which is replaced by 0."""
 
 
 def asked_form(prompt: str, data_source: str = "") -> str | None:
-    """Return the form in which an answer is asked for: a key of `FORMS`, or None.
+    """Return the form of answer that a prompt requests: a key of `FORMS`, or None.
 
     The last form that the prompt names counts, unless `data_source` of verl chooses a published
     rule.
@@ -222,12 +222,12 @@ def asked_form(prompt: str, data_source: str = "") -> str | None:
 
 
 def extract_answer(response: str, form: str = "line") -> str | None:
-    """Return the text of the final answer in one of the `FORMS`; None where there is none of them.
+    """Return the text of the final answer in one of the `FORMS`; None if no form occurs.
 
-    Of each form the last one counts. One that is empty or cut off makes it empty: no answer, and
-    not the one before.
+    In each form the last match counts. If it is empty or cut off, the result is empty: there is no
+        answer, and the match before does not count.
 
-    `form` is looked for first, in all of the response, the others in its last 300 characters.
+    `form` is searched first, in the whole response; the others in its last 300 characters.
     """
     for name in (form, *FORMS):
         text = response if name == form else response[-TAIL_CHARS:]
@@ -255,7 +255,7 @@ def _last_line(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` of `text`, "" where it is cut off, or None."""
+    r"""Return the content of the last `\boxed{...}` of `text`, "" if it is cut off, or None."""
     marks = list(_BOX.finditer(text))
     return _box_at(text, marks[-1].end())[0] if marks else None
 
@@ -327,11 +327,10 @@ def _value(text: str, *, is_truth: bool) -> str:
 def normalise_answer(text: str, *, cut: bool = True, is_truth: bool = True) -> str:
     r"""Reduce an answer to the form that is compared.
 
-    Boxes, delimiters of formulas and wrappers such as `\text{}` go; so do one name with the only
-    `=`, currencies, units, degrees, periods at the end, thousands commas and spaces of plain
+    It removes boxes, delimiters of formulas and wrappers such as `\text{}`; also one name with the
+    only `=`, currencies, units, degrees, periods at the end, thousands commas and spaces of plain
     numbers, and other spaces. A space between two digits or letters stays, so that `5 7` is not 57.
-
-    `cut` takes the right side of an equation: of a ground truth only where one name is on its left.
+    `cut` takes the right side of an equation, for a ground truth only if its left side is one name.
 
     Example:
         >>> normalise_answer(r"x = $\boxed{1{,}234}$ dollars.")
@@ -348,10 +347,10 @@ def normalise_answer(text: str, *, cut: bool = True, is_truth: bool = True) -> s
 
 
 def number_in(text: str) -> str | None:
-    """Return the one number that an answer gives among words, signs of currency and units.
+    """Return the only number in an answer among words, signs of currency and units.
 
-    A chain of equations ends in it, whatever is on its left; a list of them, or one for a multiple
-    of a name, gives none.
+    A chain of equations gives its last number, with any left side. A list of equations, or an
+        equation for a multiple of a name, gives none.
 
     Example:
         >>> number_in("$m+n = 256+37 = 293$ cm"), number_in("12 500 per day"), number_in("2x = 14")
@@ -440,7 +439,7 @@ def _by_rule(seen: str, expected: str, options: VerifierOptions) -> Verdict:
 def verify_math(
     response: str, answer: str, options: VerifierOptions, form: str = "line"
 ) -> Verdict:
-    """Compare mathematically: by rule where it decides, else in a killable child process."""
+    """Compare mathematically: by rule if a rule decides, else in a killable child process."""
     expected = normalise_answer(answer)
     if not expected or len(answer) > MAX_ANSWER_CHARS:
         return failed()

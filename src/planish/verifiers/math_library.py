@@ -1,6 +1,6 @@
 """Mathematical equality by math-verify, in the child process of `planish.verifiers.own`.
 
-The process limits its own memory and file writes: the texts are those of a policy.
+The process limits its own memory and file writes, because the texts come from a policy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sympy import Float
 
 MEMORY_BYTES = 4 << 30
 DECIMAL_ERROR, EXACT_ERROR = 1e-4, 1e-50
-"""Largest difference of two equal numbers over the larger one: where one is a decimal, or none."""
+"""Relative difference up to which numbers are equal: with a decimal, and without one."""
 
 
 _DECIMAL = re.compile(
@@ -28,7 +28,8 @@ def judge(text: str, gold: str) -> float | str:
     """Tell whether a text equals `gold`; with an empty `gold`, return the value found in the text.
 
     Returns:
-        1.0 or 0.0; or the value, empty for none. Text on which the library raises is no answer.
+        1.0 or 0.0; or the value, empty for none. A text on which the library raises gives no
+        answer.
     """
     prepare()
     try:
@@ -38,7 +39,7 @@ def judge(text: str, gold: str) -> float | str:
 
 
 def equal(gold: str, target: str) -> bool:
-    """Tell whether two mathematical texts are equal, as math-verify sees them."""
+    """Tell whether two mathematical texts are equal by math-verify."""
 
     def read(text: str) -> Any:
         text = _DECIMAL.sub(_fraction, text.replace(" or ", ", "))
@@ -75,7 +76,7 @@ def _fraction(found: re.Match[str]) -> str:
 def prepare() -> None:
     """Limit this process, and make the library's comparison of numbers a relative one too.
 
-    The library rounds to a number of places behind the point, where all small numbers are equal.
+    The library rounds to a number of decimal places, which makes all small numbers equal.
     """
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -1,10 +1,10 @@
-"""Verifiers that are functions of the user, each called in a child process of its own.
+"""Verifiers of the user: functions that run in a child process each.
 
-A function `(response, answer) -> number from 0 to 1`, with columns of the data row as further
-parameters where it takes any, is named by `package.module:function`, or by
+A function `(response, answer) -> number from 0 to 1` may have columns of the data row as further
+parameters. Its name is `package.module:function`, or
 an entry point of the group `planish.verifiers`. It may hang, raise, print, fork or return
-nonsense: that costs the row, never the stage, until the caller's error rate is exceeded or it has
-hung too often in a row.
+nonsense: that fails the row, not the stage, until the errors exceed the caller's rate or the
+function has hung too often in a row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 ENTRY_POINTS = "planish.verifiers"
 """Group of entry points: name -> `package.module:function`."""
 MAX_TIMEOUTS = 5
-"""After so many calls in a row without an answer the function is given up."""
+"""Number of calls in a row without an answer after which the verifier fails."""
 
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 
@@ -48,10 +48,10 @@ def installed_verifiers() -> Mapping[str, str]:
 class OwnVerifier:
     """One function of the user and its child process; safe to use from several threads.
 
-    `environment` has variables of the child beside those that every child gets.
+    `environment` has further variables for the child.
 
     Attributes:
-        warnings: what it did that is allowed and yet a mistake: it printed, it forked.
+        warnings: allowed mistakes of the function: it printed, it forked.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class OwnVerifier:
             ) from None
 
     def columns(self) -> tuple[str, ...]:
-        """Return the columns that the function names as parameters; raises what `start` does."""
+        """Return the columns that are parameters of the function; raises like `start`."""
         self.start()
         return tuple(self._process.ready["columns"])
 
     def ask(self, response: str, answer: str, seconds: float, extra: str = "") -> dict[str, Any]:
-        """Return what the child replies: `score`, or of ours `value`, or `error`.
+        """Return the child's reply: `score`, `value` (built-in functions only) or `error`.
 
         Raises:
             TimeoutError: no reply in time.
-            OSError: the child ended or said nonsense.
+            OSError: the child ended or sent an invalid reply.
         """
         request = {"response": response, "answer": answer, "alarm_seconds": int(seconds) + 5}
         with self._lock:
@@ -108,11 +108,11 @@ class OwnVerifier:
     def __call__(
         self, response: str, answer: str, options: VerifierOptions, extra: str = ""
     ) -> Verdict:
-        """Score one response; `extra` holds columns of the data row, as a JSON object.
+        """Score one response; `extra` has columns of the data row, as a JSON object.
 
         Raises:
-            ConfigError: the function cannot be called at all.
-            VerifierFailure: it has not answered `MAX_TIMEOUTS` times in a row.
+            ConfigError: the function is not callable.
+            VerifierFailure: `MAX_TIMEOUTS` calls in a row had no answer.
         """
         with self._lock:
             seconds = options.timeout_seconds

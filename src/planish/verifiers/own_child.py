@@ -1,11 +1,11 @@
-"""The child process of `planish.verifiers.own`: it holds one function of the user.
+"""The child process of `planish.verifiers.own`, with one function of the user.
 
-`python -P -m planish.verifiers.own_child package.module:function` writes whether the function can
-be called at all, and the columns of a data row that it names as parameters. Then it answers each
-line `{"response": ..., "answer": ...}`, with `extra` where the row has columns for it, by
-`{"score": ...}` or `{"error": ...}`; a function of ours may also return a text, `{"value": ...}`.
-What the function prints is taken away from standard output, so that it cannot disturb the replies,
-and named in the reply.
+`python -P -m planish.verifiers.own_child package.module:function` writes whether the function is
+callable, and the columns of a data row that are its parameters. Then it answers each line
+`{"response": ..., "answer": ...}`, with `extra` if the row has columns for it, by
+`{"score": ...}` or `{"error": ...}`. A built-in function may also return a text, `{"value": ...}`.
+Output of the function does not go to standard output, where it would disturb the replies. The reply
+reports it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PRINTED_CHARS = 80
-"""How much of what a function prints is passed on."""
+"""Number of printed characters that the reply contains."""
 
 TEXTS = {
     "response": "response",
@@ -32,29 +32,29 @@ TEXTS = {
     "answer": "answer",
     "ground_truth": "answer",
 }
-"""Parameters that get the response or the answer by name; two of them are verl's."""
+"""Parameter names for the response or the answer; two of them are verl's."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the user and how it is called."""
+    """A function of the user and its way of calling."""
 
     call: Callable[..., Any]
-    """Returns a number from 0 to 1, if it keeps its promise."""
+    """The function; it should return a number from 0 to 1."""
     texts: Mapping[str, str]
-    """Parameters that get the two by name; empty: its first two do, as decorators may want."""
+    """Parameters that get response and answer by name; empty: the first two parameters get them."""
     columns: tuple[str, ...] = ()
     """Other parameters: columns of the data row."""
     needed: frozenset[str] = frozenset()
-    """Those of them without a default."""
+    """Columns without a default."""
     hidden: frozenset[str] | None = None
-    """It takes any columns, but for these names; None: only `columns`."""
+    """It takes any columns except these names; None: only `columns`."""
 
     def __call__(self, response: str, answer: str, extra: Mapping[str, Any]) -> Any:
-        """Call the function with what it takes of the columns.
+        """Call the function with the columns that it takes.
 
         Raises:
-            ValueError: it needs a column that the row does not have.
+            ValueError: it needs a column that the row lacks.
         """
         if missing := sorted(self.needed - extra.keys()):
             raise ValueError(f"takes the column `{missing[0]}`, which this row does not have")
@@ -68,13 +68,13 @@ class Function:
 
 
 class Printed(io.TextIOBase):
-    """Takes the place of standard output: keeps the first characters and drops the rest."""
+    """Replacement of standard output that keeps the first characters and drops the rest."""
 
     def __init__(self) -> None:
         self.text = ""
 
     def write(self, text: str) -> int:
-        """Keep the beginning of what is printed."""
+        """Keep the beginning of the output."""
         self.text += text[: PRINTED_CHARS - len(self.text)]
         return len(text)
 
@@ -83,7 +83,7 @@ def load(reference: str) -> Function:
     """Import a function by `package.module:function`.
 
     Raises:
-        ValueError: what must be mended: the module, its import, the name or the signature.
+        ValueError: the module, its import, the name or the signature is wrong.
     """
     name, _, attribute = reference.partition(":")
     try:
@@ -132,7 +132,7 @@ def load(reference: str) -> Function:
 
 
 def read_signature(call: Callable[..., Any], signature: inspect.Signature) -> Function:
-    """Tell response, answer and columns apart among the parameters of a function."""
+    """Return which parameters of a function are response, answer and columns."""
     every = list(signature.parameters.values())
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     texts = {p.name: TEXTS[p.name] for p in every if p.name in TEXTS and p.kind in by_name}
@@ -152,10 +152,10 @@ def read_signature(call: Callable[..., Any], signature: inspect.Signature) -> Fu
 
 
 def score(function: Function, response: str, answer: str, extra: Mapping[str, Any]) -> float | str:
-    """Call a function and return its score, or the text that one of ours returns.
+    """Call a function and return its score, or the text of a built-in function.
 
     Raises:
-        ValueError: it raised, or returned what is no number from 0 to 1.
+        ValueError: it raised, or did not return a number from 0 to 1.
     """
     try:
         value = function(response, answer, extra)
@@ -176,7 +176,7 @@ def reply_to(function: Function, request: str, forked: list[bool]) -> dict[str, 
     """Return the reply to one request line.
 
     The request is a JSON line with `response`, `answer`, `alarm_seconds`, and `extra` as JSON;
-    `forked` gets an item when this process forks.
+    `forked` gets an item if this process forks.
     """
     raw = json.loads(request)
     reply: dict[str, Any] = {}
@@ -202,7 +202,7 @@ def reply_to(function: Function, request: str, forked: list[bool]) -> dict[str, 
 
 
 def main(reference: str) -> int:
-    """Load the function, say ready or why not, answer until the parent closes the pipe."""
+    """Load the function, report ready or the fault, answer until the parent closes the pipe."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The function gets neither the requests nor the replies as its standard streams.
     replies = os.fdopen(os.dup(1), "w", encoding="ascii")

@@ -1,7 +1,7 @@
-"""The whole response searched for a pattern: the row's ground truth is the pattern.
+"""Verifier that searches the whole response for a pattern, the row's ground truth.
 
-The search runs in a child process, within a second: a hostile pattern, or a response that drives a
-careless one mad, costs the row and not the stage.
+The search runs in a child process for at most a second. A hostile pattern, or a response that makes
+a careless pattern slow, fails the row and not the stage.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ MEMORY_BYTES = 4 << 30
 
 
 def verify_regex(response: str, answer: str, options: VerifierOptions) -> Verdict:
-    """Right where the pattern `answer` is found anywhere in the response, as `re.search` does."""
+    """Right if `re.search` finds the pattern `answer` anywhere in the response."""
     return shared_verifier("planish.verifiers.regex:contains_pattern")(response, answer, options)
 
 
 def contains_pattern(response: str, pattern: str) -> bool:
-    """Search in a process of its own, which this limits.
+    """Search with a time limit; runs in a child process.
 
     Raises:
         TimeoutError: the search took too long.
-        re.error: no pattern.
+        re.error: the pattern is invalid.
     """
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 

@@ -1,4 +1,4 @@
-"""Reward shaping and group masks, in numpy: what rollout, reward and train share.
+"""Reward shaping and group masks in numpy, shared by rollout, reward and train.
 
 Source: DAPO, arXiv 2503.14476, sections 3.2 (dynamic sampling) and 3.4 (overlong reward shaping).
 """
@@ -33,12 +33,12 @@ def overlong_penalty(
     """Return the soft overlong punishment of each response.
 
     0 up to `max_tokens - buffer_tokens`, then a straight line down to -1 at `max_tokens`, -1
-    beyond; all times `factor`. With `buffer_tokens` 0 there is no line, only the -1 beyond.
+        beyond; all of it times `factor`. With `buffer_tokens` 0 there is no line, only -1 beyond.
 
     Args:
         lengths: [R] response lengths in tokens, the end token included.
         max_tokens: longest response that may be generated.
-        buffer_tokens: width of the line.
+        buffer_tokens: length of the line, in tokens.
         factor: weight of the penalty, >= 0.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Thoughts in a response: what stands inside of one, or in one that never ended, is no answer."""
+"""Thoughts in a response: text inside a thought, or in one that never ends, is no answer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _END_CHARS = 200
 
 
 def after_thought(response: str, answer: str, answer_after: str = AUTO) -> str | None:
-    """Return the part of a response that is judged; None where its thought has not ended.
+    """Return the part of a response that is judged; None if its thought has not ended.
 
-    It stands behind the last `answer_after`: for `auto` behind the last mark, where any is there,
-    closes a thought and is not part of the ground truth. Control tokens at its end, such as
+    It follows the last `answer_after`. For `auto` it follows the last mark that closes a thought
+        and is not part of the ground truth. Control tokens at its end, such as
     `<|im_end|>`, are left out.
     """
     text = response[:-_END_CHARS] + _ENDS.sub("", response[-_END_CHARS:])

@@ -1,4 +1,4 @@
-"""Worked column traces: the answer is what follows the last `=` of the response."""
+"""Worked column traces: the answer follows the last `=` of the response."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _WHOLE_NUMBERS = VerifierOptions(accept_integral_decimals=False)
 
 
 def verify_trace(response: str, answer: str, options: VerifierOptions) -> Verdict:
-    """Compare the integer after the last `=`; a response without `=` holds no answer.
+    """Compare the integer after the last `=`; a response without `=` has no answer.
 
     Example:
         >>> verify_trace("8+4+0=12;4+2+1=7=72", "72", VerifierOptions()).accuracy

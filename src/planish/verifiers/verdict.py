@@ -1,6 +1,6 @@
-"""What a verifier says about one response, and the options that it takes.
+"""The verdict of a verifier on one response, and the options of verifiers.
 
-Deliberately without rewards: the reward stage makes numbers that train of a verdict.
+This module has no rewards: the reward stage turns verdicts into rewards.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from planish.verifiers.thoughts import AUTO
 
 MAX_EXTRACTED_CHARS = 300
-"""Longest `extracted` text that is kept for audits."""
+"""Length limit of `extracted` texts, which are kept for audits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,35 +27,35 @@ class Verdict:
     accuracy: float
     """1.0 when the response is equivalent to the answer, else 0.0."""
     extracted: str = ""
-    """The answer as the verifier saw it; valid UTF-8, at most 300 characters."""
+    """The answer that the verifier extracted; valid UTF-8, at most 300 characters."""
     invalid: bool = False
     """No answer could be found in the response."""
     timeout: bool = False
-    """The comparison did not end in time: wrong. `error` is set too where the verifier, and not
-    the response, is to blame."""
+    """The comparison did not end in time: wrong. `error` is set too if the verifier, and not
+        the response, caused it."""
     error: bool = False
     """The verifier itself failed (timeout, crash, unusable ground truth): accuracy is 0."""
     score: float | None = None
-    """Score in [0, 1] of a verifier that gives parts of a point; accuracy is 1 only where this is.
+    """Score in [0, 1] of a verifier that gives partial scores; accuracy is 1 only if this is 1.
     None: the same as `accuracy`."""
     reason: str = ""
-    """One line on why `error` or `timeout` is set, where the verifier says more than that."""
+    """One line with the reason of `error` or `timeout`, if the verifier gives one."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifierOptions:
-    """What the caller may change about the rules."""
+    """Options of verifiers that a run sets."""
 
     accept_integral_decimals: bool = True
     """`5.0` equals 5."""
     timeout_seconds: float = 10.0
     """Limit of one comparison in the child process."""
     answer_after: str = AUTO
-    """Text behind which the answer stands; `auto`: the end of a thought."""
+    """Text that precedes the answer; `auto`: the end of a thought."""
 
     @classmethod
     def of(cls, reward: Mapping[str, Any]) -> VerifierOptions:
-        """Return how all stages of a run judge; `reward` is its section of that name."""
+        """Return the options for all stages of a run; `reward` is its section `[reward]`."""
         return cls(
             reward.get("accept_integral_decimals", True),
             reward.get("verifier_timeout_seconds", 10.0),
@@ -74,7 +74,7 @@ def clean_text(text: str) -> str:
 
 
 def wrong(extracted: str = "") -> Verdict:
-    """Return the verdict on an answer that was found and is not right."""
+    """Return the verdict on a wrong answer."""
     return Verdict(accuracy=0.0, extracted=clean_text(extracted))
 
 
@@ -84,17 +84,17 @@ def right(extracted: str) -> Verdict:
 
 
 def not_found() -> Verdict:
-    """Return the verdict on a response that holds no answer."""
+    """Return the verdict on a response without an answer."""
     return Verdict(accuracy=0.0, invalid=True)
 
 
 def timed_out(extracted: str = "", *, reason: str = "") -> Verdict:
-    """Return the verdict on a response whose comparison has not ended in time."""
+    """Return the verdict on a response whose comparison timed out."""
     return Verdict(0.0, clean_text(extracted), timeout=True, reason=clean_text(reason))
 
 
 def failed(extracted: str = "", *, timeout: bool = False, reason: str = "") -> Verdict:
-    """Return the verdict when the verifier itself failed."""
+    """Return the verdict if the verifier itself failed."""
     return Verdict(
         accuracy=0.0,
         extracted=clean_text(extracted),

@@ -1,4 +1,4 @@
-"""Code of a response and the tests of its row, each in a process that confined itself before.
+"""Code of a response and the tests of its row, in two processes that confined themselves.
 
-The tests see of the code only plain data: what it prints, patches or kills is its own process.
+The tests get only plain data from the code; the code can patch or kill only its own process.
 """

@@ -1,6 +1,6 @@
-"""The process with the code of a response: it runs it, then does what the tests ask of it.
+"""The process with the code of a response: it runs the code, then serves requests of the tests.
 
-It confines itself before it reads the code. All that it says is untrusted.
+It confines itself before it reads the code. Its replies are untrusted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from planish.verifiers.isolated.confine import begin
 from planish.verifiers.isolated.values import decode, encode
 
 MAX_KEPT = 10_000
-"""Values that the tests may have a number for."""
+"""Number of values that the tests may refer to."""
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "bool": bool,
@@ -29,11 +29,11 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "next": next,
     "text": str,
 }
-"""What tests may do with a value that is no plain data."""
+"""Operations of tests on a value that is no plain data."""
 
 
 def serve(requests: Any, reply: Callable[[dict[str, Any]], None], names: dict[str, Any]) -> None:
-    """Tell the names that the code defined, then answer until the pipe is closed."""
+    """Send the names that the code defined, then answer requests until the pipe is closed."""
     kept: list[Any] = []
 
     def name_of(value: Any) -> int:

@@ -1,11 +1,11 @@
-"""A process that confines itself for good: no network, no new process, no file but its scratch.
+"""Confinement of a process: no network, no new process, no file but its scratch folder.
 
-Three things of Linux that need no privilege, and that containers grant with their default
-profiles: resource limits, Landlock (which files) and a seccomp filter (which system calls). User
-namespaces are not used: the default profile of containers forbids them.
+It uses three features of Linux that need no privilege and that default container profiles allow:
+resource limits, Landlock (files) and a seccomp filter (system calls). It does not use user
+namespaces, because default container profiles forbid them.
 
-This file and its neighbours import the standard library alone: they run in an interpreter without
-site packages. It does not hide that a file exists: Landlock guards contents, not names.
+This file and its neighbours import only the standard library: they run in an interpreter without
+site packages. Names of files stay visible: Landlock guards contents, not names.
 
 Source: Linux, Documentation/userspace-api/landlock.rst and seccomp_filter.rst.
 """
@@ -29,15 +29,15 @@ OPEN_FILES = 64
 _READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/dev/urandom")
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _READ, _WRITE = 1 << 2 | 1 << 3, 1 << 1 | 1 << 2 | 1 << 3 | 1 << 5 | 1 << 8
-"""Read files and folders; also write, remove and make regular files: no folders, no links."""
+"""Rights to read files and folders; rights to write, remove and make regular files too."""
 _TRUNCATE = 1 << 14
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""Version of Landlock -> how many rights over files it knows; from 5 on 16."""
+"""Version of Landlock -> number of its rights over files; from 5 on 16."""
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_FILTER = 38, 22, 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
-"""What a filter answers: go on; EPERM; end the process."""
+"""Results of a filter: allow; EPERM; kill the process."""
 
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """Machine -> its number in audit.h, its column below."""
@@ -67,30 +67,30 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "getrandom": (318, 278), "statx": (332, 291), "close_range": (436, 436),
     "faccessat2": (439, 439),
 }  # fmt: skip
-"""System calls that are always granted: number on each machine."""
+"""System calls that are always allowed: number on each machine."""
 _GUARDED: dict[str, tuple[int | None, int | None]] = {
     "open": (2, None), "openat": (257, 56), "ioctl": (16, 29), "fcntl": (72, 25),
     "kill": (62, 129), "tgkill": (234, 131), "sendto": (44, 206), "prlimit64": (302, 261),
 }  # fmt: skip
-"""System calls that are granted with some arguments."""
+"""System calls that are allowed with some arguments."""
 _IOCTLS = (0x5401, 0x5413, 0x5421, 0x5450, 0x5451, 0x541B)
-"""Is it a terminal, its size, blocking or not, close on exec or not, bytes to read."""
+"""Allowed ioctls: terminal check, its size, blocking mode, close on exec, bytes to read."""
 _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
-"""Copies, flags, locks, size of a pipe; not who gets a file's signals."""
+"""Allowed fcntls: copies, flags, locks, size of a pipe; not the owner of a file's signals."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CannotConfine(Exception):
-    """This machine lacks what confinement needs; nothing has been run."""
+    """This machine lacks a feature for confinement; nothing was run."""
 
 
 def begin() -> tuple[Any, Callable[[dict[str, Any]], None]]:
-    """Confine this process as its arguments say, and tell that it is ready.
+    """Confine this process by its arguments, and report that it is ready.
 
     Returns:
-        Where requests are read from, line by line, and what sends a reply. What runs here later
-        gets neither of them as a standard stream.
+        The stream of requests, line by line, and a function that sends a reply. Code that runs
+                here later gets neither as a standard stream.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="ascii")
     requests = os.fdopen(os.dup(0), encoding="ascii")
@@ -111,14 +111,14 @@ def begin() -> tuple[Any, Callable[[dict[str, Any]], None]]:
 
 
 def confine(scratch: str, cpu_seconds: int) -> None:
-    """Confine this process for good. No thread must run yet.
+    """Confine this process for the rest of its life. No other thread may run yet.
 
     Args:
-        scratch: the folder in which it may write, as an absolute path; becomes the current one.
-        cpu_seconds: processor time that it may use from its start on.
+        scratch: absolute path of the only writable folder; becomes the current folder.
+        cpu_seconds: limit of processor time since its start.
 
     Raises:
-        CannotConfine: the kernel or its settings cannot; the process must not go on.
+        CannotConfine: the kernel or its settings do not allow it; the process must not go on.
     """
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in _MACHINES:
@@ -146,7 +146,7 @@ def confine(scratch: str, cpu_seconds: int) -> None:
 
 
 def restrict_files(readable: Sequence[str], scratch: str) -> None:
-    """Let this process open nothing but these paths; write nowhere but in `scratch`.
+    """Allow this process to open only these paths, and to write only in `scratch`.
 
     Raises:
         CannotConfine: the kernel has no Landlock, or it is switched off.
@@ -183,11 +183,11 @@ def restrict_files(readable: Sequence[str], scratch: str) -> None:
 
 
 def filter_program(machine: str, pid: int) -> bytes:
-    """Return the seccomp filter in classic BPF: what is not granted is EPERM.
+    """Return the seccomp filter in classic BPF; calls that are not allowed give EPERM.
 
     Args:
         machine: `x86_64` or `aarch64`.
-        pid: the only process that may be sent a signal.
+        pid: the only process that may get a signal.
 
     Returns:
         Instructions of 8 bytes: code, jump if true, jump if false, operand.

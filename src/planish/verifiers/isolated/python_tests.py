@@ -1,11 +1,11 @@
-"""The code of a response run with the tests of its row.
+"""Verifier that runs the code of a response with the tests of its row.
 
 A ground truth is one of two things: Python source with assertions, functions `test_...` or classes
 of unittest; or JSON with `inputs` and `outputs`, of programs that read standard input, or, with
 `fn_name`, of a function. The last block between triple backticks of a response is its code.
 
-Deliberately without packages: the code has the standard library of Python, one process without
-threads, no network, and a folder of its own that is gone afterwards.
+The code has no packages: it gets the standard library of Python, one process without threads, no
+network, and a folder that is removed afterwards.
 
 Source: the layout of `inputs`, `outputs`, `fn_name` is that of APPS, arXiv 2105.09938.
 """
@@ -94,7 +94,7 @@ def succeeded():
 
 @dataclass(frozen=True)
 class PythonTests:
-    """What a row asks of code: one of the two is there."""
+    """Tests of a row: one of the two fields is set."""
 
     source: str = ""
     """Tests in Python."""
@@ -107,7 +107,7 @@ def parse_tests(answer: str) -> PythonTests:
     """Read a ground truth.
 
     Raises:
-        ValueError: it holds no tests.
+        ValueError: it has no tests.
     """
     if not answer.lstrip().startswith("{"):
         try:
@@ -139,7 +139,7 @@ def parse_tests(answer: str) -> PythonTests:
 
 
 def extract_code(response: str) -> str | None:
-    """Return the last block between triple backticks, else the response where it is Python."""
+    """Return the last block between triple backticks, else the response if it is Python."""
     blocks = _BLOCK.findall(response)
     if blocks:
         return str(blocks[-1])
@@ -150,7 +150,7 @@ def extract_code(response: str) -> str | None:
 
 
 def verify_python_tests(response: str, answer: str, options: VerifierOptions) -> Verdict:
-    """Right where every test passes within the time limit: of a case, or of all tests in Python."""
+    """Right if every test passes within the time limit, for a case or for all tests in Python."""
     try:
         tests = parse_tests(answer)
     except (ValueError, RecursionError) as error:
@@ -181,7 +181,7 @@ def lines(output: str) -> list[str]:
 
 
 def check_isolation() -> None:
-    """Try to break out before a run does."""
+    """Check before a run that code cannot break out."""
     verdict, why = _run_source(_ATTEMPTS, "assert succeeded() == [], succeeded()", 60.0)
     if verdict != "passed":
         raise ConfigError(
@@ -258,7 +258,7 @@ def _run_source(code: str, tests: str, seconds: float) -> tuple[str, str]:
 
 
 def output_of_program(code: str, stdin: str, seconds: float) -> list[str] | None:
-    """Return what a program wrote to standard output; None where it failed."""
+    """Return the standard output of a program; None if it failed."""
     with _confined(ANSWER_CHILD, seconds) as (child, folder):
         with contextlib.suppress(OSError):
             if "ended" not in child.ask({"code": code, "stdin": stdin}, seconds):

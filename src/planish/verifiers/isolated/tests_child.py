@@ -1,7 +1,7 @@
 """The process with the tests of a row: it runs them against the code in another process.
 
-What the code defined stands here as plain data and as `Remote` values, which pass each call on.
-The verdict is made here, where no code of the response ever runs.
+It has the definitions of the code as plain data and as `Remote` values, which forward each call.
+It makes the verdict, because no code of the response ever runs here.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Exchange = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Unsupported(BaseException):
-    """The tests ask for what cannot pass between two processes; tests cannot catch it by habit."""
+    """The tests need something that cannot pass between processes; `except Exception` misses it."""
 
 
 class AnswerError(Exception):
-    """The code of the response raised what is no built-in exception."""
+    """The code of the response raised an exception that is not built in."""
 
 
 class Remote:
-    """A value of the response's code that is no plain data: it may be used, not looked into.
+    """A reference to a value of the response's code that is no plain data.
 
-    Two of them are equal where they are the same: `==` of the response is not asked.
+    Two references are equal if they name the same value; `==` of the response is not called.
     """
 
     def __init__(self, exchange: Exchange, number: int) -> None:
@@ -75,7 +75,7 @@ class Remote:
         return decode(reply["result"], named_by)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Call it where it stands."""
+        """Call it in its own process."""
         return self._do("call", *arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -106,10 +106,10 @@ class Remote:
 def run_tests(tests: str, names: dict[str, Any]) -> tuple[str, str]:
     """Run the tests, their functions `test_...` and their classes of unittest.
 
-    `names` is what the response defined.
+    `names` are the definitions of the response.
 
     Returns:
-        (`passed`, `failed` or `unusable`, one line on why).
+        (`passed`, `failed` or `unusable`, one line with the reason).
     """
     module = types.ModuleType("__main__")
     # A response must not replace what the tests lean on.
@@ -145,7 +145,7 @@ def run_tests(tests: str, names: dict[str, Any]) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Confine this process, run the tests, give the verdict."""
+    """Confine this process, run the tests, send the verdict."""
     requests, reply = begin()
     request = json.loads(requests.readline())
     num_calls = 0

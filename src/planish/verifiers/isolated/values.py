@@ -1,8 +1,8 @@
 """Plain data between the code of a response and the tests of its row, as JSON.
 
-Numbers, texts, bytes, lists, tuples, sets and dictionaries are copied, of exactly these types
-afterwards, so that no `==` of the response decides a test. Anything else stays where it is and is
-named by a number.
+Numbers, texts, bytes, lists, tuples, sets and dictionaries are copied as exactly these types, so
+that no `==` of the response decides a test. Any other value stays in its process, and a number
+refers to it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ITERATIONS: tuple[tuple[type, Callable[[Any], Iterator[Any]]], ...] = (
 
 
 def encode(value: Any, name_of: Callable[[Any], int], depth: int = 0) -> Any:
-    """Return what JSON can hold.
+    """Return a form that JSON can represent.
 
-    `name_of` gives the number of a value that is no plain data; it may raise.
+    `name_of` returns the number of a value that is no plain data; it may raise.
 
     Returns:
         None, bool, float, str, or a list of a tag and its content.
@@ -67,10 +67,10 @@ def encode(value: Any, name_of: Callable[[Any], int], depth: int = 0) -> Any:
 def decode(data: Any, named: Callable[[int], Any]) -> Any:
     """Return the value that `encode` made `data` of.
 
-    The data come from an untrusted process; `named` gives what a number stands for.
+    The data come from an untrusted process; `named` returns the value of a number.
 
     Raises:
-        ValueError: no such data.
+        ValueError: the data are malformed.
     """
     if data is None or isinstance(data, (bool, float, str)):
         return data
