@@ -1,7 +1,7 @@
-"""Rollout engines: token ids in, sampled token ids with log-probabilities out.
+"""Rollout engines: they take token ids and return sampled token ids with log-probabilities.
 
-It does not decide about groups, windows or filters: that is the driver's work. Engines are named
-in one table and imported on use, since their packages can not share one environment.
+Engines do not know groups, windows or filters: the driver decides these. One table names the
+engines; they are imported on use, since their packages cannot share one environment.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ENGINES: dict[str, str] = {
 """Engine name to `module:class`; each class is a `BaseEngine`."""
 
 APART = ("disagg", "vllm_disagg")
-"""Engines whose attention and experts are in different processes."""
+"""Engines with attention and experts in different processes."""
 
 
 def open_engine(config: EngineConfig, model: ModelRef, **options: Any) -> BaseEngine:
-    """Return a started engine of the policy `model`; `options` are of the engine's class."""
+    """Return a started engine for the policy `model`; `options` are those of the engine's class."""
     module, _, cls = ENGINES[config.name].partition(":")
     engine: BaseEngine = getattr(importlib.import_module(module), cls)(config=config, **options)
     engine.start(model)
@@ -36,9 +36,9 @@ def open_engine(config: EngineConfig, model: ModelRef, **options: Any) -> BaseEn
 
 
 class OpenEngine(Protocol):
-    """What gives a stage its engine for the length of a `with` block, as `open_engine` does."""
+    """Function that opens a stage's engine for a `with` block, like `open_engine`."""
 
     def __call__(
         self, config: EngineConfig, model: ModelRef, **options: Any
     ) -> AbstractContextManager[BaseEngine]:
-        """Return a context with a started engine that holds the policy `model`."""
+        """Return a context with a started engine for the policy `model`."""

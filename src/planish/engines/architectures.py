@@ -1,4 +1,4 @@
-"""Which model classes vLLM serves: `prepare` runs in an image that has no vLLM to ask."""
+"""Model classes that vLLM serves, because `prepare` runs in an image without vLLM."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Olmoe Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe Qwen4Exp S
 Zamba2
 """
 VLLM = frozenset(f"{family}ForCausalLM" for family in _FAMILIES.split())
-"""Causal language models of transformers 5.19 that vLLM 0.32 has a class for; a test in vLLM's
-environment compares."""
+"""Causal language models of transformers 5.19 for which vLLM 0.32 has a class; a test in vLLM's
+environment compares both lists."""
 
 _WINDOWED = """
 Afmoe Apertus Cohere Cohere2 Cohere2Moe DeepseekV4 Exaone4 ExaoneMoe Gemma2 Gemma3 Gemma3n Gemma4
 GptOss Granite GraniteMoe GraniteSWA Inkling Laguna Llama MiMoV2Flash MiniMaxM2 NemotronH
 """
 WINDOWED = frozenset(f"{family}ForCausalLM" for family in _WINDOWED.split())
-"""Those whose class in vLLM has a window for each layer. Of the others some refuse layers that
-differ, and some give all of them the window, which is another model."""
+"""Models whose class in vLLM has a window for each layer. Other classes refuse layers that differ,
+or give all layers the window, which is another model."""
 _BY_NUMBER = ("qwen2", "qwen2_moe", "qwen3")
 """Types of models whose first `max_window_layers` layers have no window."""
 
 
 def window_fault(config: Mapping[str, Any]) -> str:
-    """Return why vLLM does not compute the windows of a config.json; "" where it does.
+    """Return why vLLM does not compute the windows of a config.json; "" if it does.
 
     Example:
         >>> kinds = ["full_attention", "sliding_attention"]

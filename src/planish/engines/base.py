@@ -1,7 +1,7 @@
-"""What a driver may call on a rollout engine, and the part that all engines share.
+"""Interface of a rollout engine for drivers, and the part that all engines share.
 
-An engine never decides how long a response may become in the end, and never filters: partial
-responses, retries and groups belong to the driver.
+An engine never decides the final length of a response, and never filters: the driver handles
+partial responses, retries and groups.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ logger = logging.getLogger(__name__)
 _AT_WORK = (EngineState.READY, EngineState.RUNNING)
 
 COUNTERS = ("tokens", "steps", "row_steps", "most_rows", "prefill_tokens")
-"""What every engine counts: `tokens` are sampled, those of running requests included; `steps` are
-forward passes that decode, `row_steps` requests summed over them, `most_rows` the most of any."""
+"""Counters of every engine: `tokens` are sampled tokens, with those of running requests; `steps`
+are forward passes that decode; `row_steps` sums the requests over steps; `most_rows` is their
+maximum."""
 
 
 class TurnLock:
-    """A mutex that serves threads in the order in which they came.
+    """A mutex that serves threads in the order of their calls.
 
-    `threading.Lock` lets a polling loop take it again at once and starve a thread that aborts.
+    With `threading.Lock` a polling loop takes the lock again at once and starves a thread that
+    aborts.
     """
 
     def __init__(self) -> None:
@@ -60,18 +62,18 @@ class TurnLock:
 
 
 class BaseEngine(ABC):
-    """States, queue, locking and `generate` over the hooks that each engine fills in.
+    """States, queue, locking and `generate`, over hooks that each engine implements.
 
     `submit`, `poll` and `abort` may be called from different threads.
 
-    Work is done inside `poll` and `generate` by the calling thread; there is no thread of
-    our own, so that equal calls give equal schedules and bit-equal outputs.
+    The calling thread does the work inside `poll` and `generate`. The engine starts no thread,
+    so that equal calls give equal schedules and bit-equal outputs.
     """
 
     max_model_len: int
-    """Longest prompt and response in tokens, once it has started."""
+    """Longest prompt and response in tokens, after the start."""
     routing: bool
-    """Whether outputs may hold the experts of each token."""
+    """Whether outputs may have the experts of each token."""
 
     def __init__(self, max_rows: int, max_model_len: int, *, routing: bool) -> None:
         self.max_model_len, self.routing = max_model_len, routing
@@ -138,11 +140,11 @@ class BaseEngine(ABC):
 
     @property
     def state(self) -> EngineState:
-        """Where in its life the engine is."""
+        """State in the life of the engine."""
         return self._state
 
     def start(self, model: ModelRef) -> None:
-        """Load the model; EngineBusy on a second call, EngineError where it can not be served."""
+        """Load the model; EngineBusy on a second call, EngineError if it cannot be served."""
         with self._lock:
             if self._state is not EngineState.NEW:
                 raise EngineBusy(
@@ -154,9 +156,10 @@ class BaseEngine(ABC):
             telemetry.set_level("planish_rollout_weight_version", self._version)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, all or none; one with a `fault` ends at once, and alone.
+        """Queue requests, all or none; a request with a `fault` ends at once, and alone.
 
-        An empty prompt and an id that is no text raise ConfigError, one that is alive EngineError.
+        An empty prompt, or an id that is no text, raises ConfigError; an id in use raises
+        EngineError.
         """
         with self._lock:
             self._expect("submit", *_AT_WORK)
@@ -202,9 +205,9 @@ class BaseEngine(ABC):
         return fault or self._check(request)
 
     def poll(self, timeout: float) -> list[Output]:
-        """Work until an output is there or `timeout` seconds are over; return all outputs.
+        """Work until there is an output or `timeout` seconds have passed; return all outputs.
 
-        At least one step is made when there is work, even at timeout 0. EngineError says that the
+        If there is work, it makes at least one step, even with timeout 0. EngineError says that the
         engine failed and that its requests are lost.
         """
         return self._poll(timeout, None)
@@ -230,7 +233,7 @@ class BaseEngine(ABC):
                 self._arrived.wait(left)
 
     def generate(self, requests: Sequence[Request]) -> list[Output]:
-        """Submit, work until all are done, and return outputs in the order of the requests."""
+        """Submit requests, work until all are done, and return their outputs in order."""
         self.submit(requests)
         wanted = {request.request_id for request in requests}
         done: dict[str, Output] = {}
@@ -242,9 +245,9 @@ class BaseEngine(ABC):
         return [done[request.request_id] for request in requests]
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Output]:
-        """Take requests back and return them with the tokens so far; None takes all.
+        """Cancel requests and return them with their tokens so far; None cancels all.
 
-        Outputs that are finished and not yet polled stay where they are; unknown ids are ignored.
+        Finished outputs stay until they are polled; unknown ids are ignored.
         """
         with self._lock:
             self._expect("abort", *_AT_WORK)
@@ -267,9 +270,9 @@ class BaseEngine(ABC):
     def update_weights(self, source: WeightSource, version: int) -> WeightUpdate:
         """Change the weights; a failed read leaves the old ones in place.
 
-        Requests that run or wait raise EngineBusy, names and shapes that do not fit EngineError,
-        and damaged files of pinned weights RecordError. The first policy of a run that began from
-        another one may have a higher `version` than those that follow.
+        EngineBusy: requests run or wait. EngineError: names or shapes do not fit. RecordError:
+        files of pinned weights are damaged. The first policy of a forked run may have a higher
+        `version` than its later policies.
         """
         with self._lock:
             self._expect("update_weights", *_AT_WORK, EngineState.ASLEEP)
@@ -286,16 +289,16 @@ class BaseEngine(ABC):
             return report
 
     def renew(self) -> None:
-        """Sample from now on as an engine that was just opened with these weights.
+        """Reset the engine to the state after opening with these weights.
 
-        Requests that run or wait raise EngineError, engines that cannot NotSupported.
+        EngineError: requests run or wait. NotSupported: the engine cannot reset.
         """
         with self._lock:
             self._expect("renew", EngineState.READY)
             self._renew()
 
     def sleep(self) -> None:
-        """Leave the device to others until `update_weights`; weights may be lost."""
+        """Free the device for other users until `update_weights`; weights may be lost."""
         with self._lock:
             self._expect("sleep", EngineState.READY, EngineState.ASLEEP)
             if self._state is EngineState.READY:

@@ -11,55 +11,55 @@ from planish.engines import APART, ENGINES
 
 
 class EngineConfig(Section):
-    """Which engine samples, and how it uses its machine."""
+    """The engine that samples, and its use of the machine."""
 
     name: str = "transformers"
     """Key in the table of engines; rollouts, evaluation, pass rates and the probe of the cold
     start use the same one."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Ranks that share every layer; each has an accelerator of its own, or is a process on the CPU,
-    for dense policies. Engine `vllm`."""
+    """Ranks that share every layer; each has its own accelerator, or for dense policies may be a
+    process on the CPU. Engine `vllm`."""
     expert_parallel: bool = False
-    """Give each of those ranks whole experts in place of a part of every expert. Engine `vllm`."""
+    """Give each of these ranks whole experts in place of a part of every expert. Engine `vllm`."""
     quantization: Literal["none", "fp8"] = "none"
-    """Type of the weights while they serve; they are read and changed in the policy's own. Engine
+    """Type of the weights in the engine; it reads and updates them in the policy's type. Engine
     `vllm` on accelerators."""
     memory_share: float = Field(default=0.85, gt=0.0, le=1.0)
-    """Share of each accelerator's memory for weights and cache; beside the cold start it is
-    `sft.probe_memory_share`. Engines `vllm`, `vllm_disagg`."""
+    """Share of each accelerator's memory for weights and cache; for the probe of the cold start it
+    is `sft.probe_memory_share`. Engines `vllm`, `vllm_disagg`."""
     cache_bytes: int = Field(default=0, ge=0)
-    """Bytes of the cache of keys and values on each rank; 0 takes what `memory_share` leaves, on
+    """Bytes of the cache of keys and values on each rank; 0 takes the rest of `memory_share`, on
     the CPU 1 GiB. Engines `vllm`, `vllm_disagg`."""
     attention_ranks: int = Field(default=1, ge=1)
-    """Processes that hold attention and the requests, each with whole copies; every rank of a pod
-    has an accelerator of its own. Engines `disagg`, `vllm_disagg`."""
+    """Processes with attention and the requests, each with a whole copy; every rank of a pod
+    has its own accelerator. Engines `disagg`, `vllm_disagg`."""
     expert_ranks: int = Field(default=1, ge=1)
-    """Processes that hold the experts between them. Engines `disagg`, `vllm_disagg`."""
+    """Processes that share the experts. Engines `disagg`, `vllm_disagg`."""
     micro_batches: int = Field(default=2, ge=1, le=4)
     """Parts of the requests of each attention rank; one computes while the rows of the others are
     at the experts. Engine `disagg`."""
     redundant_experts: int = Field(default=0, ge=0)
-    """Replicas of busy experts that each expert rank holds besides its own. Engines `disagg`,
+    """Replicas of busy experts on each expert rank, beside its own experts. Engines `disagg`,
     `vllm_disagg`."""
     transport: Literal["sockets", "nixl"] = "sockets"
-    """What carries rows between ranks: TCP by way of the host's memory, or NIXL from the memory of
+    """Transport of rows between ranks: TCP through the host's memory, or NIXL from the memory of
     one device into that of another. Engines `disagg`, `vllm_disagg`."""
     peers: tuple[str, ...] = Field(default=(), strict=False)
-    """`host:port` of each rank that runs elsewhere as `planish rollout rank`, attention ranks
-    first; empty starts the ranks beside the engine. Needs the token in PLANISH_RANKS_TOKEN.
-    Engines `disagg`, `vllm_disagg`."""
+    """`host:port` of each rank that runs on another machine as `planish rollout rank`, attention
+    ranks first; empty starts the ranks beside the engine. It needs the token in
+    PLANISH_RANKS_TOKEN. Engines `disagg`, `vllm_disagg`."""
     rank_timeout_seconds: float = Field(default=60.0, gt=0.0)
-    """Longest wait for an iteration, a change of weights or another rank; twice that for the start,
-    in which ranks read their weights, and 15 minutes at least where vLLM starts as well. Engines
-    `disagg`, `vllm_disagg`."""
+    """Longest wait for an iteration, a weight update or another rank. The start, in which ranks
+    read their weights, may take twice as long, and with vLLM at least 15 minutes. Engines `disagg`,
+    `vllm_disagg`."""
     batch_tokens: int = Field(default=0, ge=0)
-    """Most tokens of one forward pass over prompts; 0 is the engine's own choice."""
+    """Maximum of tokens in one forward pass over prompts; 0 is the engine's own choice."""
     vllm: dict[str, Any] = Field(default={})
-    """Options of vLLM's `EngineArgs` that have no setting here, such as `kv_cache_dtype`,
+    """Options of vLLM's `EngineArgs` that are no setting of Planish, such as `kv_cache_dtype`,
     `attention_backend`, or on accelerators `speculative_config` of method `ngram`. Engines `vllm`,
     `vllm_disagg`."""
     compile: bool = True
-    """Compile the model and capture its graphs, which takes minutes at the start. Engine `vllm` on
+    """Compile the model and capture its graphs; the start then takes minutes. Engine `vllm` on
     accelerators."""
 
     @model_validator(mode="after")
@@ -99,22 +99,22 @@ class EngineConfig(Section):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of an engine whose attention and experts are apart."""
+        """Ranks of an engine with separate attention and experts."""
         return self.attention_ranks + self.expert_ranks
 
     @property
     def guesses(self) -> bool:
-        """Whether vLLM guesses tokens, and takes several in a step."""
+        """Whether vLLM speculates, and takes several tokens in a step."""
         return "speculative_config" in self.vllm
 
     @property
     def start_seconds(self) -> float:
-        """Longest wait until ranks are ready; those that wait for each other give up before."""
+        """Longest wait until ranks are ready; ranks that wait for each other fail earlier."""
         return max(2 * self.rank_timeout_seconds, _VLLM_START_S * (self.name == "vllm_disagg"))
 
     @property
     def frame_tokens(self) -> int:
-        """Most tokens of one forward over prompts, with engines apart; frames are as large."""
+        """Maximum tokens of a forward over prompts, and of a frame, with separate experts."""
         return self.batch_tokens or 512
 
     def _off(self) -> list[str]:
@@ -126,14 +126,14 @@ class EngineConfig(Section):
 
 
 TEMPERATURES = (1e-4, 1e4)
-"""Least and greatest above 0: vLLM takes less than 1e-5 for 0, and quotients of logits must be
-numbers of float32."""
+"""Smallest and largest temperature above 0: vLLM treats less than 1e-5 as 0, and quotients of
+logits must fit float32."""
 
 DEAD_S = 10.0
-"""Silence of a rank, asked whether it lives, after which it counts as dead."""
+"""Seconds without an answer to a ping after which a rank counts as dead."""
 
 _VLLM_START_S = 900.0
-"""vLLM alone takes minutes where its kernels are compiled from cold."""
+"""Start time of vLLM alone: it takes minutes to compile its kernels without a cache."""
 
 _CHOSEN = "the engine itself chooses it"
 _FIXED = "it would change the model, or run other code than this engine's"
@@ -167,10 +167,10 @@ VLLM_OURS = {
         _FIXED,
     ),
 }
-"""Options of vLLM that `engine.vllm` must leave out, and why."""
+"""Options of vLLM that `engine.vllm` must not set, with the reasons."""
 
 VLLM_SETTINGS = frozenset({"memory_share", "cache_bytes", "batch_tokens", "vllm"})
-"""Of vLLM wherever it runs, the attention side of experts apart included."""
+"""Settings of vLLM in both of its engines."""
 
 _OWNERS = {
     **dict.fromkeys(set(EngineConfig.model_fields) - {"name", "batch_tokens"}, ("vllm",)),
@@ -183,4 +183,4 @@ _OWNERS = {
     "peers": APART,
     "rank_timeout_seconds": APART,
 }
-"""Settings that not every engine has, and the engines that have them."""
+"""Settings that only some engines have, and these engines."""

@@ -1,7 +1,6 @@
-"""Sample responses to prompts and verify them: how a policy's accuracy is measured.
+"""Measurement of a policy's accuracy: sample responses to prompts and verify them.
 
-Used wherever accuracy is measured and nothing is trained on; it filters no group and shapes no
-reward.
+It is used for measurements without training; it filters no group and shapes no reward.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MEASURING = 0
-"""In place of the iteration in seeds: no training iteration has this number."""
+"""Replaces the iteration in seeds: no training iteration has this number."""
 
 MOST_REPEATS = 3
-"""How often responses that a part of the engine took with it are asked again."""
+"""How often responses that were lost with a part of the engine are requested again."""
 
 
 def generate_rollouts(
@@ -45,9 +44,9 @@ def generate_rollouts(
     """Sample `num_samples` responses to each of P prompts, as P groups.
 
     The noise of a response is a function of (run seed, prompt id, sample index) only, so that two
-    policies meet the same noise; the seed of `sampling` is replaced. Requests that the engine
-    refused have no tokens and finish as ABORT. Those that were lost with a part of the engine are
-    asked again, and EngineError names those that are lost again and again.
+    policies get the same noise; the seed of `sampling` is replaced. Requests that the engine
+    refuses have no tokens and finish as ABORT. Requests that are lost with a part of the engine are
+    repeated; EngineError names those that are lost too often.
     """
     prompt_tokens = [tokenizer.encode_prompt(messages) for messages in prompts.messages]
     requests = [
@@ -102,7 +101,7 @@ def judge(
 ) -> list[Verdict]:
     """Verify every rollout; a verifier that fails counts as wrong.
 
-    VerifierFailure says that more have failed than `max_error_rate` allows, or that one hangs.
+    VerifierFailure: more rows failed than `max_error_rate` allows, or a verifier hangs.
     """
     verdicts = verify_many(rollouts.to_verify(), options)
     errors = [verdict for verdict in verdicts if verdict.error]

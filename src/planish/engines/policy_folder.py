@@ -1,4 +1,4 @@
-"""What every engine checks of a policy before it reads a tensor."""
+"""Checks of a policy before an engine reads a tensor."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def check_policy(folder: Path, names: Collection[str]) -> tuple[dict[str, Any], Tokenizer]:
-    """Return configuration and tokenizer of a policy in a folder, with tensors of these names.
+    """Return configuration and tokenizer of a policy folder with tensors of these names.
 
-    EngineError names all faults at once: a type that is none to compute in, quantised weights,
-    experts that are missing or too many, a tokenizer of another model.
+    EngineError names all faults at once: an unusable type, quantised weights, missing or surplus
+    experts, a tokenizer of another model.
     """
     config, tokenizer = read_model_config(folder), load_tokenizer(folder)
     faults = []

@@ -1,6 +1,6 @@
-"""What goes into an engine and what comes out: token ids only, never text.
+"""Input and output of an engine: token ids only, never text.
 
-Deliberately left out: prompts as messages, groups as objects, rewards.
+Engines have no prompts as messages, no groups and no rewards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from planish.engines.config import TEMPERATURES
 from planish.records.rollouts import FinishReason
 
 _MOST = 2**63 - 1
-"""What tensors of int64 hold."""
+"""Largest number in int64."""
 
 
 class EngineState(StrEnum):
@@ -40,16 +40,16 @@ class Sampling:
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probability reaches this; 0 < top_p <= 1."""
     top_k: int = 0
-    """Sample from so many likeliest tokens, 0 to 2**63 - 1; 0 is off."""
+    """Sample from this many likeliest tokens, 0 to 2**63 - 1; 0 is off."""
     ignore_eos: bool = False
-    """Go on past the end tokens and the stop strings of the model."""
+    """Ignore the end tokens and the stop strings of the model."""
     seed: int = 0
-    """Noise of response position t is a hash of (seed, t), whatever the windows; 0 to 2**63 - 1."""
+    """Noise of response position t is a hash of (seed, t) under any windows; 0 to 2**63 - 1."""
     want_routing: bool = False
-    """Return the experts that each token was sent to; the engine must be made with `routing`."""
+    """Return the experts of each token; the engine needs `routing`."""
 
     def fault(self) -> str:
-        """Return which value no engine serves; "" where there is none.
+        """Return the fault of a value that no engine serves; "" without a fault.
 
         Example:
             >>> Sampling(max_new_tokens=1, seed=-1).fault()
@@ -89,7 +89,7 @@ class Request:
     """One response to generate, or to continue."""
 
     request_id: str
-    """Unique among the requests that are alive."""
+    """Unique among the living requests."""
     prompt_ids: tuple[int, ...]
     """Prompt after the chat template, at least one token."""
     sampling: Sampling
@@ -97,7 +97,7 @@ class Request:
     """Response tokens of earlier windows; never tokenised again."""
 
     def fault(self) -> str:
-        """Return what makes this no request, whatever the engine; "" where it is one."""
+        """Return the fault of a request that no engine serves; "" without a fault."""
         for name in ("prompt_ids", "response_prefix"):
             ids = getattr(self, name)
             if type(ids) is not tuple or not set(map(type, ids)) <= {int}:
@@ -111,7 +111,7 @@ class Request:
 
 @dataclass
 class Output:
-    """What one request gave; the three lists have equal length."""
+    """Output of one request; the three lists have equal length."""
 
     request_id: str
     token_ids: list[int]
@@ -122,23 +122,23 @@ class Output:
     versions: list[int]
     """Policy version that sampled each token; never decreasing."""
     finish_reason: FinishReason
-    """Why it ended: STOP at an end token or at the token that completes a stop string, LENGTH where
-    the budget of this call is used up, or ABORT."""
+    """Reason of the end: STOP at an end token or at the token that completes a stop string, LENGTH
+    if the budget of this call is used up, or ABORT."""
     routing: np.ndarray | None = None
     """[prompt + response tokens - 1, layers with experts, experts per token], int8 or int16: the
     logical ids of the experts that each token was sent to as an input of this call, prompt and
-    prefix included. The last token has been no input yet. -1 where unknown; None where nobody asked
-    for it or nothing was sampled."""
+    prefix included. The last token is no input yet. -1 where unknown; None if the request did not
+    want it or no token was sampled."""
     error: str = ""
-    """Why this request failed alone, for ABORT: a value of `Sampling` that no engine serves, too
-    long a prompt, non-finite logits."""
+    """Reason why this request alone failed, with ABORT: a value of `Sampling` that no engine
+    serves, too long a prompt, non-finite logits."""
     is_lost: bool = False
-    """It failed with a part of the engine, and not by its own fault: asked again it is served by
-    what is left. With an `error` only."""
+    """It failed with a part of the engine, and not by its own fault: the rest of the engine serves
+    it if it is submitted again. Only with an `error`."""
 
     @classmethod
     def failed(cls, request_id: str, error: str, *, is_lost: bool = False) -> Output:
-        """Return that of a request of which nothing is left."""
+        """Return the output of a request whose tokens are lost."""
         return cls(request_id, [], [], [], FinishReason.ABORT, error=error, is_lost=is_lost)
 
     @property
@@ -149,7 +149,7 @@ class Output:
 
 @dataclass(frozen=True)
 class ModelRef:
-    """Which model an engine serves: a pinned policy, or one that is already in memory."""
+    """The model that an engine serves: a pinned policy, or one that is already in memory."""
 
     pin: str = ""
     """Pinned URI of a `policy/1` export."""
@@ -158,13 +158,13 @@ class ModelRef:
     version: int = 0
     """Policy version of `folder`."""
     policy: Any = None
-    """A loaded `planish.models.policy.Policy`. The engine may keep weights in a layout of its own:
-    change them by `update_weights` only, which writes into this very policy."""
+    """A loaded `planish.models.policy.Policy`. The engine may keep weights in its own layout:
+    change them only by `update_weights`, which writes into this policy object."""
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """What a change of weights did."""
+    """Result of a weight update."""
 
     version: int
     num_tensors: int

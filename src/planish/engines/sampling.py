@@ -1,9 +1,9 @@
 """Choose tokens: inverse CDF with noise that is a hash of (seed, response position).
 
 Noise from a counter instead of a generator's stream makes a response independent of the rows beside
-it, of the order in which rows finish and of the windows in which it is generated, up to rounding:
-logits of another batch size differ in their last bits, and noise on the very border of two tokens
-then chooses the other one. Penalties and beam search are left out.
+it, of the order in which rows finish and of its windows. This holds up to rounding: logits of
+another batch size differ in their last bits, and noise on the border between two tokens may then
+choose the other one. It has no penalties and no beam search.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 def request_seed(run_seed: int, iteration: int, prompt_id: str, sample_index: int) -> int:
     """Return the 63-bit seed of one sample of one prompt.
 
-    Equal arguments give equal seeds on every machine; shards, retries and the order of requests
-    play no part.
+    Equal arguments give equal seeds on every machine, under any shards, retries and order of
+    requests.
     """
     text = f"{run_seed}/{iteration}/{prompt_id}/{sample_index}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
@@ -44,7 +44,7 @@ def _mix(x: Tensor) -> Tensor:
 def noise(seeds: Tensor, positions: Tensor) -> Tensor:
     """Return one uniform float64 in (0, 1) for each pair of a seed and a position from 0.
 
-    Both are int64 and broadcast. There are 32 random bits, so that neither end is reached.
+    Both are int64 and broadcast. They have 32 random bits, so that neither 0 nor 1 occurs.
 
     Source: the mixing function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014, figure 17).
     """
@@ -54,20 +54,20 @@ def noise(seeds: Tensor, positions: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Choice:
-    """Sampling settings of the rows of one step; a field is None when no row uses it."""
+    """Sampling settings of the rows of one step; a field is None if no row uses it."""
 
     temperature: Tensor | None = None
     """[rows] float32, 1 for greedy rows."""
     greedy: Tensor | None = None
     """[rows] bool."""
     top_k: Tensor | None = None
-    """[rows] int64; the vocabulary size where off."""
+    """[rows] int64; the vocabulary size if off."""
     top_p: Tensor | None = None
     """[rows] float32."""
 
 
 PLAIN = Choice()
-"""Temperature 1 and nothing cut off."""
+"""Temperature 1 without top-k and top-p."""
 
 
 def _truncate(logprobs: Tensor, choice: Choice) -> Tensor:

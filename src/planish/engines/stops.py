@@ -1,11 +1,11 @@
 """Stop strings for an engine that knows token ids only: an automaton that reads tokens.
 
-The strings become an Aho-Corasick automaton over bytes, and the automaton a table over tokens: the
-state after a token is one lookup, on whatever device the tokens are, and a string that spans tokens
-or windows, or ends inside of a token, is found at the token that completes it.
+The strings become an Aho-Corasick automaton over bytes, and the automaton becomes a table over
+tokens. The state after a token is one lookup on the device of the tokens. A string that spans
+tokens or windows, or ends inside a token, is found at the token that completes it.
 
-Deliberately left out: cutting the text before a stop string. The tokens that the policy sampled are
-what is trained on; the last one may reach beyond the string.
+The text is not cut before a stop string, because training needs the sampled tokens; the last one
+may reach beyond the string.
 
 Source: Aho and Corasick, CACM 18 (6), 1975.
 """
@@ -39,14 +39,14 @@ class StopTable:
     """
 
     token_class: Table
-    """[vocabulary] int32: tokens of one class lead from each state to one and the same."""
+    """[vocabulary] int32: from any state, tokens of one class lead to the same next state."""
     next_state: Table
-    """[states, classes] int32; state 0 is the beginning of a response."""
+    """[states, classes] int32; state 0 is the start of a response."""
     complete: npt.NDArray[np.bool_]
-    """[states]: whether a string is complete. Such a state is never left."""
+    """[states]: whether a string is complete. The automaton never leaves such a state."""
 
     def advance(self, state: int, ids: Iterable[int]) -> int:
-        """Return the state after more tokens; those beyond the vocabulary have no text."""
+        """Return the state after more tokens; tokens beyond the vocabulary have no text."""
         for token in ids:
             if token < len(self.token_class):
                 state = int(self.next_state[state, self.token_class[token]])
@@ -54,10 +54,10 @@ class StopTable:
 
 
 def tokenizer_stops(tokenizer: Tokenizer, vocab_size: int) -> StopTable | None:
-    """Return what finds the stop strings of a tokenizer; None where it has none.
+    """Return the stop table of a tokenizer; None if it has no stop strings.
 
-    The LM head has `vocab_size` rows, which may be more or fewer than the tokens. ConfigError says
-    that the tokenizer does not tell what its tokens add to the text.
+    The LM head has `vocab_size` rows, which may be more or fewer than the tokens. ConfigError: the
+    tokenizer does not say what text each token adds.
     """
     if not tokenizer.stop_strings:
         return None
@@ -66,9 +66,9 @@ def tokenizer_stops(tokenizer: Tokenizer, vocab_size: int) -> StopTable | None:
 
 
 def stop_table(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopTable:
-    """Build the table of some strings from the bytes that each token adds to the text.
+    """Build the stop table of strings from the bytes that each token adds to the text.
 
-    ConfigError names strings as `check_stop_strings` does, and those that no tokens complete.
+    ConfigError: a string fails `check_stop_strings`, or no tokens complete it.
     """
     unique = tuple(dict.fromkeys(strings))
     check_stop_strings(unique)
@@ -154,7 +154,7 @@ def _ends(reached: npt.NDArray[np.int16], found: Table) -> set[int]:
 
 
 class StopStates:
-    """State of every row in the stop table of the model; nothing here waits for the device."""
+    """State of every row in the model's stop table; it never waits for the device."""
 
     def __init__(self, table: StopTable, capacity: int, device: torch.device) -> None:
         self._table, self._num_classes = table, table.next_state.shape[1]
@@ -164,12 +164,12 @@ class StopStates:
         self._states = torch.zeros(capacity, dtype=torch.int64, device=device)
 
     def add(self, first: int, requests: Sequence[Request]) -> None:
-        """Put requests into the rows from `first` on; response tokens of earlier windows count."""
+        """Add requests to the rows from `first` on; response tokens of earlier windows count."""
         states = [self._table.advance(0, request.response_prefix) for request in requests]
         self._states[first : first + len(states)] = torch.tensor(states)
 
     def read(self, ids: Tensor) -> Tensor:
-        """Go on by one token in each of the first rows; return which are complete, [n] bool."""
+        """Advance the first rows by one token each; return which are complete, [n] bool."""
         states = self._states[: len(ids)]
         states.copy_(self._following[states * self._num_classes + self._class[ids]])
         return self._complete[states]

@@ -1,7 +1,7 @@
 """Sources of weights: tensors by their canonical Hugging Face names, read box by box.
 
-A source has an address, by which another process reads the same weights by itself. They do not
-know engines, and they never hold pickled data.
+A source has an address, by which another process reads the same weights itself. Sources do not know
+engines, and never contain pickled data.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _DTYPES = {
 
 
 class WeightSource(Protocol):
-    """Gives parts of tensors by name."""
+    """A source that returns parts of tensors by name."""
 
     address: str = ""
-    """What `fetch_weights` takes in another process; "" for weights in memory."""
+    """Address for `fetch_weights` in another process; "" for weights in memory."""
 
     def names(self) -> Names:
         """Return shape and dtype by canonical name."""
 
     def read(self, name: str, index: Index = ()) -> torch.Tensor:
-        """Return the box `index` of tensor `name`; the whole tensor when it is empty."""
+        """Return the box `index` of tensor `name`; the whole tensor if it is empty."""
 
 
 class DictWeights(WeightSource):
@@ -67,7 +67,7 @@ class FolderWeights(WeightSource):
         """Map the files and read their headers.
 
         Raises:
-            EngineError: there are none, one is damaged, or a tensor has a type of no weights.
+            EngineError: there are no files, one is damaged, or a tensor has an unsupported type.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -114,22 +114,22 @@ HEAD = "lm_head.weight"
 """The LM head in a policy folder."""
 
 _fetched: WeakValueDictionary[str, WeightSource] = WeakValueDictionary()
-"""By address: what somebody in this process holds need not be read or verified again."""
+"""Sources by address: weights that this process has already need no second read or check."""
 
 
 def offer(source: WeightSource) -> str:
-    """Return an address at which `fetch_weights` of this process finds a source while it lives."""
+    """Return an address at which `fetch_weights` in this process finds a living source."""
     address = source.address or f"memory:{id(source)}"
     _fetched[address] = source
     return address
 
 
 def fetch_weights(address: str) -> WeightSource:
-    """Return the weights at the address of a source, all files on this machine and verified.
+    """Return the weights at the address of a source, with all files verified on this machine.
 
     Args:
-        address: a pinned URI, whose bytes leave the store once for all processes of this machine,
-            a local folder, which is taken as it is, or what `offer` has returned here.
+        address: a pinned URI (all processes of this machine read the store once), a local folder
+                        (not verified), or an address that `offer` has returned in this process.
 
     Raises:
         ObjectMissing: no finished export there.
@@ -147,7 +147,7 @@ def fetch_weights(address: str) -> WeightSource:
 
 
 def without_tied(names: Names, config: Mapping[str, Any]) -> Names:
-    """Return the tensors of a policy folder but an LM head that is the embedding once more."""
+    """Return the tensors of a policy folder without an LM head that repeats the embedding."""
     tied = bool(config.get("tie_word_embeddings"))
     return {name: fact for name, fact in names.items() if not (tied and name == HEAD)}
 
@@ -155,7 +155,7 @@ def without_tied(names: Names, config: Mapping[str, Any]) -> Names:
 def check_weights(given: Names, wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Compare names and shapes of weights with those of the model that serves.
 
-    An LM head that is the embedding may come or not.
+    An LM head that repeats the embedding is optional.
 
     Raises:
         EngineError: they do not fit; the message names the first five.
@@ -176,7 +176,7 @@ def check_weights(given: Names, wanted: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def local_policy(model: ModelRef, scratch: ExitStack) -> tuple[Path, int]:
-    """Return a local folder of a policy, for processes that read files, and its version.
+    """Return a policy's local folder, for processes that read files, and its version.
 
     A policy in memory is saved into a folder that `scratch` removes.
     """

@@ -1,1 +1,1 @@
-"""Ranks on other machines: how they are started there, found, and steered from here."""
+"""Ranks on other machines: their start, their discovery and their control."""

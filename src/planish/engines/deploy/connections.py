@@ -1,8 +1,8 @@
-"""Connections between machines whose ends both know one secret, and the ranks found by them.
+"""Connections between machines that share a secret, and connections to remote ranks.
 
-`multiprocessing.connection` shows each end by keyed digests of random numbers that the other knows
-the secret, which is never on the wire. What follows is not encrypted: the network between ranks
-must be private.
+`multiprocessing.connection` proves by keyed digests of random numbers that both ends know the
+secret, and never sends it. Later messages are not encrypted: the network between ranks must be
+private.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from planish.base.errors import ConfigError, EngineBusy, EngineError, ProtocolEr
 TOKEN_ENV = "PLANISH_RANKS_TOKEN"
 """Environment variable with the token of ranks on other machines and their coordinators."""
 HELLO_S = 2.0
-"""For a caller to show that it knows the secret."""
+"""Seconds for a caller to prove that it knows the secret."""
 _MIN_TOKEN = 16
 _REDIAL_S = 0.2
 
 
 def ranks_token() -> str:
-    """Return the token of this environment; ConfigError where there is none, or a short one."""
+    """Return the token in the environment; ConfigError if it is missing or too short."""
     token = os.environ.get(TOKEN_ENV, "")
     if len(token) < _MIN_TOKEN:
         raise ConfigError(
@@ -43,11 +43,11 @@ def ranks_token() -> str:
 def proven(
     end: socket.socket, secret: str, timeout_s: float, *, is_caller: bool
 ) -> Iterator[Connection]:
-    """Give a connection for messages once both ends have shown that they know the secret.
+    """Yield a connection for messages once both ends have proved that they know the secret.
 
-    It is closed at the end, and `end` stays open, without a time-out. What takes longer than
-    `timeout_s`, that which is said meanwhile included, shuts `end`. Another secret raises
-    AuthenticationError; OSError says that the other end is gone, silent, or of another protocol.
+    The connection is closed at the end of the block; `end` stays open, without a time-out. If the
+    block takes longer than `timeout_s`, `end` is shut down. AuthenticationError: the other end has
+    another secret. OSError: it is gone, silent, or uses another protocol.
     """
 
     def shut() -> None:
@@ -76,10 +76,10 @@ def dial(
     timeout_s: float,
     greet: Callable[[Connection], None],
 ) -> socket.socket:
-    """Call until somebody answers who knows the secret, and return the connection.
+    """Call until a peer that knows the secret answers, and return the connection.
 
-    `greet` says and hears what comes first, and lets it be tried again by `EngineBusy`. A try that
-    has begun within `timeout_s` may go on for two seconds. Errors are those of the last try.
+    `greet` exchanges the first messages, and raises `EngineBusy` for another try. A try that begins
+    within `timeout_s` may go on for two seconds. Errors are those of the last try.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -101,7 +101,7 @@ def dial(
 
 
 def keep_alive(end: socket.socket) -> None:
-    """Let the kernel find out within half a minute that the machine at the other end is gone."""
+    """Set TCP keep-alive, so that the kernel detects a lost machine within half a minute."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
@@ -110,7 +110,7 @@ def keep_alive(end: socket.socket) -> None:
 
 
 def answer_coordinator(caller: socket.socket, token: str, *, is_busy: bool) -> None:
-    """Tell a caller that knows the token whether it has this rank now; raises as `proven`."""
+    """Tell a caller that knows the token whether it gets this rank; raises like `proven`."""
     with proven(caller, token, HELLO_S, is_caller=False) as connection:
         connection.send_bytes(json.dumps({"release": __version__, "busy": is_busy}).encode())
     keep_alive(caller)
@@ -120,8 +120,8 @@ def call_rank(address: tuple[str, int], token: str, timeout_s: float) -> Connect
     """Return a connection to a rank on another machine; calls until it listens and is free.
 
     Raises:
-        EngineError: no rank answers there in time.
-        EngineBusy: another coordinator has the rank all the time.
+        EngineError: no rank answers in time.
+        EngineBusy: another coordinator keeps the rank the whole time.
         ProtocolError: its token or its release differs.
     """
     place = f"{address[0]}:{address[1]}"
@@ -157,7 +157,7 @@ def call_rank(address: tuple[str, int], token: str, timeout_s: float) -> Connect
 
 
 class RemoteRank:
-    """A `Process` whose only sign of life is its connection; its host ends it with that."""
+    """A remote `Process`: its host ends it when its connection ends."""
 
     pid = 0
 
@@ -170,16 +170,16 @@ class RemoteRank:
         return 0
 
     def kill(self) -> None:
-        """Leave the end to its host."""
+        """Do nothing: the host ends the rank."""
 
 
 def elsewhere(
     peers: Sequence[str], timeout_s: float
 ) -> Callable[[int], tuple[RemoteRank, Connection]]:
-    """Return what connects with ranks on other machines, asked in the order of the ranks.
+    """Return an opener for ranks on other machines, which connects in the order of the ranks.
 
     Peers are `host:port`, attention ranks first; each has `timeout_s` to listen and to be free. Two
-    coordinators that come at once do not hold half of the ranks each: who gets rank 0 gets all.
+    simultaneous coordinators never get half of the ranks each: the one that gets rank 0 gets all.
     """
     token, addresses = ranks_token(), [address_of(peer) for peer in peers]
     return lambda rank: (RemoteRank(), call_rank(addresses[rank], token, timeout_s))

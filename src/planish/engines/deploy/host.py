@@ -1,12 +1,12 @@
-"""`planish rollout rank`: the process of a pod that waits for a coordinator and runs a rank for it.
+"""`planish rollout rank`: process of a pod that waits for a coordinator and runs a rank for it.
 
-A rank serves one coordinator and ends with it, so that nothing of one instance is left for the
-next; the host stays and waits. Three ports in a row: for coordinators, for rows of other ranks, and
-for the probes of Kubernetes. Whoever does not know the token is refused; two coordinators are not
-served at once.
+A rank serves one coordinator and ends with it, so that no state passes to the next instance; the
+host stays and waits. It listens on three ports in a row: for coordinators, for rows of other ranks,
+and for the probes of Kubernetes. It refuses callers without the token, and serves one coordinator
+at a time.
 
-The page /readyz is 200 while the rank holds the weights that its coordinator wants, else 503, and
-tells both pins. /healthz is 200 as long as the host works.
+The page /readyz is 200 while the rank has the weights that its coordinator wants, else 503; it
+shows both pins. /healthz is 200 as long as the host works.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from planish.engines.deploy.connections import answer_coordinator, ranks_token
 logger = logging.getLogger(__name__)
 
 PORTS = 3
-"""For coordinators, for rows, and for probes."""
+"""Number of ports: for coordinators, for rows, and for probes."""
 _TURN_S = 1.0
 _SICK_S = 30.0
-"""Without a turn of the loop, after which the host counts as hung."""
+"""Seconds without a turn of the loop after which the host counts as hung."""
 _END_S = 5.0
-"""For a rank to end by itself once its coordinator is gone."""
+"""Seconds for a rank to end by itself once its coordinator is gone."""
 _NO_WEIGHTS: dict[str, Any] = {"wanted": "", "held": "", "version": None}
 
 
 class HostedRank:
-    """A rank process for one coordinator, and what it has told of its weights."""
+    """A rank process for one coordinator, and its reported weights."""
 
     def __init__(self, caller: socket.socket, host: str, port: int, device: str) -> None:
-        """Start it on the connection of a coordinator, with rows at `port`."""
+        """Start the rank on the connection of a coordinator, with rows at `port`."""
         self.connection = caller
         told, telling = os.pipe()
         options = {"--host": host, "--port": port, "--device": device, "--held": telling}
@@ -70,14 +70,14 @@ class HostedRank:
         self._line = b""
 
     def listen(self) -> None:
-        """Take what the rank tells of its weights."""
+        """Read the rank's report of its weights."""
         *lines, self._line = (self._line + self.told.read(1 << 16)).split(b"\n")
         for line in lines:
             self.state = json.loads(line)
             logger.info("weights wanted=%(wanted)r held=%(held)r version=%(version)s", self.state)
 
     def close(self) -> int:
-        """End it by force if it still runs, and return its exit code."""
+        """Kill the rank if it still runs, and return its exit code."""
         self.process.kill()
         code = self.process.wait()
         self.connection.close()
@@ -87,10 +87,10 @@ class HostedRank:
 
 
 class RankHost:
-    """Runs one rank after another, each for the coordinator that calls."""
+    """Runs ranks one after another, each for one coordinator."""
 
     def __init__(self, host: str, port: int, token: str, device: str) -> None:
-        """Listen at three ports from `port` on, for coordinators that know the token."""
+        """Listen on three ports from `port` on, for coordinators that know the token."""
         self._host, self._port, self._token, self._device = host, port, token, device
         self._rank: HostedRank | None = None
         self._turn_s = time.monotonic()
@@ -105,7 +105,7 @@ class RankHost:
             ) from None
 
     def close(self) -> None:
-        """End the rank and listen no more."""
+        """End the rank and stop listening."""
         self._pages.close()
         self._listener.close()
         if self._rank is not None:
@@ -113,7 +113,7 @@ class RankHost:
             self._rank = None
 
     def turn(self) -> None:
-        """Wait for at most a second, and do what has come to be done."""
+        """Wait for at most a second, and handle events."""
         self._turn_s = time.monotonic()
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
@@ -139,7 +139,7 @@ class RankHost:
             self.take_call()
 
     def take_call(self) -> None:
-        """Start a rank for a caller that knows the token, unless one runs."""
+        """Start a rank for a caller that knows the token, unless a rank runs."""
         caller, (address, *_) = self._listener.accept()
         is_busy = self._rank is not None
         reason = "another coordinator has the rank"
@@ -155,12 +155,12 @@ class RankHost:
         logger.info("started coordinator=%s pid=%d", address, self._rank.process.pid)
 
     def health(self, _: Mapping[str, str]) -> StatusPage:
-        """Say whether the loop turns."""
+        """Return the page on whether the loop turns."""
         silent = time.monotonic() - self._turn_s
         return StatusPage(200, b"ok\n") if silent < _SICK_S else StatusPage(503, b"hung\n")
 
     def readiness(self, _: Mapping[str, str]) -> StatusPage:
-        """Say whether the weights that are wanted are held."""
+        """Return the page on whether the rank has the wanted weights."""
         state = _NO_WEIGHTS if self._rank is None else self._rank.state
         is_ready = bool(state["held"]) and state["held"] == state["wanted"]
         body = json.dumps({"ready": is_ready, **state}).encode() + b"\n"
@@ -168,7 +168,7 @@ class RankHost:
 
 
 def host(options: argparse.Namespace, _: object) -> Iterator[str]:
-    """Run ranks until SIGTERM or SIGINT; ConfigError without a token, or where ports are taken."""
+    """Run ranks until SIGTERM or SIGINT; ConfigError without a token, or if ports are in use."""
     telemetry.configure_logging(logging.INFO)
     rank_host = RankHost(options.host, options.port, ranks_token(), options.device)
     with contextlib.closing(rank_host):

@@ -1,7 +1,7 @@
-"""`planish rollout manifests`: what a cluster needs to run the ranks of a plan, as YAML.
+"""`planish rollout manifests`: YAML of the objects that run the ranks of a plan on a cluster.
 
-One pod is one rank, with the GPUs of its role in the plan. The pods wait for a coordinator, which
-is a rollout task of a pipeline with the settings that stand at the top; its pod is not rendered
+One pod is one rank, with the GPUs of its role in the plan. The pods wait for a coordinator, a
+rollout task of a pipeline with the settings at the top of the YAML; its pod is not rendered
 here. A LeaderWorkerSet has groups of one pod, since a rank does not span machines.
 """
 
@@ -22,7 +22,7 @@ from planish.engines.planner.cli import write_output
 from planish.engines.planner.documents import PlannedRun, read_plan
 
 ANY_GPU_NODE = ("nvidia.com/gpu.present", "true")
-"""Label of nodes where all GPUs are of one type, as GPU feature discovery sets it."""
+"""Node label of GPU feature discovery, for clusters with one type of GPU."""
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 _IMAGE = re.compile(r"[^\s\"']+")
@@ -44,7 +44,7 @@ class Role(NamedTuple):
 
 
 def manifests(options: argparse.Namespace, _: object) -> Iterator[str]:
-    """Render, and yield the YAML, or write it into `--out`."""
+    """Render the YAML; yield it or write it into `--out`."""
     planned = read_plan(options.plan)
     text = render(planned, options)
     if options.out is None:
@@ -90,7 +90,7 @@ def render(planned: PlannedRun, options: argparse.Namespace) -> str:
 
 
 def check(planned: PlannedRun, options: argparse.Namespace) -> None:
-    """Refuse a plan that these ranks can not run, and options that no cluster takes, at once."""
+    """Refuse a plan that these ranks cannot run, and options that no cluster takes."""
     one, faults = planned.deployment, []
     if planned.verdict == "do not disaggregate" and not options.anyway:
         faults.append(
@@ -122,7 +122,7 @@ def check(planned: PlannedRun, options: argparse.Namespace) -> None:
 
 
 def node_labels(planned: PlannedRun, given: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the label of nodes for each type of GPU of a plan, by the options `--nodes`."""
+    """Return the node label for each type of GPU of a plan, from the options `--nodes`."""
     used = {planned.deployment.attention_gpu.name, planned.deployment.expert_gpu.name}
     labels = {}
     for word in given:
@@ -149,7 +149,7 @@ def node_labels(planned: PlannedRun, given: Sequence[str]) -> dict[str, tuple[st
 def engine_settings(
     planned: PlannedRun, options: argparse.Namespace, roles: Sequence[Role]
 ) -> list[str]:
-    """Return the lines of TOML by which a rollout task is the coordinator of these ranks."""
+    """Return the TOML settings that make a rollout task the coordinator of these ranks."""
     one = planned.deployment
     local = one.model.num_experts // one.n_e
     settings: dict[str, Any] = {

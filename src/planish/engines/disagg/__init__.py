@@ -1,1 +1,1 @@
-"""Attention ranks and expert ranks apart: the disaggregated engine of MegaScale-Infer."""
+"""The disaggregated engine of MegaScale-Infer: separate attention ranks and expert ranks."""

@@ -1,10 +1,10 @@
 """The model of an attention rank: everything of a Hugging Face model but its routed experts.
 
-The modules are built without storage, the `experts` of each sparse block are replaced by something
-without parameters, and only then tensors are read: no weight of an expert is ever in memory, nor
-read from the file.
+The modules are built without storage; then the `experts` of each sparse block are replaced by a
+module without parameters; only then tensors are read. So no weight of an expert is read or in
+memory.
 
-Source: MegaScale-Infer, arXiv 2504.02263, section 3: attention nodes hold all but the experts.
+Source: MegaScale-Infer, arXiv 2504.02263, section 3: attention nodes have all but the experts.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from planish.models.experts import disk_tensors, is_expert
 from planish.models.policy import empty_model, read_model_config
 
 Exchange = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Takes the sparse layer (from 0), rows [n, H], expert ids [n, k] and weights [n, k]; gives the
-weighted sums [n, H]."""
+"""Function of the sparse layer (from 0), rows [n, H], expert ids [n, k] and weights [n, k]; returns
+the weighted sums [n, H]."""
 
 
 class RemoteExperts(nn.Module):
-    """Stands in for the experts of one sparse block; it has no parameters."""
+    """Replacement of the experts of one sparse block; it has no parameters."""
 
     def __init__(self, layer: int, exchange: Exchange) -> None:
         super().__init__()
         self.layer, self.exchange = layer, exchange
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Return what the experts of this layer make of each row, as the experts module would."""
+        """Return the outputs of this layer's experts for each row, like the experts module."""
         return self.exchange(self.layer, hidden, index, weights)
 
 
 class AttentionModel:
-    """Modules over the tensors of a policy folder that are not of routed experts."""
+    """Modules over the tensors of a policy folder without routed experts."""
 
     def __init__(self, folder: Path, exchange: Exchange, device: torch.device) -> None:
-        """Build the modules, whose experts `exchange` computes; raises EngineError without any."""
+        """Build the modules; `exchange` computes their experts. EngineError: the model has none."""
         self._device = device
         self.config = read_model_config(folder)
         self.modules = empty_model(folder)
@@ -62,7 +62,7 @@ class AttentionModel:
         self.write(self.read(FolderWeights(folder)))
 
     def read(self, weights: WeightSource) -> dict[str, Tensor]:
-        """Return tensors by their names in memory; nothing changes yet."""
+        """Return tensors by their names in memory; the model does not change yet."""
         given = without_tied(weights.names(), self.config)
         exact = {
             *(getattr(self.modules, "_keep_in_fp32_modules", None) or ()),
@@ -93,7 +93,7 @@ class AttentionModel:
         return fresh
 
     def write(self, fresh: Mapping[str, Tensor]) -> None:
-        """Take over tensors that `read` gave."""
+        """Write tensors that `read` returned into the model."""
         with torch.no_grad():
             for name, value in fresh.items():
                 place, _, last = name.rpartition(".")

@@ -1,7 +1,7 @@
 """An attention rank: all of the model but the routed experts, and the requests that it owns.
 
-Each micro-batch is a batch of running requests with a cache of its own over one set of modules, and
-a request stays in its micro-batch until it ends. What a micro-batch gives does not depend on the
+Each micro-batch is a batch of running requests with its own cache, over one set of modules. A
+request stays in its micro-batch until it ends. The outputs of a micro-batch do not depend on the
 others.
 
 Source: MegaScale-Infer, arXiv 2504.02263, sections 3 and 4.1.
@@ -35,7 +35,7 @@ class AttentionRank(ExchangingRank):
     """Micro-batches of one process."""
 
     def __init__(self, settings: RankSettings, inbox: Inbox) -> None:
-        """Read the tensors that are not of experts."""
+        """Read the tensors except those of experts."""
         device = torch.device(settings.device)
         self._turns = Turns(settings.micro_batches)
         super().__init__(settings, inbox, self._turns)

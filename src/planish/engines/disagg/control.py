@@ -1,7 +1,7 @@
-"""Messages of JSON between the coordinator and one rank.
+"""JSON messages between the coordinator and one rank.
 
-They steer: settings, requests, plans of iterations, outputs. Rows of tokens never come this way,
-and nothing is pickled.
+They carry settings, requests, plans of iterations and outputs. Rows of tokens take another way, and
+nothing is pickled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from planish.engines.requests import Output, Request, Sampling
 from planish.records.rollouts import FinishReason
 
 SEND_S = 30
-"""For a peer that reads nothing, after which it counts as lost."""
+"""Seconds after which a peer that reads nothing counts as lost."""
 
 Message = dict[str, Any]
 
@@ -33,14 +33,14 @@ class Channel:
     """One end of a connection; any thread may send, one may receive."""
 
     def __init__(self, connection: Connection, receive_s: int = 0) -> None:
-        """Take over a connection; a message that has begun is whole after `receive_s`."""
+        """Take over a connection; a message must be complete within `receive_s` of its start."""
         self.connection, self._lock = connection, threading.Lock()
         with socket.socket(fileno=os.dup(connection.fileno())) as end:
             for option, seconds in ((socket.SO_SNDTIMEO, SEND_S), (socket.SO_RCVTIMEO, receive_s)):
                 end.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, 0))
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send one message; PeerLost where the other end is closed or does not read."""
+        """Send one message; PeerLost if the other end is closed or does not read."""
         data = json.dumps(message, separators=(",", ":")).encode()
         with self._lock:
             try:
@@ -49,7 +49,7 @@ class Channel:
                 raise PeerLost(f"the other end of a control connection is gone: {error}") from None
 
     def receive(self) -> Message:
-        """Return the next message; PeerLost where the other end is closed, or stopped within it."""
+        """Return the next message; PeerLost if the other end is closed or stops within one."""
         try:
             message: Message = json.loads(self.connection.recv_bytes())
         except EOFError:
@@ -63,18 +63,18 @@ class Channel:
         return self.connection.poll()
 
     def close(self) -> None:
-        """End the connection, of which a thread that receives hears; a second call does nothing."""
+        """Close the connection, which wakes a receiving thread; a second call does nothing."""
         with socket.socket(fileno=os.dup(self.connection.fileno())) as end, suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
 
 
 def encode_request(request: Request) -> Message:
-    """Return a request as JSON holds it."""
+    """Return a request in JSON form."""
     return {**vars(request), "sampling": vars(request.sampling)}
 
 
 def decode_requests(plain: Collection[Mapping[str, Any]]) -> list[Request]:
-    """Return the requests that `encode_request` was given."""
+    """Return the requests from the results of `encode_request`."""
     requests = []
     for one in plain:
         ids = {name: tuple(one[name]) for name in ("prompt_ids", "response_prefix")}
@@ -83,7 +83,7 @@ def decode_requests(plain: Collection[Mapping[str, Any]]) -> list[Request]:
 
 
 def encode_outputs(outputs: Collection[Output]) -> list[Message]:
-    """Return outputs as JSON holds them."""
+    """Return outputs in JSON form."""
     plain = []
     for output in outputs:
         one = {**vars(output), "finish_reason": int(output.finish_reason)}
@@ -95,7 +95,7 @@ def encode_outputs(outputs: Collection[Output]) -> list[Message]:
 
 
 def decode_outputs(plain: Collection[Mapping[str, Any]]) -> list[Output]:
-    """Return the outputs that `encode_outputs` was given."""
+    """Return the outputs from the result of `encode_outputs`."""
     outputs = []
     for one in plain:
         output = Output(**{**one, "finish_reason": FinishReason(one["finish_reason"])})

@@ -1,8 +1,8 @@
-"""The engine `disagg`: attention ranks and expert ranks are processes, and this coordinates them.
+"""The engine `disagg`: coordinator of attention ranks and expert ranks in other processes.
 
-The coordinator owns the queue and knows where each request runs; tokens live on the attention rank
-of their request until it ends. An iteration is one message to each rank that takes part; rows
-travel between ranks only. What cannot go on ends every request with an error and fails the engine.
+The coordinator owns the queue and knows the rank of each request; the attention rank of a request
+has its tokens until it ends. An iteration is one message to each rank that takes part; rows travel
+only between ranks. A fatal fault ends every request with an error and fails the engine.
 
 Source: MegaScale-Infer, arXiv 2504.02263.
 """
@@ -79,9 +79,9 @@ class _Place:
     rank: int
     micro_batch: int
     length: int
-    """Tokens when it was admitted."""
+    """Tokens at its admission."""
     step: int
-    """Iterations of the engine before that."""
+    """Iterations of the engine before its admission."""
 
 
 class _Broken(Exception):
@@ -109,10 +109,10 @@ class DisaggEngine(BaseEngine):
             max_rows: requests that run at once, over all attention ranks.
             max_model_len: prompt and response in tokens; 0 takes the model's own limit.
             device: torch device of the ranks; each on this machine has an accelerator of its own.
-            routing: keep the experts of each token, for requests that want them.
+            routing: record the experts of each token, for requests that want them.
             config: numbers of ranks and micro-batches, addresses of ranks elsewhere.
-            timeout_s: in place of the `rank_timeout_seconds` of `config`.
-            stage_s: least seconds of a layer on attention and on expert ranks, for measurements.
+            timeout_s: replaces `rank_timeout_seconds` of `config`.
+            stage_s: minimum seconds of a layer on attention and on expert ranks, for measurements.
             launcher: starts a rank on this machine; None takes `launch`.
 
         Raises:
@@ -151,7 +151,7 @@ class DisaggEngine(BaseEngine):
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process of each rank that lives; attention ranks come first."""
+        """Process id of each living rank, attention ranks first."""
         return self._processes.pids if self._processes is not None else {}
 
     def _load(self, model: ModelRef) -> int:
@@ -467,9 +467,9 @@ class DisaggEngine(BaseEngine):
         return WeightUpdate(version, len(given), num_bytes, time.monotonic() - begin)
 
     def stats(self) -> dict[str, Any]:
-        """Return counters since the start: those of every engine, and of the ranks.
+        """Return counters since the start, of the engine and of the ranks.
 
-        `ranks` has what each rank counts; `expert_tokens` [layers][experts] the rows that each
+        `ranks` has the counters of each rank; `expert_tokens` [layers][experts] the rows that each
         expert computed, `imbalance` the rows of the busiest expert of a layer over the mean (1
         where nothing was computed), averaged over layers.
         """

@@ -1,6 +1,6 @@
-"""Rows of an attention rank to the experts and back, for each of its micro-batches.
+"""The way of an attention rank's rows to the experts and back, for each micro-batch.
 
-Each micro-batch has at most one layer under way. It gives its turn away while it waits, so that
+Each micro-batch has at most one layer in transit. It gives up its turn while it waits, so that
 others compute meanwhile.
 
 Source: MegaScale-Infer, arXiv 2504.02263, sections 3 and 4.1.
@@ -30,7 +30,7 @@ from planish.engines.disagg.settings import RankSettings
 from planish.engines.weights import WeightSource, fetch_weights
 
 Inbox = queue.SimpleQueue[Message | Frame | PlanishError]
-"""What comes to a rank, in one line: messages of the coordinator, frames of peers, their loss."""
+"""Queue of a rank: messages of the coordinator, frames of peers, lost peers."""
 
 
 @dataclass
@@ -45,16 +45,16 @@ class _Waiting:
 
 @dataclass
 class Traffic:
-    """Frames to and from the experts so far."""
+    """Counters of frames to and from the experts."""
 
     num_frames: Counter[str] = field(default_factory=Counter)
-    """By kind, `dispatch` or `reply`."""
+    """Number of frames by kind, `dispatch` or `reply`."""
     num_bytes: Counter[str] = field(default_factory=Counter)
-    """The same, with headers."""
+    """Bytes of frames by kind, with headers."""
     reply_seconds: float = 0.0
     """Sum over layers of the time from the last rows sent to the last reply."""
     reply_counts: list[int] = field(default_factory=lambda: [0] * (len(REPLY_SECONDS) + 1))
-    """Layers by that time, in the buckets of `telemetry.REPLY_SECONDS`."""
+    """Number of layers by this time, in the buckets of `telemetry.REPLY_SECONDS`."""
 
     def add(self, header: FrameHeader) -> None:
         """Count a frame."""
@@ -64,7 +64,7 @@ class Traffic:
 
 
 class TurnTaking(Protocol):
-    """Whose turn it is to compute."""
+    """Protocol of turns between micro-batches."""
 
     current: int
 
@@ -73,7 +73,7 @@ class TurnTaking(Protocol):
 
 
 class ExpertExchange:
-    """Sends the rows of a layer to every expert rank, and combines what comes back."""
+    """Sends the rows of a layer to every expert rank, and combines the replies."""
 
     transport: Transport
 
@@ -89,13 +89,13 @@ class ExpertExchange:
         self._free_s = 0.0
 
     def use(self, layout: ExpertLayout, version: int) -> None:
-        """Take over a layout and a version of the weights, between iterations."""
+        """Set the layout and the version of the weights, between iterations."""
         self.layout, self.version = layout, version
         device = torch.device(self._settings.device)
         self._chooser = ReplicaChooser(layout.layers, self._settings.rank, device)
 
     def begin(self, iteration: int, *, is_prefill: bool) -> None:
-        """Start an iteration, in which no frame of another one may arrive."""
+        """Start an iteration; afterwards frames of other iterations are faults."""
         self._iteration, self._is_prefill = iteration, is_prefill
         self._waiting.clear()
         self._free_s = time.monotonic()
@@ -104,7 +104,7 @@ class ExpertExchange:
         """Return the weighted sum of the experts of each row, [n, H] like `hidden`.
 
         `layer` counts sparse layers from 0; `index` [n, k] int64 has the experts of each row, and
-        `weights` [n, k] theirs.
+        `weights` [n, k] their weights.
         """
         size = self._settings.max_tokens
         if len(hidden) > size:
@@ -157,10 +157,10 @@ class ExpertExchange:
         return result
 
     def wait(self, must: bool) -> list[int]:
-        """Take what has arrived; return the micro-batches whose replies are complete, in order.
+        """Handle arrived frames; return the micro-batches whose replies are complete, in order.
 
-        It waits until there is one where it `must`. PeerLost names expert ranks that are lost or
-        late, EngineError a stop by the coordinator, ProtocolError a frame that nothing waits for.
+        With `must` it waits until there is one. PeerLost: expert ranks are lost or late.
+        EngineError: the coordinator stopped the iteration. ProtocolError: a frame is unexpected.
         """
         complete: list[int] = []
         begin = time.monotonic()
@@ -194,7 +194,7 @@ class ExpertExchange:
         )
 
     def deliver(self, frame: Frame) -> bool:
-        """Give a reply to the micro-batch that waits for it; tell whether that has all now."""
+        """Give a reply to the micro-batch that waits for it; return whether it is complete."""
         header = frame.header
         waiting = self._waiting.get(header.micro_batch)
         seen = (header.weight_version, header.iteration, header.layer)
@@ -219,24 +219,24 @@ class ExpertExchange:
 
 
 class Rank:
-    """What every rank is to its process.
+    """Interface of every rank to its process.
 
-    Each message of the coordinator has the name of a method, which returns the answer, or None
-    where nobody waits for one.
+    Each message of the coordinator names a method. The method returns the answer, or None if the
+    message needs no answer.
     """
 
     has_work = False
-    """Whether `serve` would compute something; attention ranks do all in answers."""
+    """Whether `serve` has work; attention ranks do all work in answers."""
     transport: Transport
-    """Carries the rows; set once the rank has read its weights."""
+    """Transport of the rows; set once the rank has read its weights."""
     _next: tuple[int, ExpertLayout, Any]
-    """Version, placement and weights that `commit` takes over."""
+    """Version, placement and weights for the next `commit`."""
 
     def close(self) -> None:
-        """Free what would outlive this rank in its process."""
+        """Free resources that would outlive this rank in its process."""
 
     def load(self, message: Mapping[str, Any]) -> Message:
-        """Read other weights, or other experts, beside those in use."""
+        """Read new weights, or other experts, beside those in use."""
         layout = ExpertLayout.parse(message["layout"])
         weights = self._read(fetch_weights(message["weights"]), layout)
         self._next = int(message["version"]), layout, weights
@@ -247,11 +247,11 @@ class Rank:
         return weights
 
     def stop(self, _: Mapping[str, Any]) -> None:
-        """Do nothing: no iteration is under way that could be stopped."""
+        """Do nothing: there is no iteration to stop."""
 
 
 class ExchangingRank(Rank):
-    """What every attention rank is to its process, whatever computes in it."""
+    """Interface of every attention rank to its process, for both engines."""
 
     def __init__(self, settings: RankSettings, inbox: Inbox, turns: TurnTaking) -> None:
         self._exchange = ExpertExchange(settings, inbox, turns)

@@ -1,6 +1,6 @@
 """The experts of one expert rank: their weights, and the SwiGLU network of each.
 
-Source: MegaScale-Infer, arXiv 2504.02263, section 3: expert nodes hold experts and nothing else.
+Source: MegaScale-Infer, arXiv 2504.02263, section 3: expert nodes have experts and nothing else.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Experts(NamedTuple):
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Return the product of each row [n, in] with the matrix [N, out, in] of its expert, [n, out].
 
-    `ends` [N] says where the rows of each expert end. On accelerators all are one kernel; on the
-    CPU, where that knows no float64, each expert has a product of its own.
+    `ends` [N] is the end of each expert's rows. On accelerators one kernel computes all experts. On
+    the CPU, where this kernel lacks float64, each expert has its own product.
     """
     if not rows.is_cpu:
         return functional.grouped_mm(rows, weights.transpose(1, 2), offs=ends.int())
@@ -49,17 +49,17 @@ class ExpertModel:
     """Some experts of each sparse layer."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        """Read the configuration of a policy folder; no weights yet."""
+        """Read the configuration of a policy folder, without weights."""
         self._config = read_model_config(folder)
         self._device = device
         self.num_bytes = 0
         self._layers: list[Experts] = []
 
     def read(self, weights: WeightSource, held: Sequence[Sequence[int]]) -> list[Experts]:
-        """Return experts of some weights; those in use stay.
+        """Return experts from new weights; those in use do not change.
 
-        `held` has the experts of each sparse layer, in local order. EngineError names a dense
-        model, or experts that are not SwiGLU.
+        `held` has the expert ids of each sparse layer, in local order. EngineError: the model is
+        dense, or its experts are not SwiGLU.
         """
         given = weights.names()
         names = expert_names(list(given), self._config)
@@ -81,17 +81,17 @@ class ExpertModel:
         return layers
 
     def write(self, layers: list[Experts]) -> None:
-        """Take over experts that `read` gave."""
+        """Write experts that `read` returned into the model."""
         self._layers = layers
 
     @torch.inference_mode()
     def compute(self, layer: int, counts: Tensor, rows: Sequence[Tensor], room: Tensor) -> None:
         """Write the unweighted outputs of the experts for the rows of several senders to `room`.
 
-        Each sender has its rows [n, H], sorted by local expert; `room` [sum of n, H] gets the
-        outputs likewise, one sender after another. `counts` [senders, local experts] int32 on the
-        CPU says how many are for each expert of sparse `layer`; the rows of one expert are computed
-        together, whoever sent them.
+        Each sender has rows [n, H], sorted by local expert; `room` [sum of n, H] gets the outputs
+        in the same order, one sender after another. `counts` [senders, local experts] int32 on the
+        CPU are the rows for each expert of sparse `layer`. The rows of one expert are computed
+        together for all senders.
         """
         experts = self._layers[layer]
         joint = torch.cat([part.to(self._device, non_blocking=True) for part in rows])

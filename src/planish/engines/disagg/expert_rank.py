@@ -1,6 +1,6 @@
 """An expert rank: waits for the rows of all attention ranks that take part, computes, answers.
 
-It holds no state of requests. Frames of decoding come first; those of prompts are served one by one
+It has no state of requests. It serves frames of decoding first, and frames of prompts one by one
 when nothing else is complete.
 
 Source: MegaScale-Infer, arXiv 2504.02263, sections 3 and 4.1.
@@ -80,7 +80,7 @@ class ExpertRank(Rank):
         return bool(self._complete or self._prompts)
 
     def plan(self, message: Mapping[str, Any]) -> None:
-        """Begin an iteration, or go on with one without a rank that is lost."""
+        """Begin an iteration, or go on with one after the loss of a rank."""
         self._participants = {int(mb): ranks for mb, ranks in message["participants"].items()}
         if message["iteration"] != self._iteration:
             self._iteration = message["iteration"]
@@ -97,10 +97,10 @@ class ExpertRank(Rank):
             self._check_complete(key)
 
     def take(self, frame: Frame) -> None:
-        """Keep a frame until it can be served.
+        """Store a frame until it can be served.
 
         Raises:
-            ProtocolError: it was sent by other weights, to other places, or twice.
+            ProtocolError: it has other weights, another placement, or was sent twice.
         """
         header, own = frame.header, (self._version, self.layout.version)
         if (header.weight_version, header.placement_version) != own:
@@ -127,7 +127,7 @@ class ExpertRank(Rank):
             self._complete.append(key)
 
     def serve(self) -> None:
-        """Compute what became complete first; without such, the prompt that came first."""
+        """Compute the frames that became complete first, or else the first prompt."""
         if self._complete:
             key = self._complete.popleft()
             frames = self._frames.pop(key)

@@ -1,8 +1,8 @@
-"""Sort rows by where their experts are, and sum what comes back in the order of the reference.
+"""Sort rows by the places of their experts, and sum the replies in the reference's order.
 
-Nothing here loops over experts or nodes, and rows stay on their device: the host learns how many
-there are of each expert, once a micro-batch. What is sent where is decided elsewhere: rows come
-with the slot that computes each, a flat number of node and local expert.
+Nothing here loops over experts or nodes, and rows stay on their device: only the number of rows for
+each expert goes to the host, once per micro-batch. The caller decides the target of each row: its
+slot, a flat number of node and local expert.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 6 (fused gating, counting and scatter).
 """
@@ -29,20 +29,20 @@ class Packed:
     """
 
     rows: tuple[Tensor, ...]
-    """Of each node [rows of the node, H], views of one tensor."""
+    """[rows of the node, H] for each node, views of one tensor."""
     counts: Tensor
-    """[nodes, local experts] int32 on the CPU, rows of each."""
+    """[nodes, local experts] int32 on the CPU, number of rows for each."""
     places: Tensor
-    """[b, K] int64: where the row of each token and expert is among all rows, the experts of a
-    token in ascending order."""
+    """[b, K] int64: index, among all rows, of the row of each token and expert; the experts of
+    a token are in ascending order."""
     choices: Tensor
-    """[b, K] int64: which of a token's K choices each of `places` belongs to."""
+    """[b, K] int64: index of the choice, among a token's K choices, of each of `places`."""
 
 
 def host_counts(counts: Tensor) -> Tensor:
-    """Return counts as int32 on the CPU, once all that was asked of their device has been done.
+    """Return counts as int32 on the CPU, after all pending work of their device.
 
-    This is the only wait for a device on the way of a micro-batch's rows.
+    This is the only wait for the device in a layer of a micro-batch.
     """
     # A copy that does not block goes to page-locked memory.
     host = counts.to("cpu", torch.int32, non_blocking=True)
@@ -60,12 +60,12 @@ def route_and_pack(
     num_local: int,
     room: Tensor | None = None,
 ) -> Packed:
-    """Gather the rows that each node gets; those of one expert keep the order of their tokens.
+    """Gather the rows for each node; rows of one expert keep the order of their tokens.
 
     Args:
         hidden: [b, H], any float dtype and device; the rows stay there.
         expert_ids: [b, K] int64, logical experts of each token, no expert twice in a row.
-        slots: [b, K] int64, `node * num_local + local expert` of the replica that computes it.
+        slots: [b, K] int64, `node * num_local + local expert` of the replica for each row.
         num_nodes: expert ranks.
         num_local: experts of each, replicas included.
         room: [b K, H] like `hidden`, gets the rows; None takes new memory.
@@ -91,10 +91,9 @@ def combine(replies: Sequence[Tensor], weights: Tensor, packed: Packed) -> Tenso
 
     Each row is multiplied before it is added, and each product is rounded to the dtype of the
     rows; the experts of a token are added in ascending order. On the CPU each sum is rounded too,
-    from zeros on. That is what the `eager` experts of transformers do with `index_add_`, expert
-    after expert, so equal rows give equal bits however they were placed. On accelerators it is one
-    sum, whose order depends on nothing but the shape; additions by atomics would change from call
-    to call.
+    starting from zeros. The `eager` experts of transformers do the same with `index_add_`, expert
+    after expert, so equal rows give equal bits under any placement. On accelerators it is one sum
+    whose order depends only on the shape; additions by atomics would change from call to call.
 
     Replies are [rows of the node, H] in the order of `packed.rows`; weights [b, K] of any float
     dtype.

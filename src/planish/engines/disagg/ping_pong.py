@@ -1,10 +1,10 @@
 """Micro-batches that take turns: each in a thread of its own, one of them computing at a time.
 
-The forward of a Hugging Face model is a plain call, so what waits in the middle of it needs a stack
-of its own; threads give that and nothing else here. Who computes next is decided by the order in
-which the replies for each became complete, lower micro-batches first among equals, never by the
-scheduler of the machine. So one micro-batch computes while the rows of the others are under way:
-the ping-pong of the paper, with any number of micro-batches and an unmodified model.
+The forward of a Hugging Face model is a plain call, so a micro-batch that waits in the middle of it
+needs its own stack; threads provide only that. The order in which replies become complete decides
+who computes next, with lower micro-batches first among equals; the scheduler of the machine never
+does. So one micro-batch computes while the rows of the others are in transit: the ping-pong of the
+paper, with any number of micro-batches and an unmodified model.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 4.1.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Wait = Callable[[bool], list[int]]
-"""Returns the micro-batches that may go on, in order; waits for the first where it is True."""
+"""Returns the micro-batches that may go on, in order; with True it waits for the first."""
 
 
 class _Stopped(Exception):
@@ -25,7 +25,7 @@ class _Stopped(Exception):
 
 
 class Turns:
-    """Runs one job for each of some micro-batches; a job gives its turn away by `pause`."""
+    """Runs one job for each of some micro-batches; a job gives up its turn by `pause`."""
 
     def __init__(self, num_micro_batches: int) -> None:
         """Start the threads; they end with `close` or with the process."""
@@ -56,11 +56,11 @@ class Turns:
             self._back.release()
 
     def is_turn_of(self, micro_batch: int) -> bool:
-        """Tell whether it is this micro-batch that computes."""
+        """Tell whether it is this micro-batch's turn."""
         return self.current == micro_batch
 
     def pause(self) -> None:
-        """Give the turn of the calling job away until it may go on."""
+        """Give up the turn of the calling job until it may go on."""
         micro_batch = self.current
         self._paused.add(micro_batch)
         self._back.release()
@@ -69,9 +69,9 @@ class Turns:
             raise _Stopped
 
     def run(self, jobs: Mapping[int, Callable[[], Any]], wait: Wait) -> dict[int, Any]:
-        """Run jobs to their ends, begun in ascending order, and return what each returned.
+        """Run jobs to their ends, started in ascending order, and return their results.
 
-        What the first job, or `wait`, fails with is raised once all others were stopped.
+        It raises the first error of a job, or of `wait`, after all other jobs have stopped.
         """
         self._jobs = dict(jobs)
         self._results, self._faults, self._stopping = {}, {}, False

@@ -1,8 +1,8 @@
-"""Place the experts of a layer on expert ranks; give the hot ones replicas and share their rows.
+"""Placement of a layer's experts on expert ranks, with replicas of busy experts.
 
-A node costs the sum over its experts of share times tokens. The largest cost decides when a layer
-is done, so that is made small. Which replica computes a row never changes what is computed. Nothing
-here moves weights.
+A node costs the sum over its experts of share times tokens. A layer ends with the most
+expensive node, so the placement keeps the largest cost small. The choice of the replica never
+changes the result. Nothing here moves weights.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 6 (expert load balance by redundancy).
 """
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _PASSES = 20
-"""Of lowering the largest cost; few are needed, each ends early when nothing changes."""
+"""Number of passes that lower the largest cost; a pass ends early if nothing changes."""
 _TRIES = 8
-"""Numbers of replicas that are tried beside none."""
+"""How many numbers of replicas are tried beside none."""
 _GOLDEN = 2654435769
 """2**32 divided by the golden ratio."""
 
@@ -30,12 +30,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Placement:
-    """Which experts of one layer are where; expert ranks are its nodes, from 0."""
+    """Placement of one layer's experts; expert ranks are its nodes, from 0."""
 
     experts: tuple[tuple[int, ...], ...]
-    """Of each node, its (logical) experts in local order, ascending; no expert twice on a node."""
+    """Logical experts of each node in local order, ascending; no expert twice on a node."""
     shares: tuple[tuple[float, ...], ...]
-    """The part of each such expert's rows that goes there; over all nodes 1 for each expert."""
+    """Share of each such expert's rows that goes to the node; over all nodes 1 for each expert."""
 
     @property
     def num_experts(self) -> int:
@@ -44,7 +44,7 @@ class Placement:
 
     @property
     def num_local(self) -> int:
-        """Experts of the node that has most."""
+        """Most experts on a node."""
         return max(len(node) for node in self.experts)
 
     def replicas(self, expert: int) -> tuple[tuple[int, int], ...]:
@@ -57,12 +57,12 @@ class Placement:
 
 
 def place(loads: Sequence[float], num_nodes: int, slots_per_node: int) -> Placement:
-    """Return a placement of experts with `loads` tokens each whose largest cost of a node is small.
+    """Return a placement of experts with these `loads` in tokens, with a small largest cost.
 
-    Greedy: slots to spare go one by one to the expert with the most cost for each replica; replicas
-    go, the most expensive first, to the cheapest node that lacks their expert; then rows of
-    experts with replicas move from the node that costs most. The same with fewer replicas, and
-    with none, is tried as well, so that redundancy never makes it worse. All experts must fit.
+    It is greedy. Spare slots go one by one to the expert with the highest cost per replica.
+    Replicas go, the most expensive first, to the cheapest node that lacks their expert. Then rows
+    of experts with replicas move away from the most expensive node. It also tries fewer replicas,
+    and none, so that redundancy never makes it worse. All experts must fit.
     """
     cost = np.asarray(loads, dtype=np.float64)
     num_experts, slots = len(cost), num_nodes * slots_per_node
@@ -107,10 +107,10 @@ def _spread(
 
 
 def fill_shares(cost: Floats, held: NDArray[np.bool_]) -> Floats:
-    """Return shares for replicas that stay where they are: water-filling, expert by expert.
+    """Return shares for fixed replicas by water-filling, expert by expert.
 
-    Cost is [E] float64, of all rows of an expert; held [E, nodes] bool, who has a replica. The
-    shares are [E, nodes] float64, each row of sum 1, with a small largest cost of a node.
+    `cost` [E] float64 is that of all rows of an expert; `held` [E, nodes] bool says which node has
+    a replica. The shares are [E, nodes] float64; each row sums to 1, and the largest cost is small.
     """
     shares: Floats = held / held.sum(1, keepdims=True)
     load = shares.T @ cost
@@ -136,7 +136,7 @@ class ExpertLayout:
     """Placements of all sparse layers; they change between iterations only."""
 
     version: int
-    """Grows with each change, and is in every frame."""
+    """Rises with each change; every frame has it."""
     layers: tuple[Placement, ...]
 
     @classmethod
@@ -148,15 +148,15 @@ class ExpertLayout:
         num_redundant: int,
         version: int = 0,
     ) -> ExpertLayout:
-        """Return a layout for loads [layers][experts]; the nodes divide the experts of a layer.
+        """Return a layout for loads [layers][experts]; the number of nodes divides that of experts.
 
-        Each node holds `num_redundant` replicas besides its part.
+        Each node has `num_redundant` replicas beside its part.
         """
         slots = len(loads[0]) // num_nodes + num_redundant
         return cls(version, tuple(place(layer, num_nodes, slots) for layer in loads))
 
     def held(self, node: int) -> list[tuple[int, ...]]:
-        """Return the experts of a node, by layer."""
+        """Return the expert ids of a node, by layer."""
         return [placement.experts[node] for placement in self.layers]
 
     def plain(self) -> dict[str, Any]:
@@ -174,11 +174,11 @@ class ExpertLayout:
 
 
 class ReplicaChooser:
-    """Chooses the replica for each row so that the rows of an expert follow its shares.
+    """Choice of the replica for each row, so that the rows of an expert follow its shares.
 
     Each source rank has a counter for each layer and expert, which steps through a sequence of low
     discrepancy: after n rows, a replica has had its share of them to within about log n rows. The
-    choice is deterministic, and the sources begin at different places.
+    choice is deterministic, and sources start at different places.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class ReplicaChooser:
     def slots(self, layer: int, expert_ids: Tensor) -> Tensor:
         """Return the slot that computes each row, and step the counters.
 
-        Experts are [b, K] int64; the slots, likewise, are `node * num_local + local expert`.
+        Experts are [b, K] int64; the slots [b, K] are `node * num_local + local expert`.
         """
         experts = expert_ids.flatten()
         if self._slots.shape[2] == 1:

@@ -1,7 +1,7 @@
-"""The processes of an instance as its coordinator sees them: started, asked, watched, ended.
+"""The processes of an instance for its coordinator: start, requests, watching, end.
 
-Every wait ends: with an answer, with the end of a process, when a rank has given no sign of life
-for some seconds (a stopped process), or when the time of the request is over.
+Every wait ends: with an answer, with the end of a process, after some seconds without a sign of
+life (a stopped process), or with the time limit of the request.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from planish.engines.disagg.control import Channel, Message
 from planish.engines.disagg.settings import RankSettings
 
 PING_S = 1.0
-"""Between questions to a silent rank whether it lives."""
+"""Seconds between pings to a silent rank."""
 _END_S = 5.0
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Ranks share the cores of a machine."""
+"""Variables that limit a rank's threads: ranks share the cores of a machine."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Process(Protocol):
-    """What runs a rank, as `subprocess.Popen` has it."""
+    """The process of a rank, like `subprocess.Popen`."""
 
     pid: int
 
@@ -53,8 +53,8 @@ def launch(
 ) -> Process:
     """Start a rank as a process of this machine, with one end of a connection as standard input.
 
-    On accelerators it sees that of its number alone, as its first: vLLM takes the first that it
-    sees, and page-locked memory begins a context there.
+    On accelerators it sees only the device of its number, as its first: vLLM takes the first
+    visible device, and page-locked memory begins a context there.
     """
     environment = {**os.environ, **_THREADS}
     if device != "cpu":
@@ -71,13 +71,13 @@ def launch(
 
 
 Launcher = Callable[[Connection, int], Process]
-"""Starts a rank on this machine over its end of a connection, by its number."""
+"""Function that starts a rank on this machine, from its end of a connection and its number."""
 Opener = Callable[[int], tuple[Process, Connection]]
-"""Takes the number of a rank, gives what runs it and this end of the connection to it."""
+"""Function of a rank's number that returns its process and this end of its connection."""
 
 
 def beside(launcher: Launcher) -> Opener:
-    """Return an opener of ranks on this machine."""
+    """Return an `Opener` for ranks on this machine."""
 
     def start(number: int) -> tuple[Process, Connection]:
         here, there = Pipe()
@@ -94,26 +94,26 @@ class _Rank:
     heard_s: float = 0.0
     asked_s: float = 0.0
     has_spoken: bool = False
-    """A rank that still imports its packages answers to nothing."""
+    """False while the rank still imports its packages and answers nothing."""
     answers: dict[int, Message] = field(default_factory=dict)
 
 
 @dataclass
 class Answers:
-    """What ranks answered, by rank."""
+    """Answers by rank."""
 
     given: dict[int, Message] = field(default_factory=dict)
     faults: dict[int, str] = field(default_factory=dict)
-    """Why a rank could not do what it was asked."""
+    """Reasons why ranks could not carry out the request."""
     lost: dict[int, str] = field(default_factory=dict)
-    """Why a rank is dead now; told once."""
+    """Reasons why ranks died; each is reported once."""
 
 
 class Processes:
-    """The ranks of one instance that live."""
+    """The living ranks of one instance."""
 
     def __init__(self, timeout_s: float, opener: Opener) -> None:
-        """Start none yet; `timeout_s` is the longest wait for an answer."""
+        """Start no rank yet; `timeout_s` is the longest wait for an answer."""
         self.timeout_s, self._open = timeout_s, opener
         self._ranks: dict[int, _Rank] = {}
         self._number = 0
@@ -125,17 +125,17 @@ class Processes:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process of each rank that lives."""
+        """Process id of each living rank."""
         return {number: rank.process.pid for number, rank in self._ranks.items()}
 
     def start(self, settings: RankSettings) -> int:
-        """Start a rank; return the number of the question that it answers once it is ready."""
+        """Start a rank; return the number of the request that it answers once it is ready."""
         process, end = self._open(settings.rank)
         self._ranks[settings.rank] = _Rank(process, Channel(end, round(DEAD_S)))
         return self.tell([settings.rank], {"op": "start", "settings": settings.plain()})
 
     def tell(self, ranks: Iterable[int], message: Mapping[str, Any]) -> int:
-        """Send a message to ranks that live; return the number that their answers carry."""
+        """Send a message to living ranks; return the number of the request, for their answers."""
         self._number += 1
         for number in [number for number in ranks if number in self._ranks]:
             try:
@@ -145,11 +145,11 @@ class Processes:
         return self._number
 
     def gather(self, numbers: Mapping[int, int]) -> Answers:
-        """Wait until each rank has answered the question of its number, or is dead.
+        """Wait until each rank has answered its request, or is dead.
 
-        It returns before that as soon as a rank reports a fault or is lost, so that the caller can
-        tell the others; who has not answered by then is in none of the tables. A silent rank is
-        asked whether it lives, and ended when it does not answer.
+        It returns early if a rank reports a fault or is lost, so that the caller can inform the
+        others; ranks without an answer are then in none of the tables. It pings a silent rank, and
+        ends it if it does not answer.
         """
         answers = Answers()
         deadline = time.monotonic() + self.timeout_s
@@ -173,10 +173,11 @@ class Processes:
                     self.kill(number, f"did not answer within {self.timeout_s:g} s")
 
     def watch(self, looked_s: float) -> float:
-        """End ranks that have exited or stay silent, and ask quiet ones whether they live.
+        """End ranks that have exited or stay silent, and ping quiet ranks.
 
-        It returns the seconds since the last look, at `looked_s`, for which this process itself was
-        stopped: what it did not hear then says nothing about the ranks.
+        It returns the seconds since the last check, at `looked_s`, for which this process itself
+        was
+        stopped: missing answers in that time say nothing about the ranks.
         """
         now = time.monotonic()
         was_stopped = now - looked_s > DEAD_S / 2
@@ -231,7 +232,7 @@ class Processes:
         return has_spoken
 
     def kill(self, number: int, reason: str) -> None:
-        """End a rank by force; the next `gather` tells that it is lost."""
+        """Kill a rank; the next `gather` reports it as lost."""
         rank = self._ranks.pop(number, None)
         if rank is None:
             return

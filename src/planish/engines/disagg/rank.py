@@ -1,8 +1,8 @@
 """One rank of an instance: `python -m planish.engines.disagg.rank`, started by the engine.
 
-Standard input is one end of the control connection; the first message on it is the settings. The
-process ends when that connection does, wherever its main thread is. On another machine than the
-coordinator's, the host of the rank starts it, and says where it listens for rows.
+Standard input is one end of the control connection; its first message is the settings. The process
+ends with that connection, even if its main thread is busy. On another machine than the
+coordinator's the host of the rank starts it, and sets the address for rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from planish.records.refs import parse_pin
 def open_transport(settings: RankSettings, host: str = "127.0.0.1", port: int = 0) -> Transport:
     """Return the transport of this rank.
 
-    That over sockets listens at an address of this machine, where port 0 is any.
+    The socket transport listens at an address of this machine; port 0 takes any port.
     """
     if settings.transport == "nixl":
         roles = settings.attention_ranks, settings.expert_ranks
@@ -65,16 +65,16 @@ class HeldWeights:
     """Fetches pinned policies and reports their state to the rank's host."""
 
     def __init__(self, told: TextIO | None = None) -> None:
-        """Hold none; `told` gets a line of JSON at each change, None where nobody asks."""
+        """Start without weights; `told` gets a line of JSON at each change, None for no reports."""
         self._told = told
         self._wanted, self._next = "", 0
         self._held: tuple[str, int | None] = "", None
 
     def want(self, message: Mapping[str, Any]) -> Message:
-        """Return a message whose folder, if it names one, is on this machine.
+        """Return the message with its policy folder, if it names one, on this machine.
 
-        The message has settings, with a `pin` where their `folder` is elsewhere; or new `weights`
-        by their address, which a rank fetches itself.
+        The message has settings, with a `pin` if their `folder` is on another machine; or it has
+        the address of new `weights`, which the rank fetches itself.
         """
         pin = str(message.get("weights") or message.get("pin", ""))
         self._wanted, self._next = pin, int(message["version"])
@@ -85,7 +85,7 @@ class HeldWeights:
         return {**message, "folder": str(fetch_files(uri, sha256=digest, schema="policy/1"))}
 
     def hold(self) -> None:
-        """Take note that the policy wanted last is in use."""
+        """Record that the policy wanted last is in use."""
         self._held = self._wanted, self._next
         self._tell()
 
@@ -105,16 +105,16 @@ def serve(
     *,
     is_alone: bool = False,
 ) -> None:
-    """Be the rank that the first message describes until `close`; PeerLost without a coordinator.
+    """Run the rank of the first message until `close`; PeerLost without a coordinator.
 
     Args:
         channel: to the coordinator.
         on_end: called by another thread when the coordinator is gone.
         new_transport: as `open_transport`.
-        held: hears of weights that are wanted and held; None where nobody asks.
-        device: in place of the coordinator's; empty takes that.
-        is_alone: this process does nothing else, so its temporary files, such as those that vLLM
-            leaves when it is killed, go into the folder of the coordinator and with it.
+        held: gets the wanted and the current weights; None for no reports.
+        device: replaces the coordinator's choice; empty takes that.
+        is_alone: this process does nothing else, so its temporary files, such as those of a killed
+                        vLLM, lie in the coordinator's folder and are removed with it.
     """
     message = channel.receive()
     inbox: Inbox = queue.SimpleQueue()
@@ -226,7 +226,7 @@ def run(
     held: HeldWeights | None = None,
     device: str = "",
 ) -> None:
-    """Be the only rank of this process, as `serve`, with the coordinator at standard input."""
+    """Run the only rank of this process like `serve`, with the coordinator at standard input."""
     spare_collections()
     channel = Channel(Connection(os.dup(sys.stdin.fileno())))
     try:

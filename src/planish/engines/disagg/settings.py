@@ -1,4 +1,4 @@
-"""What a rank is told when it starts, as JSON on its standard input."""
+"""Settings of a rank at its start, as JSON on its standard input."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ class RankSettings:
     version: int
     device: str
     dtype: str
-    """Type of the rows, as torch names it."""
+    """Type of the rows, by its name in torch."""
     hidden_size: int
     top_k: int
     local_experts: int
-    """Most experts of a layer on one expert rank, replicas included."""
+    """Most experts of a layer on one expert rank, with replicas."""
     token: str
-    """Secret of this start of the instance, by which its ranks know each other."""
+    """Secret of this start of the instance, by which its ranks recognise each other."""
     scratch: str
     """Folder of this start of the instance for temporary files."""
     timeout_s: float
     layout: dict[str, Any]
     routing: str = ""
-    """Integer type in which attention ranks keep the experts of each token; "" keeps none."""
+    """Integer type in which attention ranks record the experts of each token; "" records none."""
     transport: str = "sockets"
-    """What carries rows, a value of `engine.transport`."""
+    """Transport of rows, a value of `engine.transport`."""
     pin: str = ""
     """Pinned URI by which a rank of another machine fetches the policy; empty for `folder`."""
     vllm: dict[str, Any] | None = None
-    """Settings of `EngineConfig` for vLLM where it is the attention side; None for our own."""
+    """Settings of `EngineConfig` for vLLM on the attention side; None for our own."""
     stage_s: tuple[float, float] = (0.0, 0.0)
-    """Least seconds of a layer on an attention rank and on an expert rank, for measurements."""
+    """Minimum seconds of a layer on an attention rank and on an expert rank, for measurements."""
 
     @property
     def attention_ranks(self) -> range:
-        """Ranks that hold attention."""
+        """Number of attention ranks."""
         return range(self.num_attention)
 
     @property
     def expert_ranks(self) -> range:
-        """Ranks that hold experts."""
+        """Number of expert ranks."""
         return range(self.num_attention, self.num_attention + self.num_expert)
 
     @property

@@ -1,4 +1,4 @@
-"""Plans where attention and experts of a model run apart: performance, search, simulation.
+"""Planner for separate attention and experts of a model: performance, search, simulation.
 
 Source: MegaScale-Infer, arXiv 2504.02263.
 """

@@ -4,7 +4,7 @@
 takes `FRAMEWORK_OVERHEAD` times as long.
 
 Source: the baselines of MegaScale-Infer, arXiv 2504.02263: tensor parallelism inside a node, and
-across nodes where the weights need several. The other two forms are rivals of today.
+across nodes if the weights need several. The other two forms are in use today.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Form = Literal["tp", "ep", "pp"]
 """`tp`: every matrix over all GPUs; `ep`: attention replicas, experts over all GPUs; `pp`: layers
 over nodes, tensor parallelism inside each."""
 FRAMEWORK_OVERHEAD = 2.0
-"""The paper's ratio over vLLM by that over TensorRT-LLM, 2.56 / 1.28: one number for all models."""
+"""The paper's ratio to vLLM over that to TensorRT-LLM, 2.56 / 1.28: one number for all models."""
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""GPUs of a deployment; those above a node's are whole nodes."""
+"""Numbers of GPUs in a deployment; above one node only whole nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColocatedPlan:
-    """A colocated deployment with its largest batch, and what it reaches."""
+    """A colocated deployment with its largest batch and its throughput."""
 
     name: BaselineName
     gpu: str
@@ -50,12 +50,12 @@ class ColocatedPlan:
     total: float
     """Seconds of an iteration: the time between tokens."""
     per_gpu: float
-    """Tokens per second and GPU; those below by price and watt, NaN where these are unknown."""
+    """Tokens per second and GPU; the next fields are per price and per watt, NaN if unknown."""
     per_cost: float
     per_watt: float
 
     def value(self, objective: Objective) -> float:
-        """Return what a search maximises."""
+        """Return the objective of a search."""
         value: float = getattr(self, f"per_{objective}")
         return value
 
@@ -78,7 +78,7 @@ def baselines(query: Query, gpu: Gpu, name: BaselineName = "ideal") -> list[Colo
 
 
 def shapes(model: MoeModel, gpu: Gpu) -> Iterator[tuple[Form, int, int]]:
-    """Yield form, GPUs, and GPUs that share attention, of all that the model's sizes allow."""
+    """Yield form, GPUs, and GPUs that share attention, for all shapes that the model allows."""
     node = gpu.per_node
     sizes = [size for size in SIZES if size <= node or size % node == 0]
     forms: list[tuple[Form, int, int]] = [("tp", size, size) for size in sizes]
@@ -94,10 +94,11 @@ def shapes(model: MoeModel, gpu: Gpu) -> Iterator[tuple[Form, int, int]]:
 def colocated(
     query: Query, gpu: Gpu, form: Form, size: int, tp: int
 ) -> tuple[Callable[[float], float], int]:
-    """Return the seconds of an iteration by the rows of each group, and a bound on these.
+    """Return the seconds of an iteration as a function of the rows of each group, and a bound.
 
-    A group is an attention replica or a pipeline stage; memory holds fewer rows than the bound.
-    Imbalance counts for `ep` alone, as `tp` has every expert everywhere.
+    A group is an attention replica or a pipeline stage; memory has room for fewer rows than the
+        bound. Imbalance counts only for `ep`, since under `tp` every GPU has a part of every
+        expert.
     """
     model, constants = query.model, query.constants
     length, spread = query.workload.length, form == "ep"
@@ -136,7 +137,7 @@ def colocated(
 def expert_exchange(
     model: MoeModel, gpu: Gpu, constants: Constants, form: Form, size: int, tp: int
 ) -> tuple[float, float]:
-    """Return seconds per row and fixed of the communication around the experts of one layer."""
+    """Return seconds per row and fixed seconds of the communication for one layer's experts."""
     if form != "ep":
         return all_reduce(model.hidden_size, tp, gpu, constants)
     # Out and back; a row goes to all experts of its token, those of other nodes over the network.

@@ -1,7 +1,7 @@
-"""The command line `planish rollout ...`: its options, and which function does what.
+"""The command line `planish rollout ...`: its options, and the function of each command.
 
-Nothing heavier than argparse is imported before a command is known. Commands yield plain tables
-and lines; the caller prints them.
+It imports only argparse before a command is known. Commands yield plain tables and lines; the
+caller prints them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from planish.base.errors import ConfigError
 from planish.base.text import Table
 
 Progress = Callable[[str, int, int], None]
-"""Called with what goes on, steps done and steps in all (0: unknown)."""
+"""Callback with a text, steps done and steps in all (0: unknown)."""
 
 Lines = Iterator[Table | str]
-"""What a command prints, piece by piece."""
+"""Output of a command, piece by piece."""
 
 LARGEST = 1e12
 RANK_PORT = 9610
@@ -51,7 +51,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Return the positive numbers of `1,2,4` or `1..16`, rising.
+    """Return the positive numbers of `1,2,4` or `1..16`, ascending.
 
     Example:
         >>> counts("1..3"), counts("8,2")
@@ -70,7 +70,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def replicas(text: str) -> tuple[int, ...] | str:
-    """Return numbers as `counts`; `balance` and `around` as they are."""
+    """Return numbers like `counts`; `balance` and `around` unchanged."""
     return text if text in ("balance", "around") else counts(text)
 
 
@@ -274,6 +274,6 @@ def write_output(option: str, path: Path | None, text: str) -> None:
 
 
 def run(options: argparse.Namespace, progress: Progress) -> Lines:
-    """Do what the parsed options ask for, and yield what to print."""
+    """Run the command of the parsed options, and yield its output."""
     module, _, function = COMMANDS[options.action][0].partition(":")
     yield from getattr(importlib.import_module(module), function)(options, progress)

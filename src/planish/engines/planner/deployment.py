@@ -1,6 +1,6 @@
-"""One deployment: attention replicas and expert nodes of given GPUs, and how long its stages take.
+"""One deployment: attention replicas and expert nodes of given GPUs, and its stage times.
 
-Memory, stages and network are those of a whole instance; which batch it decodes is the search's.
+Memory, stages and network are those of a whole instance; the search chooses its batch.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Profiles = Mapping[tuple[str, str, int], Measured]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of the stages for one micro-batch: of one layer, and outside the pipeline."""
+    """Seconds of the stages for one micro-batch, in one layer and outside the pipeline."""
 
     attention: float
     experts: float
-    """On the busiest node."""
+    """Seconds on the busiest node."""
     network: float
-    """One direction between them."""
+    """Seconds of one direction between them."""
     outside: float
-    """Layers without experts and logits, on the attention node, once an iteration."""
+    """Seconds of layers without experts and of logits, on the attention node, once an iteration."""
 
 
 class Deployment:
@@ -62,7 +62,7 @@ class Deployment:
         """Compute the stages.
 
         `n_a` attention replicas have `tp_a` GPUs each, and `n_e` expert nodes, which divide the
-        experts, `tp_e`. Measured `profiles` go before the `constants`.
+        experts, `tp_e`. Measured `profiles` override the `constants`.
         """
         self.model, self.attention_gpu, self.expert_gpu = model, attention_gpu, expert_gpu
         self.tp_a, self.tp_e, self.n_a, self.n_e = tp_a, tp_e, n_a, n_e
@@ -98,16 +98,16 @@ class Deployment:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many GPUs, replicas and nodes there are, by name."""
+        """Numbers of GPUs, replicas and nodes by name."""
         return {"tp_a": self.tp_a, "tp_e": self.tp_e, "n_a": self.n_a, "n_e": self.n_e}
 
     def sum_of(self, figure: str) -> float:
-        """Return the `price` or the `watts` of all GPUs; NaN where that of one is unknown."""
+        """Return the sum of `price` or `watts` over all GPUs; NaN if that of one is unknown."""
         a, e = (getattr(gpu, figure) for gpu in (self.attention_gpu, self.expert_gpu))
         return self.tp_a * self.n_a * a + self.tp_e * self.n_e * e if a and e else math.nan
 
     def times(self, rows: float) -> Times:
-        """Return the times of micro-batches with so many rows on each replica."""
+        """Return the times of micro-batches with `rows` rows on each replica."""
         return Times(
             self.attention.seconds(rows),
             self.experts.seconds(rows * self.expert_rows),
@@ -116,10 +116,10 @@ class Deployment:
         )
 
     def total(self, rows: float, micro_batches: int) -> float:
-        """Return the seconds of an iteration: the law, and what stands outside of it.
+        """Return the seconds of an iteration: the formula, and the time outside the pipeline.
 
-        The time outside is added for each micro-batch, since they share the attention node: an
-        upper bound, as part of it may hide behind the experts.
+        The time outside is added for each micro-batch, since they share the attention node. This is
+                an upper bound, because a part of it may hide behind the experts.
         """
         # The search asks millions of times: no object is made here.
         inside = iteration_seconds(
@@ -132,7 +132,7 @@ class Deployment:
         return inside + micro_batches * self.outside.seconds(rows)
 
     def most_rows(self, micro_batches: int) -> int:
-        """Return the rows of a micro-batch that a replica has memory for: it keeps all caches."""
+        """Return the rows of a micro-batch for which a replica has memory, with all its caches."""
         # The bound is strict: at equality memory does not suffice.
         return max(0, math.ceil(self.free_bytes / (micro_batches * self.row_bytes)) - 1)
 

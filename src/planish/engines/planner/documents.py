@@ -1,4 +1,4 @@
-"""Reads the documents that `planish rollout plan` and `planish rollout profile` have written."""
+"""Readers of the documents of `planish rollout plan` and `planish rollout profile`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PlannedStage(Measured):
 
 
 class PlannedRun(_Stored):
-    """The part of a plan's document from which it can be computed again."""
+    """The part of a plan's document from which the plan can be computed again."""
 
     schema_: Literal["rollout-plan/1"] = Field(alias="schema")
     plan: PlannedSizes
@@ -95,7 +95,7 @@ class PlannedRun(_Stored):
 
     @property
     def places(self) -> int:
-        """Requests that are decoded together at most."""
+        """Maximum of requests that are decoded together."""
         return self.plan.n_a * self.plan.m * self.plan.b_a
 
     @model_validator(mode="after")
@@ -151,18 +151,18 @@ def _read(kind: type[DocumentT], path: Path, command: str) -> DocumentT:
 
 
 def read_plan(path: Path) -> PlannedRun:
-    """Return what a document plans; ConfigError where it is none."""
+    """Return the plan in a document; ConfigError if it has none."""
     return _read(PlannedRun, path, "planish rollout plan --json")
 
 
 def read_profile(
     path: Path, model: MoeModel, length: float, constants: Constants
 ) -> tuple[Gpu, Constants, Profiles]:
-    """Return the measured GPU and its stages; noise that makes more rows quicker is levelled out.
+    """Return the measured GPU and its stages, smoothed so that more rows never take less time.
 
-    What was not measured is added from the data sheet: sums over GPUs, norms and the router, and
-    the cache of a request that has another `length` in tokens than the measured one. Where frames
-    were measured, the line through them takes the place of the network's rate and constants.
+    The data sheet gives what was not measured: sums over GPUs, norms and the router, and the cache
+    of a request with another `length` in tokens than measured. If frames were measured, the line
+    through them replaces the network's rate and constants.
     """
     document = _read(_Profile, path, "planish rollout profile")
     gpu = document.gpu

@@ -1,4 +1,4 @@
-"""Measures frames of rows between two processes of this machine, for `planish rollout profile`.
+"""Measurement of frames between two processes of this machine, for `planish rollout profile`.
 
 Source: MegaScale-Infer, arXiv 2504.02263, performance model: the network's share by profiling.
 """
@@ -52,11 +52,11 @@ def frame_seconds(
 ) -> list[float]:
     """Return the median seconds of one direction of frames of `sizes` bytes, multiples of 4 KiB.
 
-    Both processes compute on `device`. An answer without rows takes half of what such frames take
-    both ways.
+    Both processes compute on `device`. The answer has no rows, so its time is half of the round
+    trip of frames without rows; the result does not include it.
 
     Raises:
-        EngineError: the other process ends, or the transport is not to be had.
+        EngineError: the other process ends, or the transport is not available.
     """
     context = multiprocessing.get_context("spawn")
     pipe, far = context.Pipe()

@@ -1,4 +1,4 @@
-"""What a GPU is to the planner: memory, rates, price, watts and its links."""
+"""GPUs for the planner: memory, rates, price, watts and links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, w
 from planish.base.errors import ConfigError
 
 STORED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-"""How figures are read back from the documents of the planner."""
+"""Types of the figures in the planner's documents."""
 
 
 @with_config(STORED)
@@ -25,15 +25,15 @@ class Gpu:
     memory_bytes: PositiveFloat
     memory_rate: PositiveFloat
     flops: PositiveFloat
-    """Dense bfloat16 operations per second, multiply and add apart."""
+    """Dense bfloat16 operations per second; multiply and add count as two."""
     watts: NonNegativeFloat
-    """Power at full load; 0 where it is unknown."""
+    """Power at full load in watts; 0 if unknown."""
     link_rate: PositiveFloat
-    """In one direction to the other GPUs of its node: NVLink or PCIe."""
+    """Rate in one direction to the other GPUs of its node: NVLink or PCIe."""
     network_rate: PositiveFloat
-    """In one direction to other nodes: its share of the node's cards."""
+    """Rate in one direction to other nodes: its share of the node's cards."""
     price: NonNegativeFloat = 0.0
-    """Price in units of an L20; 0 where none is published."""
+    """Price in units of an L20; 0 if none is published."""
     per_node: PositiveInt = 8
 
 
@@ -69,7 +69,7 @@ _CHANGEABLE = tuple(field.name for field in dataclasses.fields(Gpu) if field.nam
 def find_gpus(names: str, measured: Gpu | None = None) -> list[Gpu]:
     """Return the GPUs of a list with commas, each once, in its order; or raise ConfigError.
 
-    Names are of the table, or of the `measured` GPU of a profile.
+    Names are those of the table, or of the `measured` GPU of a profile.
 
     Example:
         >>> [gpu.name for gpu in find_gpus("H20,l40s,h20")]
@@ -87,7 +87,7 @@ def find_gpus(names: str, measured: Gpu | None = None) -> list[Gpu]:
 
 
 def changed(gpus: Sequence[Gpu], changes: Sequence[str]) -> list[Gpu]:
-    """Return GPUs with figures of the user's, each `<gpu>.<figure>=<number>` in the units of `Gpu`.
+    """Return GPUs with the user's figures, each `<gpu>.<figure>=<number>` in the units of `Gpu`.
 
     Example:
         >>> changed(find_gpus("h100"), ["h100.price=4.5"])[0].price

@@ -1,4 +1,4 @@
-"""What a mixture-of-experts model is to the planner: shapes, from a name or a config.json.
+"""Mixture-of-experts models for the planner: shapes, from a name or a config.json.
 
 It reads no weights. Router, norms and biases are left out of times and memory: they are small and
 covered by the reserve.
@@ -29,7 +29,7 @@ class MoeModel:
     """Shapes of one model."""
 
     name: str
-    """Name of the table, or the folder of its config.json."""
+    """Name in the table, or the folder of its config.json."""
     layers: PositiveInt
     """Layers with experts."""
     hidden_size: PositiveInt
@@ -58,7 +58,7 @@ class MoeModel:
     value_dim: NonNegativeInt = 0
 
     def attention_matrices(self, tp: int) -> list[tuple[int, int]]:
-        """Return rows and columns of the attention matrices that one of `tp` GPUs holds.
+        """Return rows and columns of the attention matrices on one of `tp` GPUs.
 
         Key and value heads are replicated once there are more GPUs than heads; the compressing
         matrices of latent attention always are. Keys and values of latent attention stay
@@ -79,7 +79,7 @@ class MoeModel:
         return [*first, *absorbed, (heads * self.value_dim, width)]
 
     def feed_forward_matrices(self, size: int, tp: int) -> list[tuple[int, int]]:
-        """Return those of a gated feed-forward network of an intermediate size; none for 0."""
+        """Return rows and columns of a gated feed-forward network's matrices; none for size 0."""
         if not size:
             return []
         return [(self.hidden_size, 2 * size // tp), (size // tp, self.hidden_size)]
@@ -154,8 +154,8 @@ MODELS: dict[str, MoeModel] = {
         ),
     )
 }
-"""Published models by name. The vocabulary of Scaled-MoE, a model of the paper, is taken as that of
-Mixtral; its heads as 64 of 128."""
+"""Published models by name. Scaled-MoE, a model of the paper, is assumed to have Mixtral's
+vocabulary and 64 heads of 128."""
 
 
 def find_model(text: str) -> MoeModel:
@@ -175,8 +175,8 @@ def find_model(text: str) -> MoeModel:
 def model_of(config: Mapping[str, Any], name: str) -> MoeModel:
     """Return the shapes of a config.json of any family with experts, or raise ConfigError.
 
-    Keys are those of Qwen3-MoE, Mixtral and DeepSeek-V3; a family that has the same keys needs no
-    entry anywhere.
+    Keys are those of Qwen3-MoE, Mixtral and DeepSeek-V3; a family with the same keys needs no
+        entry.
     """
     config = language_config(config)
     experts = num_experts(config)

@@ -1,7 +1,7 @@
-"""How long the stages of a layer take, from data sheets or from a profile of the very machine.
+"""Times of a layer's stages, from data sheets or from a profile of the machine.
 
-A stage is a function of its rows: the time of its matrices is the longer of computing and of
-reading the weights, to which come terms that grow with the rows and a fixed part. One set of
+A stage is a function of its rows: the time of its matrices is the larger of the compute time and
+the time to read the weights, plus a term that grows with the rows and a fixed part. One set of
 constants serves all models and GPUs.
 
 Source: MegaScale-Infer, arXiv 2504.02263, performance model; equation 6 for the network.
@@ -31,7 +31,7 @@ Cost = Annotated[float, Field(ge=0.0, lt=LARGEST)]
 @with_config(STORED)
 @dataclass(frozen=True)
 class Constants:
-    """What data sheets leave out; the same for every model and GPU."""
+    """Constants beyond data sheets; the same for every model and GPU."""
 
     compute_efficiency: Share = 0.70
     """Share of the sheet's operations per second that large matrices reach."""
@@ -43,11 +43,11 @@ class Constants:
     link_seconds: Cost = 8e-6
     """Latency of an all-reduce for each doubling of its GPUs."""
     layer_seconds: Cost = 8e-6
-    """Norms, router and the like of a layer and stage."""
+    """Seconds of norms, router and the like, per layer and stage."""
     network_seconds: Cost = 20e-6
     """Latency of one direction between attention and experts."""
     half_rate_bytes: Cost = 128 * 1024
-    """Bytes with which a transfer reaches half the rate of the network."""
+    """Size of a transfer that reaches half the rate of the network."""
     memory_reserve: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.10
     """Share of a GPU's memory that stays free for activations and the rest."""
 
@@ -55,16 +55,16 @@ class Constants:
 @with_config(STORED)
 @dataclass(frozen=True)
 class Workload:
-    """What is decoded, and how it is spread."""
+    """The decoded requests, and their distribution over experts."""
 
     input_tokens: PositiveFloat = 571.0
-    """Median of the paper's workload, as that of the response."""
+    """Prompt tokens; the median of the paper's workload, like the response tokens."""
     output_tokens: PositiveFloat = 159.0
     imbalance: PositiveFloat = 1.0
     """Load of the busiest expert node over the mean."""
     combine: Combine = "exact"
     redundancy: NonNegativeFloat = 0.0
-    """Share of the expert weights that is stored twice."""
+    """Share of the expert weights that are stored twice."""
 
     @property
     def length(self) -> float:
@@ -90,20 +90,20 @@ class Roofline:
         return (busy if busy > self.weights else self.weights) + rows * self.slope + self.fixed
 
     def seconds_per_row(self) -> float:
-        """Return the seconds of one more row where there are many: k1 or k3 of the paper."""
+        """Return the seconds of one more row among many: k1 or k3 of the paper."""
         return self.compute + self.slope
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds between measured points, and beyond the last along the line through the last two."""
+    """Interpolation between measured points; beyond the last, the line through the last two."""
 
     rows: tuple[float, ...]
-    """Points, rising; at least two."""
+    """Numbers of rows, ascending; at least two."""
     measured: tuple[float, ...]
-    """Seconds of the points, not falling."""
+    """Seconds of the points, never decreasing."""
     slope: float = 0.0
-    """Seconds per row of what was not measured, such as an all-reduce."""
+    """Seconds per row of unmeasured parts, such as an all-reduce."""
     fixed: float = 0.0
 
     def seconds(self, rows: float) -> float:
@@ -117,7 +117,7 @@ class Measured:
         return y[place - 1] + share * (y[place] - y[place - 1]) + rows * self.slope + self.fixed
 
     def repeated(self, experts: int) -> Measured:
-        """Return the seconds of so many experts on one node, measured on one of them."""
+        """Return the seconds of several experts on one node, measured for one expert."""
         rows = tuple(experts * count for count in self.rows)
         seconds = tuple(experts * value for value in self.measured)
         return Measured(rows, seconds, self.slope, self.fixed)
@@ -137,7 +137,7 @@ def matrices_roofline(
 ) -> Roofline:
     """Return the seconds of rows that go through matrices, and of their kernels.
 
-    Each row meets one of `copies` matrices of a shape, which share a kernel.
+    Each row uses one of `copies` matrices of a shape, which share a kernel.
     """
     size = sum(rows * columns for rows, columns in matrices)
     return Roofline(
@@ -170,7 +170,7 @@ def attention_core(
 ) -> float:
     """Return the seconds per row of attention over the cached tokens of one layer.
 
-    It reads the cache, or computes where latent attention makes that the longer of the two.
+    It is the time to read the cache, or the compute time if latent attention makes that longer.
     """
     reading = model.kv_bytes(tp) / (gpu.memory_rate * constants.memory_efficiency)
     computing = model.core_flops(tp) / (gpu.flops * constants.compute_efficiency)
@@ -189,7 +189,7 @@ def attention_stage(
 ) -> Roofline:
     """Return the seconds of attention with its shared experts, for rows of `length` cached tokens.
 
-    With `shared_sum` shared experts have an all-reduce of their own, not that of the routed ones.
+    With `shared_sum` shared experts have their own all-reduce, apart from that of routed experts.
     """
     shared = model.feed_forward_matrices(model.shared_size, tp)
     matrices = matrices_roofline([*model.attention_matrices(tp), *shared], gpu, constants)
@@ -265,12 +265,12 @@ class Network:
 
 
 def free_bytes(gpu: Gpu, weights: float, constants: Constants) -> float:
-    """Return the bytes of a GPU that its weights and the reserve leave to the cache."""
+    """Return the bytes of a GPU that remain for the cache beside weights and reserve."""
     return gpu.memory_bytes * (1 - constants.memory_reserve) - weights
 
 
 def most_rows(seconds: Callable[[float], float], limit: float, bound: int) -> int:
-    """Return the most rows below a bound that take no longer than the limit, by bisection."""
+    """Return by bisection the most rows below a bound that stay within the time limit."""
     low, high = 0, bound
     while high - low > 1:
         middle = (low + high) // 2

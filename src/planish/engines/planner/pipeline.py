@@ -1,12 +1,12 @@
-"""Seconds of one decode iteration: by the law of the ping-pong pipeline, and event by event.
+"""Seconds of one decode iteration: by the formula of the ping-pong pipeline, and event by event.
 
-A micro-batch walks attention, link, expert, link and on to the attention of the next layer. Stages
-and links are serial and serve in the order of readiness. A link is the outgoing one of a rank and
-carries its frames for all receivers, so the frames of a micro-batch are complete for all experts at
-one time, and its replies for all attention ranks.
+A micro-batch passes attention, link, expert, link and then the attention of the next layer. Stages
+and links are serial and serve in the order of readiness. Each rank has one outgoing link for its
+frames to all receivers. So the frames of a micro-batch are complete for all experts at one time,
+and its replies for all attention ranks.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section on ping-pong pipeline parallelism, equations 4
-and 5; the law below holds beyond their conditions and equals them where these are fulfilled.
+and 5; the formula below also holds outside their conditions, and equals them inside.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def iteration_seconds(
 ) -> float:
     """Return the seconds from the first attention to the last reply of one iteration.
 
-    The three times are of one micro-batch and layer, that of the network of one direction; there is
-    at least one micro-batch, and one layer with experts.
+    The three times are those of one micro-batch and layer; that of the network is for one
+    direction. There is at least one micro-batch and one layer with experts.
 
     Example:
         >>> iteration_seconds(400, 300, 100, 3, 56), iteration_seconds(100, 120, 200, 3, 10)
@@ -43,47 +43,47 @@ def iteration_seconds(
 
 
 class Served(NamedTuple):
-    """What one resource did for one micro-batch and layer, in seconds since the start."""
+    """Work of one resource for one micro-batch and layer, in seconds since the start."""
 
     kind: str
     """One of `KINDS`."""
     rank: int
     micro_batch: int
     layer: int
-    """That after the last is what an attention rank does at the end."""
+    """Number of the layer; one after the last is the final work of an attention rank."""
     start: float
     end: float
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Seconds that one micro-batch takes on each rank, in one layer."""
+    """Seconds of one micro-batch on each rank, in one layer."""
 
     attention: Sequence[float]
-    """On each attention rank; 0: it has no row of this micro-batch and takes no part."""
+    """Seconds on each attention rank; 0: it has no row of this micro-batch and takes no part."""
     dispatch: Sequence[float]
-    """On the link of each attention rank."""
+    """Seconds on the link of each attention rank."""
     experts: Sequence[Sequence[float]]
-    """[layers] on each expert rank."""
+    """[layers], seconds on each expert rank."""
     combine: Sequence[float]
-    """On the link of each expert rank."""
+    """Seconds on the link of each expert rank."""
     outside: Sequence[float]
-    """On each attention rank after the last layer."""
+    """Seconds on each attention rank after the last layer."""
 
 
 @dataclass
 class Pipeline:
-    """The resources of a deployment, and what they have done so far."""
+    """The resources of a deployment, and their work so far."""
 
     attention_ranks: int
-    """Dead ones count too: they are given no work."""
+    """Number of attention ranks; dead ranks count too and get no work."""
     expert_ranks: int
     spans: list[Served] | None = None
-    """What was done, if a list is given."""
+    """Record of the work, if a list is given."""
     busy: dict[str, list[float]] = field(init=False)
     """Kind of resource -> seconds of work of each rank."""
     free: dict[str, list[float]] = field(init=False)
-    """Kind of resource -> when each of its ranks has done what it was given."""
+    """Kind of resource -> time at which each of its ranks becomes free."""
 
     def __post_init__(self) -> None:
         ranks = dict(zip(KINDS, [self.attention_ranks] * 2 + [self.expert_ranks] * 2, strict=True))
@@ -94,8 +94,8 @@ class Pipeline:
     ) -> float:
         """Run one iteration from `start` seconds on; return when its last micro-batch has ended.
 
-        `work` is of each micro-batch that takes part; `factors` on the times of ranks and links are
-        taken in turn, and more than one is jitter.
+        `work` has an item for each micro-batch that takes part. `factors` multiply the times of
+                ranks and links in turn; more than one factor gives jitter.
         """
         self.free = {kind: [start] * len(ranks) for kind, ranks in self.busy.items()}
         # Ready time, layer, micro-batch, and 0 for attention or 1 for experts.
@@ -129,9 +129,9 @@ class Pipeline:
         return end
 
     def serve(self, kind: str, where: tuple[int, int, int], ready: float, took: float) -> float:
-        """Let a resource do one thing, after all that it was given before, and return the end.
+        """Add work to a resource after its earlier work, and return the end time.
 
-        `where` is rank, micro-batch and layer; calls come in the order of `ready`.
+        `where` is rank, micro-batch and layer; call it in the order of `ready`.
         """
         free, rank = self.free[kind], where[0]
         began = free[rank]

@@ -1,8 +1,8 @@
-"""Measures attention and one expert of a model on this machine, for `planish rollout plan`.
+"""Measurement of attention and one expert of a model, for `planish rollout plan`.
 
-One layer with random weights is enough: a stage's time depends on shapes alone. What one GPU
-computes is measured, and with `--transport` what frames take to another process of this machine;
-sums over GPUs stay computed.
+One layer with random weights is enough: a stage's time depends on shapes alone. It measures the
+computation of one GPU, and with `--transport` frames to another process of this machine; sums over
+GPUs stay computed.
 
 Source: MegaScale-Infer, arXiv 2504.02263: T_a = k1 b_a + k2 and T_e = k3 b_e + k4 from profiling.
 """
@@ -36,13 +36,13 @@ from planish.engines.planner.performance import Constants, attention_stage, expe
 WARM_UP_RUNS = 3
 MIN_RUNS = 3
 GRAPH_CALLS = 16
-"""Calls that an accelerator is given at once, as one CUDA graph: engines decode so, too, and
-a stage takes less time than Python needs to launch it."""
+"""Calls in one CUDA graph on an accelerator: engines decode with graphs too, and a stage takes
+less time than Python needs to launch it."""
 POINT_SECONDS = 2.0
-"""No further run of a point begins after so long."""
+"""Seconds after which no further run of a point begins."""
 COLD_BYTES = 256 << 20
 MAX_COPIES = 64
-"""Weights of a stage are copied until they exceed every cache, at most so often."""
+"""Maximum of copies of a stage's weights, which are made until they exceed every cache."""
 MIN_R2 = 0.98
 FRAME_SIZES = (4096, 16_384, 65_536, 262_144, 1 << 20, 4 << 20)
 """Bytes of frames, multiples of `frames.ROW_BYTES`."""
@@ -136,7 +136,7 @@ def profile(options: argparse.Namespace, progress: Progress) -> Iterator[Table |
 
 
 def frames(transport: str, device: torch.device, repeats: int) -> dict[str, Any]:
-    """Return what frames of some sizes take, and the line through it."""
+    """Return the seconds of frames of some sizes, and the fitted line."""
     seconds = frame_seconds(transport, device, FRAME_SIZES, repeats)
     slope, offset, r2 = straight(FRAME_SIZES, seconds)
     return {
@@ -150,10 +150,10 @@ def frames(transport: str, device: torch.device, repeats: int) -> dict[str, Any]
 
 
 def describe_device(device: torch.device, dtype: torch.dtype) -> Gpu:
-    """Return the data sheet of this device; measured rates where it stands in no table.
+    """Return the data sheet of this device, or measured rates if no table has it.
 
-    The link and the network of such a device are taken as 1 GB/s, unless frames are measured, and
-    its power as unknown: change them with `--gpu-data`.
+    Link and network of such a device default to 1 GB/s, unless frames are measured, and its power
+        is unknown: change them with `--gpu-data`.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device).lower()
@@ -172,7 +172,7 @@ def describe_device(device: torch.device, dtype: torch.dtype) -> Gpu:
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median seconds of at most so many calls; slow ones have `MIN_RUNS` or more."""
+    """Return the median seconds of a call; slow calls run at least `MIN_RUNS` times."""
     for _ in range(WARM_UP_RUNS if device.type == "cuda" else 1):
         call()
     times: list[float] = []
@@ -210,7 +210,7 @@ def attention_layer(
 ) -> Callable[[], Tensor]:
     """Return a call that computes attention of one layer, with its shared experts, for decode.
 
-    It is the part of one of `tp` GPUs, for so many rows of `length` cached tokens each.
+    It computes the part of one of `tp` GPUs, for rows with `length` cached tokens each.
     """
     made = functools.partial(_random, device=device, dtype=dtype)
     shapes = model.attention_matrices(tp)
@@ -251,7 +251,7 @@ def expert_layer(
 
 
 def cold(made: Callable[[], list[Tensor]]) -> Iterator[list[Tensor]]:
-    """Yield copies of new weights in turn: none waits in a cache, as no layer's does in decode."""
+    """Yield copies of new weights in turn, so that no weight is in a cache, as in decode."""
     copies = [made()]
     size = sum(one.nbytes for one in copies[0])
     copies += [made() for _ in range(min(MAX_COPIES, math.ceil(COLD_BYTES / size)) - 1)]
@@ -269,7 +269,7 @@ def comparison(
 ) -> Table:
     """Return measured and computed seconds of a stage of the document side by side.
 
-    The computed ones lack what is not measured: sums over GPUs, norms and the router.
+    The computed seconds leave out what is not measured: sums over GPUs, norms and the router.
     """
     free = Constants(layer_seconds=0.0, link_seconds=0.0)
     # The planner's numbers are of `BYTES`.

@@ -1,4 +1,4 @@
-"""What a user asks of the planner: options of `planish rollout plan`, checked."""
+"""Query of the planner: the checked options of `planish rollout plan`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ BaselineName = Literal["ideal", "framework"]
 
 @dataclass(frozen=True)
 class Space:
-    """Which deployments are tried."""
+    """The deployments that a search tries."""
 
     tp_attention: tuple[int, ...] = (1, 2, 4, 8)
     tp_experts: tuple[int, ...] = (1, 2, 4, 8)
     replicas: tuple[int, ...] | Literal["balance", "around"] = "around"
-    """Attention replicas. `balance`: the two whole numbers around balance, as in the paper;
-    `around`: these, those from half to twice as many, and on for as long as more are better."""
+    """Numbers of attention replicas. `balance`: the two whole numbers around balance, as in the
+    paper.
+    `around`: these, from half to twice as many, and further while more are better."""
     micro_batches: tuple[int, ...] = (3, 4)
     expert_nodes: tuple[int, ...] = ()
-    """Nodes that the experts of a layer are spread over; empty: one expert each, as in the paper,
-    and for more than 32 experts also the divisors from 8 on."""
+    """Numbers of nodes for the experts of a layer; empty: one expert each, as in the paper, and for
+    more than 32 experts also the divisors from 8 on."""
     batch: int = 0
     """Requests decoded together; 0: as many as fit."""
     slo_seconds: float = math.inf
@@ -47,7 +48,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Query:
-    """What is planned, for what, and on what."""
+    """Model, workload and GPUs of a plan."""
 
     model: MoeModel
     attention_gpus: Sequence[Gpu]
@@ -59,9 +60,9 @@ class Query:
     constants: Constants = field(default_factory=Constants)
     profiles: Profiles = field(default_factory=dict)
     baseline_gpus: Sequence[Gpu] = ()
-    """Types of which the best colocated deployment is the baseline."""
+    """GPU types of the baseline, which is their best colocated deployment."""
     baseline: BaselineName = "ideal"
-    """Which calibration the ratio is to."""
+    """Calibration of the baseline."""
 
     def deploy(
         self, gpus: tuple[Gpu, Gpu], *, tp_a: int, tp_e: int, n_a: int, n_e: int
@@ -72,7 +73,7 @@ class Query:
 
 
 def read_query(options: argparse.Namespace) -> Query:
-    """Return what the options ask for, or raise ConfigError."""
+    """Return the query of the options, or raise ConfigError."""
     if math.inf in (options.input, options.output):
         raise ConfigError("`--input` and `--output` must be finite; give numbers")
     model = find_model(options.model)

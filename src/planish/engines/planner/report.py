@@ -1,6 +1,6 @@
-"""What `planish rollout plan` says: the best plan, what limits it, and whether to disaggregate.
+"""Report of `planish rollout plan`: the best plan, its limit, and whether to disaggregate.
 
-The document is plain JSON. It holds all that another program needs to compute the plan anew:
+The document is plain JSON. It has everything that another program needs to compute the plan again:
 shapes, workload, constants, GPUs and measured stages.
 """
 
@@ -28,18 +28,18 @@ PUBLIC_RESULTS = (
     "published: colocated wide expert parallelism reaches about 2.2k tokens/s per H200",
     "published: the paper gained 1.28x per GPU over TensorRT-LLM on one node, 1.90x across nodes",
 )
-"""Beside every verdict, so that nobody is promised a free lunch."""
+"""Published results that stand beside every verdict, for comparison."""
 CLEAR_GAIN = 1.10
-"""Over the strongest colocated form; less is within what an ideal model leaves out."""
+"""Ratio to the strongest colocated form; smaller gains are within the error of an ideal model."""
 SHIFT = 0.2
 """Relative change of each constant in the sensitivity table."""
 UNEVEN = 1.5
-"""Factor on the imbalance there."""
+"""Factor on the imbalance in the sensitivity table."""
 PLANS_SHOWN = 8
 
 
 def plan(options: argparse.Namespace, _: object) -> Iterator[Table | str]:
-    """Search, write the document, and yield tables; ConfigError where nothing fits."""
+    """Search, write the document, and yield tables; ConfigError if nothing fits."""
     query = read_query(options)
     found = search(query)
     if found.best is None:
@@ -108,7 +108,7 @@ def _known(value: float) -> float | None:
 
 
 def flat(one: Plan) -> dict[str, Any]:
-    """Return a plan as it stands in the document."""
+    """Return a plan in the form of the document."""
     at, times = one.deployment, asdict(one.times)
     gpus = {"attention_gpu": at.attention_gpu.name, "expert_gpu": at.expert_gpu.name}
     return {
@@ -138,7 +138,7 @@ def _side(one: ColocatedPlan | None) -> dict[str, Any] | None:
 
 
 def verdict(gain: float | None) -> str:
-    """Say whether to disaggregate, by the gain over the strongest colocated form, if any fits."""
+    """Return whether to disaggregate, by the gain over the strongest colocated form that fits."""
     if gain is None or gain >= CLEAR_GAIN:
         return "disaggregate"
     return "do not disaggregate" if gain < 1 else "no clear gain"
@@ -173,7 +173,7 @@ def resources(best: Plan, redundancy: float) -> dict[str, float]:
 
 
 def sensitivity(query: Query, plan: Plan) -> list[dict[str, Any]]:
-    """Return what the same deployment reaches, with its batch fitted anew, if a figure differs."""
+    """Return the result of the same deployment under changed figures, with its batch refitted."""
     one, load = plan.deployment, query.workload
     space = replace(
         query.space,
@@ -210,7 +210,7 @@ def sensitivity(query: Query, plan: Plan) -> list[dict[str, Any]]:
 
 
 def tables(query: Query, found: Search, document: dict[str, Any]) -> Iterator[Table | str]:
-    """Yield what people read."""
+    """Yield tables for people."""
     best, unit = found.plans[0], {"gpu": "GPU", "cost": "price", "watt": "watt"}[query.objective]
     columns = ("attention", "experts", "n_a x tp_a", "n_e x tp_e", "m", "b_a", "T_a us", "T_e us")
     more = ("T_c us", "token ms", "per GPU", "per price", "per watt", "limit")

@@ -1,10 +1,10 @@
-"""Finds the deployment with the best tokens per second per GPU, per cost or per watt.
+"""Search for the deployment with the best tokens per second per GPU, per cost or per watt.
 
 It tries every pair of GPUs, degree of tensor parallelism, number of attention replicas and of
 micro-batches, each with the largest batch that memory and the time between tokens allow.
 
-Source: MegaScale-Infer, arXiv 2504.02263, algorithm 1. The time of an iteration is the exact law,
-so a plan that misses a condition of full overlap is no error; its flags say so.
+Source: MegaScale-Infer, arXiv 2504.02263, algorithm 1. The time of an iteration follows the exact
+formula, so a plan may miss a condition of full overlap; its flags say so.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from planish.engines.planner.performance import free_bytes, most_rows
 from planish.engines.planner.query import FIGURES, Objective, Query, Space
 
 MOST_REPLICAS = 1024
-"""Attention replicas that are tried at most, where nothing else ends the search."""
+"""Maximum of attention replicas to try, if nothing else ends the search."""
 AROUND = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
-"""Replicas that are tried, by those at balance."""
+"""Numbers of replicas to try, as multiples of those at balance."""
 MAX_BATCH = 1 << 20
-"""Rows of one micro-batch, where memory would hold more."""
+"""Maximum of rows of one micro-batch, even if memory has room for more."""
 WORTH = 1.02
-"""A batch is limited by what stops its growth while a quarter more of it gives so much more."""
+"""Gain of a batch larger by a quarter above which its limit counts as the plan's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class Plan:
     deployment: Deployment
     m: int
     b_a: int
-    """Rows of a micro-batch on one attention replica; the largest, where they differ."""
+    """Rows of a micro-batch on one attention replica; the largest if they differ."""
     batch: int
     times: Times
     total: float
     """Seconds of an iteration: the time between tokens."""
     limit: str
-    """`memory` or `slo` where a larger batch would pay; else the slowest of `attention`, `experts`
+    """`memory` or `slo` if a larger batch would pay; else the slowest of `attention`, `experts`
     and `network`."""
 
     @property
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def per_gpu(self) -> float:
-        """Tokens per second and GPU; those below by price and watt, NaN where one is unknown."""
+        """Tokens per second and GPU."""
         return self.tokens_per_second / self.gpus
 
     @property
@@ -74,12 +74,12 @@ class Plan:
         return self.tokens_per_second / self.deployment.sum_of("watts")
 
     def value(self, objective: Objective) -> float:
-        """Return what the search maximises."""
+        """Return the objective of the search."""
         value: float = getattr(self, f"per_{objective}")
         return value
 
     def flags(self) -> dict[str, bool | float]:
-        """Say which of the paper's conditions of full overlap hold."""
+        """Return which of the paper's conditions of full overlap hold."""
         times = self.times
         slowest = max(times.attention, times.experts)
         gap = abs(times.attention - times.experts) / slowest
@@ -93,26 +93,26 @@ class Plan:
 
 @dataclass
 class Search:
-    """What a search found."""
+    """Result of a search."""
 
     plans: list[Plan]
     """Every feasible deployment, the best first."""
     rejected: Counter[str] = field(default_factory=Counter)
     """Reason -> deployments that it excluded."""
     edge: str = ""
-    """At which end of what was tried the best deployment lies; beyond it may be a better one."""
+    """End of the tried range at which the best deployment lies; a better one may lie beyond."""
 
     @property
     def best(self) -> Plan | None:
-        """The best deployment; None where none is feasible."""
+        """The best deployment; None if none is feasible."""
         return self.plans[0] if self.plans else None
 
 
 def search(query: Query) -> Search:
     """Evaluate every deployment of a query; ties go to fewer GPUs, then to fewer micro-batches.
 
-    A GPU without the figure of the objective, and expert nodes that do not divide the experts,
-    raise ConfigError.
+    ConfigError: a GPU lacks the figure of the objective, or expert nodes do not divide the
+        experts.
     """
     gpus = {gpu.name: gpu for gpu in (*query.attention_gpus, *query.expert_gpus)}
     figure = FIGURES[query.objective]
@@ -193,7 +193,7 @@ def try_replicas(
 
 
 def edge_of(found: Search, space: Space) -> str:
-    """Say whether more or fewer attention replicas than were tried might be better."""
+    """Return whether more or fewer attention replicas than tried might be better."""
     if found.best is None or space.replicas == "balance":
         return ""
     best = found.best.deployment
@@ -208,7 +208,7 @@ def edge_of(found: Search, space: Space) -> str:
 def fitting_sizes(
     query: Query, gpus: tuple[Gpu, Gpu], nodes: Sequence[int], rejected: Counter[str]
 ) -> list[tuple[int, int, int]]:
-    """Return (tp_a, tp_e, n_e) whose weights fit; count why the others do not."""
+    """Return (tp_a, tp_e, n_e) whose weights fit; count the reasons of the others."""
     (attention_gpu, expert_gpu), model = gpus, query.model
     halves: list[int] = []
     for tp in query.space.tp_attention:
@@ -241,7 +241,7 @@ def fitting_sizes(
 
 
 def plan(one: Deployment, m: int, space: Space) -> Plan | str:
-    """Return the plan with `m` micro-batches of the largest size, or why there is none."""
+    """Return the plan with `m` micro-batches of the largest size, or the reason of failure."""
     if space.max_gpus and one.gpus > space.max_gpus:
         return f"more than {space.max_gpus} GPUs"
     most = min(one.most_rows(m), MAX_BATCH)

@@ -1,7 +1,7 @@
-"""Runs a plan on simulated ranks: random lengths, jitter, uneven experts, dead ranks.
+"""Simulation of a plan on ranks: random lengths, jitter, uneven experts, dead ranks.
 
-Requests are all there from the start, as in a rollout; a request keeps its place until it ends. An
-iteration begins when the one before has ended on all ranks.
+All requests exist from the start, as in a rollout; a request keeps its place until it ends. An
+iteration begins when the previous one has ended on all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from planish.engines.planner.pipeline import Pipeline, Served, Work
 from planish.engines.planner.timeline import timeline_svg
 
 NUM_FACTORS = 8191
-"""Draws of jitter, used in turn; a prime, so that a rank does not meet the same ones again."""
+"""Number of jitter factors, used in turn; a prime, so that a rank does not repeat its factors."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def read_death(text: str) -> Death:
 
 @dataclass(frozen=True)
 class Disturbances:
-    """What a plan does not know."""
+    """Disturbances that a plan leaves out."""
 
     jitter: float = 0.0
     """Standard deviation of the logarithm of each time of a rank or link."""
@@ -68,22 +68,22 @@ class Disturbances:
 
 @dataclass
 class SimulatedRun:
-    """What a simulated run did."""
+    """Result of a simulated run."""
 
     pipeline: Pipeline
     spans: list[Served] = field(default_factory=list)
-    """What was done in the first iteration."""
+    """Work of the first iteration."""
     iterations: list[float] = field(default_factory=list)
     tokens: int = 0
-    """Tokens of all responses, those that a dead rank lost not counted."""
+    """Tokens of all responses without those that a dead rank lost."""
     lost_tokens: int = 0
     finished: int = 0
-    """Requests with their whole response."""
+    """Requests with a complete response."""
     errors: int = 0
     """Requests that a dead rank ended."""
     seconds: float = 0.0
     failed: bool = False
-    """An expert rank died whose experts nobody else has."""
+    """An expert rank died, and no other rank has its experts."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class _Slot:
     lengths: list[int] = field(default_factory=list)
     """Cached tokens of each request."""
     ends: list[int] = field(default_factory=list)
-    """Cached tokens with which each has its whole response."""
+    """Cached tokens at the end of each response."""
 
 
 def run(
@@ -103,7 +103,7 @@ def run(
     disturbed: Disturbances,
     progress: Progress = lambda *_: None,
 ) -> SimulatedRun:
-    """Decode requests, all there at the start, on the ranks of a plan."""
+    """Decode requests, which all exist at the start, on the ranks of a plan."""
     one, load = planned.deployment, planned.workload
     prompt_tokens = round(load.input_tokens)
     draw = random.Random(disturbed.seed)
@@ -258,7 +258,7 @@ def simulate(options: argparse.Namespace, progress: Progress) -> Iterator[Table 
 
 
 def read_disturbances(options: argparse.Namespace, planned: PlannedRun) -> Disturbances:
-    """Return what the options disturb, or raise ConfigError."""
+    """Return the disturbances of the options, or raise ConfigError."""
     if not 0 <= options.jitter <= 2 or not 0 <= options.spread <= 2:
         raise ConfigError(
             f"`--jitter` and `--spread` must be from 0 to 2, got {options.jitter:g} and "
@@ -280,9 +280,9 @@ def read_disturbances(options: argparse.Namespace, planned: PlannedRun) -> Distu
 def describe(
     planned: PlannedRun, outcome: SimulatedRun, num_requests: int, disturbed: Disturbances
 ) -> dict[str, Any]:
-    """Return what a run did as JSON.
+    """Return the result of a run as JSON.
 
-    Busy shares are of the time of the whole run; what is missing to 1 are bubbles.
+    Busy shares refer to the time of the whole run; the rest are bubbles.
     """
     times, seconds = sorted(outcome.iterations), outcome.seconds
     busy = {}

@@ -1,4 +1,4 @@
-"""Draws what ranks and links did as an SVG that needs nothing else: one row per rank and link.
+"""Timeline of ranks and links as a self-contained SVG: one row per rank and link.
 
 Colours follow the light or dark scheme of the reader; a span says its times when pointed at.
 """
@@ -11,7 +11,7 @@ from html import escape
 from planish.engines.planner.pipeline import Served
 
 ROWS_SHOWN = 8
-"""Of each kind; a picture of more ranks names how many there are."""
+"""Rows of each kind in a picture; with more ranks it names their number."""
 LABELS = {
     "attention": "attention",
     "dispatch": "link to experts",

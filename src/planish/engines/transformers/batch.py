@@ -1,9 +1,9 @@
 """A batch of running requests over one model: rows, their cache and the decoder that fills it.
 
-Rows that end are replaced before the next step; without new requests the batch shrinks, and
-attention reads only up to the longest living row. The last prompt token is decoded with everyone
-else, so that tokens are sampled in one place only. A batch knows no queue, no state of an engine
-and no other batch: what it gives depends on its own requests and the weights.
+Rows that end are replaced before the next step. Without new requests the batch shrinks, and
+attention reads only up to the longest living row. The last prompt token is decoded with the other
+rows, so that tokens are sampled in one place only. A batch knows no queue, no state of an engine
+and no other batch: its outputs depend on its own requests and the weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from planish.engines.transformers.rows import RunningRow, RunningRows
 from planish.records.rollouts import FinishReason
 
 PREFILL_TOKENS = 16384
-"""Most tokens of one forward over prompts where the settings leave it open."""
+"""Default maximum of tokens in one forward over prompts."""
 
 
 class Decoder(Protocol):
@@ -36,8 +36,8 @@ class Decoder(Protocol):
     def prefill(self, tokens: Tensor, rows: Tensor, owner: Tensor) -> None:
         """Fill the cache of rows [k] int64 from position 0.
 
-        Of sequences [m, length] int64, padded on the right, each row takes the one of `owner` [k]
-        int64.
+        Each row takes the sequence of its `owner` [k] int64 among [m, length] int64, padded on the
+        right.
         """
 
     def decode(self, tokens: Tensor, positions: Tensor, cells: Tensor, bias: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a batch may hold, and what ends its responses."""
+    """Limits of a batch, and the ends of its responses."""
 
     max_rows: int
     max_model_len: int
@@ -64,7 +64,7 @@ class Limits:
     """Most tokens, padding included, of one forward over prompts."""
 
     def fault(self, request: Request) -> str:
-        """Return why a request can not be served; "" when it can."""
+        """Return why a request cannot be served; "" if it can."""
         ids = request.prompt_ids + request.response_prefix
         if len(ids) >= self.max_model_len:
             return (
@@ -96,7 +96,7 @@ class DecodeBatch:
         self.renew()
 
     def renew(self) -> None:
-        """Let go of rows and cache, and count from zero: a new batch over the same weights."""
+        """Drop rows and cache, and reset counters: a new batch over the same weights."""
         limits, strings = self.limits, None
         if limits.strings is not None:
             strings = StopStates(limits.strings, limits.max_rows, self._device)
@@ -118,7 +118,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[Request]) -> None:
-        """Start requests without a `fault`, for which there are free rows, and prefill them."""
+        """Start requests without a `fault` in free rows, and prefill them."""
         rows = []
         for request in requests:
             start = len(request.prompt_ids) + len(request.response_prefix)

@@ -1,9 +1,9 @@
 """The embedded engine: continuous batching over any Hugging Face causal LM, in one process.
 
-transformers' own continuous batching is not used: its sampler draws from the global generator, so
-a response would depend on its neighbours and on its windows, it can not change weights under frozen
-requests, and on CPU its paged attention is several times slower than plain `generate`
-(tests/benchmarks/results/rollout.json).
+transformers' own continuous batching is not used, for three reasons. Its sampler draws from the
+global generator, so a response would depend on its neighbours and on its windows. It cannot change
+weights under frozen requests. On CPU its paged attention is several times slower than plain
+`generate` (tests/benchmarks/results/rollout.json).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class TransformersEngine(BaseEngine):
         routing: bool = False,
         config: EngineConfig | None = None,
     ) -> None:
-        """Make an engine; `fused` is the fast decoder, where it covers the family.
+        """Make an engine; `fused` uses the fast decoder if it covers the family.
 
-        `max_rows` requests run at once; `max_model_len` 0 takes the model's own limit. The experts
-        of each token are kept with `routing`; `batch_tokens` of `config` bounds a forward over
-        prompts.
+        `max_rows` requests run at once; `max_model_len` 0 takes the model's own limit. With
+        `routing` the engine records the experts of each token. `batch_tokens` of `config` limits a
+        forward over prompts.
         """
         super().__init__(max_rows, max_model_len, routing=routing)
         self._prefill_tokens = (config or EngineConfig()).batch_tokens or PREFILL_TOKENS

@@ -1,10 +1,10 @@
 """The forward of the Llama and Qwen families in few kernels, from tensors by name.
 
-A decode step of a small model is bound by the number of kernels and of Python calls, not by
-arithmetic; here a layer is one QKV product, one rotation, two products of attention and two of the
-MLP. It needs no module of transformers, whose import takes longer than most rollouts of a tiny
-model. Models outside `FAMILIES`, and settings that these lines do not cover, among them rotary
-scalings whose table depends on the length in use, go to `ModuleDecoder`.
+The number of kernels and of Python calls, not arithmetic, limits a decode step of a small model.
+Here a layer is one QKV product, one rotation, two products of attention and two of the MLP. It
+needs no module of transformers, whose import takes longer than most rollouts of a tiny model.
+`ModuleDecoder` serves models outside `FAMILIES` and unsupported settings, such as rotary scalings
+whose table depends on the length.
 
 Source: rotary embeddings are RoFormer, arXiv 2104.09864, section 3.2; Llama 3's scaling of them is
 as in its model card.
@@ -27,7 +27,8 @@ from planish.models.policy import DTYPES
 FAMILIES = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 )
-"""Classes whose layer is: norm, QKV, optional norm of heads, rotation, attention, norm, SwiGLU."""
+"""Model classes with this layer: norm, QKV, optional norm of heads, rotation, attention, norm,
+SwiGLU."""
 
 _NEEDED = ("hidden_act", "num_attention_heads", "num_hidden_layers", "rms_norm_eps")
 _NAME = re.compile(
@@ -51,11 +52,11 @@ SCALINGS: dict[str, Callable[[Mapping[str, Any], Tensor], Tensor]] = {
     "linear": lambda rope, frequencies: frequencies / float(rope["factor"]),
     "llama3": _llama3,
 }
-"""`rope_type` of a configuration to what it does with the frequencies."""
+"""`rope_type` of a configuration to its function of the frequencies."""
 
 
 def rotation_table(rope: Mapping[str, Any], head_dim: int, length: int) -> Tensor:
-    """Return what rotates a head: `x * table[p, 0] + roll(x, head_dim / 2) * table[p, 1]`.
+    """Return the rotation table: `x * table[p, 0] + roll(x, head_dim / 2) * table[p, 1]`.
 
     Returns:
         [length, 2, head_dim] float32: cosines, and sines whose first half is negated.
@@ -69,7 +70,7 @@ def rotation_table(rope: Mapping[str, Any], head_dim: int, length: int) -> Tenso
 
 
 def fits(architecture: str, config: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Return whether the lines below compute what transformers computes; an absent key means no."""
+    """Return whether this decoder computes the same as transformers; a missing key means no."""
     kinds = set(config.get("layer_types") or ["full_attention"])
     rope = config.get("rope_parameters") or {}
     windowed = "layer_types" not in config and config.get("sliding_window")
@@ -172,10 +173,10 @@ class FusedDecoder:
         *,
         share: bool,
     ) -> None:
-        """Lay out the weights, given by canonical names.
+        """Join the weights, given by canonical names.
 
-        With `share` the entries of `tensors` become views of the joined ones, which saves memory
-        and lets changes in place reach both.
+        With `share` the entries of `tensors` become views of the joined weights, which saves memory
+        and makes in-place changes visible in both.
         """
         self.cache = cache
         self._config = config

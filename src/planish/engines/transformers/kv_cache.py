@@ -1,8 +1,8 @@
 """A static key-value cache: one row per running request, written in place.
 
-Rows keep their own positions, so requests of different lengths share a batch without padding on the
-left; attention reads only the columns up to the longest live row. Paging and prefix sharing
-between requests are left out.
+Rows have their own positions, so requests of different lengths share a batch without padding on the
+left. Attention reads only the columns up to the longest living row. There is no paging and no
+prefix sharing between requests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 ROW_STEP = 64
-"""Rows are as wide as a multiple of so many tokens."""
+"""The width of rows is a multiple of this number of tokens."""
 
 
 @dataclass
@@ -29,8 +29,8 @@ class _Layer:
 class KeyValueCache:
     """Keys and values of all layers, by row and absolute position.
 
-    Layers take their sizes from the first write. Cells that no token has written are zero or
-    left over from an earlier request; the attention bias hides both, and both are finite.
+    Layers take their sizes from the first write. Unwritten cells are zero or contain an
+    earlier request; the attention bias hides both, and both are finite.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class KeyValueCache:
         self._layers: dict[int, _Layer] = {}
 
     def reserve(self, width: int) -> bool:
-        """Make every row at least `width` tokens wide; return whether the storage moved."""
+        """Widen every row to at least `width` tokens; return whether the storage moved."""
         if width <= self.width:
             return False
         self.width = -(-max(width, 2 * self.width if self._layers else 0) // ROW_STEP) * ROW_STEP
@@ -67,10 +67,10 @@ class KeyValueCache:
     def append(
         self, index: int, keys: Tensor, values: Tensor, cells: Tensor, longest: int
     ) -> tuple[Tensor, Tensor]:
-        """Write one token of a layer into each of the first n rows and return what attention reads.
+        """Write one token of a layer into each of the first n rows; return views for attention.
 
-        Keys and values are [n, kv heads, 1, size], cells [n] int64 `row * width + position`. The
-        views that come back are [n, kv heads, longest, size].
+        Keys and values are [n, kv heads, 1, size], cells [n] int64 are `row * width + position`.
+        The views are [n, kv heads, longest, size].
         """
         layer = self._layer(index, keys, values)
         num, heads = keys.shape[:2]
@@ -87,7 +87,8 @@ class KeyValueCache:
     def fill(self, index: int, keys: Tensor, values: Tensor, rows: Tensor, owner: Tensor) -> None:
         """Write the first columns of whole rows [k] of a layer.
 
-        Of keys and values [m, kv heads, length, size] each row takes those of `owner` [k] int64.
+        Each row takes the keys and values of its `owner` [k] int64 among [m, kv heads, length,
+        size].
         """
         layer = self._layer(index, keys, values)
         length = keys.shape[2]
@@ -107,7 +108,7 @@ class KeyValueCache:
             layer.values[row] = 0
 
     def release(self) -> None:
-        """Let go of the storage; rows are as before the first write."""
+        """Free the storage; rows are as before the first write."""
         self.width, self._layers = 0, {}
 
     def num_bytes(self) -> int:

@@ -1,8 +1,8 @@
-"""Run a Hugging Face causal LM one token per row over the static cache, whatever its family.
+"""Decode any Hugging Face causal LM, one token per row, over the static cache.
 
-The model's own forward does the work; a custom `Cache` writes into our rows, and masks are built
-here. Only models whose layers are full or sliding-window attention fit; state-space and chunked
-layers are refused.
+The model's own forward does the work; a custom `Cache` writes into our rows, and this module builds
+the masks. It serves models with full or sliding-window attention, and refuses state-space and
+chunked layers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which experts each token of the running rows was sent to, beside the cache of keys and values.
+"""Record of the experts of each token in the running rows, beside the KV cache.
 
-The modules of transformers tell it: the experts of each layer are called with the choice of their
-router. Nothing of the forward changes.
+It reads the arguments of the experts module in each layer, which contain the router's choice. The
+forward does not change.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class RoutingCells:
     ) -> None:
         """Listen to a causal LM of transformers until `close`.
 
-        `dtype` is an integer type that holds every expert's id. Where several batches take turns on
-        one model, `is_own` tells whether the present forward is over these rows.
+        `dtype` is an integer type for every expert's id. If several batches take turns on one
+        model, `is_own` tells whether the current forward is over these rows.
         """
         experts = [m for name, m in model.named_modules() if name.endswith(".mlp.experts")]
         self._rows, self._width, self._is_own = rows, 0, is_own
@@ -37,7 +37,7 @@ class RoutingCells:
         self._cells: Tensor | None = None
 
     def hear(self, layer: int, _: Any, given: tuple[Tensor, ...]) -> None:
-        """Take what the experts of a layer are called with: the choice [tokens, k] is second."""
+        """Hook on the experts of a layer: the second argument is the choice [tokens, k]."""
         if self._is_own():
             self._heard[layer] = given[1]
 
@@ -51,25 +51,25 @@ class RoutingCells:
         return choices
 
     def release(self) -> None:
-        """Let go of the storage of the rows."""
+        """Free the storage of the rows."""
         self._width, self._cells = 0, None
 
     def widen(self, width: int) -> None:
-        """Make every row `width` tokens wide, keeping what is there."""
+        """Widen every row to `width` tokens and keep its content."""
         old, self._width = self._cells, width
         if old is not None:
             self._cells = old.new_full((self._rows, width, *old.shape[2:]), -1)
             self._cells[:, : old.shape[1]] = old
 
     def fill(self, rows: Tensor, owner: Tensor) -> None:
-        """Keep the forward over the first columns of whole rows; arguments as of the cache."""
+        """Record the forward over the first columns of whole rows; arguments as in the cache."""
         choices = self._choices()
         assert self._cells is not None
         choices = choices.view(int(owner.max()) + 1, -1, *choices.shape[1:])
         self._cells[rows, : choices.shape[1]] = choices[owner]
 
     def append(self, cells: Tensor) -> None:
-        """Keep the forward over one token of each row; `cells` [n] int64 as those of the cache."""
+        """Record the forward over one token of each row; `cells` [n] int64 as in the cache."""
         choices = self._choices()
         assert self._cells is not None
         self._cells.flatten(0, 1).index_copy_(0, cells, choices)

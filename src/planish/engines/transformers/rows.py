@@ -1,7 +1,7 @@
 """The batch of running requests: one row each, rows 0..n-1 always alive.
 
-A row that ends leaves a hole, which a new request or the last row fills at once, so that no step
-computes a dead row. Rows know no model.
+When a row ends, a new request or the last row takes its place at once, so that no step computes a
+dead row. Rows know no model.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from planish.engines.stops import StopStates
 from planish.records.rollouts import FinishReason
 
 _NOISE_BLOCK = 32
-"""Steps of noise computed at once."""
+"""Number of steps whose noise is computed at once."""
 
 
 @dataclass
 class RunningRow:
-    """What the host remembers of one running request."""
+    """The host's record of one running request."""
 
     request: Request
     start: int
     """Absolute position of the first token of this call."""
     end: int
-    """Absolute length at which the budget is used up."""
+    """Absolute length at the end of the budget."""
 
 
 class RunningRows:
     """Tokens, log-probabilities and sampling settings of all running requests.
 
     Column p of `tokens` and `logprobs` is the token at absolute position p, prompt included. The
-    current token of a row (at `positions`) is known and not in the cache yet.
+    current token of a row (at `positions`) is known, but not in the cache yet.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RunningRows:
         self.width = width
 
     def widen(self, width: int) -> None:
-        """Make every row `width` columns wide, keeping what is there."""
+        """Widen every row to `width` columns and keep its content."""
         old = (self.tokens, self.logprobs, self.bias)
         self._allocate(width)
         for new, before in zip((self.tokens, self.logprobs, self.bias), old, strict=True):
@@ -94,7 +94,7 @@ class RunningRows:
         return self._field("position")
 
     def add(self, rows: Sequence[RunningRow]) -> Tensor:
-        """Put new requests behind the living rows; return their indices [k] int64."""
+        """Add new requests behind the living rows; return their indices [k] int64."""
         first, last = len(self.rows), len(self.rows) + len(rows)
         self.rows.extend(rows)
         lengths = torch.tensor([row.start for row in rows])
@@ -189,9 +189,9 @@ class RunningRows:
     def outputs(
         self, indices: Sequence[int], version: int, reason: FinishReason | None
     ) -> list[Output]:
-        """Return what rows gave in this call, stop tokens included.
+        """Return the outputs of rows in this call, with stop tokens.
 
-        A reason of None finds STOP, LENGTH, or ABORT where the logits were not finite.
+        A reason of None selects STOP, LENGTH, or ABORT for non-finite logits.
         """
         # One copy from the device for all of them.
         where = torch.tensor(indices, device=self.device)
@@ -217,7 +217,7 @@ class RunningRows:
         """Drop rows and fill the holes with the last rows.
 
         Returns:
-            (source, target) of the rows that moved, for the cache; None when none did.
+            (source, target) of the moved rows, for the cache; None if no row moved.
         """
         gone = set(ended)
         left = len(self.rows) - len(gone)
@@ -250,7 +250,7 @@ class RunningRows:
 _FIELDS: Mapping[str, int] = {
     name: index for index, name in enumerate(("position", "end", "prompt", "seed", "top_k"))
 }
-"""Columns of the table of integers of each row."""
+"""Columns of the rows' table of integers."""
 
 
 def _is_special(sampling: Sampling) -> bool:

@@ -1,7 +1,7 @@
-"""The model that an engine serves: tensors by name, and modules of transformers only when needed.
+"""The model that an engine serves: tensors by name, and modules of transformers if needed.
 
-Importing the modules of a model family takes seconds; a family that the fused decoder knows is
-served from the files alone.
+Importing the modules of a model family takes seconds, so a family of the fused decoder is served
+from the files alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ServedModel:
     architecture: str
     config: Mapping[str, Any]
     tensors: dict[str, Tensor]
-    """Weights by their names in memory; tied ones once."""
+    """Weights by their names in memory; tied weights once."""
     tokenizer: Tokenizer
     version: int
     modules: Any = None
@@ -52,10 +52,10 @@ class ServedModel:
         return int((self.tensors["model.embed_tokens.weight"] if head is None else head).shape[0])
 
     def stop_table(self) -> StopTable | None:
-        """Return what finds the stop strings among tokens; None where there are none.
+        """Return the stop table of the tokenizer; None without stop strings.
 
         Raises:
-            ConfigError: the tokenizer does not say what its tokens add to the text.
+            ConfigError: the tokenizer does not say what text each token adds.
         """
         return tokenizer_stops(self.tokenizer, self.vocab_size)
 
@@ -64,10 +64,10 @@ class ServedModel:
         return fused_decoder.fits(self.architecture, self.config, list(self.tensors))
 
     def write(self, source: WeightSource) -> tuple[int, int]:
-        """Write `source` in place, files once all are read; return the number of tensors and bytes.
+        """Write `source` in place, files once all are read; return numbers of tensors and bytes.
 
         Raises:
-            EngineError: a name is missing or a shape differs; nothing was changed.
+            EngineError: a name is missing or a shape differs; no weight was changed.
         """
         given = source.names()
         # Under their names in a policy folder, over the same storage.
@@ -83,7 +83,7 @@ class ServedModel:
 
 
 def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedModel:
-    """Load the model of a policy; its modules only where `fused` is off or does not fit."""
+    """Load the model of a policy; load its modules only if `fused` is off or does not fit."""
     policy = model.policy
     if policy is None:
         # Nothing is saved for a policy that is in files already.

@@ -1,1 +1,1 @@
-"""The engine that steps vLLM, and what vLLM loads of ours."""
+"""The engine that steps vLLM, and our plug-ins for vLLM."""

@@ -1,7 +1,8 @@
 """An attention rank that is a whole vLLM: its scheduler, cache and sampler, without the experts.
 
-Several such ranks share the expert ranks. Each steps by itself, so its rows are served as they
-come, and while those of one are at the experts the others compute: ping-pong between replicas.
+Several of these ranks share the expert ranks. Each steps by itself, and expert ranks serve rows as
+they arrive. While the rows of one are at the experts, the others compute: ping-pong between
+replicas.
 
 Source: MegaScale-Infer, arXiv 2504.02263, sections 3 and 4.1.
 """
@@ -42,7 +43,7 @@ class VllmAttentionRank(ExchangingRank):
     """One vLLM, its requests, and the rows that it sends to the experts."""
 
     def __init__(self, settings: RankSettings, inbox: Inbox) -> None:
-        """Start vLLM on the tensors that are not of routed experts."""
+        """Start vLLM on the tensors except those of routed experts."""
         turns = _Alone()
         super().__init__(settings, inbox, turns)
         turns.exchange = self._exchange
@@ -67,11 +68,11 @@ class VllmAttentionRank(ExchangingRank):
         )
 
     def close(self) -> None:
-        """Leave the process to another vLLM."""
+        """Free the process for another vLLM."""
         self._engine.close()
 
     def compute(self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the experts of each row, as `ExpertExchange.compute`."""
+        """Return the weighted sum of the experts of each row, like `ExpertExchange.compute`."""
         if self._hear is not None:
             self._hear(layer, index)
         return self._exchange.compute(layer, hidden, index, weights)
@@ -87,9 +88,9 @@ class VllmAttentionRank(ExchangingRank):
         return {"outputs": encode_outputs(self._engine.abort(message["ids"]))}
 
     def step(self, message: Mapping[str, Any]) -> Message:
-        """Let vLLM make one step: prompts that begin, or a token for each running request.
+        """Run one step of vLLM: new prompts, or a token for each running request.
 
-        Every step is marked as one of prompts, which no expert rank lets wait for other ranks.
+        Every step is marked as prefill, so that expert ranks do not wait for other ranks.
         """
         self._exchange.begin(message["iteration"], is_prefill=True)
         before = self._engine.stats()["tokens"]
@@ -99,7 +100,7 @@ class VllmAttentionRank(ExchangingRank):
         return {"outputs": encode_outputs(outputs), "num_tokens": num_tokens}
 
     def commit(self, _: Mapping[str, Any]) -> Message:
-        """Use what was opened last: vLLM keeps no second copy, so it is read now."""
+        """Load the weights that were opened last; vLLM has no second copy, so they are read now."""
         version, layout, weights = self._next
         self._engine.update_weights(weights, version)
         self._exchange.use(layout, version)

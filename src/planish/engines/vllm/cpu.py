@@ -1,4 +1,4 @@
-"""What vLLM can on accelerators only, or with other sizes than its kernels for the CPU take."""
+"""Limits of vLLM on the CPU: features only for accelerators, and sizes of its kernels."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from planish.engines.config import EngineConfig
 from planish.models.experts import num_experts
 
 _CPU_VECTOR = 8
-"""Numbers that a kernel of the CPU takes at once."""
+"""Vector length of the CPU kernels."""
 
 
 def refuse_on_cpu(settings: EngineConfig, config: dict[str, Any], *, routing: bool) -> None:
-    """Refuse what vLLM can on accelerators only; some of it would fail at the first token."""
+    """Refuse features that vLLM has only on accelerators; some would fail at the first token."""
     if settings.quantization != "none":
         raise ConfigError(
             f"`engine.quantization` must be 'none' on the CPU, got {settings.quantization!r}"
@@ -43,15 +43,15 @@ def refuse_on_cpu(settings: EngineConfig, config: dict[str, Any], *, routing: bo
 
 
 def check_cpu_sizes(config: dict[str, Any], head_sizes: list[int], ranks: int) -> None:
-    """Refuse sizes that the kernels of vLLM for the CPU do not take.
+    """Refuse sizes that vLLM's CPU kernels do not support.
 
     Args:
         config: config.json of the model.
-        head_sizes: widths of heads that attention knows.
-        ranks: that share a matrix.
+        head_sizes: head widths that attention supports.
+        ranks: number of ranks that share a matrix.
 
     Raises:
-        EngineError: all that do not fit are named.
+        EngineError: the message names all sizes that do not fit.
     """
     faults = []
     size = config.get("head_dim")

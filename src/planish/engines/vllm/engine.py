@@ -1,7 +1,7 @@
 """vLLM as a rollout engine: its scheduler, cache and sampler, stepped inside of this process.
 
-Groups, windows and stop strings are not vLLM's business: the driver cuts windows, and strings are
-found in token ids by the table that every engine uses.
+vLLM does not handle groups, windows and stop strings: the driver cuts windows, and the stop table
+of all engines finds strings in token ids.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ _CPU_BATCH_TOKENS = 4096
 _UPDATE_SECONDS = 1800.0
 """Longest wait for the workers to take new weights."""
 _RANKS_SECONDS = 10.0
-"""For ranks to end once vLLM has asked them to; vLLM itself kills them after eight."""
+"""Seconds for ranks to end after vLLM's request; vLLM itself kills them after eight."""
 
 
 _living: WeakSet[VllmEngine] = WeakSet()
-"""That of this process: vLLM has its ranks, its tables of layers and its sleep once in each."""
+"""The engine of this process: vLLM's ranks, tables of layers and sleep exist once per process."""
 
 
 @dataclass
@@ -82,13 +82,13 @@ class _Running:
     request: Request
     stop_ids: frozenset[int]
     stop_state: int = 0
-    """In the table of stop strings; unused where the request ignores them."""
+    """State in the stop table; unused if the request ignores stop strings."""
     internal_id: str = ""
-    """As vLLM's scheduler names the request."""
+    """The request's name in vLLM's scheduler."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routed: list[np.ndarray] = field(default_factory=list)
-    """What vLLM says of the experts, which is all at the end."""
+    """vLLM's record of the experts, which is complete at the end."""
     cached_tokens: int = 0
 
 
@@ -113,14 +113,14 @@ class VllmEngine(BaseEngine):
             max_rows: requests that run at once.
             max_model_len: prompt and response in tokens; 0 takes the model's own limit.
             device: `cpu`, or the accelerator that this build of vLLM is for.
-            routing: keep the experts of each token, for requests that want them; vLLM can on
-                accelerators.
+            routing: record the experts of each token, for requests that want them; only on
+                            accelerators.
             config: ranks and memory.
-            load_format: vLLM's name of what reads the weights at the start; another than ours
-                reads no routed experts.
-            shares_device: `sleep` leaves the accelerator to others.
-            team: the ranks of `config`, where each is a training process with an engine; its first
-                one serves requests, and the others `follow`.
+            load_format: vLLM's load format at the start; another than ours reads no routed
+                            experts.
+            shares_device: `sleep` frees the accelerator for other users.
+            team: the ranks of `config`, if each is a training process with an engine; the first
+                            rank serves requests, and the others `follow`.
         """
         super().__init__(max_rows, max_model_len, routing=routing)
         self._device, self._routing, self._load_format = device, routing, load_format
@@ -340,17 +340,17 @@ class VllmEngine(BaseEngine):
             self._llm.sleep(2)
 
     def apply(self, function: Callable[[Any], Any]) -> Any:
-        """Return what a function makes of the model of the only rank."""
+        """Apply a function to the model of the only rank, and return its result."""
         return self._llm.apply_model(function)[0]
 
     def keep_choices(self, dtype: str) -> Callable[[int, Tensor], None]:
-        """Keep the experts of each token although other processes compute them.
+        """Record the experts of each token although other processes compute them.
 
         Args:
             dtype: `int8` or `int16`.
 
         Returns:
-            What must be told the choices of each layer, as `SlotRouting.hear`.
+            Function that needs the choices of each layer, like `SlotRouting.hear`.
         """
         self._slots, self.routing = SlotRouting(self._llm, len(self._experts), dtype), True
         return self._slots.hear
@@ -391,7 +391,7 @@ class VllmEngine(BaseEngine):
             self._team.tell(call, words)
 
     def follow(self) -> None:
-        """Do what the engine of the team's first rank does, until it tells of something else."""
+        """Follow the engine of the team's first rank, until another message arrives."""
         assert self._team is not None
         while True:
             call, words = self._team.hear()

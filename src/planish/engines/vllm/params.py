@@ -1,4 +1,4 @@
-"""vLLM's settings of a request, with every temperature of `Sampling` as it is."""
+"""vLLM's settings of a request, with every temperature of `Sampling` unchanged."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from vllm import SamplingParams
 
 
 class TrueParams(SamplingParams):  # type: ignore[misc]  # vllm is untyped here
-    """Without this vLLM raises temperatures below .01 to that, and refuses those above 2.
+    """Keeps temperatures below .01, which vLLM would raise to .01, and above 2, which it refuses.
 
-    Its copies, also those for workers in other processes, go through `__post_init__` again.
+    Copies, also those for workers in other processes, run `__post_init__` again.
     """
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Routed experts that other processes compute: what vLLM builds in place of its own layer.
+"""Routed experts in other processes: the layer that vLLM builds in place of its own.
 
-The router, shared experts and everything else stay vLLM's; a sparse block of any family that vLLM
-builds on its fused layer has one `RoutedExperts` inside, and that one is replaced. It has no
-parameters, so neither memory nor files are touched for experts here.
+The router, shared experts and everything else stay vLLM's. In any family that vLLM builds on its
+fused layer, a sparse block has one `RoutedExperts`, which is replaced. The replacement has no
+parameters, so experts take no memory here and are not read.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 3 (attention nodes hold all but the experts).
 """
@@ -29,19 +29,19 @@ from planish.engines.weights import FolderWeights
 from planish.models.experts import is_expert
 
 LOAD_FORMAT = "planish_without_experts"
-"""Name of the loader that reads all tensors of a policy folder but those of routed experts."""
+"""Name of the load format that reads all tensors of a policy folder but those of routed experts."""
 
 Compute = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Takes the sparse layer (from 0), rows [n, hidden], expert ids [n, k] int64 and weights [n, k],
-gives the weighted sums [n, hidden]."""
+"""Function of the sparse layer (from 0), rows [n, hidden], expert ids [n, k] int64 and weights [n,
+k]; returns the weighted sums [n, hidden]."""
 
 _STARTING: ContextVar[bool] = ContextVar("planish_vllm_starts_without_experts", default=False)
-"""Whether vLLM starts in this thread: passes that measure its memory and warm up are answered with
-zeros, since there is nobody to ask yet. Only `without_experts` sets it."""
+"""Whether vLLM starts in this thread: passes that measure memory or warm up then get zeros, since
+no expert rank is connected yet. Only `without_experts` sets it."""
 
 
 class RemoteMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vllm is untyped here
-    """What computes the experts of one layer: it makes no weights and asks `compute`."""
+    """vLLM's method for the experts of one layer: it has no weights and calls `compute`."""
 
     compute: Compute | None = None
     """Set by `connect`."""
@@ -52,7 +52,7 @@ class RemoteMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vllm is untyped
         """Make none."""
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """Return none: nothing is computed here."""
+        """Return None: this process computes no experts."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Do nothing."""
@@ -97,7 +97,7 @@ class RemoteRoutedExperts(RoutedExperts):  # type: ignore[misc]  # vllm is untyp
 
 
 class WithoutExperts(BaseModelLoader):  # type: ignore[misc]  # vllm is untyped here
-    """Reads a policy folder, all but the routed experts."""
+    """Loader that reads a policy folder without the routed experts."""
 
     def download_model(self, model_config: Any) -> None:
         """Do nothing: the folder is local."""
@@ -111,9 +111,9 @@ class WithoutExperts(BaseModelLoader):  # type: ignore[misc]  # vllm is untyped 
 
 @contextmanager
 def without_experts() -> Iterator[None]:
-    """Let vLLM start models without routed experts, by `LOAD_FORMAT`, while this is open.
+    """In the block vLLM starts models without routed experts, by `LOAD_FORMAT`.
 
-    All rows that its start computes get zeros from the experts; afterwards none do.
+    During the start all rows get zeros from the experts; afterwards no rows do.
     """
     name = RoutedExperts.__name__
     PluggableLayer.register_oot(name=name)(RemoteRoutedExperts)
@@ -127,10 +127,10 @@ def without_experts() -> Iterator[None]:
 
 
 def connect(model: torch.nn.Module, compute: Compute) -> int:
-    """Give every layer of a loaded model the one who computes; return the number of layers.
+    """Set `compute` in every layer of a loaded model; return the number of layers.
 
     Raises:
-        EngineError: the model has no such layer: it is dense, or its experts are its own.
+        EngineError: the model has no such layer: it is dense, or has its own experts module.
     """
     methods = [m.quant_method for m in model.modules() if isinstance(m, RemoteRoutedExperts)]
     if not methods:

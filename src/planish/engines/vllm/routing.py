@@ -1,8 +1,8 @@
 """The experts of each token as vLLM reports them, in the form of an `Output`.
 
-vLLM counts all decoder layers, and those without experts are 0 there; it hands the choices over in
-chunks of positions, those of a request that it did not end itself not at all. Where other processes
-compute the experts, it is asked for nothing: the choices pass through our own layer.
+vLLM counts all decoder layers, with 0 for those without experts. It returns the choices in chunks
+of positions, but not for a request that it did not end itself. If other processes compute the
+experts, our own layer records the choices instead.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def inputs_routing(
     """Return [num_inputs, layers with experts, experts per token] of `dtype`.
 
     Args:
-        chunks: [positions, decoder layers, experts per token] each, from position 0 on.
-        layers: those with experts.
-        num_inputs: tokens that were inputs; positions that no chunk has are -1.
+        chunks: [positions, decoder layers, experts per token] each, starting at position 0.
+        layers: decoder layers with experts.
+        num_inputs: number of input tokens; positions in no chunk are -1.
         dtype: `int8` or `int16`.
 
     Returns:
-        None where there are no chunks.
+        None without chunks.
 
     Example:
         >>> inputs_routing([np.array([[[5], [6]]], np.uint8)], [1], 2, "int8").tolist()
@@ -56,12 +56,12 @@ def inputs_routing(
 class SlotRouting:
     """Choices of experts by slot of vLLM's cache of keys and values.
 
-    A slot belongs to one token as long as its keys and values do, so that a prompt whose beginning
-    was computed for another request finds the choices of that beginning as well.
+    A slot belongs to one token as long as its keys and values do. So a prompt with a prefix that
+    was computed for another request finds the choices of that prefix too.
     """
 
     def __init__(self, llm: Any, num_layers: int, dtype: str) -> None:
-        """Keep nothing yet; `llm` has its scheduler in this process."""
+        """Start empty; `llm` has its scheduler in this process."""
         self._scheduler = llm.engine_core.engine_core.scheduler
         group = self._scheduler.kv_cache_config.kv_cache_groups[0]
         self._name, self._block_size = group.layer_names[0], group.kv_cache_spec.block_size
@@ -71,7 +71,7 @@ class SlotRouting:
         self._cells: np.ndarray | None = None
 
     def hear(self, layer: int, index: Tensor) -> None:
-        """Take the choices [tokens, k] of one layer with experts in the forward that goes on."""
+        """Record the choices [tokens, k] of one layer with experts in the current forward."""
         from vllm.forward_context import get_forward_context
 
         if layer == 0:
@@ -94,8 +94,8 @@ class SlotRouting:
     def read(self, internal_id: str, num_inputs: int) -> np.ndarray | None:
         """Return [num_inputs, layers, k] of a request that was in the last forward.
 
-        It is -1 everywhere for a request that had to leave the cache before that forward, and None
-        before any.
+        It is -1 everywhere for a request that left the cache before that forward, and None before
+        any forward.
         """
         if self._cells is None:
             return None

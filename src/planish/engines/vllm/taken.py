@@ -1,8 +1,8 @@
-"""Which tensors of a policy vLLM's loaders have read.
+"""Record of the tensors of a policy that vLLM's loaders have read.
 
-A loader drops a tensor whose name its model does not know, often without a word, such as the bias
-of a projection that its family is built without. It reads none of that tensor's numbers, and that
-is seen here, whatever the family, the kernels and the device are.
+A loader drops a tensor whose name its model does not know, often without a message, such as the
+bias of a projection in a family without biases. It reads no elements of that tensor, and this
+module detects that for every family, kernel and device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 _taken: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
-"""By model of this process: the names that its loader read last."""
+"""Names that the loader of each model in this process read last."""
 
 
 class Readings(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the names of tensors that any operation but a view reads while this is open.
+    """Records the names of tensors that any operation but a view reads in the block.
 
     Source: vLLM 0.32, `model_loader/reload/meta.py`, counts in the same way what loaders copy.
     """
@@ -65,14 +65,14 @@ class Readings(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def load(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Let a model of vLLM load tensors, and keep which it takes."""
+    """Load tensors into a model of vLLM, and record which it reads."""
     with Readings() as readings:
         model.load_weights(readings.give(tensors))
     _taken[model] = frozenset(readings.names)
 
 
 class SeenLoader(DefaultModelLoader):  # type: ignore[misc]  # vllm is untyped here
-    """vLLM's own loader, which keeps what the model takes."""
+    """vLLM's own loader, with a record of the tensors that the model reads."""
 
     def __init__(self, load_config: Any) -> None:
         config = copy(load_config)
@@ -92,8 +92,8 @@ class SeenLoader(DefaultModelLoader):  # type: ignore[misc]  # vllm is untyped h
 
 
 class TellsTaken:
-    """What vLLM adds to the class of its workers."""
+    """Extension of vLLM's worker class."""
 
     def planish_taken(self: Any) -> list[str]:
-        """Return the names of the tensors that the model of this rank took last."""
+        """Return the names of the tensors that the model of this rank read last."""
         return sorted(_taken.get(self.get_model(), ()))

@@ -1,7 +1,7 @@
-"""Training processes that share one vLLM: the first leads, the others do what its engine does.
+"""Training processes that share one vLLM: the first leads, the others follow its engine.
 
-With `external_launcher` each rank has a scheduler of its own; all stay alike as long as they add,
-step and end the same requests in one order. Source: vLLM 0.32, `v1/executor/uniproc_executor.py`.
+With `external_launcher` each rank has its own scheduler; all stay equal as long as they add, step
+and end the same requests in one order. Source: vLLM 0.32, `v1/executor/uniproc_executor.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from planish.base.parallel import Ranks, neighbours
 
 
 class Team:
-    """`size` neighbouring ranks, and words in JSON from the first of them to the others."""
+    """`size` neighbouring ranks, with JSON messages from the first of them to the others."""
 
     def __init__(self, ranks: Ranks, size: int, timeout_seconds: float) -> None:
         """Make the groups of all teams; every rank does so. `size` divides the number of ranks."""
@@ -29,7 +29,7 @@ class Team:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raise PeerLost for what gloo raises where all ranks of the team do something at once."""
+        """Turn gloo's errors in a collective of the team into PeerLost."""
         try:
             yield
         except RuntimeError as error:
@@ -39,14 +39,14 @@ class Team:
             raise PeerLost(f"the ranks that share a vLLM must all live, got {error}") from error
 
     def tell(self, call: str, words: Any = None) -> None:
-        """Tell the others what to do, which `hear` returns there."""
+        """Send a message to the other ranks, where `hear` returns it."""
         data = torch.frombuffer(bytearray(json.dumps([call, words]).encode()), dtype=torch.uint8)
         with self.together():
             dist.broadcast(torch.tensor([len(data)]), self._first, self._group)
             dist.broadcast(data, self._first, self._group)
 
     def hear(self) -> tuple[str, Any]:
-        """Return what the first one tells next."""
+        """Return the next message of the first rank."""
         length = torch.zeros(1, dtype=torch.int64)
         with self.together():
             dist.broadcast(length, self._first, self._group)
@@ -56,7 +56,7 @@ class Team:
         return call, words
 
     def union(self, found: Collection[str], among: Iterable[str]) -> set[str]:
-        """Return which of some names, in one order, any rank of the team has found."""
+        """Return the names, in one order, that any rank of the team has found."""
         names = list(among)
         marks = torch.tensor([name in found for name in names], dtype=torch.uint8)
         with self.together():

@@ -1,9 +1,9 @@
-"""Changing the weights of a running vLLM: workers read the policy by its address.
+"""Weight updates of a running vLLM: workers read the policy by its address.
 
-The first rank of each tensor-parallel group reads, and vLLM's own broadcast gives the tensors to
-the others, so that each byte leaves the store once in a group; ranks that are training processes
-read for themselves, from the trainer that all of them hold. Every tensor goes through the loader
-of its model again, layer by layer, into the storage that kernels and captured graphs already use.
+The first rank of each tensor-parallel group reads, and vLLM's own broadcast sends the tensors to
+the others, so that a group reads each byte once from the store. Ranks that are training processes
+read from their trainer instead. Every tensor goes through its model's loader again, layer by layer,
+into the storage that kernels and captured graphs already use.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from planish.models.experts import is_expert
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""
 _REUSED_BYTES = 256 << 20
-"""Largest block that the C library keeps for reuse, and most that it keeps unused at its end."""
+"""Largest block that the C library keeps for reuse, and limit of its unused memory."""
 _BROADCAST_BYTES = 64 << 20
-"""Bytes of tensors after which a message to the other ranks of a group is full."""
+"""Size of a message of tensors to the other ranks of a group."""
 
 
 @dataclass
 class NextWeights(WeightTransferInitInfo):
-    """Which weights come next; given before each change."""
+    """Announcement of the next weights, before each update."""
 
     address: str
-    """As `fetch_weights` takes it, on the machine of each first rank."""
+    """Address for `fetch_weights`, on the machine of each first rank."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
     init_info_cls = NextWeights
     update_info_cls = ReadThem
     _next: WeightSource | None = None
-    """What this rank reads; None where another rank does."""
+    """Weights that this rank reads; None if another rank reads."""
 
     @property
     def _group(self) -> Any:
@@ -70,16 +70,16 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
         return None if is_trainer or group.world_size == 1 else group
 
     def init_transfer_engine(self, init_info: NextWeights) -> None:
-        """Have the next weights on this machine, every digest verified; nothing changes yet."""
+        """Fetch the next weights to this machine and verify all digests; the model stays."""
         is_reader = self._group is None or self._group.is_first_rank
         self._next = fetch_weights(init_info.address) if is_reader else None
 
     def start_weight_update(self) -> None:
-        """Let the model take weights again.
+        """Prepare the model to load weights again.
 
-        On the CPU every layer is put together in memory of its own before it is packed. glibc
-        would give blocks that large back to the system each time, and page faults on new ones
-        would take a third of the whole change.
+        On the CPU every layer is assembled in new memory before it is packed. glibc would return
+                blocks of this size to the system each time, and page faults on new blocks would
+                take a third of the whole update.
         """
         initialize_layerwise_reload(self.model)
         if current_platform.is_cpu() and platform.libc_ver()[0] == "glibc":
@@ -88,13 +88,13 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
                 libc.mallopt(parameter, _REUSED_BYTES)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the weights, and wait for the device where there is one."""
+        """Load the weights, and wait for the device if there is one."""
         self.receive_weights(self.parse_update_info(update_info))
         if not current_platform.is_cpu():
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: ReadThem) -> None:
-        """Load every tensor that this model holds."""
+        """Load every tensor that this model has."""
         weights, self._next = self._next, None
         names = list(weights.names()) if weights is not None else []
         if any(isinstance(layer, RemoteRoutedExperts) for layer in self.model.modules()):
@@ -105,8 +105,8 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
         """Bring the weights into the form that the kernels read.
 
         On the CPU vLLM packs the experts of each layer, and an LM head that is tied to the
-        embedding, when it loads a model but not when weights change: it would go on with wrong
-        ones and say nothing. So they are packed here.
+                embedding, when it loads a model but not when weights change. It would silently use
+                old weights, so this method packs them.
         """
         finalize_layerwise_reload(self.model, self.model_config)
         if not current_platform.is_cpu():
@@ -126,13 +126,13 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
 def in_group(
     weights: WeightSource | None, names: Iterable[str], group: Any, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors by name on every rank of a group, of which the first alone reads them.
+    """Yield tensors by name on every rank of a group; only the first rank reads them.
 
     Args:
         weights: None on the other ranks.
-        names: what to read; none on the other ranks.
-        group: vLLM's coordinator of a tensor-parallel group; None where this rank reads alone.
-        device: where tensors are for the broadcast.
+        names: tensors to read; none on the other ranks.
+        group: vLLM's coordinator of a tensor-parallel group; None if this rank reads alone.
+        device: device of the tensors in the broadcast.
     """
     if group is None:
         assert weights is not None

@@ -1,1 +1,1 @@
-"""Frames of rows between attention ranks and expert ranks (M2N), and what carries them."""
+"""Frames of rows between attention ranks and expert ranks (M2N), and their transports."""

@@ -4,9 +4,9 @@ A frame is a header, int32 counts of rows by local expert, and the rows themselv
 expert and then by the order of tokens at the source. One frame goes from each attention rank to
 each expert rank for each layer and micro-batch, even without rows, and one comes back.
 
-Since the next frame of a micro-batch leaves only after the answer to the last, the answer says that
-the buffer of the last is free: each receiver has one buffer for each peer and micro-batch, nothing
-is queued without a bound, and no message of its own controls the flow.
+The next frame of a micro-batch leaves only after the answer to the last one, so the answer says
+that the buffer of the last frame is free. Each receiver has one buffer for each peer and
+micro-batch, so queues are bounded and flow control needs no messages.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 5 (M2N): pre-registered buffers, no group set-up
 per call, no collective call.
@@ -32,7 +32,7 @@ _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.ui
 
 
 class FrameKind(IntEnum):
-    """What a frame is for."""
+    """Kind of a frame."""
 
     DISPATCH = 1
     """Rows of tokens on their way to experts."""
@@ -49,11 +49,11 @@ class FrameLimits(NamedTuple):
     row_bytes: int
     """Bytes of the widest row."""
     num_local_experts: int
-    """Experts, replicas included, of the rank that has most."""
+    """Most experts on one rank, with replicas."""
 
 
 class FrameHeader(NamedTuple):
-    """What a frame is, from whom, to whom, and how much follows."""
+    """Header of a frame: kind, source, target, and sizes of the content."""
 
     kind: FrameKind
     source: int
@@ -65,16 +65,17 @@ class FrameHeader(NamedTuple):
     layer: int
     micro_batch: int
     num_rows: int
-    """Rows that follow, 0 included."""
+    """Number of rows that follow; may be 0."""
     row_bytes: int
     dtype: torch.dtype
     """Type of the rows: float32, float64, bfloat16, float16, or uint8."""
     num_local_experts: int
-    """int32 counts that follow; a REPLY has none."""
+    """Number of int32 counts that follow; a REPLY has none."""
     placement_version: int = 0
     """Version of the expert placement by which the rows were sorted."""
     is_prefill: bool = False
-    """Rows are of a prompt: no other attention rank takes part, so an expert rank does not wait."""
+    """The rows belong to a prompt: no other attention rank takes part, so an expert rank does not
+    wait."""
     sent_ns: int = 0
     """Monotonic clock of the source when the frame left, nanoseconds."""
 
@@ -102,14 +103,14 @@ class FrameHeader(NamedTuple):
 
 
 class InTurn:
-    """The last frames of a rank's peers: one that comes again, late or in another name is none."""
+    """The last frames of a rank's peers, to refuse frames that are repeated, late or forged."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, int], int] = {}
         """By peer and micro-batch, when the last frame was sent."""
 
     def check(self, header: FrameHeader, *, is_own_name: bool) -> None:
-        """Take up a frame that has come; ProtocolError if it must not have."""
+        """Accept a frame; ProtocolError if it is out of order."""
         key = header.source, header.micro_batch
         if not is_own_name or header.sent_ns <= self._last.get(key, 0):
             raise ProtocolError(
@@ -129,41 +130,42 @@ class Frame:
 
     header: FrameHeader
     counts: Tensor
-    """[num_local_experts] int32, rows of each local expert; their sum is `header.num_rows`."""
+    """[num_local_experts] int32, number of rows for each local expert; they sum to
+    `header.num_rows`."""
     rows: Tensor
     """[num_rows, row_bytes / itemsize] of `header.dtype`, sorted by (local expert, source order)"""
 
 
 Deliver = Callable[[Frame | PlanishError], None]
-"""Gets what arrives, from a thread of the transport: whole frames in the order of each peer, and
-`PeerLost` once for each peer that is lost, after its last frame."""
+"""Callback from a thread of the transport: it gets complete frames in the order of each peer, and
+`PeerLost` once for each lost peer, after its last frame."""
 
 
 class Transport(Protocol):
     """Carries the frames of one rank."""
 
     address: Any
-    """Where peers find this rank, as JSON holds it."""
+    """Address of this rank for its peers, in JSON form."""
 
     def connect(self, addresses: Mapping[int, Any], deliver: Deliver) -> None:
-        """Connect with all peers; PeerLost where one does not do so too in time.
+        """Connect with all peers; PeerLost if a peer does not connect in time.
 
-        Addresses are by rank; `deliver` gets what arrives from now on.
+        Addresses are by rank; `deliver` gets everything that arrives from now on.
         """
 
     def room(self, first: FrameHeader, num_rows: int) -> Tensor:
-        """Return memory for the rows of frames that one micro-batch sends next, [num_rows, width].
+        """Return memory for the rows of a micro-batch's next frames, [num_rows, width].
 
-        They stand one after another, in the order of their targets, of whom `first` names the
-        first; it also has width and dtype.
+        The rows follow each other in the order of their targets. `first` is the header of the first
+        frame; it has width and dtype.
         """
 
     def send(self, header: FrameHeader, counts: Tensor | None, rows: Tensor) -> None:
-        """Send a frame to `header.target` without waiting until it is read, or raise PeerLost.
+        """Send a frame to `header.target` and do not wait until it is read; PeerLost if it is lost.
 
-        Counts are [num_local_experts] int32 on the CPU, or None where the header says 0; rows
-        [num_rows, width] are contiguous in `room`, and nobody changes them before the answer.
+        Counts are [num_local_experts] int32 on the CPU, or None if the header says 0. Rows
+        [num_rows, width] are contiguous in `room`, and must not change before the answer.
         """
 
     def close(self) -> None:
-        """End all connections in bounded time; a second call does nothing."""
+        """Close all connections in bounded time; a second call does nothing."""

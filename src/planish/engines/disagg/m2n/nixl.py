@@ -7,8 +7,8 @@ notification that carries the header and the counts. UCX chooses shared memory, 
 TCP, whose own checks are all that the rows have: a sum of ours would take them through a host.
 Nothing here tells that a peer is gone but a write that fails; the coordinator sees the others.
 
-A thread asks for notifications, and sleeps when there are none: NIXL's own threads spin, which on a
-machine with more ranks than cores takes milliseconds from whoever computes.
+A thread polls for notifications, and sleeps when there are none. NIXL's own threads spin, which on
+a machine with more ranks than cores takes milliseconds from ranks that compute.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 5 (M2N); NIXL 1.5.
 """
@@ -38,10 +38,10 @@ from planish.engines.disagg.m2n.frames import (
 )
 
 _REST_S = (2e-5, 2e-4)
-"""Of the thread when nothing has come: at first, and at most, twice as long each time."""
+"""Pause of the thread when nothing has come: the first and the longest; it doubles each time."""
 _CLOSE_S = 2.0
 _ALIGN = 256
-"""Bytes to a multiple of which each place begins."""
+"""Alignment of each buffer in bytes."""
 
 
 def _new_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
@@ -80,7 +80,7 @@ class NixlTransport:
         peers: range,
         device: torch.device,
     ) -> None:
-        """Register memory of `device` for all peers; nobody is written to before `connect`.
+        """Register memory of `device` for all peers; no rank writes before `connect`.
 
         Limits and secret are equal on all ranks of this start; `own` are the ranks of this one's
         role and `peers` those of the other.
@@ -120,7 +120,7 @@ class NixlTransport:
         return memory.data_ptr() + offset, num_bytes, max(memory.get_device(), 0)
 
     def connect(self, addresses: Mapping[int, Any], deliver: Deliver) -> None:
-        """Take up what peers have told of themselves, as `Transport`."""
+        """Store the addresses of the peers, as in `Transport`."""
         self._deliver = deliver
         for peer, (metadata, start, device) in addresses.items():
             with self._telling(peer):
@@ -142,14 +142,14 @@ class NixlTransport:
         return PeerLost(f"rank {peer} is lost: {reason}", per_rank={peer: reason})
 
     def room(self, first: FrameHeader, num_rows: int) -> Tensor:
-        """Return registered memory, as `Transport`."""
+        """Return registered memory, as in `Transport`."""
         places = self._leaving[first.micro_batch].view(-1)
         start = (first.target - self._peers.start) * self._leaving.shape[2]
         rows = places[start : start + num_rows * first.row_bytes].view(first.dtype)
         return rows.view(num_rows, first.row_bytes // first.dtype.itemsize)
 
     def send(self, header: FrameHeader, counts: Tensor | None, rows: Tensor) -> None:
-        """Write a frame into the memory of its target, as `Transport`."""
+        """Write a frame into the memory of its target, as in `Transport`."""
         peer = header.target
         if peer in self._lost or self._is_closing:
             self._lost.setdefault(peer, "this transport is closed")
@@ -176,7 +176,7 @@ class NixlTransport:
             self._under_way.append((peer, write))
 
     def close(self) -> None:
-        """End the thread and give all memory back, as `Transport`."""
+        """End the thread and release all memory, as in `Transport`."""
         if self._is_closing:
             return
         self._is_closing = True

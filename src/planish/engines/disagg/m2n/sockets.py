@@ -1,14 +1,14 @@
 """Frames over TCP: one connection for each pair of ranks and one thread that receives.
 
-Each attention rank dials its expert ranks once; afterwards nothing is set up, no buffer is
-allocated and no call is collective. A frame leaves from the memory of its tensors by one system
-call of the caller as long as the kernel takes it; the thread sends the rest. It writes what arrives
-into the buffer of its peer and micro-batch, so that a rank computes while rows come in. Loss of a
-peer shows as the end of its connection; the coordinator ends a rank that hangs.
+Each attention rank connects to its expert ranks once. Afterwards there is no set-up, no allocation
+of buffers and no collective call. The caller sends a frame from the memory of its tensors by one
+system call, as far as the kernel takes it; the thread sends the rest. The thread writes arriving
+rows into the buffer of their peer and micro-batch, so that a rank computes while rows arrive. The
+end of a connection shows a lost peer; the coordinator ends a rank that hangs.
 
-Behind the header stand the CRC32C of counts and rows and that of all before it, since TCP's own
-checksum of 16 bits misses damage. After a damaged frame nobody knows where the next one begins, so
-its peer is lost.
+Two checksums follow the header, since TCP's own checksum of 16 bits misses damage: the CRC32C of
+counts and rows, and that of everything before it. After a damaged frame the start of the next one
+is unknown, so its peer counts as lost.
 
 Source: MegaScale-Infer, arXiv 2504.02263, section 5 (M2N): on sockets instead of RDMA.
 """
@@ -51,7 +51,7 @@ _SUMS = struct.Struct("<II")
 """CRC32C of counts and rows, and of the header and that sum."""
 _CPU = torch.device("cpu")
 CLOSE_S = 2.0
-"""For what is already on its way to leave when a transport closes."""
+"""Seconds for pending data to leave when a transport closes."""
 
 
 class _Peer:
@@ -187,11 +187,11 @@ class SocketTransport:
         connect_s: float = 60.0,
         device: torch.device = _CPU,
     ) -> None:
-        """Listen at `host`, where port 0 takes a free one; nobody is called before `connect`.
+        """Listen at `host`, where port 0 takes a free port; it calls no peer before `connect`.
 
         Limits and secret are equal on all ranks of this start, and all peers have `connect_s` to
-        answer. Rows leave from `device`; they arrive in the memory of the host, page-locked where
-        that is another.
+        answer. Rows leave from `device`; they arrive in the host's memory, which is page-locked if
+        `device` is another.
         """
         self.rank, self._limits, self._secret = rank, limits, secret
         self._connect_s, self._device = connect_s, device
@@ -204,7 +204,7 @@ class SocketTransport:
         self._thread = threading.Thread(target=self._run, name=f"m2n-{rank}", daemon=True)
 
     def connect(self, addresses: Mapping[int, tuple[str, int]], deliver: Deliver) -> None:
-        """Connect with all peers, as `Transport`."""
+        """Connect with all peers, as in `Transport`."""
         self._deliver = deliver
         ends: dict[int, socket.socket] = {}
         deadline = time.monotonic() + self._connect_s
@@ -268,12 +268,12 @@ class SocketTransport:
                 logger.warning("refused_caller rank=%d caller=%s", self.rank, refused)
 
     def room(self, first: FrameHeader, num_rows: int) -> Tensor:
-        """Return new memory, as `Transport`: the kernel may still read what was sent before."""
+        """Return new memory, as in `Transport`: the kernel may still read earlier frames."""
         width = first.row_bytes // first.dtype.itemsize
         return torch.empty(num_rows, width, dtype=first.dtype, device=self._device)
 
     def send(self, header: FrameHeader, counts: Tensor | None, rows: Tensor) -> None:
-        """Send a frame, as `Transport`."""
+        """Send a frame, as in `Transport`."""
         peer = self.peers[header.target]
         payload = _arrays(rows) if counts is None else _arrays(counts, rows)
         try:
@@ -284,7 +284,7 @@ class SocketTransport:
             self._wake()
 
     def close(self) -> None:
-        """End all connections and the thread, as `Transport`."""
+        """Close all connections and end the thread, as in `Transport`."""
         self._is_closing = True
         self._listener.close()
         if self._thread.ident is not None:
