@@ -71,7 +71,7 @@ class BaseEngine(ABC):
     """
 
     max_model_len: int
-    """Longest prompt and response in tokens, after the start."""
+    """Longest prompt plus response in tokens; known after `start`."""
     routing: bool
     """Whether outputs may have the experts of each token."""
 

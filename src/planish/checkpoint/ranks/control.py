@@ -98,7 +98,7 @@ def control_of(group: ProcessGroup | None = None) -> Control:
 
 
 def close_controls() -> None:
-    """Close what `control_of` has made."""
+    """Close the controls that `control_of` has made."""
     while _controls:
         _controls.popitem()[1][1].close()
 

@@ -214,7 +214,7 @@ def listen() -> TCPStore:
 
 
 def here_at(port: int) -> Peer:
-    """Return where this process lives, with the port of its store."""
+    """Return the address of this process, with the port of its store."""
     machine, pid = f"{socket.gethostname()}/{process_space()}", os.getpid()
     return Peer(machine, _address(), pid, process_start(pid), port, planish.__version__)
 

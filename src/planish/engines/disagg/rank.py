@@ -105,7 +105,7 @@ def serve(
     *,
     is_alone: bool = False,
 ) -> None:
-    """Run the rank of the first message until `close`; PeerLost without a coordinator.
+    """Run the rank that the first message describes, until `close`; PeerLost: no coordinator.
 
     Args:
         channel: to the coordinator.

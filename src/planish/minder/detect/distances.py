@@ -248,7 +248,8 @@ def normal_scores(sums: F32, present: Mask | None = None) -> F32:
 def distances_above_median(sums: F32, here: Mask) -> F32:
     """Return each machine's sum [W, N] above the median one, in the unit of the normalised metric.
 
-    That is per peer, and per root of the samples of a window. Machines `here` count.
+    The sum is divided by the number of peers and by the root of the samples in a window. Only
+    machines `here` count.
     """
     if here.all():
         median = np.median(sums, axis=1, keepdims=True)

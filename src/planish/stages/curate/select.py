@@ -56,9 +56,9 @@ def curate(
 def set_problems(
     config: CurateConfig, tables: Mapping[str, DataTable], ledger: CurationLedger
 ) -> dict[str, list[Problem]]:
-    """Return all problems of each evaluation set, but for those that nothing can judge.
+    """Return all problems of each evaluation set except those that no verifier can judge.
 
-    Scores are compared with published ones, so that nothing else is left out or rewritten.
+    No other problem is dropped or rewritten, so that scores are comparable with published ones.
 
     Raises:
         ConfigError: nothing is left of a set.

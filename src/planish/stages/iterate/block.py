@@ -1,9 +1,9 @@
 """The iterations of one task, one after the other, as each of its ranks runs them.
 
-Every iteration goes through the functions of the stages rollout, reward, train and checkpoint, and
-each writes the records, the metrics and the log that it writes as a task of its own. Engine e, of
-one rank or of neighbours, samples every shard whose number leaves e, and the first rank does what
-one process does: it judges, exports and evaluates. While the next rollouts are sampled, the state
+Every iteration calls the functions of the stages rollout, reward, train and checkpoint. Each stage
+writes the same records, metrics and log as in a separate task. Engine e has one rank or several
+neighbouring ranks, and samples the shards e, e + engines, ... The first rank does the work of a
+single process: it judges, exports and evaluates. While the next rollouts are sampled, the state
 of an update is committed and its policy exported. The retry of a task that was cut off finds the
 finished parts done.
 """

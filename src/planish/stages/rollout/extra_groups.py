@@ -30,7 +30,7 @@ class SurplusExchange:
     num_taken: int
     """Groups of earlier sets that are this shard's."""
     num_expired: int
-    """Groups that are too old for this iteration or for the next."""
+    """Number of groups that are too old for this iteration or for the next."""
     num_undrawn: int = 0
     """Surplus groups of this batch whose prompts are to be drawn again."""
 

@@ -19,7 +19,8 @@ def sample_whole(job: RolloutJob, prompts: PromptSet) -> Sampled:
     """Fill the batch from earlier surplus, then draw what is missing.
 
     Raises:
-        ConfigError: starved under the policy `raise`, or responses of the last iteration go on.
+        ConfigError: too few groups under the starvation policy `raise`, or unfinished responses of
+        the last iteration.
     """
     config, context = job.config, job.context
     carried = read_carry(job.data.carry)

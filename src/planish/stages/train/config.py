@@ -94,10 +94,10 @@ class TrainConfig(Section):
     num_passes: int = Field(default=1, ge=1)
     """How often each rollout is trained on; 1 as published."""
     selection: Literal["all", "mixed_first"] = "all"
-    """Which groups of an iteration train the policy, and with it the positive part of its loss:
-    `mixed_first` prefers those with right and wrong responses, then those of which many responses
-    go on, up to `max_groups`, as in the public code of T-PPO's authors. What is left out keeps its
-    slot and trains the critic; mini-batches count all rollouts."""
+    """Groups of an iteration that train the policy, with the positive part of its loss.
+    `mixed_first` takes up to `max_groups`, first groups with right and wrong responses, then groups
+    with many unfinished responses, as in the public code of T-PPO's authors. The other groups keep
+    their slots and train the critic; mini-batches count all rollouts."""
     max_groups: int | None = Field(default=None, ge=1)
     """Groups of an iteration that train the policy; None is no limit. Needed by `mixed_first`; the
     public code of T-PPO's authors: 510 of 1536."""

@@ -87,7 +87,7 @@ class _Rates:
 
 
 def learning_rate(config: TrainConfig, iterations: int) -> float:
-    """Return the rate of the iteration after `iterations` earlier ones: linear, then constant."""
+    """Return the learning rate after `iterations` iterations: linear warm-up, then constant."""
     if config.warmup_iterations == 0:
         return config.learning_rate
     return config.learning_rate * min(1.0, (iterations + 1) / config.warmup_iterations)

@@ -192,7 +192,7 @@ def read_job(pin: str, kind: type[JobT]) -> JobT:
 
     Raises:
         ObjectMissing: it is gone.
-        RecordError: other bytes than those that were written.
+        RecordError: the bytes differ from the written ones.
     """
     uri, digest = parse_pin(pin)
     data = store.read(uri)
