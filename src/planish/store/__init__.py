@@ -84,7 +84,7 @@ def open_store(uri: str, *, timeout_s: float = TIMEOUT_SECONDS) -> tuple[Store, 
 
     Args:
         uri: `s3://bucket/key`, `file:///folder` or a path.
-        timeout_s: no single request to the store goes on for longer.
+        timeout_s: limit of each single request to the store.
 
     Example:
         >>> store, key = open_store("/runs/7")

@@ -123,7 +123,7 @@ class Store(Protocol):
     """
 
     retries: Counter[str]
-    """Tries that were not the first, by the reason (an HTTP status or the name of an error)."""
+    """Retries by reason (an HTTP status or the name of an error)."""
     in_memory: bool
     """Whether the objects lie in the memory of this process, invisible to other processes."""
 
