@@ -16,12 +16,13 @@ _LABEL = r"(?<!\w)(\w+)[).:\]*]+\s*"
 
 
 def with_choices(
-    fields: Mapping[str, Any], asked: str, given: Any, answer: str
+    fields: Mapping[str, Any], asked: str, given: Any, answer: str, first: int = 0
 ) -> tuple[str, str, str]:
     r"""Return the text of a problem with its choices, the label that is its answer, and "".
 
     Where choices are not understood, text and answer stay and the last item is their column.
-    `given` is the answer in the row, a label or an index from 0, and `answer` is its text.
+    `given` is the answer in the row, a label, the text of a choice or an index from `first`, and
+    `answer` is its text.
 
     Example:
         >>> with_choices({"choices": ["red", "blue"]}, "Which?", 1, "1")
@@ -30,19 +31,20 @@ def with_choices(
     column = next((name for name in CHOICES if fields.get(name)), "")
     choices = read_choices(fields.get(column))
     # Choices that stand in the text have the labels there.
-    there = [re.search(rf"{_LABEL}{re.escape(each)}(?!\w)", asked) for each in choices.values()]
-    labels = [match[1] for match in there if match]
+    patterns = [rf"{_LABEL}{re.escape(each)}(?!\w)" for each in choices.values()]
+    labels = [match[1] for pattern in patterns if (match := re.search(pattern, asked))]
     text = asked
     if len({*labels}) < len(choices):
         labels = list(choices)
         text += "".join(f"\n({label}) {each}" for label, each in choices.items())
-    word = answer.strip("().:[] ")
-    named = [label for label in labels if label.casefold() == word.casefold()]
-    # Digits as text may as well be what a choice says.
-    is_text = isinstance(given, str) and word in choices.values()
-    if not named and re.fullmatch("[0-9]{1,3}", word) and not is_text:
-        named = labels[int(word) :]
-    return (text, named[0], "") if named else (asked, answer, column)
+    named = {str(number): label for number, label in enumerate(labels, first)}
+    if isinstance(given, str):
+        # Digits as text may as well be what a choice says.
+        named |= dict(zip(choices.values(), labels, strict=True))
+    named |= {label.casefold(): label for label in labels}
+    if found := named.get(answer.strip("().:[] ").casefold()) or named.get(answer):
+        return text, found, ""
+    return asked, answer, column
 
 
 def read_choices(value: Any) -> dict[str, str]:
@@ -53,6 +55,8 @@ def read_choices(value: Any) -> dict[str, str]:
         ({'A': 'red', 'B': 'blue'}, {'1': 'red'})
     """
     labels: Any = list(string.ascii_uppercase)
+    if isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
+        value = {str(each.get("label")): each.get("text") for each in value}
     texts = value
     if isinstance(value, Mapping):
         labels, texts = value.get("label", [*value]), value.get("text", [*value.values()])
@@ -63,5 +67,9 @@ def read_choices(value: Any) -> dict[str, str]:
     if len(found) < len(texts):
         return {}
     # Texts may begin with their labels.
-    bare = [re.fullmatch(rf"\(?{re.escape(n)}[).:]\s*(.+)", t, re.S) for n, t in found.items()]
-    return {n: m[1] for n, m in zip(found, bare, strict=True) if m} if all(bare) else found
+    bare = {
+        label: match[1]
+        for label, text in found.items()
+        if (match := re.fullmatch(rf"\(?{re.escape(label)}[).:]\s*(.+)", text, re.DOTALL))
+    }
+    return bare if len(bare) == len(found) else found

@@ -70,15 +70,19 @@ def read_problems(
                 f"`curate.dataset_map` must name columns of the data set, got {name}={column!r}"
                 f"{nearest(column, seen)}; its columns are {', '.join(seen)}"
             )
-    judged = [judge_row(config, row) for row in rows]
+    # Where answers are indices of choices they count from 0, unless only from 1 all are choices.
+    for first in (0, 1, 0):
+        judged = [judge_row(config, row, first) for row in rows]
+        if not any(getattr(each, "unread", "") for each in judged):
+            break
     drops = [each for each in judged if isinstance(each, Drop)]
     check_types(config, drops, len(rows))
     return [each for each in judged if isinstance(each, Problem)], drops
 
 
-def judge_row(config: CurateConfig, row: DataRow) -> Problem | Drop:
-    """Return the problem of a row, or what is wrong with it."""
-    problem = read_problem(config, problem_row(row.fields) or row.fields, row.origin)
+def judge_row(config: CurateConfig, row: DataRow, first: int = 0) -> Problem | Drop:
+    """Return the problem of a row, or what is wrong with it; choices count from `first`."""
+    problem = read_problem(config, problem_row(row.fields) or row.fields, row.origin, first)
     if isinstance(problem, Problem):
         return replace(problem, extra=reward_columns(config, problem, row.fields))
     return Drop(problem, f"{row.origin}: {json.dumps(row.fields, default=str):.200}")
@@ -112,8 +116,7 @@ def check_types(config: CurateConfig, drops: Sequence[Drop], num_rows: int) -> N
     """
     wrong = [drop for drop in drops if drop.reason in WRONG_TYPE]
     if wrong and not config.skip_bad:
-        shown = [(drop.reason, *drop.example.split(": ", 1)) for drop in wrong[:3]]
-        first = [f"{origin} ({reason}): {fields:.120}" for reason, origin, fields in shown]
+        first = [each.example.replace(": ", f" ({each.reason}): ", 1) for each in wrong[:3]]
         raise ConfigError(
             "each row of the data set must hold text, or messages, as its prompt and text or a "
             f"number as its answer, got {len(wrong)} of {num_rows} rows with another type: "
@@ -127,14 +130,16 @@ def column_names(rows: Iterable[DataRow]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row.fields))
 
 
-def read_problem(config: CurateConfig, fields: dict[str, Any], origin: str) -> Problem | str:
+def read_problem(
+    config: CurateConfig, fields: dict[str, Any], origin: str, first: int
+) -> Problem | str:
     """Return the problem of one row, or the code of what is wrong with it."""
     columns = parse_map(config.dataset_map)
 
     def look(name: str) -> Any:
         usual = (columns[name],) if name in columns else COLUMNS[name]
         found = [value for c in usual if (value := field_of(fields, c)) is not None]
-        return next(iter(sorted(found, key=is_answered)), None)
+        return min(found, key=is_answered, default=None)
 
     asked, given, system = look("prompt"), look("answer"), look("system")
     if asked is None:
@@ -144,9 +149,10 @@ def read_problem(config: CurateConfig, fields: dict[str, Any], origin: str) -> P
     items = given if isinstance(given, list) else [given]
     if len(items) > 1:
         return "several_answers"
-    if not items or items[0] is None:
+    given = next(iter(items), None)
+    if given is None:
         return "no_answer"
-    answer = as_answer(items[0])
+    answer = as_answer(given)
     if answer is None:
         return "answer_is_no_text"
     if system is not None and not isinstance(system, str):
@@ -158,7 +164,7 @@ def read_problem(config: CurateConfig, fields: dict[str, Any], origin: str) -> P
     text = asked.strip() if isinstance(asked, str) else read[-1]["content"] if read else None
     if text is None:
         return "prompt_is_no_text"
-    text, answer, unread = with_choices(fields, text, items[0], answer)
+    text, answer, unread = with_choices(fields, text, given, answer, first)
     verifier, answer = judged_by(config, verifier, answer)
     if read is None:
         question, messages = text, compose(config, text, verifier)

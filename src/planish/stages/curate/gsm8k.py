@@ -23,24 +23,18 @@ _TWO_OPERANDS = re.compile(r"([0-9]+)([-+*])([0-9]+)")
 _WHOLE = re.compile(r"-?[0-9]+")
 
 
-def is_gsm8k(rows: Sequence[DataRow]) -> bool:
-    """Tell whether rows are in GSM8K's form, by the first one."""
-    return bool(rows) and parse_row(rows[0].fields) is not None
-
-
 def parse_row(fields: dict[str, object]) -> tuple[str, str, str] | None:
     """Return question, worked solution and final answer of one row, or None."""
     question, answer = fields.get("question"), fields.get("answer")
-    if not isinstance(question, str) or not isinstance(answer, str):
+    final = _FINAL.search(answer) if isinstance(answer, str) else None
+    if not isinstance(question, str) or final is None:
         return None
-    final = _FINAL.search(answer)
-    return final and (question, answer[: final.start()].rstrip(), final[1])
+    return (question, answer[: final.start()].rstrip(), final[1])
 
 
 def problem_row(fields: dict[str, object]) -> dict[str, object] | None:
     """Turn one row into the plain form: prompt, answer, trace; None when it has another form."""
-    parsed = parse_row(fields)
-    if parsed is None:
+    if (parsed := parse_row(fields)) is None:
         return None
     question, solution, final = parsed
     number = final.replace(",", "").replace("$", "")
@@ -62,14 +56,11 @@ def step_problems(
     drops: list[Drop] = []
     for row in rows:
         parsed = parse_row(row.fields)
-        if parsed is None:
-            bad.append(Drop("not_in_gsm8k_form", f"{row.origin}: {row.fields!r:.200}"))
-            continue
-        texts = _STEP.findall(parsed[1])
-        if texts:
+        if texts := _STEP.findall(parsed[1]) if parsed else []:
             good.append(row)
         else:
-            bad.append(Drop("no_steps", f"{row.origin}: {parsed[1]}"))
+            reason = "no_steps" if parsed else "not_in_gsm8k_form"
+            bad.append(Drop(reason, f"{row.origin}: {row.fields!r:.200}"))
         for number, text in enumerate(texts, 1):
             origin = f"{row.origin} step {number}"
             column = read_step(text, max_digits)
@@ -79,8 +70,8 @@ def step_problems(
                 kept.append(column_problem(column, source="gsm8k-steps", origin=origin))
     ledger.record("problems with steps", "problems", good, bad)
     ledger.record("column arithmetic", "steps", kept, drops)
-    different = keep_first(kept, lambda problem: problem.question)
-    return ledger.record("different expressions", "steps", *different)
+    split = keep_first(kept, lambda problem: problem.question)
+    return ledger.record("different expressions", "steps", *split)
 
 
 def read_step(text: str, max_digits: int) -> ColumnExpression | str:
@@ -96,9 +87,8 @@ def read_step(text: str, max_digits: int) -> ColumnExpression | str:
     if max(len(match[1]), len(match[3])) > max(max_digits, 18):
         return f"operand_over_{max_digits}_digits"
     column = ColumnExpression(int(match[1]), match[2], int(match[3]))
-    if fault := column.fault(max_digits):
-        return fault
-    return column if str(column.result) == result else "result_is_wrong"
+    fault = column.fault(max_digits)
+    return fault or (column if str(column.result) == result else "result_is_wrong")
 
 
 def _other_form(expression: str) -> str:

@@ -199,7 +199,7 @@ def inspect_source(
     found.warnings += [
         f"the column {column!r} of {count} of {len(opened.problems)} rows of the {label} is not "
         "shown to the policy: its choices must be a list of texts, or texts with labels, and the "
-        "answer a label or an index from 0"
+        "answer a label, the text of a choice, or an index from 0, or in all rows from 1"
         for column, count in unread.items()
     ]
     found.prompts += [p.messages for p in opened.problems[:SAMPLED_PROMPTS]]

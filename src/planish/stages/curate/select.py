@@ -10,7 +10,7 @@ from planish.records.prompts import prompt_id
 from planish.stages.curate import dedup, filters
 from planish.stages.curate.columns import compose, read_problems
 from planish.stages.curate.config import CurateConfig
-from planish.stages.curate.gsm8k import is_gsm8k, step_problems
+from planish.stages.curate.gsm8k import parse_row, step_problems
 from planish.stages.curate.problem import CurationLedger, Drop, Problem, drop, keep_first, sift
 from planish.stages.curate.records import DataRow, DataTable
 from planish.stages.curate.tasks import task_stream, with_mistake
@@ -177,7 +177,7 @@ def _generate(
 
 def is_steps(config: CurateConfig, rows: Sequence[DataRow]) -> bool:
     """Return whether the problems are arithmetic made of GSM8K's steps."""
-    return config.gsm8k_as == "steps" and is_gsm8k(rows)
+    return config.gsm8k_as == "steps" and any(parse_row(row.fields) for row in rows[:1])
 
 
 def _prepare(

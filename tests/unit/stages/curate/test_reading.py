@@ -450,6 +450,7 @@ def test_people_hear_that_word_problems_become_steps(tmp_path, model, read_as, i
 
 
 FOUR = ["red", "blue", "4", "0"]
+LABELLED = [{"label": "p", "text": "x"}, {"text": "y", "label": "q"}]
 LINES = "\n(A) red\n(B) blue\n(C) 4\n(D) 0"
 
 
@@ -477,6 +478,13 @@ LINES = "\n(A) red\n(B) blue\n(C) 4\n(D) 0"
             "2",
         ),
         ({"options": {"A": "x", "B": "y"}, "answer": "b"}, "\n(A) x\n(B) y", "B"),
+        ({"choices": FOUR, "answer": "blue"}, LINES, "B"),
+        ({"choices": FOUR, "answer": "0"}, LINES, "D"),
+        ({"choices": ["B", "A"], "answer": "A"}, "\n(A) B\n(B) A", "A"),
+        ({"choices": ["two words", "1"], "answer": "two words"}, "\n(A) two words\n(B) 1", "A"),
+        ({"choices": LABELLED, "answer": "q"}, "\n(p) x\n(q) y", "q"),
+        ({"choices": LABELLED, "answer": "x"}, "\n(p) x\n(q) y", "p"),
+        ({"options": [{"label": 1, "text": 7}], "answer": 1}, "\n(1) 7", "1"),
         ({"choices": [], "answer": "12"}, "", "12"),
         ({"choices": [], "options": FOUR, "answer": "B"}, LINES, "B"),
         ({"choices": None, "answer": 1}, "", "1"),
@@ -514,9 +522,10 @@ def test_choices_in_the_text_are_not_appended_twice(text, given, answer):
     "fields",
     [
         {"choices": FOUR, "answer": "E"},
-        {"choices": FOUR, "answer": 4},
-        {"choices": FOUR, "answer": "blue"},
-        {"choices": FOUR, "answer": "0"},
+        {"choices": FOUR, "answer": "green"},
+        {"choices": FOUR, "answer": 5},
+        {"choices": FOUR, "answer": -1},
+        {"choices": [{"label": "p"}], "answer": "p"},
         {"options": "red, blue", "answer": "B"},
         {"choices": {"text": ["x", "y"], "label": ["A"]}, "answer": "A"},
         {"choices": [["x"], ["y"]], "answer": "A"},
@@ -534,3 +543,26 @@ def test_choices_that_are_not_understood_are_told(tmp_path, fields):
     assert any(line.startswith(start) for line in found.warnings), found
     problem = problem_of(rows[0])
     assert (problem.question, problem.answer) == (rows[0]["prompt"], str(fields["answer"]))
+
+
+@pytest.mark.parametrize(
+    ("indices", "letters"),
+    [
+        ([1, 2, 3, 4], "ABCD"),
+        ([4, 4], "DD"),
+        (["1", "4"], "AD"),
+        ([1, 2, 3], "BCD"),
+        ([0, 1, 3], "ABD"),
+        ([0, 4], "A4"),
+        ([1, 5], "B5"),
+        ([4, "B"], "DB"),
+    ],
+)
+def test_indices_of_choices_count_from_1_where_only_so_all_rows_have_one(indices, letters):
+    texts = ["red", "blue", "green", "black"]
+    rows = [
+        DataRow({"prompt": f"Which one of {n}?", "choices": texts, "answer": index}, f"row {n}")
+        for n, index in enumerate(indices)
+    ]
+    problems, drops = read_problems(CurateConfig(), rows)
+    assert ["".join(problem.answer for problem in problems), drops] == [letters, []]
