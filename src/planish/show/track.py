@@ -105,11 +105,11 @@ class RunReader:
         entries = dict(self._ended)
         for uri in store.list_uris(f"{layout.logs(self.root)}/"):
             if uri.endswith(".json") and uri not in entries:
-                entry = read_json(uri)
-                if entry.keys() >= _TOLD:  # else another release wrote it
-                    entries[uri] = entry
-                    if entry["state"] == "done":
-                        self._ended[uri] = entry
+                found = read_json(uri)
+                if found.keys() >= _TOLD:  # else another release wrote it
+                    entries[uri] = found
+                    if found["state"] == "done":
+                        self._ended[uri] = found
         ends = {(e["stage"], e["state"]) for e in entries.values()}
         self.has_ended = ("report", "done") in ends
         self.has_failed = any(state == "failed" for _, state in ends)

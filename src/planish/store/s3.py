@@ -270,7 +270,7 @@ class S3Store:
             if not item.is_dir:
                 direct.objects.append(_stat(item))
             elif item.object_name != prefix:
-                direct.folders.append(item.object_name.rstrip("/"))
+                direct.folders.append((item.object_name or "").rstrip("/"))
         direct.folders.sort()  # the server sorts them with their slash
         return direct
 
