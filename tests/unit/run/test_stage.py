@@ -177,7 +177,7 @@ def test_a_final_failure_is_not_tried_again_by_the_same_run(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[]", "must hold config"),
+        ("[]", "must be a JSON object"),
         ("{}", "must hold config"),
         ('{"config": []}', "must hold config"),
         ('{"config": {"run": 5}}', "must hold config"),
@@ -186,9 +186,9 @@ def test_a_final_failure_is_not_tried_again_by_the_same_run(
         ('{"config": {"run": ' + "[" * 100 + "]" * 100 + "}}", "must hold config"),
         ('{"config": {"run": {"seed": ' + "[" * 100 + "]" * 100 + "}}}", "nested at most"),
         ('{"config": {"run": {"seed": ' + "9" * 3000 + "}}}", "at most 64 bits"),
-        ("[" * 5000, "must be JSON"),
-        ("9" * 5000, "must be JSON"),
-        ("\xff", "must be JSON"),
+        ("[" * 5000, "must be a JSON object"),
+        ("9" * 5000, "must be a JSON object"),
+        ("\xff", "must be a JSON object"),
     ],
 )
 def test_a_strange_run_file_ends_a_stage_with_exit_code_2(
