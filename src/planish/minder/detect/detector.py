@@ -63,9 +63,6 @@ class Detector:
         few = frame.num_machines < rules.min_machines
         if few and (frame.num_machines < 2 or not self.config.preprocess.silent_after_seconds):
             return make_result(frame, self.config, "too_few_machines", started)
-        if job.started and rules.warmup_seconds and frame.num_seconds:
-            begin = max(int(frame.ts[0]), job.started + rules.warmup_seconds)
-            frame = frame.slice(begin, int(frame.ts[-1]) + 1)
         prepared = prepare(
             frame, self.config, self.models.limits, board=job.board, scales=job.scales
         )

@@ -95,8 +95,6 @@ class Job:
     """Metric to machine to what it has differed by in healthy history, normalised."""
     usual: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Metric to machine to the distance above the median machine that it has had when healthy."""
-    started: int = 0
-    """Unix seconds of the last start; 0 when not known."""
     since: Mapping[str, int] = field(default_factory=dict)
     """Machine to the unix second from which on it counts; from the beginning where not named."""
     unknown: Mapping[str, Sequence[str]] = field(default_factory=dict)
