@@ -186,7 +186,8 @@ def prepared(fleet):
     for namespace, pod in (
         ("monitoring", "exporter-1"), ("monitoring", "exporter-2"), ("team", "pretrain-0"),
     ):  # fmt: skip
-        fleet.plane.kubectl("delete", "pod", pod, "-n", namespace, "--ignore-not-found", "--now")
+        fleet.plane.kubectl("delete", "pod", pod, "-n", namespace, "--ignore-not-found",
+                             "--grace-period=0", "--force")  # fmt: skip
         fleet.namespace = namespace
         metadata = {"ownerReferences": [owned]} if namespace == "team" else {}
         labels = {"workflows.argoproj.io/workflow": "pretrain"}
