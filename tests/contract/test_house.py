@@ -29,7 +29,7 @@ CEILINGS = {
     "minder": 45_000,
     "models": 13_700,
     "records": 11_100,
-    "run": 12_400,
+    "run": 12_450,
     "show": 8_400,
     "stages": 84_800,
     "store": 10_700,

@@ -2,8 +2,8 @@
 
     python -m tests.integration.slow_rank --sizes 2,4 --quiet 10 --out FILE.json
 
-A gang is a train task under torchrun as the stage starts it. The slow rank is stopped and goes on
-in turns, so that everything in it takes twice as long; nothing asks a GPU.
+A gang is a train task under torchrun as the stage starts it, of which the layers of one rank take
+twice as long (`slowed_rank`); nothing asks a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -24,12 +23,10 @@ from planish import store
 from planish.records import layout
 from planish.records.io import read_manifest
 from planish.stages.train.ranks.job import TrainJob, write_job
-from planish.stages.train.stage import WORKER
 from planish.store.documents import read_json
 from tests.processes import below
 from tests.unit.stages.train.runs import add_iteration, start_run, tiny_config
 
-TURN_SECONDS = 0.2
 LONGEST_SECONDS = 180.0
 MODEL = {"num_layers": 4, "hidden_size": 128, "head_dim": 32}
 
@@ -53,11 +50,18 @@ def gang_job(folder: Path, size: int, **train) -> TrainJob:
 
 
 @contextlib.contextmanager
-def gang(job: TrainJob, size: int, log: Path):
-    """Start the ranks of a job under torchrun; they end with the block."""
+def gang(job: TrainJob, size: int, log: Path, slow: int | None = None):
+    """Start the ranks of a job under torchrun; they end with the block.
+
+    Rank `slow` becomes slow once the file `slow` lies beside the log.
+    """
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    line += ["--nproc-per-node", str(size), "-m", WORKER, write_job(job)]
-    with log.open("wb") as file, subprocess.Popen(line, stdout=file, stderr=file) as process:
+    line += ["--nproc-per-node", str(size), "-m", "tests.integration.slowed_rank", write_job(job)]
+    facts = {"SLOW_RANK": str(slow), "SLOW_FILE": str(log.with_name("slow"))}
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(line, stdout=file, stderr=file, env=os.environ | facts) as process,
+    ):
         try:
             yield process
         finally:
@@ -88,15 +92,6 @@ def wait_for_training(log: Path, size: int) -> None:
         time.sleep(0.2)
 
 
-def slow_down(pid: int, ended: threading.Event) -> None:
-    """Stop a process for half of the time."""
-    while not ended.is_set():
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-            time.sleep(TURN_SECONDS)
-
-
 def named(root: str) -> list[str]:
     """Return what was found slow under a root, as the metric of its alert says it."""
     alerts = [uri for uri in store.list_uris(layout.alerts(root)) if uri.endswith(".json")]
@@ -106,16 +101,14 @@ def named(root: str) -> list[str]:
 def one_gang(size: int, *, slow: int | None, healthy_seconds: float, seconds: float) -> dict:
     """Run one gang; a rank is slow after `healthy_seconds`, for at most `seconds`."""
     with tempfile.TemporaryDirectory() as name:
-        folder, ended = Path(name), threading.Event()
+        folder = Path(name)
         job = gang_job(folder / "run", size)
-        with gang(job, size, folder / "log") as process:
-            pid = rank_process(process.pid, slow or 0)
+        with gang(job, size, folder / "log", slow) as process:
             wait_for_training(folder / "log", size)
             time.sleep(healthy_seconds)
             early = named(job.root)
-            thread = threading.Thread(target=slow_down, args=(pid, ended), daemon=True)
             if slow is not None:
-                thread.start()
+                (folder / "slow").touch()
             began = time.monotonic()
             while process.poll() is None and time.monotonic() - began < seconds:
                 if slow is not None and named(job.root):
@@ -123,9 +116,6 @@ def one_gang(size: int, *, slow: int | None, healthy_seconds: float, seconds: fl
                 time.sleep(0.5)
             spent, found = time.monotonic() - began, named(job.root)
             is_alive = process.poll() is None
-            ended.set()
-            if slow is not None:
-                thread.join()
         lines = [line for line in (folder / "log").read_text().splitlines() if "slow rank=" in line]
     return {
         "ranks": size,

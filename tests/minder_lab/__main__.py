@@ -22,6 +22,7 @@ from planish.minder.lab.calibrate import calibrate, record, site_tables
 from planish.minder.lab.evaluate import in_processes, markdown, outcome_of, report
 from planish.minder.lab.train import train_models
 from planish.minder.lab.vae import Training
+from tests.minder_lab.recorder import record_run
 from tests.minder_lab.simulator import simulate, simulate_rl
 from tests.minder_lab.simulator.sampling import thinned
 
@@ -54,7 +55,19 @@ def parser():
         one.add_argument("--workers", type=int, default=1, metavar="N", help="processes")
         one.add_argument("--json", type=Path, help="gets every figure")
         one.set_defaults(do=do)
+    one = verbs.add_parser("record", help="record a gang that trains here, as a healthy job")
+    one.add_argument("out", type=Path, help="trace that is written, .npz, .csv or .parquet")
+    one.add_argument("--ranks", type=int, default=4, help="machines of the trace (default 4)")
+    one.add_argument("--seconds", type=int, default=900, help="length (default 900)")
+    one.set_defaults(do=record_here)
     return top
+
+
+def record_here(options):
+    """Record a real run on this machine; `planish minder evaluate --traces` scores the detector."""
+    frame = record_run(options.out, num_ranks=options.ranks, seconds=options.seconds)
+    means = {name: float(np.nanmean(array)) for name, array in frame.values.items()}
+    print(json.dumps({"machines": frame.machines, "seconds": frame.num_seconds, "means": means}))
 
 
 def train(options):

@@ -56,18 +56,21 @@ class _Clock:
         while self._running and self._running[0][1].query():
             began, ended, tokens = self._running.popleft()
             count_pass(began.elapsed_time(ended) / 1000, tokens)
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record()
+        self._event = _now()
 
     def stop(self, *_: Any) -> None:
         """End the pass."""
         if self._event is None:
             count_pass(time.perf_counter() - self._started, self._tokens)
             return
-        ended = torch.cuda.Event(enable_timing=True)
-        ended.record()
-        self._running.append((self._event, ended, self._tokens))
+        self._running.append((self._event, _now(), self._tokens))
         self._event = None
+
+
+def _now() -> Any:
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def count_pass(seconds: float, tokens: int) -> None:

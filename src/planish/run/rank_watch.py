@@ -179,7 +179,7 @@ class _Comparison:
             rank, node, metric, root, *slow[1:],
         )  # fmt: skip
         uri = f"{layout.alerts(root)}/{int(now)}-{metric}-{rank}.json"
-        alert = {
+        alert: dict[str, str | float] = {
             "machine": node,
             "kind": "slow_rank",
             "metric": f"{metric} of rank {rank}",
@@ -214,7 +214,8 @@ def behind(before: Mapping[int, Words], now: Mapping[int, Words]) -> str:
 
 def flight_record() -> dict[str, Any]:
     """Return torch's record of the last collectives of this process."""
-    from torch._C import _distributed_c10d as c10d
+    from torch._C import _distributed_c10d
 
+    c10d: Any = _distributed_c10d
     found: dict[str, Any] = json.loads(c10d._dump_fr_trace_json(True, False))
     return found

@@ -18,7 +18,7 @@ from typing import NamedTuple
 LONGER = 1 / 0.7
 """A slow rank needs so many times the seconds of the others, and its own of before."""
 FAR_LONGER = 1 / 0.6
-"""One that has no better past needs so many times those of the others."""
+"""Where its past was no better it needs so many times those of the others."""
 ABOVE_MIDDLE = 1.1
 """A rank that is nearer to the median of all, itself among them, is not slow."""
 WINDOW = 8
@@ -45,7 +45,8 @@ class Work(NamedTuple):
 
     def since(self, before: Work) -> Work:
         """Return what has been added."""
-        return Work(*(now - then for now, then in zip(self, before, strict=True)))
+        seconds = self.compute_seconds - before.compute_seconds
+        return Work(seconds, self.passes - before.passes, self.tokens - before.tokens)
 
 
 Pace = tuple[float, ...]
@@ -108,7 +109,9 @@ class SlowRanks:
                 if _times(pace, middle) > ABOVE_MIDDLE:
                     times = _times(pace, _middle([peers[each] for each in peers if each != rank]))
                     own_times = _times(pace, _middle(past)) if len(past) >= WINDOW else 0.0
-                is_slow = times > LONGER and max(times / FAR_LONGER, own_times / LONGER) > 1
+                is_slow = times > LONGER and (
+                    times > FAR_LONGER or not own_times or own_times > LONGER
+                )
                 held = min(HELD, self._held[rank] + 1) if is_slow else self._held[rank] - 2
                 self._held[rank] = max(0, held)
                 if not is_slow:
