@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from planish.base.errors import ConfigError
 from planish.models.headers import language_config
-from planish.models.shapes import CAP
 
 _ARCHITECTURE = re.compile(r"[A-Za-z0-9]+(?P<head>For[A-Za-z]+)")
 _MATHEMATICS = re.compile(
-    r"soft_?cap|multiplier|logits?_scal|scale_attn|query_pre_attn|sliding_window|partial_rotary"
-    r"|clip_qkv|alibi|sink|qk_(layer_?)?norm|(attention|qkv|mlp|o)_bias|parallel_residual"
+    r"soft_?cap|multiplier|logits?_scal|scale_attn|query_pre_attn|window|partial_rotary|norm_topk"
+    r"|clip_qkv|alibi|sink|qk_(layer_?)?norm|_bias$|parallel_residual|hidden_act|norm_eps"
 )
-"""Names of settings that change the computation of a decoder."""
-_READERS = {CAP: ("gemma2", "vaultgemma")}
-"""Settings that only some families of transformers read, and these families."""
+"""Names of settings that change what a decoder computes from its tensors."""
 UNUSED = ("sklearn", "scipy")
 
 
@@ -49,10 +48,12 @@ def load_transformers() -> Any:
 def unread_settings(config: Mapping[str, Any]) -> list[str]:
     """Return settings of a config.json that change the mathematics and that transformers ignores.
 
-    A setting that is off, or a factor of 1, changes nothing. Other engines may read the settings,
+    A setting is ignored if no line of the family's code names it, whether or not its class of
+    settings knows the name. The default of that class changes nothing; neither does a setting that
+    the class does not know and that is off, or a factor of 1. Other engines may read the settings,
     so that engine and trainer would compute two models.
     """
-    load_transformers()
+    root = Path(load_transformers().__file__).parent
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = language_config(config)
@@ -61,16 +62,35 @@ def unread_settings(config: Mapping[str, Any]) -> list[str]:
         return []
     made = CONFIG_MAPPING[family]
     defaults = made().to_dict()
-    known = {*defaults, *made.attribute_map, *(defaults.get("rope_parameters") or ())}
-    off = "sliding_window" if config.get("use_sliding_window") is False else None
+    folder = root.joinpath(*made.__module__.split(".")[1:-1])
+    files = [*folder.glob("modeling_*.py"), *folder.glob("configuration_*.py")]
+    read = set().union(*map(_names_in, files), made.attribute_map)
+    off = {"sliding_window"} if config.get("use_sliding_window") is False else set()
     return [
         name
         for name, value in config.items()
         if _MATHEMATICS.search(name)
-        and (value is True or value not in (None, False, "", 0, 1))
-        and name != off
-        and (name not in known or family not in _READERS.get(name, (family,)))
+        and name not in read | off
+        and (value is True or value != defaults.get(name, value and 1.0))
     ]
+
+
+def _names_in(file: Path) -> set[str]:
+    """Return names of attributes that a module reads, and of settings in calls and imports."""
+    found, kept = set(), set()
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
+            # `self.x = config.x` alone uses nothing.
+            is_kept = ast.unparse(node.targets[0]) == f"self.{node.value.attr}"
+            kept |= {node.value} if is_kept else set()
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node not in kept:
+            found.add(node.attr)
+        elif isinstance(node, ast.Call):
+            found |= {str(a.value) for a in node.args if isinstance(a, ast.Constant)}
+        elif isinstance(node, ast.ImportFrom) and "_sliding_window_" in ast.unparse(node):
+            # Masks with windows are made by a function that all families share.
+            found.add("sliding_window")
+    return found
 
 
 def model_class(config: Mapping[str, Any], heads: Sequence[str] = ("ForCausalLM",)) -> Any:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from planish.models.shapes import CAP, PACKED_FAMILIES
+from planish.models.shapes import CAP, PACKED_FAMILIES, has_windows
 
 GROUP_SPREAD = 0.8
 """Rows of a group have at least this share of the longest row's length."""
@@ -249,10 +249,7 @@ def pack_attention(body: Any) -> bool:
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
         return attend(q, k, v, packing, scaling)[None], None
 
-    options = body.config
-    windows = "sliding_attention" in (getattr(options, "layer_types", None) or ())
-    windows |= options.model_type in ("mistral", "mixtral") and options.sliding_window is not None
-    if options.model_type not in PACKED_FAMILIES or windows:
+    if body.config.model_type not in PACKED_FAMILIES or has_windows(body.config.to_dict()):
         return False
     from transformers import AttentionInterface
 

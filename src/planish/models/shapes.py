@@ -56,6 +56,12 @@ class ModelShape:
     """A norm for each head, as in Qwen3."""
     family: str = ""
     """`model_type` of config.json."""
+    has_windows: bool = False
+    """Attention of some layers sees the last tokens alone."""
+    beside_megatron: tuple[str, ...] = ()
+    """What megatron-core would compute in another way, in words."""
+    keeps_scores: bool = False
+    """Attention holds the scores of all pairs of tokens, as under a cap."""
 
     @property
     def q_size(self) -> int:
@@ -145,10 +151,44 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         has_qkv_bias=family.startswith("qwen2") or bool(config.get("attention_bias")),
         has_qk_norm=family.startswith("qwen3"),
         family=family,
+        has_windows=has_windows(config),
+        beside_megatron=tuple(beside_megatron(config)),
+        keeps_scores=config.get(CAP) is not None,
     )
 
 
-def context_fault(family: str, heads: int, kv_heads: int, ranks: int) -> str:
+def has_windows(config: Mapping[str, Any]) -> bool:
+    """Return whether attention of some layers of a decoder sees the last tokens alone."""
+    if config.get("model_type") in ("mistral", "mixtral"):
+        return config.get("sliding_window") is not None
+    if "layer_types" not in config and config.get("use_sliding_window"):
+        return int(config.get("max_window_layers", 28)) < int(config["num_hidden_layers"])
+    return "sliding_attention" in (config.get("layer_types") or ())
+
+
+def beside_megatron(config: Mapping[str, Any]) -> list[str]:
+    """Return, in words, what a GPTModel of megatron-core would compute in another way."""
+    family, act = config.get("model_type"), config.get("hidden_act", "silu")
+    turn = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = turn.get("rope_type", turn.get("type", "default"))
+    has_bias = family != "qwen2" and (config.get("attention_bias") or config.get("mlp_bias"))
+    faults = {
+        f"`model_type` {family!r}": family not in MEGATRON_FAMILIES,
+        f"`hidden_act` {act!r}": act != "silu",
+        "biases of its projections": has_bias,
+        "sliding windows": has_windows(config),
+        f"`rope_type` {kind!r}": kind not in ("default", "linear", "llama3"),
+    }
+    if num_experts(config):
+        is_dense = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+        faults["layers without experts"] = is_dense
+        faults["one expert for each token"] = config.get("num_experts_per_tok") == 1
+    return [name for name, is_there in faults.items() if is_there]
+
+
+def context_fault(
+    family: str, heads: int, kv_heads: int, ranks: int, *, has_windows: bool = False
+) -> str:
     """Return why `ranks` ranks cannot share the tokens of a decoder's rows; "" if they can.
 
     Example:
@@ -157,10 +197,11 @@ def context_fault(family: str, heads: int, kv_heads: int, ranks: int) -> str:
         >>> context_fault("qwen2", 12, 4, 8)[:60]
         '`train.context_parallel` must divide the heads of a model, a'
     """
-    if ranks > 1 and family not in PACKED_FAMILIES:
+    if ranks > 1 and (has_windows or family not in PACKED_FAMILIES):
         return (
             "`train.context_parallel` must be 1 for a model whose rows can not be packed, got "
-            f"{ranks} for {family!r}; take one of {', '.join(sorted(PACKED_FAMILIES))}"
+            f"{ranks} for {family!r}{' with sliding windows' * has_windows}; take one of "
+            f"{', '.join(sorted(PACKED_FAMILIES))} without"
         )
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         return (

@@ -163,6 +163,20 @@ def test_a_critic_has_the_cap_of_its_policy(name, made):
         ("qwen2", {"sliding_window": 32768, "max_window_layers": 28, "use_sliding_window": False},
          []),
         ("nobody", {"attn_logit_softcapping": 50.0}, []),
+        # Known to the class of settings, and read by no line of its family.
+        ("deepseek_v2", {"norm_topk_prob": True}, ["norm_topk_prob"]),
+        ("deepseek_v2", {"norm_topk_prob": False}, []),
+        ("deepseek_v32", {"mlp_bias": True}, ["mlp_bias"]),
+        ("nemotron_h", {"attention_bias": True}, ["attention_bias"]),
+        ("gpt_oss", {"hidden_act": "gelu"}, ["hidden_act"]),
+        ("gpt_oss", {"hidden_act": "silu"}, []),
+        # Read by its family alone.
+        ("qwen3_moe", {"norm_topk_prob": False}, []),
+        ("mixtral", {"norm_topk_prob": True, "sliding_window": 64}, ["norm_topk_prob"]),
+        ("gemma3_text", {"sliding_window_pattern": 6}, []),
+        ("gemma2", {"sliding_window_pattern": 6}, ["sliding_window_pattern"]),
+        ("qwen3", {"attention_bias": True, "rms_norm_eps": 1e-5}, []),
+        ("mistral", {"attention_bias": True}, ["attention_bias"]),
     ],
 )  # fmt: skip
 def test_a_setting_that_transformers_leaves_out_is_found(family, settings, unread):

@@ -280,7 +280,7 @@ def trainer_faults(config: Config, shape: ModelShape) -> list[str]:
     train, grid = config["train"], grid_of(config)
     parts = grid["tp"]
     heads = shape.num_heads // parts, max(1, shape.num_kv_heads // parts)
-    fault = context_fault(shape.family, *heads, grid["cp"])
+    fault = context_fault(shape.family, *heads, grid["cp"], has_windows=shape.has_windows)
     faults = [fault] if fault else []
     if train["trainer"] != "megatron":
         return faults
@@ -302,10 +302,10 @@ def trainer_faults(config: Config, shape: ModelShape) -> list[str]:
         shape.num_experts, grid["ep"], tensor_parallel=parts, shares_tokens=shares_tokens
     ):
         faults.append(fault)
-    if shape.family not in MEGATRON_FAMILIES:
+    if shape.beside_megatron:
         faults.append(
-            f"`train.trainer` must be 'fsdp2' for a model of {shape.family!r}, got 'megatron', "
-            f"which trains {', '.join(MEGATRON_FAMILIES)}"
+            f"`train.trainer` must be 'fsdp2' for a model with {', '.join(shape.beside_megatron)}, "
+            f"got 'megatron', which trains {', '.join(MEGATRON_FAMILIES)} as published"
         )
     if rank := config["model"].get("lora_rank", 0):
         faults.append(
@@ -498,7 +498,9 @@ def _train_demands(
         ranks = min(ranks, total)
     sharing = _sharing(config, total)
     parts, room = memory.train_parts(config, shape, sharing), _room(pod, ranks, gpu_bytes)
-    state, batch = memory.state_parts(config, shape, sharing), memory.batch_part(config)
+    axes = grid_of(config)
+    groups = max(1, total // (axes["tp"] * axes["pp"] * axes["cp"]))
+    state, batch = memory.state_parts(config, shape, sharing), memory.batch_part(config, groups)
     if not pod.gpus:
         parts = [*state, *parts] if train.get("offload") else parts
         parts = [*parts, batch]

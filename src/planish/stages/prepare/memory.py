@@ -42,8 +42,13 @@ indices."""
 
 BATCH_BYTES = {False: 72, True: 88}
 """Bytes of a cell of the rollout batch while its advantages are made, without and with a critic:
-tokens, masks and log-probabilities, values and returns, and what metrics and several ranks' results
-add for a moment (measured: up to 67 and 81 on one rank)."""
+tokens, masks and log-probabilities, values and returns, and what metrics add for a moment
+(measured: up to 67 and 81)."""
+SCORE_BYTES = 8
+"""Bytes of a pair of tokens and a head: the score under its cap, and its share, in float32; in
+bfloat16 the share once more in place of half of the score."""
+RECORD_BYTES = 20
+"""Bytes of a token of the rollouts while they are read: its id, log-probability, version, text."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,14 @@ def kept_by_layer(shape: ModelShape, precision: Precision, context: int = 1) -> 
     return norms + inputs + attention + feed_forward
 
 
+def scores_of_layer(shape: ModelShape, columns: int) -> int:
+    """Return the bytes of a token that a layer keeps of the scores of its pairs with `columns`.
+
+    Only attention by lines of transformers keeps any: under its cap, and as shares in float32.
+    """
+    return SCORE_BYTES * shape.num_heads * columns * shape.keeps_scores
+
+
 def state_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[MemoryPart]:
     """Return weights, moments and gradients of one training process, wherever it keeps them."""
     policy, critic = shape.parameters, critic_parameters(config, shape)
@@ -178,7 +191,8 @@ def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
     # Ranks that share tokens keep their part of what a layer keeps (Korthikanti et al., eq. 4).
     parts_of_tokens = train.get("tensor_parallel", 1) if train.get("sequence_parallel") else 1
     each = layer = kept_by_layer(shape, precision, train.get("context_parallel", 1))
-    each = layer = layer // parts_of_tokens
+    longest = rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
+    each = layer = layer // parts_of_tokens + scores_of_layer(shape, longest)
     why, again = "no checkpointing", 0
     if train["activation_checkpointing"]:
         each = precision.stream * shape.hidden_size // parts_of_tokens
@@ -195,17 +209,19 @@ def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
     ]
 
 
-def batch_part(config: Config) -> MemoryPart:
+def batch_part(config: Config, groups: int) -> MemoryPart:
     """Return what one training process holds of a rollout batch in host memory.
 
-    Every rank has all rows, as wide as the longest of them.
+    It reads all rollouts, and builds the rows of its data-parallel group, one of `groups`, as wide
+    as the longest of them.
     """
     rollout, has_critic = config["rollout"], "lambda_critic" in config["algorithm"]
     rows = rollout["prompts_per_iteration"] * rollout["group_size"]
     columns = rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
     each = BATCH_BYTES[has_critic] + 4 * bool(config["algorithm"].get("kl_coefficient"))
-    how = f"{rows:,} rollouts x up to {columns:,} tokens x {each} B"
-    return MemoryPart("rollout batch", rows * columns * each, how)
+    own = -(-rows // groups)
+    how = f"up to {columns:,} tokens x ({own:,} x {each} B + {rows:,} rollouts x {RECORD_BYTES} B)"
+    return MemoryPart("rollout batch", columns * (own * each + rows * RECORD_BYTES), how)
 
 
 def critic_parameters(config: Config, shape: ModelShape) -> int:
@@ -228,7 +244,7 @@ def cold_start_parts(
     longest = config["rollout"]["max_prompt_tokens"] + sft["max_response_tokens"]
     tokens = sft["traces_per_minibatch"] * longest
     alone, precision = Sharing(1, 1, gathers=False), Precision(4, 4, 0)
-    layer = kept_by_layer(shape, precision)
+    layer = kept_by_layer(shape, precision) + scores_of_layer(shape, longest)
     how = f"{sft['traces_per_minibatch']} traces x {longest:,} tokens x {shape.layers} layers x "
     busiest = [
         logits_moment(shape, precision, alone, min(tokens, LOGIT_CHUNK)),
@@ -341,8 +357,12 @@ def engine_parts(
         drawn = DRAWN_LOGIT_BYTES * rows * shape.vocab_size
         wide_rows = -(-limit // CACHE_STEP) * CACHE_STEP
         how = f"{rows} rows x {wide_rows:,} tokens x {cached:,} B"
+        prompt = config["rollout"]["max_prompt_tokens"]
+        scores = rows * prompt * scores_of_layer(shape, prompt)
+        how_scored = f"{rows} rows x {prompt:,} x {prompt:,} pairs of tokens"
         return [
             weights,
+            *[MemoryPart("scores of attention in prompts", scores, how_scored)] * bool(scores),
             MemoryPart("logits of a step", drawn, f"{logits} {DRAWN_LOGIT_BYTES} B"),
             MemoryPart("keys and values", rows * wide_rows * cached, how),
         ]

@@ -389,7 +389,7 @@ def test_a_family_that_megatron_does_not_train_is_refused_by_name():
     config = configured("dapo-qwen2.5-7b", 'train.trainer="megatron"')
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     sizes |= {"intermediate_size": 128, "vocab_size": 1024}
-    with pytest.raises(ConfigError, match="'fsdp2' for a model of 'mistral', got 'megatron'"):
+    with pytest.raises(ConfigError, match="'fsdp2' for a model with `model_type` 'mist"):
         memory_rows(config, {"model_type": "mistral", **sizes}, this_machine())
     deep = {"model_type": "deepseek_v3", "kv_lora_rank": 512}
     with pytest.raises(ConfigError, match=r"'fsdp2' for such a model.*'deepseek_v3'"):
@@ -397,6 +397,47 @@ def test_a_family_that_megatron_does_not_train_is_refused_by_name():
     config = configured("dapo-qwen2.5-7b", "train.context_parallel=2")
     with pytest.raises(ConfigError, match="rows can not be packed, got 2 for 'gemma2'; take one"):
         memory_rows(config, {"model_type": "gemma2", **sizes}, this_machine())
+
+
+WINDOWS = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("setting", "model", "words"),
+    [
+        ("megatron", {"model_type": "qwen2", **WINDOWS}, "sliding windows"),
+        ("megatron", {"model_type": "qwen2", **WINDOWS, "use_sliding_window": False}, ""),
+        ("megatron", {"model_type": "qwen2", **WINDOWS, "max_window_layers": 2}, ""),
+        ("megatron", {"model_type": "qwen3", "attention_bias": True}, "biases of its projections"),
+        ("megatron", {"model_type": "llama", "mlp_bias": True}, "biases of its projections"),
+        ("megatron", {"model_type": "llama", "hidden_act": "gelu"}, "`hidden_act` 'gelu'"),
+        ("megatron", {"model_type": "llama", "rope_scaling": {"type": "yarn"}}, "`rope_type` 'y"),
+        ("megatron", {"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}, ""),
+        ("megatron", {"model_type": "llama", "rope_parameters": {"rope_type": "longrope"}},
+         "`rope_type` 'longrope'"),
+        ("megatron", {"model_type": "qwen3_moe", **MOE, "decoder_sparse_step": 2},
+         "layers without experts"),
+        ("megatron", {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1},
+         "one expert for each token"),
+        ("megatron", {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+                      "sliding_window": 8}, "sliding windows"),
+        ("context", {"model_type": "mistral", "sliding_window": 64}, "with sliding windows; take"),
+        ("context", {"model_type": "mistral", "sliding_window": None}, ""),
+        ("context", {"model_type": "qwen2", **WINDOWS}, "with sliding windows; take"),
+        ("context", {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
+         "with sliding windows; take"),
+        ("context", {"model_type": "qwen2", **WINDOWS, "max_window_layers": 2}, ""),
+    ],
+)  # fmt: skip
+def test_what_a_trainer_refuses_at_its_start_is_refused_by_prepare(setting, model, words):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes |= {"intermediate_size": 128, "vocab_size": 1024}
+    settings = {"megatron": 'train.trainer="megatron"', "context": "train.context_parallel=2"}
+    config = configured("dapo-qwen2.5-7b", settings[setting])
+    faults = trainer_faults(config, shape_of({**sizes, **model}))
+    assert len(faults) == bool(words)
+    assert words in "".join(faults)
 
 
 def test_ranks_that_share_experts_hold_their_part_of_them():
@@ -518,21 +559,24 @@ def test_offload_and_replicas_say_where_the_state_lies():
     assert sum(part.num_bytes for part in state) == pytest.approx(
         16 * shape.parameters / 4, abs=128
     )
-    # Each of the eight ranks of a machine has all rows.
+    # Each of the eight ranks of a machine has as many rows.
     assert (batch.name, batch.num_bytes % 8) == ("rollout batch", 0)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "each"),
+    ("overrides", "each", "ranks"),
     [
-        ("", 72),
-        ("algorithm.kl_coefficient=0.04", 76),
-        ("algorithm.name=vapo", 88),
-        ("rollout.prompts_per_iteration=1024", 144),
-        ("train.num_processes=4", 36),
+        ("", 72, 8),
+        ("algorithm.kl_coefficient=0.04", 76, 8),
+        ("algorithm.name=vapo", 88, 8),
+        ("rollout.prompts_per_iteration=1024", 72, 8),
+        ("train.num_processes=4", 72, 4),
+        ("train.context_parallel=2", 72, 8),
     ],
 )
-def test_the_rollout_batch_of_every_rank_is_counted_in_host_memory(overrides, each):
+def test_the_rows_of_a_rank_and_the_rollouts_it_reads_are_counted_in_host_memory(
+    overrides, each, ranks
+):
     preset = "vapo-qwen2.5-7b" if "vapo" in overrides else "dapo-qwen2.5-7b"
     sizes = (
         "rollout.prompts_per_iteration=512 rollout.group_size=16 rollout.max_prompt_tokens=2048 "
@@ -540,12 +584,15 @@ def test_the_rollout_batch_of_every_rank_is_counted_in_host_memory(overrides, ea
     sizes += "rollout.max_response_tokens=20480 " + overrides.replace("algorithm.name=vapo", "")
     config, requests = configured(preset, sizes), profile_requests(GPUS)
     parts = [d.parts for d in demands(config, find_shape(config), requests) if d.device == HOST]
-    assert parts[0][-1].num_bytes == 8 * 8192 * 22_528 * each
+    rows = 16 * int(config["rollout"]["prompts_per_iteration"])
+    groups = ranks // config["train"].get("context_parallel", 1)
+    wanted = ranks * 22_528 * (rows // groups * each + rows * 20)
+    assert parts[0][-1].num_bytes == wanted
     short = replace(
         requests, stages={k: replace(v, memory="64Gi") for k, v in requests.stages.items()}
     )
     fault = next(d for d in demands(config, find_shape(config), short) if d.device == HOST).fault
-    is_large = 8192 * 22_528 * 8 * each > 60 << 30
+    is_large = wanted > 60 << 30
     assert ("are rollout batch; lower `rollout.prompts_per_iteration`" in fault) == is_large
 
 

@@ -1,6 +1,7 @@
 """Bytes that are counted before a run, against those of real models on the CPU."""
 
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,7 +25,9 @@ from planish.stages.prepare.memory import (
     Precision,
     Sharing,
     cold_start_parts,
+    engine_parts,
     kept_by_layer,
+    scores_of_layer,
     train_parts,
 )
 from planish.stages.sft.config import SftConfig
@@ -145,6 +148,61 @@ def test_a_layer_keeps_the_bytes_that_are_counted(family, dtype, ranks):
     wide = 4 if dtype == "float32" else 2
     shared = kept_by_layer(shape_of(config.to_dict()), Precision.of(dtype, gathers=ranks > 1), 4)
     assert shared - counted == wide * (2 * 2 * 16 + 4 * 16)
+
+
+def scores_kept(dtype, tokens, layers):
+    """Return the bytes that decoders of Gemma 2 keep of a row for the backward pass."""
+    config = transformers.Gemma2Config(
+        hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, intermediate_size=64, vocab_size=96,
+    )  # fmt: skip
+    model = transformers.Gemma2Model(config).eval().to(dtype)
+    model.set_attn_implementation("eager")
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved = {}
+
+    def keep(tensor):
+        if (place := tensor.untyped_storage().data_ptr()) not in known:
+            saved[place] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda x: x):
+        model(input_ids=torch.zeros((1, tokens), dtype=torch.int64), use_cache=False)
+    total = sum(x.untyped_storage().nbytes() for x in saved.values())
+    return total, shape_of(config.to_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_under_a_cap_keeps_the_scores_of_all_pairs_of_tokens(dtype):
+    """Of what a layer keeps of a token, the part that grows with the row is that of its scores."""
+    each = []
+    for tokens in (128, 256):
+        (two, shape), (one, _) = (scores_kept(dtype, tokens, layers) for layers in (2, 1))
+        each.append((two - one) / tokens)
+    counted = scores_of_layer(shape, 256) - scores_of_layer(shape, 128)
+    assert each[1] - each[0] == pytest.approx(counted, rel=0.01)
+
+
+def test_scores_are_planned_in_training_cold_start_and_prompts_of_gemma_2():
+    config = resolve_config(load_preset("dapo-tiny"))
+    capped = shape_of(transformers.Gemma2Config().to_dict())
+    plain = replace(capped, keeps_scores=False)
+    columns = config["rollout"]["max_prompt_tokens"] + config["rollout"]["max_response_tokens"]
+
+    def total(make, *arguments, **options):
+        sizes = [
+            sum(part.num_bytes for part in make(config, shape, *arguments, **options))
+            for shape in (capped, plain)
+        ]
+        return sizes[0] - sizes[1]
+
+    more = total(train_parts, Sharing(1, 1, gathers=False))
+    tokens = config["train"]["tokens_per_microbatch"]
+    assert more == tokens * capped.layers * 8 * capped.num_heads * columns
+    assert total(cold_start_parts, 1 << 34, on_cpu=True) > more
+    prompt, rows = config["rollout"]["max_prompt_tokens"], config["rollout"]["max_rows"]
+    found = total(engine_parts, "rollout", 1 << 34, on_cpu=True)
+    assert found == rows * prompt**2 * 8 * capped.num_heads
 
 
 class Live(TorchDispatchMode):

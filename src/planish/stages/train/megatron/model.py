@@ -46,7 +46,7 @@ from planish.models.packing import Context, Packing, attend
 from planish.models.policy import DTYPES
 from planish.models.routing import RoutingReplay
 from planish.models.selected_states import rms_norm
-from planish.models.shapes import MEGATRON_FAMILIES
+from planish.models.shapes import MEGATRON_FAMILIES, beside_megatron
 from planish.stages.train.config import TrainConfig
 
 
@@ -366,31 +366,12 @@ def padded_vocabulary(size: int, tp: int) -> int:
 
 def _check(model: Any, config: TrainConfig, grid: Grid) -> None:
     """Refuse a decoder that a GPTModel would compute in another way."""
-    turn = getattr(model, "rope_parameters", None) or {}
-    windows = "sliding_attention" in (getattr(model, "layer_types", None) or ())
-    experts = num_experts(model.to_dict())
-    faults = {
-        f"`model_type` {model.model_type!r}": model.model_type not in MEGATRON_FAMILIES,
-        f"`hidden_act` {model.hidden_act!r}": model.hidden_act != "silu",
-        "biases of its projections": model.model_type != "qwen2"
-        and bool(getattr(model, "attention_bias", False) or getattr(model, "mlp_bias", False)),
-        "sliding windows": windows,
-        f"`rope_type` {turn.get('rope_type')!r}": turn.get("rope_type", "default")
-        not in ("default", "linear", "llama3"),
-    }
-    if model.model_type in ("mixtral", "qwen3_moe"):
-        dense = getattr(model, "mlp_only_layers", ()), getattr(model, "decoder_sparse_step", 1)
-        faults |= {
-            "sliding windows": bool(model.sliding_window),
-            "layers without experts": bool(dense[0]) or dense[1] != 1,
-            "one expert for each token": model.num_experts_per_tok == 1,
-        }
-    found = [name for name, is_there in faults.items() if is_there]
-    if found:
+    if found := beside_megatron(model.to_dict()):
         raise ConfigError(
             f"a model of the trainer 'megatron' must be one of {', '.join(MEGATRON_FAMILIES)} as "
             f"published, got {', '.join(found)}; train it with `train.trainer = 'fsdp2'`"
         )
+    experts = num_experts(model.to_dict())
     fault = sharing_fault(
         experts, grid.ep, tensor_parallel=grid.tp, shares_tokens=config.sequence_parallel
     )
