@@ -15,12 +15,11 @@ from planish.algorithms import build_algorithm
 from planish.base.parallel import Grid
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
-from planish.stages.train.batching import train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.progress import Progress
 from planish.stages.train.trainer import Trainer
 from planish.stages.train.update import run_update
-from tests.unit.stages.train.runs import TINY, random_rollouts, rewards_for, start_run
+from tests.unit.stages.train.runs import TINY, own_batch, random_rollouts, rewards_for, start_run
 
 LOSSES = Path(__file__).parent / "losses"
 COLUMNS = ("loss", "grad_norm", "value_loss", "value_grad_norm")
@@ -89,7 +88,7 @@ def ten_steps(
     rewards = rewards_for(rollouts, 12)
     if "window_tokens" in ALGORITHMS[algorithm]:
         rollouts, rewards = in_windows(rollouts, rewards)
-    batch = train_batch(rollouts, rewards)
+    batch = own_batch(rollouts, rewards, config, grid)
     # Tokens of earlier windows were worth 0.25 when they were sampled.
     earlier = torch.where(batch.value_mask & ~batch.policy_mask, 0.25, torch.nan)
     result = run_update(

@@ -22,7 +22,6 @@ from planish.models.policy import build_policy, load_policy, name_head_dtype, sa
 from planish.stages.prepare.checks import check_run
 from planish.stages.prepare.devices import device_faults, find_shape, this_machine, trainer_faults
 from planish.stages.prepare.settings import build_config
-from planish.stages.train.batching import train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.progress import Progress
 from planish.stages.train.trainer import Trainer
@@ -31,7 +30,7 @@ from tests.golden.write import ALGORITHMS, EXPERTS, WIDE
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.test_megatron_training import CPU, preload, save
 from tests.integration.test_train_stage import all_tensors
-from tests.unit.stages.train.runs import TINY, random_rollouts, rewards_for
+from tests.unit.stages.train.runs import TINY, own_batch, random_rollouts, rewards_for
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "head_dim": 16}
 PLACES = {
@@ -183,13 +182,15 @@ def trained(rank, size, folder, *, row, pin):
     )  # fmt: skip
     policy = load_policy(pin, dtype=torch.float32)
     rollouts = random_rollouts(policy, 11, experts=row["experts"] if row["replay_routing"] else 0)
-    batch = train_batch(rollouts, rewards_for(rollouts, 12))
-    logprobs = trainer.logprobs(batch)[0][batch.policy_mask].tolist()
+    batch = own_batch(rollouts, rewards_for(rollouts, 12), config, grid)
+    logprobs = batch.share.join(trainer.logprobs(batch)[0], batch.policy_mask)[0].tolist()
     result = run_update(
-        trainer, algorithm, batch, config=config, progress=Progress(), seed=(7, 1), critic=critic,
-        reference_pin=pin,
+        trainer, algorithm, batch, config=config, progress=Progress(), seed=(7, 1),
+        critic=critic, reference_pin=pin,
     )  # fmt: skip
-    values = [] if result.values is None else result.values[batch.value_mask].tolist()
+    values = []
+    if result.values is not None:
+        values = batch.share.join(result.values, batch.value_mask)[0].tolist()
     norms = [step[name] for step in result.minibatches for name in step if "grad_norm" in name]
     state = save(trainer, Path(folder).as_uri(), grid)
     return {"logprobs": logprobs, "values": values, "norms": norms}, state

@@ -7,10 +7,10 @@ import torch
 from planish.algorithms import build_algorithm
 from planish.algorithms.base import Denominators
 from planish.algorithms.dapo import Dapo, DapoConfig
-from planish.base.parallel import Grid, Ranks, data_mesh, neighbours
-from planish.stages.train.batching import split_by_gradient, train_batch
+from planish.base.parallel import Grid, Ranks, Share, data_mesh, neighbours
+from planish.stages.train.batching import Movement, train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
-from planish.stages.train.trainer import Trainer
+from planish.stages.train.trainer import STILL_ROWS, Trainer
 from tests.golden.write import WIDE, ten_steps
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.test_megatron_training import CPU, Run, preload
@@ -58,12 +58,14 @@ def half_of_a_step(rank, size, folder, *, pin):
     advantages = (torch.arange(20) % 2 * mask.T).T * torch.linspace(-1.0, 1.0, 20)[:, None]
     batch = make_batch(mask, old=old, advantages=advantages)
     counts = ALGORITHM.counts(batch)
+    share = Share(20, torch.arange(rank, 20, size), trainer.grid)
 
     def loss_fn(logprobs, entropy, micro):
         return ALGORITHM.loss(logprobs, entropy, micro, Denominators(counts, counts, 1))
 
-    moving, still = split_by_gradient(batch)
-    assert len(moving) == len(still) == 10
+    own = batch.take(share.rows).updated(share=share)
+    moving, still = Movement(own).split(np.arange(20), STILL_ROWS)
+    assert share.sum(torch.tensor(len(moving))) == still.num_rows == 10
     return trainer.step(moving, loss_fn, learning_rate=5e-4, still=still)
 
 
@@ -117,7 +119,11 @@ def steps(rank, size, folder, *, pin, settings):
         trainer = Trainer(
             config, pin, temperature=1.0, seed=3, grid=grid, device=CPU, critic=CriticConfig()
         )
-        alone = build_algorithm({"name": "vapo"}).advantages(batch).take(torch.tensor([3]))
+        alone = (
+            build_algorithm({"name": "vapo"})
+            .advantages(batch)
+            .take(torch.tensor([3])[grid.dp_rank :])
+        )
         for step in (policy_step, value_step):
             metrics = step(trainer, alone)
             numbers += [metrics["loss"], metrics["grad_norm"]]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from planish.algorithms.masked import hidden, last_column, masked_whiten
+from planish.algorithms.masked import hidden, last_column, masked_whiten, spread_of
+from planish.base.parallel import ALONE, Share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,43 +162,39 @@ def return_targets(
 
 
 def scaled_advantages(
-    advantages: Tensor, mask: Tensor, *, whiten: bool, clip: float | None
+    advantages: Tensor, mask: Tensor, share: Share = ALONE, *, whiten: bool, clip: float | None
 ) -> Tensor:
     """Return the advantages that train, [B, S], 0 outside the mask.
 
     Args:
-        advantages: [B, S] of the whole rollout batch.
+        advantages: [B, S].
         mask: [B, S] bool, tokens in the policy loss; only these enter the mean.
+        share: which rows of the rollout batch these are; the mean is over those of all ranks.
         whiten: shift and scale to mean 0 and variance 1 over the mask.
         clip: bound after whitening; None is off.
     """
-    scaled = masked_whiten(advantages, mask) if whiten else hidden(advantages, mask)
+    scaled = masked_whiten(advantages, mask, share) if whiten else hidden(advantages, mask)
     return scaled if clip is None else scaled.clamp(-clip, clip)
 
 
-def whiten_metrics(mask: Tensor, *, whiten: bool) -> dict[str, float]:
-    """Return `whiten_undefined`: 1 if a mask [B, S] has fewer than two tokens (all become 0).
-
-    Without whitening the result is empty.
-    """
-    return {"whiten_undefined": float(int((mask != 0).sum()) < 2)} if whiten else {}
-
-
-def advantage_metrics(advantages: Tensor, mask: Tensor, decay: Tensor) -> dict[str, float]:
+def advantage_metrics(
+    advantages: Tensor, mask: Tensor, decay: Tensor, share: Share = ALONE, *, whiten: bool
+) -> dict[str, float]:
     """Describe advantages [B, S] before they are scaled, and the decay [B] of their rows.
 
     Returns:
-        Mean and population deviation over the mask and the mean decay of rows with a token in it;
-        nothing without a token.
+        Mean and population deviation over the mask and the mean decay of rows with a token in it,
+        of all ranks' rows; none of them without a token. Where advantages are to be whitened, also
+        `whiten_undefined`: 1 with fewer than two tokens, and all become 0.
     """
-    kept = advantages[mask != 0]
-    if not len(kept):
-        return {}
-    mean = kept.mean()
-    return {
+    count, mean, squares = spread_of(advantages, mask, share)
+    metrics = {"whiten_undefined": float(count < 2)} if whiten else {}
+    if not count:
+        return metrics
+    return metrics | {
         "advantage_mean": float(mean),
-        "advantage_std": float(((kept - mean) ** 2).mean().sqrt()),
-        "lambda_mean": float(decay[mask.any(1)].double().mean()),
+        "advantage_std": float((squares / count).sqrt()),
+        "lambda_mean": share.means(decay[mask.any(1)])[0],
     }
 
 
@@ -217,11 +214,13 @@ def adaptive_lambda(lengths: Tensor, *, alpha: float, minimum: float) -> Tensor:
     return (1 - 1 / (alpha * lengths.double())).clamp(min=minimum).float()
 
 
-def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def explained_variance(
+    returns: Tensor, values: Tensor, mask: Tensor, share: Share = ALONE
+) -> Tensor:
     """Return 1 - Var(returns - values) / Var(returns) over the mask; NaN when Var(returns) is 0.
 
-    Population variances. The caller logs 0 and `ev_undefined` in place of NaN.
+    Variances of all ranks' rows. The caller logs 0 and `ev_undefined` in place of NaN.
     """
-    kept = returns[mask != 0]
-    total, left = (x.var(correction=0) for x in (kept, kept - values[mask != 0]))
+    exact = returns.double()
+    total, left = (spread_of(x, mask, share)[2] for x in (exact, exact - values))
     return (1 - left / total).where(total > 0, float("nan"))

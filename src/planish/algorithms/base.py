@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from planish.base.config import Section, parse_section
+from planish.base.parallel import ALONE, Share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +71,8 @@ class TrainBatch:
     is_fresh: Tensor | None = None
     """[B] bool, all tokens of the policy loss come from the policy before the iteration, so
     the trainer must compute the engine's log-probabilities; None if this is true of every row."""
+    share: Share = ALONE
+    """Which rows of the rollout batch these are, if other ranks have others."""
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -92,7 +95,7 @@ class TrainBatch:
             real = picked["attention_mask"]
             # Rows begin with column 0, so that a column is a token's place in its row.
             picked["routing"] = self.routing[(starts[:, None] + real.cumsum(1) - 1)[real]]
-        return TrainBatch(**picked)
+        return TrainBatch(**picked, share=self.share.take(rows))
 
     def routing_by_column(self) -> Tensor | None:
         """Return `routing` as [B, S, layers, experts per token], -1 in padding."""
@@ -102,16 +105,16 @@ class TrainBatch:
         choices[self.attention_mask] = self.routing
         return choices
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """Return the tensors that the batch has, by name."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "share"}
         return {name: value for name, value in found.items() if value is not None}
 
     def to(self, device: Any) -> TrainBatch:
         """Return the batch on another device."""
         return TrainBatch(**{name: value.to(device) for name, value in self.tensors().items()})
 
-    def updated(self, **changes: Tensor) -> TrainBatch:
+    def updated(self, **changes: Any) -> TrainBatch:
         """Return a copy with some fields replaced."""
         return replace(self, **changes)
 
@@ -198,7 +201,11 @@ class Algorithm(Protocol):
         """
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Return the whole rollout batch with masks, advantages and returns filled in."""
+        """Return the rollout batch with masks, advantages and returns filled in.
+
+        What is taken over groups or over the batch is taken over the rows of all ranks, by
+        `batch.share`.
+        """
 
     def counts(self, batch: TrainBatch) -> dict[str, float]:
         """Return the denominators of the policy loss; counts of disjoint batches add up.

@@ -66,18 +66,21 @@ class Dapo(ClippedPolicy):
         """Give every token of a response its reward relative to the group's (section 2.3)."""
         config = self.config
         whole = batch.is_truncated.logical_not()
+        rewards, groups, counted = batch.share.every(batch.reward, batch.group_index, whole)
         per_row = group_advantages(
-            batch.reward,
-            batch.group_index,
+            rewards,
+            groups,
             std=config.std,
             epsilon=config.advantage_epsilon,
-            in_stats=whole if config.exclude_truncated_from_stats else None,
+            in_stats=counted != 0 if config.exclude_truncated_from_stats else None,
         )
         mask = batch.policy_mask
         if config.overlong_filtering:
             mask = mask & whole.unsqueeze(1)
         batch = with_old_policy(batch, config)
-        return batch.updated(policy_mask=mask, advantages=spread(per_row, mask))
+        return batch.updated(
+            policy_mask=mask, advantages=spread(batch.share.own(per_row).float(), mask)
+        )
 
     def counts(self, batch: TrainBatch) -> dict[str, float]:
         """Count tokens and sequences in the policy loss."""

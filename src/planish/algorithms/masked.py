@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from planish.base.parallel import ALONE, Share
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -30,19 +32,26 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(x, mask, dim) / count.clamp(min=1)
 
 
-def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Shift and scale `x` to mean 0 and sample variance 1 over the mask.
+def spread_of(x: Tensor, mask: Tensor, share: Share = ALONE) -> tuple[int, Tensor, Tensor]:
+    """Return count, mean and sum of squares about it, over the mask and the rows of all ranks."""
+    kept = x[mask != 0]
+    count = int(share.sum((mask != 0).sum()))
+    mean = share.sum(kept.sum()) / max(count, 1)
+    return count, mean, share.sum(((kept - mean) ** 2).sum())
+
+
+def masked_whiten(x: Tensor, mask: Tensor, share: Share = ALONE) -> Tensor:
+    """Shift and scale `x` to mean 0 and sample variance 1 over the mask, in the rows of all ranks.
 
     Returns:
         Same shape, 0 outside the mask. Fewer than two entries give zeros.
     """
     wide = hidden(x, mask)
-    kept = wide[mask != 0]
-    if len(kept) < 2:
+    count, mean, squares = spread_of(wide, mask, share)
+    if count < 2:
         return wide.new_zeros(wide.shape)
-    centred = kept - kept.mean()
-    variance = (centred * centred).sum() / (len(kept) - 1)
-    return wide.masked_scatter_(mask != 0, centred * (variance + 1e-8).rsqrt())
+    scale = (squares / (count - 1) + 1e-8).rsqrt()
+    return hidden((wide - mean) * scale, mask)
 
 
 def last_column(mask: Tensor) -> Tensor:

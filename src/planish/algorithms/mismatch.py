@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from planish.algorithms.losses import LOG_RATIO_LIMIT, kl_estimate
 from planish.algorithms.masked import hidden
 from planish.base.errors import ConfigError
+from planish.base.parallel import ALONE, Share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +47,11 @@ def mismatch_limit(config: Mapping[str, Mapping[str, Any]]) -> float:
 
 
 def check_mismatch(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, limit: float
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    limit: float,
+    share: Share = ALONE,
 ) -> None:
     """Refuse rollouts that were sampled by another network than the one that trains.
 
@@ -56,15 +61,14 @@ def check_mismatch(
         ConfigError: the mean absolute difference is above the limit.
     """
     trainer, engine = old_logprobs[mask != 0], rollout_logprobs[mask != 0]
-    if not len(trainer):
-        return
-    seen = float((trainer - engine).abs().mean())
+    means = share.means((trainer - engine).abs(), engine, trainer)
     # A NaN is refused as well.
-    if not seen <= limit:
+    if means and not means[0] <= limit:
+        seen, by_engine, by_trainer = means
         raise ConfigError(
             "engine and trainer must compute the same policy, got log-probabilities of "
-            f"{float(engine.mean()):.4f} by the engine and {float(trainer.mean()):.4f} by the "
-            f"trainer in the mean of {len(engine)} tokens that this policy sampled, {seen:.4f} "
+            f"{by_engine:.4f} by the engine and {by_trainer:.4f} by the trainer in the mean of the "
+            f"tokens that this policy sampled, {seen:.4f} "
             f"apart where the number formats explain {limit:g}; take the engine `transformers`, or "
             "another trainer"
         )
@@ -109,9 +113,9 @@ def correction_weights(
 
 
 def mismatch_metrics(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, share: Share = ALONE
 ) -> dict[str, float]:
-    """Measure the difference between engine and trainer on the tokens of a batch.
+    """Measure the difference between engine and trainer on the tokens of all ranks' rows.
 
     Returns:
         Nothing for an empty mask, else: mean and maximum of the absolute difference of
@@ -120,18 +124,19 @@ def mismatch_metrics(
         `mismatch_effective_samples`, (sum w)^2 / (n sum w^2) of the importance weights.
     """
     old, engine = old_logprobs[mask != 0], rollout_logprobs[mask != 0]
-    if not len(old):
-        return {}
     by_log = (old - engine).abs()
     by_probability = (old.exp() - engine.exp()).abs()
     weights = (old - engine).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    metrics = {
-        "mismatch_logprob_mean": by_log.mean(),
-        "mismatch_logprob_max": by_log.max(),
-        "mismatch_probability_mean": by_probability.mean(),
-        "mismatch_probability_max": by_probability.max(),
-        "mismatch_k3": kl_estimate(engine, old, "k3").mean(),
-        "mismatch_ppl_ratio": (engine - old).mean().exp(),
-        "mismatch_effective_samples": weights.sum() ** 2 / (len(old) * (weights**2).sum()),
+    k3 = kl_estimate(engine, old, "k3")
+    means = share.means(by_log, by_probability, k3, engine - old, weights, weights**2)
+    if not means:
+        return {}
+    return {
+        "mismatch_logprob_mean": means[0],
+        "mismatch_logprob_max": share.max(by_log),
+        "mismatch_probability_mean": means[1],
+        "mismatch_probability_max": share.max(by_probability),
+        "mismatch_k3": means[2],
+        "mismatch_ppl_ratio": math.exp(min(means[3], 700.0)),
+        "mismatch_effective_samples": means[4] ** 2 / means[5],
     }
-    return {name: float(value) for name, value in metrics.items()}

@@ -26,7 +26,6 @@ from planish.algorithms.advantages import (
     gae,
     last_value,
     terminal_rewards,
-    whiten_metrics,
 )
 from planish.algorithms.base import Recipe, TrainBatch
 from planish.algorithms.clipped_policy import ClippedPolicy
@@ -93,10 +92,10 @@ class Tppo(ClippedPolicy):
         """Measure decay, advantages before whitening, and how many tokens the filter leaves out."""
         advantages, decay = self._estimates.keep(batch)
         trained = trained_tokens(batch, self.config.ignored_tail_tokens)
+        whiten = self.config.whiten_advantages
         return {
-            **advantage_metrics(advantages, trained, decay),
-            **whiten_metrics(trained, whiten=self.config.whiten_advantages),
-            "num_ignored_tokens": float((batch.policy_mask & ~trained).sum()),
+            **advantage_metrics(advantages, trained, decay, batch.share, whiten=whiten),
+            "num_ignored_tokens": float(batch.share.sum((batch.policy_mask & ~trained).sum())),
         }
 
     def _estimate(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:

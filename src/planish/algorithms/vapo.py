@@ -31,7 +31,6 @@ from planish.algorithms.advantages import (
     return_targets,
     scaled_advantages,
     terminal_rewards,
-    whiten_metrics,
 )
 from planish.algorithms.base import Denominators, LossOutput, Recipe, TrainBatch
 from planish.algorithms.clipped_policy import (
@@ -146,8 +145,8 @@ class Vapo(ClippedPolicy):
         """Measure decay and advantages before whitening; `batch` is as `advantages` gets it."""
         advantages, decay = self._estimates.keep(batch)
         mask = of_finished(batch, batch.policy_mask)
-        metrics = advantage_metrics(advantages, mask, decay)
-        return metrics | whiten_metrics(mask, whiten=self.config.whiten_advantages)
+        whiten = self.config.whiten_advantages
+        return advantage_metrics(advantages, mask, decay, batch.share, whiten=whiten)
 
     def _estimate(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Return the policy's advantages, [B, S], and the decay of each row."""
@@ -219,7 +218,7 @@ def with_estimates(
     decay: Tensor,
     config: ActorCriticConfig,
 ) -> TrainBatch:
-    """Return the whole rollout batch with its masks, scaled advantages and returns.
+    """Return the rollout batch with its masks, scaled advantages and returns.
 
     `policy_mask` [B, S] bool has the tokens that train the policy; `advantages` [B, S] float32 are
     not scaled yet; `decay` [B] is their decay.
@@ -229,7 +228,11 @@ def with_estimates(
         value_mask=of_finished(batch, batch.value_mask),
         positive_mask=positive_tokens(batch, config),
         advantages=scaled_advantages(
-            advantages, policy_mask, whiten=config.whiten_advantages, clip=config.advantage_clip
+            advantages,
+            policy_mask,
+            batch.share,
+            whiten=config.whiten_advantages,
+            clip=config.advantage_clip,
         ),
         returns=critic_targets(batch, decay, config),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -160,6 +160,88 @@ class Grid:
         if self.tp_rank or self.cp_rank or self.pp_rank:
             tensor.zero_()
         return self.ranks.sum(tensor)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows of a batch that are here, where data-parallel ranks have some of them each.
+
+    Ranks that share a model have the same rows. All ranks call every method alike, but `own` and
+    `here`.
+
+    Example:
+        >>> import torch
+        >>> [rows] = Share().every(torch.tensor([0.5, 0.0]))
+        >>> rows.tolist(), Share().means(rows)
+        ([0.5, 0.0], [0.25])
+    """
+
+    num_rows: int = 0
+    """R, of all ranks; of no use where `rows` is None."""
+    rows: Tensor | None = None
+    """[B] int64, which of the R rows are here, in the order of the batch; None: all are."""
+    grid: Grid = Grid()
+    device: Any = "cpu"
+    """Where tensors that travel between ranks lie."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over data-parallel ranks, on the CPU."""
+        return self.grid.sum(tensor.to(self.device, copy=True)).cpu()
+
+    def max(self, values: Tensor) -> float:
+        """Return the largest of all ranks' values [K], none of them negative; 0 without any."""
+        top = values.new_tensor(values.numpy().max(initial=0), device=self.device)
+        return float(self.grid.ranks.max(top))
+
+    def means(self, *values: Tensor) -> list[float]:
+        """Return the mean of each of several [K] over all ranks; nothing where no rank has any."""
+        sums = [x.double().sum() for x in values]
+        total = self.sum(sums[0].new_tensor([len(values[0]), *sums]))
+        return (total[1:] / total[0]).tolist() if total[0] else []
+
+    def every(self, *per_row: Tensor) -> list[Tensor]:
+        """Return [R] float64 of each of several [B], row by row those of all ranks."""
+        if self.rows is None:
+            return [x.double() for x in per_row]
+        whole = per_row[0].new_zeros((len(per_row), self.num_rows)).double()
+        for place, x in enumerate(per_row):
+            whole[place, self.rows] = x.double()
+        return list(self.sum(whole))
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Return those of [R, ...] that belong to rows that are here."""
+        return whole if self.rows is None else whole[self.rows]
+
+    def take(self, places: Tensor) -> Share:
+        """Return which rows those at some places of the batch are."""
+        return self if self.rows is None else replace(self, rows=self.rows[places])
+
+    def here(self, numbers: Tensor) -> Tensor:
+        """Return the places in the batch of those of the rows `numbers` that are here, in order."""
+        if self.rows is None:
+            return numbers
+        return (numbers[:, None] == self.rows).nonzero()[:, 1]
+
+    def join(self, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the selected tokens of all rows one after another.
+
+        Args:
+            values: [B, S], any number.
+            mask: [B, S] bool.
+
+        Returns:
+            [T], and [R] int64 with the tokens of each row.
+        """
+        [counts] = self.every(mask.sum(1))
+        lengths = counts.long()
+        starts = self.own(lengths.cumsum(0) - lengths)
+        flat = values.new_zeros(int(lengths.sum()))
+        flat[(starts[:, None] + mask.cumsum(1) - 1)[mask]] = values[mask]
+        return self.sum(flat), lengths
+
+
+ALONE = Share()
+"""All rows of a batch in one process."""
 
 
 def grid_fault(size: int, *, tp: int, pp: int, ep: int, cp: int, replicas: int = 1) -> str:

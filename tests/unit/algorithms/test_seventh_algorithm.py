@@ -81,11 +81,13 @@ class LeaveOneOut:
         self.config = config
 
     def advantages(self, batch):
-        same = (batch.group_index[:, None] == batch.group_index[None]).float()
+        rewards, groups = batch.share.every(batch.reward, batch.group_index)
+        same = (groups[:, None] == groups[None]).double()
         size = same.sum(1)
-        centred = batch.reward - same @ batch.reward / size
+        centred = rewards - same @ rewards / size
         per_row = self.config.scale * centred * size / (size - 1).clamp(min=1)
-        return batch.updated(advantages=spread(per_row, batch.policy_mask))
+        per_token = spread(batch.share.own(per_row).float(), batch.policy_mask)
+        return batch.updated(advantages=per_token)
 
     def counts(self, batch):
         return loss_counts(batch.policy_mask)

@@ -1,13 +1,14 @@
 """From record sets to tensors: train batch, mini-batches, micro-batches.
 
-Knows nothing of losses. Every rank builds the same batch and the same plan from the same records,
-so only gradients and a few sums have to travel between ranks.
+Knows nothing of losses. Every rank reads the same records and builds the rows of its data-parallel
+group alone; gradients, a few sums and a number for each row travel between groups.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from planish.algorithms.base import TrainBatch
+from planish.base.parallel import ALONE, Grid, Share
 from planish.records.ragged import Ragged
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
@@ -22,7 +24,39 @@ from planish.records.rollouts import FinishReason, RolloutSet
 Rows = npt.NDArray[np.int64]
 
 
-def train_batch(rollouts: RolloutSet, rewards: RewardSet, version: int | None = None) -> TrainBatch:
+def share_rows(
+    rollouts: RolloutSet, rewards: RewardSet, parts: Sequence[Rows], grid: Grid, device: Any
+) -> Share:
+    """Spread the rows of a train batch over data-parallel groups.
+
+    Of every mini-batch each gets about as much work: a row is scored, and where the rewards of its
+    group differ, and with them its gradient, trained on for three times as long.
+
+    Args:
+        rollouts: as for `train_batch`.
+        rewards: as for `train_batch`.
+        parts: row numbers of the mini-batches of one pass over the train batch.
+        grid: of the ranks.
+        device: where tensors lie that travel between them.
+    """
+    if grid.dp == 1:
+        return Share(grid=grid, device=device)
+    rows = np.flatnonzero(rewards.keep)
+    groups = rollouts.group_index[rows]
+    found = np.unique(np.stack([groups, rewards.reward[rows]]), axis=1)[0]
+    differs = np.bincount(found.astype(np.int64))[groups] > 1
+    work = rollouts.num_tokens()[rows] * np.where(differs, 4, 1)
+    own = [p[plan_packed(work[p], int(work.sum()), grid.dp)[grid.dp_rank]] for p in parts]
+    held = torch.from_numpy(np.sort(np.concatenate([rows[:0], *own])))
+    return Share(len(rows), held, grid, device)
+
+
+def train_batch(
+    rollouts: RolloutSet,
+    rewards: RewardSet,
+    version: int | None = None,
+    share: Share = ALONE,
+) -> TrainBatch:
     """Join rollouts and their rewards, row by row, into padded sequences.
 
     Rows with `keep` False take no part. A row trains on the tokens that were sampled in this
@@ -32,12 +66,13 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet, version: int | None = 
         rollouts: all shards of the iteration, one after the other.
         rewards: row `r` scores row `r` of `rollouts`.
         version: of the policy before the iteration; None where no other one has sampled.
+        share: which of the rows are built here.
 
     Returns:
         B sequences of S columns, S the longest; old and reference log-probabilities, values,
         advantages and returns are 0 until they are computed.
     """
-    rows = np.flatnonzero(rewards.keep)
+    rows = share.own(torch.from_numpy(np.flatnonzero(rewards.keep))).numpy()
     groups = rollouts.group_index[rows]
     prompts = rollouts.prompt_tokens.take(groups)
     responses = rollouts.response_tokens.take(rows)
@@ -85,6 +120,7 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet, version: int | None = 
         is_finished=torch.from_numpy(truncated | (rollouts.finish[rows] == FinishReason.STOP)),
         routing=routing,
         is_fresh=is_fresh,
+        share=share,
     )
 
 
@@ -148,61 +184,94 @@ def split_minibatches(
     return parts
 
 
-def split_by_gradient(
-    minibatch: TrainBatch, *, has_penalty: bool = False
-) -> tuple[TrainBatch, TrainBatch]:
-    """Return the rows that the policy loss has a gradient on, then those that it has none on.
+def here(batch: TrainBatch, numbers: Tensor) -> TrainBatch:
+    """Return those of the rows `numbers` of all ranks' batch that are here, in that order."""
+    return batch.take(batch.share.here(numbers))
+
+
+class Still(NamedTuple):
+    """Rows of a mini-batch that its loss has no gradient on; a few may stand for many."""
+
+    batch: TrainBatch
+    """Those of the few that are here."""
+    num_rows: int
+    """All such rows, of all ranks."""
+    num_tokens: int
+    """Their tokens in the policy loss."""
+    num_few: int
+    """The few, of all ranks."""
+    num_few_tokens: int
+    num_step_tokens: int
+    """Tokens of the whole mini-batch in the policy loss."""
+
+
+class Movement:
+    """Which rows of a batch the policy loss has a gradient on.
 
     The clipped policy loss of a token is a multiple of its advantage. A row whose advantages are
     all 0, as those of a group with equal rewards, would cost a backward pass and change nothing;
     its tokens still count in the denominators, which are made before, and in the metrics.
-
-    Args:
-        minibatch: masks and advantages filled in.
-        has_penalty: every token in the policy loss has a gradient: a KL penalty pulls at it.
-
-    Returns:
-        Two batches, of which the second may be empty and holds only rows with a token in
-        `policy_mask`. Where no row has a gradient, all are in the first.
     """
-    moved = minibatch.policy_mask
-    if not has_penalty:
-        moved = moved & (minibatch.advantages != 0)
-    rows = (moved | minibatch.positive_mask).any(1)
-    # A step without any gradient is a step all the same: the optimizer's momentum moves on.
-    rows = rows if bool(rows.any()) else ~rows
-    counted = ~rows & minibatch.policy_mask.any(1)
-    moving, still = (minibatch.take(part.nonzero().flatten()) for part in (rows, counted))
-    return moving, still
+
+    def __init__(self, batch: TrainBatch, *, has_penalty: bool = False) -> None:
+        """Look at a batch with masks and advantages.
+
+        With a penalty every token in the policy loss has a gradient: a KL penalty pulls at it.
+        """
+        self._batch = batch
+        moved = batch.policy_mask
+        if not has_penalty:
+            moved = moved & (batch.advantages != 0)
+        moved = (moved | batch.positive_mask).any(1)
+        self._moved, self.num_tokens = batch.share.every(moved, batch.policy_mask.sum(1))
+
+    def split(self, rows: Rows, most_still: int) -> tuple[TrainBatch, Still | None]:
+        """Split a mini-batch: its rows with a gradient that are here, and those without.
+
+        Of the latter, with a token in `policy_mask`, the first `most_still` stand for all; None
+        where there is none. Where no row has a gradient, all are in the first part.
+        """
+        numbers = torch.from_numpy(rows)
+        moved = self._moved[numbers] != 0
+        # A step without any gradient is a step all the same: the optimizer's momentum moves on.
+        moved = moved if bool(moved.any()) else ~moved
+        tokens = self.num_tokens[numbers]
+        still = ~moved & (tokens > 0)
+        moving = here(self._batch, numbers[moved])
+        if not bool(still.any()):
+            return moving, None
+        few = numbers[still][:most_still]
+        counts = (tokens[still], self.num_tokens[few], tokens)
+        all_tokens, few_tokens, step_tokens = (int(x.sum()) for x in counts)
+        held = here(self._batch, few)
+        num_rows = int(still.sum())
+        return moving, Still(held, num_rows, all_tokens, len(few), few_tokens, step_tokens)
 
 
 def plan_packed(
-    lengths: npt.NDArray[np.int64], tokens_per_microbatch: int, num_ranks: int
-) -> list[list[Rows]]:
-    """Cut the sequences of an optimizer step into micro-batches of as many tokens, for each rank.
+    lengths: npt.NDArray[np.int64], tokens_per_microbatch: int, least: int = 0
+) -> list[Rows]:
+    """Cut the sequences of a pass into micro-batches of about as many tokens.
 
     Sequences go, from the longest down, to the micro-batch with the fewest tokens so far; there are
-    as few micro-batches as keep to the budget. Those of length 0 are left out; every rank gets the
-    same number.
+    as few micro-batches as keep to the budget. Those of length 0 are left out.
 
     Args:
         lengths: [B] int64, tokens of each sequence that are to be computed.
         tokens_per_microbatch: the sum of lengths must not exceed it; a longer row goes alone.
-        num_ranks: data-parallel processes.
+        least: micro-batches, of which some may be empty.
 
     Returns:
-        Per rank a list of row numbers; together each row of a length above 0 exactly once.
+        Row numbers; each row of a length above 0 exactly once.
 
     Example:
-        >>> plan = plan_packed(np.array([3, 9, 4, 8]), 12, 1)
-        >>> [rows.tolist() for rows in plan[0]]
+        >>> [rows.tolist() for rows in plan_packed(np.array([3, 9, 4, 8]), 12)]
         [[1, 0], [3, 2]]
     """
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
-    count = -(-int(lengths.sum()) // tokens_per_microbatch)
+    count = max(least, -(-int(lengths.sum()) // tokens_per_microbatch))
     while True:
-        count += -count % num_ranks
         parts: list[list[int]] = [[] for _ in range(count)]
         filled = [(0, number) for number in range(count)]
         for row in order:
@@ -213,23 +282,20 @@ def plan_packed(
         if all(int(lengths[part].sum()) <= tokens_per_microbatch for part in full):
             break
         count += 1
-    rows = [np.array(part, np.int64) for part in parts]
-    return [rows[rank::num_ranks] for rank in range(num_ranks)]
+    return [np.array(part, np.int64) for part in parts]
 
 
 def plan_microbatches(
-    lengths: npt.NDArray[np.int64], tokens_per_microbatch: int, num_ranks: int
-) -> list[list[Rows]]:
-    """Cut the sequences of an optimizer step into micro-batches of similar length, for each rank.
+    lengths: npt.NDArray[np.int64], tokens_per_microbatch: int, least: int = 0
+) -> list[Rows]:
+    """Cut the sequences of a pass into micro-batches of similar length.
 
     Sequences are sorted by length, so that little is padding, and filled into micro-batches up to
-    the budget: rows * longest row must not exceed it. Every rank gets the same number, since
-    sharded models compute in step; a rank short of sequences gets empty ones. Arguments and result
-    are those of `plan_packed`.
+    the budget: rows * longest row must not exceed it. Arguments and result are those of
+    `plan_packed`.
 
     Example:
-        >>> plan = plan_microbatches(np.array([3, 9, 4, 8]), 18, 1)
-        >>> [rows.tolist() for rows in plan[0]]
+        >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 4, 8]), 18)]
         [[3, 1], [0, 2]]
     """
     order = np.argsort(lengths, kind="stable")
@@ -242,14 +308,7 @@ def plan_microbatches(
         start = max(0, stop - room)
         parts.append(order[start:stop].astype(np.int64))
         stop = start
-    while len(parts) % num_ranks:
-        largest = max(range(len(parts)), key=lambda i: (len(parts[i]), -i))
-        if len(parts[largest]) < 2:
-            parts.append(np.zeros(0, np.int64))
-            continue
-        half = len(parts[largest]) // 2
-        parts[largest : largest + 1] = [parts[largest][half:], parts[largest][:half]]
-    return [parts[rank::num_ranks] for rank in range(num_ranks)]
+    return parts + [np.zeros(0, np.int64)] * (least - len(parts))
 
 
 def selected_lengths(mask: Tensor) -> npt.NDArray[np.int64]:
@@ -269,11 +328,12 @@ def gather_rows(batch: TrainBatch, rows: Rows, *, num_columns: int) -> TrainBatc
     to take part in the collective work of the others.
     """
     if len(rows) == 0:
-        idle = batch.take(torch.zeros(1, dtype=torch.int64), num_columns=num_columns)
-        off = torch.zeros_like(idle.policy_mask)
-        if idle.routing is not None:
-            idle = idle.updated(routing=idle.routing[:0])
-        return idle.updated(attention_mask=off, policy_mask=off, value_mask=off, positive_mask=off)
+        blank: dict[str, Any] = {}
+        for name, value in batch.tensors().items():
+            shape = (1, num_columns) if value.dim() == 2 else (1,)
+            blank[name] = value[:0] if name == "routing" else value.new_zeros(shape)
+        idle = TrainBatch(**blank)
+        return idle.updated(position_ids=row_positions(1, num_columns))
     return batch.take(torch.from_numpy(np.ascontiguousarray(rows)), num_columns=num_columns)
 
 

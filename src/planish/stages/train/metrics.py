@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
+from torch import Tensor
+
 from planish.algorithms.advantages import explained_variance
 from planish.algorithms.base import TrainBatch
 from planish.algorithms.losses import value_losses
@@ -13,45 +16,57 @@ _COUNTS = ("num_rollouts", "num_tokens", "skipped", "value_skipped", "entropy_er
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Describe a rollout batch that is not empty: counts, rewards, lengths.
+    """Describe the rows of all ranks, at least one: counts, rewards, lengths.
 
     Rewards and lengths are those of finished responses; others have neither yet. They are missing
     where no response is finished.
     """
+    groups, tokens, is_finished, *facts = batch.share.every(
+        batch.group_index,
+        batch.policy_mask.sum(1),
+        batch.is_finished,
+        batch.reward,
+        batch.accuracy,
+        batch.value_mask.sum(1),
+        batch.is_truncated,
+    )
     counts = {
-        "num_rollouts": float(len(batch)),
-        "num_groups": float(len(set(batch.group_index.tolist()))),
-        "num_tokens": float(batch.policy_mask.sum()),
+        "num_rollouts": float(len(groups)),
+        "num_groups": float(len(set(groups.tolist()))),
+        "num_tokens": float(tokens.sum()),
     }
-    done = batch.is_finished
+    done = is_finished != 0
     if not bool(done.any()):
         return counts
-    reward, lengths = batch.reward[done], batch.value_mask.sum(1).double()[done]
+    reward, accuracy, lengths, truncated = (fact[done] for fact in facts)
     return {
         **counts,
-        "reward_mean": float(reward.double().mean()),
+        "reward_mean": float(reward.mean()),
         "reward_max": float(reward.max()),
         "reward_min": float(reward.min()),
-        "accuracy_mean": float(batch.accuracy[done].double().mean()),
+        "accuracy_mean": float(accuracy.mean()),
         "response_tokens_mean": float(lengths.mean()),
         "response_tokens_max": float(lengths.max()),
-        "truncated_fraction": float(batch.is_truncated[done].double().mean()),
+        "truncated_fraction": float(truncated.mean()),
     }
 
 
-def group_metrics(batch: TrainBatch, *, has_values: bool) -> dict[str, float]:
+def group_metrics(
+    batch: TrainBatch, chosen: Tensor | None = None, *, has_values: bool
+) -> dict[str, float]:
     """Count groups that train on nothing, and those whose rewards differ by length alone.
 
     The latter are groups that train although their verdicts are equal (or differ by a part of a
-    score); with `has_values` a critic makes the difference, and they are not counted.
+    score); with `has_values` a critic makes the difference, and they are not counted. Only rows of
+    `chosen` [B] bool count; all where it is None.
     """
     active = (batch.advantages != 0).any(1)
-    groups: dict[int, tuple[set[float], bool]] = {}
-    for group, accuracy, trains in zip(
-        batch.group_index.tolist(), batch.accuracy.tolist(), active.tolist(), strict=True
-    ):
+    counted = batch.is_finished == batch.is_finished if chosen is None else chosen
+    facts = torch.stack(batch.share.every(counted, batch.group_index, batch.accuracy, active), 1)
+    groups: dict[float, tuple[set[float], bool]] = {}
+    for _, group, accuracy, trains in facts[facts[:, 0] != 0].tolist():
         seen, any_active = groups.get(group, (set(), False))
-        groups[group] = (seen | {accuracy}, any_active or trains)
+        groups[group] = (seen | {accuracy}, any_active or bool(trains))
     counts = {"zero_advantage_groups": float(sum(not on for _, on in groups.values()))}
     if not has_values:
         by_length = [on and len(a) == 1 for a, on in groups.values()]
@@ -66,33 +81,32 @@ def mask_metrics(batch: TrainBatch, *, has_values: bool) -> dict[str, float]:
     `has_values` the value mask counts too.
     """
     masks = [batch.policy_mask, batch.value_mask] if has_values else [batch.policy_mask]
-    return {"empty_mask": float(sum(not bool(mask.any()) for mask in masks))}
+    counts = batch.share.sum(torch.stack([mask.sum() for mask in masks]))
+    return {"empty_mask": float((counts == 0).sum())}
 
 
 def value_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Compare the critic before the iteration with its targets, over `value_mask`.
+    """Compare the critic before the iteration with its targets, over `value_mask` of all ranks.
 
     Returns:
         Counts alone where no token has a target. `ev_undefined` is 1 where all targets are equal.
     """
-    mask = batch.value_mask
-    counts = {
-        "num_finished": float(batch.is_finished.sum()),
-        "num_value_tokens": float(mask.sum()),
-        "positive_rollouts": float(batch.positive_mask.any(1).sum()),
-    }
+    mask, share = batch.value_mask, batch.share
+    found = share.every(batch.is_finished, mask.sum(1), batch.positive_mask.any(1))
+    names = ("num_finished", "num_value_tokens", "positive_rollouts")
+    counts = {name: float(x.sum()) for name, x in zip(names, found, strict=True)}
     if not counts["num_value_tokens"]:
         return counts
     values, returns = (x[mask].double() for x in (batch.values, batch.returns))
-    explained = float(explained_variance(returns, values, mask[mask]))
-    losses = value_losses(values, values, returns)
+    explained = float(explained_variance(returns, values, mask[mask], share))
+    means = share.means(value_losses(values, values, returns), values, returns)
     return {
         **counts,
         "explained_variance": 0.0 if math.isnan(explained) else explained,
         "ev_undefined": float(math.isnan(explained)),
-        "fresh_value_loss": float(losses.mean()),
-        "value_mean": float(values.mean()),
-        "return_mean": float(returns.mean()),
+        "fresh_value_loss": means[0],
+        "value_mean": means[1],
+        "return_mean": means[2],
     }
 
 

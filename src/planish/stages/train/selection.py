@@ -25,6 +25,8 @@ class Selection:
 
     chosen: Tensor | None
     """[B] bool; None where all rows train the policy."""
+    num_groups: int = 0
+    """Groups that train the policy, of all ranks; counted where not all do."""
 
     def apply(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch without the policy's tokens in rows that are left out.
@@ -38,10 +40,6 @@ class Selection:
             policy_mask=batch.policy_mask & kept, positive_mask=batch.positive_mask & kept
         )
 
-    def rows(self, batch: TrainBatch) -> TrainBatch:
-        """Return the rows that train the policy."""
-        return batch if self.chosen is None else batch.take(self.chosen.nonzero().flatten())
-
     def metrics(self, batch: TrainBatch) -> dict[str, float]:
         """Count groups that train the policy of a batch before `apply`, and tokens left out.
 
@@ -51,19 +49,22 @@ class Selection:
             return {}
         left_out = batch.policy_mask & ~self.chosen.unsqueeze(1)
         return {
-            "num_selected_groups": float(len(batch.group_index[self.chosen].unique())),  # type: ignore[no-untyped-call]
-            "num_unselected_tokens": float(left_out.sum()),
+            "num_selected_groups": float(self.num_groups),
+            "num_unselected_tokens": float(batch.share.sum(left_out.sum())),
         }
 
 
 def select_groups(
-    batch: TrainBatch, config: TrainConfig, places: Sequence[int] | None = None
+    batch: TrainBatch,
+    config: TrainConfig,
+    places: Sequence[int] | None = None,
 ) -> Selection:
     """Select the groups that train the policy; arguments as for `preferred_groups`."""
     if config.selection == "all" or config.max_groups is None:
         return Selection(None)
     taken = preferred_groups(batch, places)[: config.max_groups]
-    return Selection(torch.isin(batch.group_index, batch.group_index.new_tensor(taken)))
+    chosen = torch.isin(batch.group_index, batch.group_index.new_tensor(taken))
+    return Selection(chosen, len(taken))
 
 
 def preferred_groups(batch: TrainBatch, places: Sequence[int] | None = None) -> list[int]:
@@ -79,13 +80,9 @@ def preferred_groups(batch: TrainBatch, places: Sequence[int] | None = None) -> 
     """
     verdicts: dict[int, set[bool]] = {}
     growing: Counter[int] = Counter()
-    facts = (
-        batch.group_index.tolist(),
-        batch.is_finished.tolist(),
-        (batch.accuracy > 0).tolist(),
-        batch.policy_mask.any(1).tolist(),
-    )
-    for group, is_finished, is_right, has_tokens in zip(*facts, strict=True):
+    per_row = (batch.is_finished, batch.accuracy > 0, batch.policy_mask.any(1))
+    facts = torch.stack(batch.share.every(batch.group_index, *per_row), 1)
+    for group, is_finished, is_right, has_tokens in facts.long().tolist():
         seen = verdicts.setdefault(group, set())
         if is_finished:
             seen.add(is_right)
@@ -93,7 +90,7 @@ def preferred_groups(batch: TrainBatch, places: Sequence[int] | None = None) -> 
             growing[group] += has_tokens
 
     def preference(group: int) -> tuple[int, int]:
-        rank = -growing[group] if len(verdicts[group]) < 2 else -len(batch) - 1
+        rank = -growing[group] if len(verdicts[group]) < 2 else -len(facts) - 1
         return rank, group if places is None else places[group]
 
     return sorted(verdicts, key=preference)

@@ -189,10 +189,10 @@ class ShardedModel:
     ) -> Tensor:
         """Return the first results of `score` for every token in `mask`, without gradients.
 
-        Batch and mask, [B, S] bool, are on CPU and equal on all ranks.
+        Batch and mask, [B, S] bool, are on CPU, and have the rows of this data-parallel group.
 
         Returns:
-            [num_results, B, S] float32 on CPU, 0 outside the mask, equal on all ranks.
+            [num_results, B, S] float32 on CPU, 0 outside the mask, equal on all ranks of the group.
         """
         result = torch.zeros((num_results, *mask.shape), dtype=torch.float32)
 
@@ -204,9 +204,7 @@ class ShardedModel:
 
         with torch.no_grad():
             self._run(batch, mask, score, take, learns=False)
-        if self.grid.ranks.size == 1:
-            return result
-        return self.grid.sum(result.to(self.device)).cpu()
+        return result
 
     def step(
         self,
@@ -221,7 +219,7 @@ class ShardedModel:
         """Accumulate the gradient over micro-batches, clip it and step, unless it is not finite.
 
         Args:
-            minibatch: on CPU, equal on all ranks.
+            minibatch: on CPU, the rows of this data-parallel group.
             mask: [B, S] bool, tokens whose results the loss needs.
             score: how the scorer is called.
             loss_fn: takes the results, [B, S] each and 0 outside the mask, and the micro-batch.
@@ -268,8 +266,9 @@ class ShardedModel:
             lengths = selected_lengths(mask)
             make_plan = plan_packed if self.sharding.packs else plan_microbatches
             budget = self.config.tokens_per_microbatch * self.grid.cp
-            plan = make_plan(lengths, budget, self.grid.dp)
-            for rows in plan[self.grid.dp_rank]:
+            # Sharded models compute in step, so that every rank has as many.
+            count = torch.tensor(len(make_plan(lengths, budget)), device=self.device)
+            for rows in make_plan(lengths, budget, int(self.grid.ranks.max(count))):
                 width = int(lengths[rows].max(initial=2))
                 micro = gather_rows(batch, rows, num_columns=width).to(self.device)
                 if len(rows):

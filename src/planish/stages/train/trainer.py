@@ -21,7 +21,7 @@ from torch import Tensor
 
 from planish.algorithms.base import LossFn, TrainBatch, ValueLossFn
 from planish.base.errors import ConfigError
-from planish.base.parallel import Grid, package_fault
+from planish.base.parallel import Grid, Share, package_fault
 from planish.checkpoint import train_state as checkpoint
 from planish.checkpoint.train_state import HeldState
 from planish.models.adapters import KEY, Adapters, check_same, is_adapter
@@ -35,6 +35,7 @@ from planish.models.critic import (
 )
 from planish.models.lora import add_adapters
 from planish.models.policy import FolderBoxes, Policy, frame_policy
+from planish.stages.train.batching import Still
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.sharded_model import Micro, ShardedModel, Sharding, Tally
 
@@ -57,6 +58,7 @@ of 64, the smallest model's step takes 1.11x as long with eight of them and 1.37
 class Trainer:
     """Trains a causal language model of transformers; all ranks call every method alike.
 
+    Each is given the rows of its data-parallel group, which may be none of a batch.
     `values` and `value_step` are for trainers with a critic.
     """
 
@@ -240,7 +242,7 @@ class Trainer:
         loss_fn: LossFn,
         *,
         learning_rate: float,
-        still: TrainBatch | None = None,
+        still: Still | None = None,
     ) -> dict[str, float]:
         """Make one optimizer step of the policy on `policy_mask` and `positive_mask`.
 
@@ -248,18 +250,17 @@ class Trainer:
             minibatch: rows to train on.
             loss_fn: gives the loss of a micro-batch and its metrics.
             learning_rate: of this step.
-            still: rows that the loss has no gradient on, in random order; they count in the metrics
-                alone, as the policy before the step has them. A few may stand for many, each
-                token for as many. None is no row.
+            still: rows that the loss has no gradient on; they count in the metrics alone, as the
+                policy before the step has them. A few may stand for many, each token for as many.
+                None is no row.
 
         Returns:
             The metrics of the loss, `loss`, `grad_norm` before clipping, and `skipped`: 1 where
             the gradient was not finite and no step was made. Where a few rows stood for many,
             `approx_kl_error` and `entropy_error` are the standard errors of those two.
         """
-        tally, errors = Tally(), dict[str, float]()
-        if still is not None and len(still):
-            errors = self._measure(still, loss_fn, tally, int(minibatch.policy_mask.sum()))
+        tally = Tally()
+        errors = self._measure(still, loss_fn, tally) if still is not None else {}
         # Prompts and earlier windows are context: their tokens never meet the LM head.
         mask = minibatch.policy_mask | minibatch.positive_mask
         metrics = self.policy.step(
@@ -267,40 +268,34 @@ class Trainer:
         )
         return metrics | errors
 
-    def _measure(
-        self, still: TrainBatch, loss_fn: LossFn, tally: Tally, num_other_tokens: int
-    ) -> dict[str, float]:
+    def _measure(self, still: Still, loss_fn: LossFn, tally: Tally) -> dict[str, float]:
         """Take the metrics of rows that stand still into a tally; of many, a few stand for all.
 
         Returns:
-            Standard errors of `approx_kl` and `entropy` over these rows and the other tokens, where
-            not all rows were scored.
+            Standard errors of `approx_kl` and `entropy` over the tokens of the step, where not all
+            rows were scored.
 
         Source: W. G. Cochran, Sampling Techniques, 1977, equation 6.8 (error of a ratio estimate).
         """
-        num_rows, num_scored = len(still), min(len(still), STILL_ROWS)
-        some = still.take(torch.arange(num_scored))
+        some = still.batch
         scores = self.policy.compute(some, some.policy_mask, self._score, num_results=2)
-        rows = some.policy_mask.sum(1).double()
-        num_tokens = int(still.policy_mask.sum())
-        # Every rank knows all of them.
-        weight = num_tokens / float(rows.sum()) / self.grid.dp
         totals: dict[str, list[float]] = {"approx_kl": [], "entropy": []}
-        for row, (logprobs, entropy) in enumerate(scores.chunk(num_scored, 1)):
+        for row in range(len(some)):
+            logprobs, entropy = scores[:, row : row + 1]
             told = loss_fn(logprobs, entropy, some.take(torch.tensor([row])))
-            tally.add(told.scaled(weight, self.device))
+            tally.add(told.scaled(still.num_tokens / still.num_few_tokens, self.device))
             for name, values in totals.items():
-                values += [float(told.means[name][0])] if name in told.means else []
-        if num_scored == num_rows:
+                values.append(float(told.means[name][0]))
+        if still.num_few == still.num_rows:
             return {}
-        factor = num_rows * (num_rows - num_scored) / (num_scored * (num_scored - 1))
-        errors = {}
+        left = still.num_rows - still.num_few
+        factor = still.num_rows * left / (still.num_few * (still.num_few - 1))
+        share, errors = Share(grid=self.grid, device=self.device), {}
         for name, values in totals.items():
-            if values:
-                total = torch.tensor(values).double()
-                spread = (total - total.sum() / rows.sum() * rows).square().sum()
-                error = float((factor * spread).sqrt()) / (num_tokens + num_other_tokens)
-                errors[f"{name}_error"] = error
+            total = torch.tensor(values, dtype=torch.float64)
+            usual = share.sum(total.sum()) / still.num_few_tokens * some.policy_mask.sum(1)
+            spread = share.sum((total - usual).square().sum())
+            errors[f"{name}_error"] = float((factor * spread).sqrt()) / still.num_step_tokens
         return errors
 
     def value_step(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from planish.algorithms.base import ActorCritic, Algorithm, Denominators, LossOutput, TrainBatch
-from planish.algorithms.masked import masked_mean
 from planish.algorithms.mismatch import check_mismatch, mismatch_metrics
 from planish.base import telemetry
+from planish.base.parallel import Share
 from planish.records.waiting import WaitingSet
 from planish.run.layer_clock import finish_step
-from planish.stages.train.batching import split_by_gradient, split_minibatches
+from planish.stages.train.batching import Movement, Rows, here, split_minibatches
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.metrics import (
     batch_metrics,
@@ -33,7 +33,7 @@ from planish.stages.train.metrics import (
 )
 from planish.stages.train.progress import Progress, critic_learning_rate, judge
 from planish.stages.train.selection import Selection, select_groups
-from planish.stages.train.trainer import Trainer
+from planish.stages.train.trainer import STILL_ROWS, Trainer
 from planish.stages.train.wait import StepPlan, plan_steps
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,8 @@ class UpdateResult:
     progress: Progress
     """Counters after the iteration."""
     values: Tensor | None = None
-    """[B, S] float32 of the critic before the iteration; None without a critic or a rollout."""
+    """[B, S] float32 of the critic before the iteration, of the rows that are here; None without a
+    critic or a rollout."""
     waiting: WaitingSet | None = None
     """Finished responses that the critic has still to be trained on; None where none ever wait."""
 
@@ -114,7 +115,7 @@ def run_update(
     Args:
         trainer: the policy in training, at the weights that the old policy is fixed at.
         algorithm: gives masks, advantages and the losses.
-        batch: the kept rollouts; may be empty.
+        batch: the kept rollouts that are here; may be empty.
         config: of the train stage.
         progress: counters before the iteration.
         seed: what the order of the mini-batches depends on.
@@ -132,7 +133,8 @@ def run_update(
         ConfigError: beyond the limit.
     """
     critic = critic or CriticConfig()
-    if len(batch) == 0:
+    num_rows = len(batch.share.every(batch.reward)[0])
+    if num_rows == 0:
         return _without_rollouts(algorithm, progress, critic, waiting)
     selection = select_groups(batch, config, group_places)
     batch, values, scalars = _estimate(
@@ -157,7 +159,7 @@ def run_update(
     # While the critic alone is trained, no loss asks for the reference.
     if algorithm.needs_reference and rates.policy is not None:
         batch = batch.updated(reference_logprobs=trainer.reference_logprobs(batch, reference_pin))
-    parts = split_minibatches(len(batch), config.rollouts_per_minibatch, passes, seed=seed)
+    parts = split_minibatches(num_rows, config.rollouts_per_minibatch, passes, seed=seed)
     least = critic.min_finished if algorithm.needs_values else 1
     plan = plan_steps(batch, parts, waiting, min_finished=least, num_passes=passes, seed=seed)
     minibatches, progress = _run_steps(
@@ -217,13 +219,14 @@ def _estimate(
             # tokens of earlier windows keep the values of their own iteration
             unknown = earlier.isnan()
             missing = whole.value_mask & ~whole.policy_mask & unknown
-            scalars["num_missing_values"] = float(missing.sum())
+            scalars["num_missing_values"] = float(batch.share.sum(missing.sum()))
             values = values.where(unknown, earlier)
         batch = batch.updated(values=values)
         scalars |= cast(ActorCritic, algorithm).describe(batch)
     batch = selection.apply(algorithm.advantages(batch))
-    scalars |= group_metrics(selection.rows(batch), has_values=algorithm.needs_values)
-    scalars |= mask_metrics(batch, has_values=algorithm.needs_values)
+    has_values = algorithm.needs_values
+    scalars |= group_metrics(batch, selection.chosen, has_values=has_values)
+    scalars |= mask_metrics(batch, has_values=has_values)
     return batch, values, scalars
 
 
@@ -248,8 +251,9 @@ def _score_old_policy(
         old, entropy, routed = trainer.logprobs(batch)
         batch = part = batch.updated(old_logprobs=old)
     else:
-        first = split_minibatches(len(batch), config.rollouts_per_minibatch, 1, seed=seed)[0]
-        part = batch.take(torch.from_numpy(first))
+        num_rows = len(batch.share.every(batch.reward)[0])
+        first = split_minibatches(num_rows, config.rollouts_per_minibatch, 1, seed=seed)[0]
+        part = here(batch, torch.from_numpy(first))
         old, entropy, routed = trainer.logprobs(part)
         part = part.updated(old_logprobs=old)
         batch = batch.updated(old_logprobs=batch.rollout_logprobs)
@@ -257,10 +261,11 @@ def _score_old_policy(
         fresh = part.policy_mask
         if part.is_fresh is not None:
             fresh = fresh & part.is_fresh[:, None]
-        check_mismatch(part.old_logprobs, part.rollout_logprobs, fresh, mismatch_limit)
-    metrics = mismatch_metrics(part.old_logprobs, part.rollout_logprobs, part.policy_mask) | routed
+        check_mismatch(part.old_logprobs, part.rollout_logprobs, fresh, mismatch_limit, part.share)
+    mask, share = part.policy_mask, part.share
+    metrics = mismatch_metrics(part.old_logprobs, part.rollout_logprobs, mask, share) | routed
     if metrics:
-        metrics["entropy"] = float(masked_mean(entropy, part.policy_mask))
+        metrics["entropy"] = share.means(entropy[mask])[0]
     return batch, metrics
 
 
@@ -275,9 +280,11 @@ def _run_steps(
     boundaries: Boundaries | None,
 ) -> tuple[list[Step], Progress]:
     """Make the steps of all mini-batches: in each the critic's first, then the policy's."""
-    start, whole = progress, algorithm.counts(batch)
+    share, start = batch.share, progress
+    whole = _sums(share, algorithm.counts(batch))
     critic = cast(ActorCritic, algorithm) if rates.critic is not None else None
-    whole_values = critic.value_counts(plan.values) if critic is not None else {}
+    whole_values = _sums(share, critic.value_counts(plan.values)) if critic is not None else {}
+    movement = Movement(batch, has_penalty=algorithm.needs_reference)
     results: list[Step] = []
     parts = list(zip(plan.parts, plan.value_parts, strict=True))
     if boundaries is not None:
@@ -285,24 +292,24 @@ def _run_steps(
     for rows, value_rows in parts[len(results) :]:
         if boundaries is not None:
             boundaries.reach(trainer, results, progress)
-        minibatch = batch.take(torch.from_numpy(rows))
         progress = replace(progress, step=progress.step + 1)
         step: Step = {}
         if critic is not None and rates.critic is not None:
-            targets = minibatch
-            if plan.values is not batch:
-                targets = plan.values.take(torch.from_numpy(value_rows))
-            counts = Denominators(critic.value_counts(targets), whole_values, plan.num_value_steps)
+            targets = here(plan.values, torch.from_numpy(value_rows))
+            own = _sums(share, critic.value_counts(targets))
+            counts = Denominators(own, whole_values, plan.num_value_steps)
             step |= _value_step(
                 trainer, critic, targets, counts, rates.critic, is_pretraining=rates.policy is None
             )
         if rates.policy is not None:
-            counts = Denominators(algorithm.counts(minibatch), whole, plan.num_policy_steps)
-            step |= _policy_step(trainer, algorithm, minibatch, counts, rates.policy)
+            minibatch = here(batch, torch.from_numpy(rows))
+            own = _sums(share, algorithm.counts(minibatch))
+            counts = Denominators(own, whole, plan.num_policy_steps)
+            step |= _policy_step(trainer, algorithm, movement, rows, counts, rates.policy)
         progress = progress.after_step(step, alarm_after=config.alarm_after_skipped)
         if not step:
             step = {"loss": 0.0, "empty": 1.0}
-        step["num_rollouts"] = float(len(minibatch))
+        step["num_rollouts"] = float(len(rows))
         results.append(step)
         _show(step)
         finish_step(progress.step)
@@ -310,12 +317,18 @@ def _run_steps(
     values = int(rates.critic is not None and plan.has_targets)
     progress = replace(
         progress,
-        step=start.step + config.num_steps(len(batch)),
+        step=start.step + config.num_steps(len(movement.num_tokens)),
         iterations=start.iterations + int(rates.policy is not None),
         critic_iterations=start.critic_iterations + values,
         pretrain_iterations=start.pretrain_iterations + values * int(rates.policy is None),
     )
     return results, progress
+
+
+def _sums(share: Share, counts: Mapping[str, float]) -> dict[str, float]:
+    """Return the counts of all ranks."""
+    total = share.sum(torch.tensor(list(counts.values()), dtype=torch.float64))
+    return dict(zip(counts, total.tolist(), strict=True))
 
 
 def _show(step: Step) -> None:
@@ -334,7 +347,8 @@ def _show(step: Step) -> None:
 def _policy_step(
     trainer: Trainer,
     algorithm: Algorithm,
-    minibatch: TrainBatch,
+    movement: Movement,
+    rows: Rows,
     denominators: Denominators,
     rate: float,
 ) -> Step:
@@ -345,9 +359,9 @@ def _policy_step(
     def loss_fn(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> LossOutput:
         return algorithm.loss(logprobs, entropy, batch, denominators)
 
-    moving, still = split_by_gradient(minibatch, has_penalty=algorithm.needs_reference)
+    moving, still = movement.split(rows, STILL_ROWS)
     metrics = trainer.step(moving, loss_fn, learning_rate=rate, still=still)
-    return metrics | {"num_tokens": float(minibatch.policy_mask.sum())}
+    return metrics | {"num_tokens": float(movement.num_tokens[rows].sum())}
 
 
 def _value_step(

@@ -11,7 +11,8 @@ Source: ours; T-PPO, arXiv 2506.15050, does not say how small a step of the crit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from planish.algorithms.base import TrainBatch
 from planish.records.ragged import Ragged
+from planish.records.schema import take_rows
 from planish.records.waiting import WaitingSet
 from planish.stages.train.batching import Rows, join_tokens, row_positions
 
@@ -28,22 +30,19 @@ class StepPlan:
     """The rows of policy and critic in each mini-batch of an iteration."""
 
     parts: Sequence[Rows]
-    """Rows of the rollout batch, per mini-batch."""
+    """Rows of the rollout batch, of all ranks, per mini-batch."""
     values: TrainBatch
     """Batch of the critic: the rollout batch itself where nothing is pooled."""
     value_parts: Sequence[Rows]
-    """Rows of `values`, per mini-batch; a mini-batch without any makes no critic step."""
+    """Rows of `values`, of all ranks, per mini-batch; one without any makes no critic step."""
+    has_targets: bool
+    """The critic is trained in this iteration."""
     num_policy_steps: int
     """Mini-batches of one pass over the rollout batch."""
     num_value_steps: int
     """Critic steps of one pass over `values`."""
     waiting: WaitingSet | None = None
     """Responses that are left for later iterations; None where nothing is pooled."""
-
-    @property
-    def has_targets(self) -> bool:
-        """The critic is trained in this iteration."""
-        return self.num_value_steps > 0 and bool(self.values.value_mask.any())
 
 
 def plan_steps(
@@ -65,16 +64,25 @@ def plan_steps(
         num_passes: how often each row is in `parts`.
         seed: of the order of pooled responses.
     """
-    minibatches = len(parts) // num_passes
-    if min_finished == 1 and (waiting is None or waiting.num_rows == 0):
-        return StepPlan(parts, batch, parts, minibatches, minibatches)
-    pool = batch.take(batch.value_mask.any(1).nonzero().flatten())
+    minibatches, share = len(parts) // num_passes, batch.share
+    [has_target] = share.every(batch.value_mask.any(1))
+    num_earlier = 0 if waiting is None else waiting.num_rows
+    num_pooled = num_earlier + int(has_target.sum())
+    if min_finished == 1 and not num_earlier:
+        return StepPlan(parts, batch, parts, num_pooled > 0, minibatches, minibatches)
+    places = share.own(num_earlier + has_target.cumsum(0).long() - 1)
+    own = share.own(has_target).nonzero().flatten()
+    pool, rows = batch.take(own), places[own]
     if waiting is not None:
-        pool = with_waiting(pool, waiting)
-    steps = pooled_parts(len(pool), minibatches, num_passes, min_finished=min_finished, seed=seed)
-    count = sum(len(rows) > 0 for rows in steps[:minibatches])
+        earlier = np.arange(share.grid.dp_rank, num_earlier, share.grid.dp)
+        columns = {name: take_rows(data, earlier) for name, data in vars(waiting).items()}
+        pool = with_waiting(pool, WaitingSet(**columns))
+        rows = torch.cat([torch.from_numpy(earlier), rows])
+    pool = pool.updated(share=replace(share, rows=rows, num_rows=num_pooled))
+    steps = pooled_parts(num_pooled, minibatches, num_passes, min_finished=min_finished, seed=seed)
+    count = sum(len(part) > 0 for part in steps[:minibatches])
     left = WaitingSet.empty() if count else as_waiting(pool)
-    return StepPlan(parts, pool, steps, minibatches, count, left)
+    return StepPlan(parts, pool, steps, count > 0, minibatches, count, left)
 
 
 def pooled_parts(
@@ -116,7 +124,7 @@ def with_waiting(batch: TrainBatch, waiting: WaitingSet) -> TrainBatch:
         found[response] = getattr(waiting, name).values
     known = {"input_ids": ids, "attention_mask": real, "value_mask": response, **numbers}
     known["is_finished"] = np.ones(len(ids), np.bool_)
-    joined: dict[str, Tensor] = {}
+    joined: dict[str, Any] = {}
     # The critic chooses its own experts.
     for name, own in batch.without_routing().tensors().items():
         if own.dim() == 2:
@@ -129,20 +137,18 @@ def with_waiting(batch: TrainBatch, waiting: WaitingSet) -> TrainBatch:
 
 
 def as_waiting(batch: TrainBatch) -> WaitingSet:
-    """Return the rows of a batch as a record; `value_mask` is the whole response of each."""
+    """Return the rows of all ranks as a record; `value_mask` is the whole response of each."""
     response = batch.value_mask
     prompt = batch.attention_mask & ~response
-    prompts, responses = (
-        [batch.input_ids[row, mask].numpy() for row, mask in enumerate(masks)]
-        for masks in (prompt, response)
-    )
-    values, returns = (
-        [x[row, mask].numpy() for row, mask in enumerate(response)]
-        for x in (batch.values, batch.returns)
-    )
+
+    def column(values: Tensor, mask: Tensor) -> Ragged:
+        found, lengths = batch.share.join(values, mask)
+        return Ragged(found.numpy(), np.concatenate([[0], lengths.cumsum(0).numpy()]))
+
+    ids = batch.input_ids.int()
     return WaitingSet(
-        prompt_tokens=Ragged.from_lists(prompts, np.int32),
-        response_tokens=Ragged.from_lists(responses, np.int32),
-        values=Ragged.from_lists(values, np.float32),
-        returns=Ragged.from_lists(returns, np.float32),
+        prompt_tokens=column(ids, prompt),
+        response_tokens=column(ids, response),
+        values=column(batch.values, response),
+        returns=column(batch.returns, response),
     )

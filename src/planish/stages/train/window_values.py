@@ -6,13 +6,16 @@ authors' public code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from planish.algorithms.base import TrainBatch
 from planish.records.rewards import RewardSet
-from planish.records.rollouts import FinishReason, RolloutSet
+from planish.records.rollouts import RolloutSet
 from planish.records.values import ValueSet
 
 Key = tuple[int, int]
@@ -26,26 +29,24 @@ def row_keys(rollouts: RolloutSet, ordinals: list[int]) -> list[Key]:
 
 def earlier_values(
     batch: TrainBatch,
-    rollouts: RolloutSet,
+    keys: Sequence[Key],
     rewards: RewardSet,
-    ordinals: list[int],
     stored: ValueSet,
 ) -> Tensor:
     """Return the stored values of tokens that earlier iterations sampled.
 
     Args:
-        batch: made of `rollouts` and `rewards`.
-        rollouts: all shards of the iteration.
+        batch: made of the rollouts and their rewards.
+        keys: of the rollouts, by `row_keys`.
         rewards: of the rollouts.
-        ordinals: of each group.
         stored: from the iteration before.
 
     Returns:
         [B, S] float32, NaN for tokens without a stored value.
     """
-    known, keys = stored.to_rows(), row_keys(rollouts, ordinals)
+    known, rows = stored.to_rows(), torch.from_numpy(np.flatnonzero(rewards.keep))
     kept = torch.full(batch.values.shape, float("nan"))
-    for position, row in enumerate(np.flatnonzero(rewards.keep).tolist()):
+    for position, row in enumerate(batch.share.own(rows).tolist()):
         values = known.get(keys[row], np.zeros(0, np.float32))
         columns = batch.value_mask[position].nonzero().flatten()[: len(values)]
         kept[position, columns] = torch.from_numpy(values.copy())
@@ -55,22 +56,25 @@ def earlier_values(
 def values_to_store(
     batch: TrainBatch,
     values: Tensor | None,
-    rollouts: RolloutSet,
+    keys: Sequence[Key],
+    goes_on: npt.NDArray[np.bool_],
     rewards: RewardSet,
-    ordinals: list[int],
     stored: ValueSet,
 ) -> ValueSet:
     """Return the values that the next iteration needs: of every response that goes on.
 
-    A response that waits, or took no part in the update, keeps what was stored of it. Arguments are
-    those of `earlier_values`, and `values`, [B, S] float32 of the critic before the iteration;
-    None for an empty batch.
+    A response that waits, or took no part in the update, keeps what was stored of it. All ranks
+    call it, and all get the whole set. Arguments are those of `earlier_values`, and `values`,
+    [B, S] float32 of the critic before the iteration, None for an empty batch; `goes_on` has the
+    rollouts that a window cut.
     """
-    keys, kept = row_keys(rollouts, ordinals), stored.to_rows()
-    goes_on = rollouts.finish == FinishReason.WINDOW
+    kept = stored.to_rows()
     for row in np.flatnonzero(~goes_on).tolist():
         kept.pop(keys[row], None)
-    for position, row in enumerate(np.flatnonzero(rewards.keep).tolist()):
-        if goes_on[row] and values is not None:
-            kept[keys[row]] = values[position][batch.value_mask[position]].numpy()
+    if values is not None:
+        rows = np.flatnonzero(rewards.keep)
+        cut = batch.share.own(torch.from_numpy(goes_on[rows]))
+        found, lengths = batch.share.join(values, batch.value_mask & cut.unsqueeze(1))
+        parts = np.split(found.numpy(), lengths.cumsum(0).numpy()[:-1])
+        kept |= {keys[r]: x for r, x in zip(rows.tolist(), parts, strict=True) if goes_on[r]}
     return ValueSet.from_rows(kept)

@@ -35,7 +35,7 @@ from planish.stages.train.batching import train_batch
 from planish.stages.train.config import CriticConfig
 from planish.stages.train.progress import Progress
 from planish.stages.train.update import UpdateResult, run_update
-from planish.stages.train.window_values import earlier_values, values_to_store
+from planish.stages.train.window_values import earlier_values, row_keys, values_to_store
 from tests import thin
 from tests.unit.records.samples import rows_of
 from tests.unit.stages.rollout.scripted_engine import (
@@ -380,7 +380,7 @@ class Training:
     def update(self) -> UpdateResult:
         joined = RolloutSet.concat([part for part, _ in self.run.given])
         ordinals = [k for _, part in self.run.given for k in part]
-        rewards = judged(joined, ordinals)
+        rewards, keys = judged(joined, ordinals), row_keys(joined, ordinals)
         batch = train_batch(joined, rewards)
         window = self.run.config.window_tokens
         trainer = Watched(batch.input_ids.shape[1])
@@ -394,9 +394,10 @@ class Training:
             group_places=ordinals,
             critic=CriticConfig(**CRITIC, **self.critic),
             waiting=self.waiting,
-            earlier_values=earlier_values(batch, joined, rewards, ordinals, self.values),
+            earlier_values=earlier_values(batch, keys, rewards, self.values),
         )
-        self.values = values_to_store(batch, result.values, joined, rewards, ordinals, self.values)
+        goes_on = joined.finish == FinishReason.WINDOW
+        self.values = values_to_store(batch, result.values, keys, goes_on, rewards, self.values)
         self.progress, self.waiting = result.progress, result.waiting
         self.learned.update(trainer.responses)
         for row in np.flatnonzero(joined.finish != FinishReason.WINDOW):

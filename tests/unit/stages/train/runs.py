@@ -17,7 +17,9 @@ from planish.records.ragged import Ragged
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.run.stage import PathArtifact
+from planish.stages.train.batching import Movement, share_rows, split_minibatches, train_batch
 from planish.stages.train.stage import run
+from planish.stages.train.trainer import STILL_ROWS
 from tests.unit.records.samples import build_rollouts
 
 TINY = {
@@ -76,6 +78,8 @@ def random_rollouts(policy, seed, *, num_groups=4, group_size=4, vocab=None, exp
 
     Each token is given a random pair of `experts`, of each of two layers; None is no column.
     """
+    # Log-probabilities depend on the threads; a trainer has as many from its start on.
+    torch.set_num_threads(1)
     rng = np.random.default_rng(seed)
     rows = num_groups * group_size
     vocab = vocab or policy.tokenizer.vocab_size
@@ -171,3 +175,16 @@ def train_once(tiny, iteration, state_pin, rewards, folder):
         artifact(folder, "metrics"),
     )  # fmt: skip
     return result.state_pin
+
+
+def own_batch(rollouts, rewards, config, grid, seed=(7, 1)):
+    """Return the rows of a train batch that a rank of a grid has."""
+    count = int(rewards.keep.sum())
+    parts = split_minibatches(count, config.rollouts_per_minibatch, 1, seed=seed)
+    share = share_rows(rollouts, rewards, parts, grid, "cpu")
+    return train_batch(rollouts, rewards, share=share)
+
+
+def split_rows(batch, **options):
+    """Return the rows of a mini-batch that have a gradient, and those that have none."""
+    return Movement(batch, **options).split(np.arange(len(batch)), STILL_ROWS)

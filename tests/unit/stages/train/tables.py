@@ -40,7 +40,7 @@ class TableTrainer:
     def step(self, minibatch, loss_fn, *, learning_rate, still=None):
         self.rates.append(learning_rate)
         self.order.append("policy")
-        batches = [minibatch] if still is None or len(still) == 0 else [minibatch, still]
+        batches = [minibatch] if still is None else [minibatch, still.batch]
         outputs = []
         for batch in batches:
             logprobs = self.table * (batch.policy_mask | batch.positive_mask)

@@ -9,7 +9,7 @@ import torch
 from planish.algorithms.base import Denominators
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.algorithms.mismatch import mismatch_metrics
-from planish.base.parallel import SINGLE, Ranks
+from planish.base.parallel import SINGLE, Ranks, Share
 from planish.engines.requests import ModelRef, Request, Sampling
 from planish.engines.transformers.engine import TransformersEngine
 from planish.models.policy import load_policy, save_policy
@@ -118,8 +118,8 @@ def trainer_of(pin, ranks=None, critic=None, **changes):
     return Trainer(config, pin, temperature=1.0, seed=3, grid=grid, device=CPU, critic=critic)
 
 
-def one_step(trainer, batch):
-    counts = ALGORITHM.counts(batch)
+def one_step(trainer, batch, whole=None):
+    counts = ALGORITHM.counts(batch if whole is None else whole)
 
     def loss_fn(logprobs, entropy, micro):
         return ALGORITHM.loss(logprobs, entropy, micro, Denominators(counts, counts, 1))
@@ -215,9 +215,13 @@ def step_of_a_rank(rank, size, folder, *, pin, **settings):
         pin, Ranks(rank, size), replay_routing=True, activation_checkpointing=True,
         tokens_per_microbatch=40, **settings,
     )  # fmt: skip
-    old, _, routed = trainer.logprobs(batch.updated(routing=routing))
-    metrics = one_step(trainer, batch.updated(routing=routing, old_logprobs=old - 0.05))
-    return [old.tolist(), routed, metrics]
+    whole = batch.updated(routing=routing)
+    grid = trainer.grid
+    share = Share(21, torch.arange(grid.dp_rank, 21, grid.dp), grid)
+    batch = whole.take(share.rows)
+    old, _, routed = trainer.logprobs(batch)
+    metrics = one_step(trainer, batch.updated(old_logprobs=old - 0.05), whole)
+    return [share.join(old, batch.policy_mask)[0].tolist(), routed, metrics]
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ from planish.models.logprobs import TokenScorer, ValueScorer
 from planish.models.policy import load_policy
 from planish.records import layout
 from planish.stages.train.batching import (
+    Movement,
     scatter_tokens,
     selected_lengths,
-    split_by_gradient,
     train_batch,
 )
 from planish.stages.train.config import CriticConfig, TrainConfig
@@ -31,7 +31,14 @@ from planish.stages.train.fsdp2 import decoder_layers
 from planish.stages.train.trainer import STILL_ROWS, Trainer
 from tests.rounding import GRADIENTS, VALUES
 from tests.unit.models.test_policy import reward_model
-from tests.unit.stages.train.runs import TINY, TINY_CRITIC, random_rollouts, rewards_for, start_run
+from tests.unit.stages.train.runs import (
+    TINY,
+    TINY_CRITIC,
+    random_rollouts,
+    rewards_for,
+    split_rows,
+    start_run,
+)
 
 DAPO = Dapo(DapoConfig())
 VAPO = Vapo(VapoConfig(lambda_alpha=0.5, lambda_min=0.5))
@@ -264,7 +271,7 @@ def rows_scored(trainer):
 def test_rows_without_an_advantage_make_no_backward_pass_and_count_in_every_metric(tiny, batch):
     idle = torch.arange(len(batch)) % 2 == 1
     mixed = batch.updated(advantages=batch.advantages.masked_fill(idle[:, None], 0.0))
-    moving, still = split_by_gradient(mixed)
+    moving, still = split_rows(mixed)
     wanted = (mixed.policy_mask & (mixed.advantages != 0)).any(1)
     assert len(moving) == int(wanted.sum()) < len(mixed)
     whole, part = trainer_of(tiny), trainer_of(tiny)
@@ -273,7 +280,7 @@ def test_rows_without_an_advantage_make_no_backward_pass_and_count_in_every_metr
     found = part.step(moving, loss_over(mixed), learning_rate=5e-4, still=still)
     assert found == pytest.approx(seen, abs=VALUES, rel=VALUES)
     assert {"approx_kl", "entropy", "clipfrac_high", "clipfrac_low", "ratio_error_max"} <= set(seen)
-    assert scored == {True: len(moving), False: len(still)}
+    assert scored == {True: len(moving), False: len(still.batch)}
     torch.testing.assert_close(flat(whole.policy), flat(part.policy), atol=VALUES, rtol=0.0)
 
 
@@ -282,7 +289,7 @@ def test_of_many_rows_without_an_advantage_a_few_stand_for_all(tiny, batch):
     mixed = batch.take(torch.tensor([0, 1, 2, 3] + [4] * 20))
     idle = torch.arange(len(mixed)) >= 4
     mixed = mixed.updated(advantages=mixed.advantages.masked_fill(idle[:, None], 0.0))
-    moving, still = split_by_gradient(mixed)
+    moving, still = split_rows(mixed)
     whole, part = trainer_of(tiny), trainer_of(tiny)
     scored = rows_scored(part)
     seen = whole.step(mixed, loss_over(mixed), learning_rate=5e-4)
@@ -300,12 +307,15 @@ def test_what_a_few_rows_tell_of_many_comes_with_its_error(tiny, batch):
     mixed = mixed.updated(old_logprobs=mixed.old_logprobs + moved)
     idle = torch.arange(32) >= 8
     mixed = mixed.updated(advantages=mixed.advantages.masked_fill(idle[:, None], 0.0))
-    moving, still = split_by_gradient(mixed)
-    assert len(still) >= 24
+    moving, still = split_rows(mixed)
+    assert still.num_rows >= 24
+    alike = mixed.policy_mask.any(1) & idle
     trainer, draws = trainer_of(tiny), []
     exact = trainer.step(mixed, loss_over(mixed), learning_rate=0.0)
     for _ in range(24):
-        some = still.take(torch.randperm(len(still), generator=generator))
+        order = alike.nonzero().flatten()[torch.randperm(still.num_rows, generator=generator)]
+        rows = torch.cat([(~alike).nonzero().flatten(), order]).numpy()
+        _, some = Movement(mixed).split(rows, STILL_ROWS)
         draws.append(trainer.step(moving, loss_over(mixed), learning_rate=0.0, still=some))
     for name in ("approx_kl", "entropy"):
         apart = torch.tensor([found[name] - exact[name] for found in draws]).double()

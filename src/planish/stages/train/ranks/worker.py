@@ -32,12 +32,13 @@ from planish.records.reference import KEY as REFERENCE
 from planish.records.reference import named_reference
 from planish.records.refs import Ref, parse_pin
 from planish.records.reports import UpdateReport, write_report
+from planish.records.rollouts import FinishReason, RolloutSet
 from planish.records.schema import Record
 from planish.records.stream import StreamState
 from planish.run.rank_watch import WatchedTask, watched_ranks
 from planish.run.signals import Terminated
 from planish.run.stage_metrics import StageMetrics, show_phase
-from planish.stages.train.batching import train_batch
+from planish.stages.train.batching import share_rows, split_minibatches, train_batch
 from planish.stages.train.progress import Progress
 from planish.stages.train.ranks.boundaries import Sigterm, StartOver, StepBoundaries
 from planish.stages.train.ranks.job import (
@@ -50,7 +51,7 @@ from planish.stages.train.ranks.job import (
 )
 from planish.stages.train.trainer import Trainer, set_up_torch
 from planish.stages.train.update import UpdateResult, run_update
-from planish.stages.train.window_values import earlier_values, values_to_store
+from planish.stages.train.window_values import earlier_values, row_keys, values_to_store
 
 if TYPE_CHECKING:
     import torch
@@ -168,19 +169,27 @@ def _train(
     if trainer is None:
         trainer = _open_trainer(job, grid, device, has_critic=algorithm.needs_values)
     started = time.perf_counter()
-    rollouts, rewards = inputs.rollouts, inputs.rewards
-    batch = train_batch(rollouts, rewards, info.get("policy_version"))
+    rollouts, rewards, seed = inputs.rollouts, inputs.rewards, (job.seed, job.iteration)
+    num_rows = int(rewards.keep.sum())
+    minibatches = split_minibatches(num_rows, config.rollouts_per_minibatch, 1, seed=seed)
+    share = share_rows(rollouts, rewards, minibatches, grid, device)
+    batch = train_batch(rollouts, rewards, info.get("policy_version"), share)
     ordinals = inputs.ordinals if algorithm.needs_values else None
+    keys = row_keys(rollouts, ordinals) if ordinals is not None else None
+    goes_on = rollouts.finish == FinishReason.WINDOW
+    # From here on no rank needs the tokens of others.
+    del rollouts
+    inputs = replace(inputs, rollouts=RolloutSet.empty())
     stored = None
-    if ordinals is not None:
-        stored = earlier_values(batch, rollouts, rewards, ordinals, inputs.values)
+    if keys is not None:
+        stored = earlier_values(batch, keys, rewards, inputs.values)
     result = run_update(
         trainer,
         algorithm,
         batch,
         config=config,
         progress=Progress.from_json(info) if info else Progress(),
-        seed=(job.seed, job.iteration),
+        seed=seed,
         group_places=inputs.places,
         critic=job.critic,
         earlier_values=stored,
@@ -201,11 +210,11 @@ def _train(
         **grid.to_json(),
     }
     stream = inputs.stream
+    values = None
+    if keys is not None:
+        values = values_to_store(batch, result.values, keys, goes_on, rewards, inputs.values)
     if ranks.is_first:
-        if ordinals is not None:
-            values = values_to_store(
-                batch, result.values, rollouts, rewards, ordinals, inputs.values
-            )
+        if values is not None:
             stream = replace(stream, values=_write(job, layout.values, values))
         if result.waiting is not None and result.waiting.num_rows:
             stream = replace(stream, waiting=_write(job, layout.waiting, result.waiting))
@@ -234,8 +243,8 @@ def _train(
         return state
 
     # What an earlier attempt has trained on took none of the time.
-    share = 1 - boundaries.resumed / max(1, len(result.minibatches))
-    speed = scalars.get("num_tokens", 0.0) * config.num_passes * share / max(seconds, 1e-9)
+    fresh = 1 - boundaries.resumed / max(1, len(result.minibatches))
+    speed = scalars.get("num_tokens", 0.0) * config.num_passes * fresh / max(seconds, 1e-9)
     return Trained(commit, stream, scalars | _spent(seconds, speed, device))
 
 
