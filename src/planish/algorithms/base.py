@@ -130,7 +130,7 @@ class Denominators:
     minibatch: Mapping[str, float]
     """`Algorithm.counts` of the mini-batch; for the value loss `ActorCritic.value_counts`."""
     batch: Mapping[str, float]
-    """The same of the whole rollout batch."""
+    """Counts of the whole rollout batch."""
     num_minibatches: int
     """Optimizer steps that share the rollout batch in one pass over it."""
 

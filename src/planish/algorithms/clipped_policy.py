@@ -41,7 +41,7 @@ class ClippedPolicyConfig(Section):
     dual_clip: float | None = Field(default=None, gt=1.0)
     """Bounds the loss of tokens with negative advantage; None is off, as published."""
     aggregation: Aggregation = "token-mean"
-    """How the losses of tokens become one number."""
+    """Aggregation of the losses of tokens into one number."""
     norm_tokens: int | None = Field(default=None, ge=1)
     """Maximum response length in tokens; needed by aggregation `seq-sum-norm` only."""
     correction: Correction = "off"
@@ -56,7 +56,7 @@ class ClippedPolicyConfig(Section):
     aggregation; 0 is off and loads no reference. GRPO, arXiv 2402.03300, section 4.2: 0.04.
     `train.reference_policy` says which policy is the reference."""
     kl_estimator: KlEstimator = "k3"
-    """How the divergence of a token is estimated; `k3` is GRPO's (arXiv 2402.03300, equation 4),
+    """Estimator of the divergence of a token; `k3` is GRPO's (arXiv 2402.03300, equation 4),
     `k2` has the gradient of the divergence, `k1` has a gradient of 0 on average."""
     clips_weights: ClassVar[bool] = False
     """True: both clips bind for advantages of either sign. False: each binds on its own side."""

@@ -87,7 +87,7 @@ class ActorCriticConfig(ClippedPolicyConfig):
     value_clip_high: float | None = Field(default=None, gt=0.0)
     """How far above its old value a value may go; None is any distance."""
     value_aggregation: Aggregation = "token-mean"
-    """How the value losses of tokens become one number."""
+    """Aggregation of the value losses of tokens into one number."""
 
     @model_validator(mode="after")
     def _has_norm(self) -> ActorCriticConfig:

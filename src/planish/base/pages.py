@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 
 
 class StatusPage(NamedTuple):
-    """What is answered."""
+    """Answer to a request."""
 
     status: int
     """HTTP status: 200, or 503 if a probe must fail."""

@@ -112,8 +112,8 @@ class BaseEngine(ABC):
     def _advance(self) -> list[Output]:
         """Make one step for the running requests; return the finished ones.
 
-        A step may give each request any number of tokens, none included. What follows a token
-        that ends a response, or lies beyond its budget, is in no output.
+        A step may give each request any number of tokens, or none. Tokens after the end of a
+                response, or beyond its budget, are in no output.
         """
 
     @abstractmethod
@@ -213,7 +213,7 @@ class BaseEngine(ABC):
         return self._poll(timeout, None)
 
     def _poll(self, timeout: float, wanted: set[str] | None) -> list[Output]:
-        """Poll for some ids only; outputs of others stay for whoever asks for them."""
+        """Poll for some ids only; outputs of other ids stay for a later call."""
         deadline = time.monotonic() + timeout
         while True:
             with self._lock:

@@ -29,7 +29,7 @@ MEASURING = 0
 """Replaces the iteration in seeds: no training iteration has this number."""
 
 MOST_REPEATS = 3
-"""How often responses that were lost with a part of the engine are requested again."""
+"""Maximum repeats of a response that was lost with a part of the engine."""
 
 
 def generate_rollouts(

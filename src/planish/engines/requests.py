@@ -31,7 +31,7 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample one response."""
+    """Settings of sampling for one response."""
 
     max_new_tokens: int
     """Budget of this call in tokens, 1 to 2**63 - 1."""

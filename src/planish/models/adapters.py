@@ -42,7 +42,7 @@ class Adapters(NamedTuple):
         return self.alpha / self.rank
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as JSON holds them."""
+        """Return the settings in JSON form."""
         return {**self._asdict(), "target_modules": list(self.target_modules)}
 
 

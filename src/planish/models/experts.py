@@ -26,7 +26,7 @@ class DiskTensor(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """How one family names the experts of a layer on disk."""
+    """Names of one family for the experts of a layer on disk."""
 
     block: str
     """Name of the block that is `mlp` in memory."""

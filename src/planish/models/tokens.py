@@ -351,7 +351,7 @@ def _check_ids(folder: Path) -> None:
 
 
 def _backend_class(folder: Path) -> Any:
-    """Return the plain fast class where the folder asks for it: `AutoTokenizer` costs seconds."""
+    """Return the plain fast class if the folder names it, because `AutoTokenizer` costs seconds."""
     path = folder / "tokenizer_config.json"
     if path.is_file() and (folder / "tokenizer.json").is_file():
         raw = json.loads(path.read_text("utf-8"))

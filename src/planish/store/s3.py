@@ -416,9 +416,9 @@ class _Download:
     ):
         """Read into `target`, or read a whole object of at most `limit` bytes that may change."""
         self.target = target
-        """Of the size that the first answer says, unless the caller gives it."""
+        """Buffer with the size from the first answer, unless the caller gives it."""
         self.etag = etag
-        """Of the object that the first answer came from: later ones must not be of another."""
+        """Entity tag of the first answer; later answers must have the same one."""
         self.done = 0
         self._client = client
         self._key = key

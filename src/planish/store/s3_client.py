@@ -212,7 +212,7 @@ class Client(Minio):
         preload_content: bool = True,
         no_body_trace: bool = False,
     ) -> Answer:
-        """Send what an operation of the SDK asks, in place of its own way."""
+        """Send a request of the SDK, in place of the SDK's own method."""
         query = query_params or {}
         return self.call(method, object_name or "", whole, query=query, headers=headers, body=body)
 

@@ -107,8 +107,8 @@ def check_settings(
 ) -> list[str]:
     """Refuse settings that the pods of a pipeline cannot run; return warnings.
 
-    With `asks` it reads missing facts from the hub or a store, without fetching a model or data
-    set.
+    With `asks` it also reads missing facts from the hub or a store, without fetching a model or
+    data set.
     """
     keys = ("preset", "config", "overrides", "model", "dataset", "seed")
     given = {key: parameters.get(key, pipeline.inputs[key]["defaultValue"]) for key in keys}

@@ -370,7 +370,7 @@ def set_gpu_memory(pipeline: CompiledPipeline, gigabytes: int) -> None:
 
 
 def _set_requests(pipeline: CompiledPipeline, **changes: Any) -> None:
-    """Change what `prepare` is told of the pods."""
+    """Change the description of the pods that `prepare` gets."""
     requests = pipeline.constants("prepare")["requests"]
     table = {**json.loads(requests["constant"]), **changes}
     requests["constant"] = json.dumps(table, sort_keys=True)

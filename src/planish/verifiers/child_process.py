@@ -55,7 +55,7 @@ class ChildProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._received = b""
         self.ready: dict[str, Any] = {}
-        """What it said when it became ready."""
+        """The child's message when it became ready."""
 
     @property
     def pid(self) -> int | None:

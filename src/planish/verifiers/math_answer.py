@@ -243,7 +243,7 @@ def extract_answer(response: str, form: str = "line") -> str | None:
 
 
 def _last_line(text: str) -> str | None:
-    """Return what stands behind the last label, there or below; a value of JSON ends as there."""
+    """Return the text behind the last label, there or below; a value of JSON ends as there."""
     labels = list(_LABEL.finditer(text))
     if not labels:
         return None
@@ -467,8 +467,8 @@ def verify_math(
 def _is_comparable(text: str, expected: str) -> bool:
     """Refuse what must equal nothing: open or deep brackets, non-ASCII digits, several answers.
 
-    Of equations math-verify may compare the last right side alone: none equals a value, unless it
-    is between numbers, and several without a comma equal nothing.
+    In equations math-verify may compare only the last right side. So an equation equals no value,
+        unless it is between numbers, and several equations without a comma equal nothing.
     """
     *sides, _ = _EQUALS.split(_COMMAND.sub("", text))
     named = [side for side in sides if re.search("[A-Za-z]", side)]

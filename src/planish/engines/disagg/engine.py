@@ -74,7 +74,7 @@ def _check_devices(num_ranks: int) -> None:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a request runs."""
+    """Place of a running request."""
 
     rank: int
     micro_batch: int
@@ -137,7 +137,7 @@ class DisaggEngine(BaseEngine):
         self._stage_s = stage_s
         self._launcher = launcher or partial(launch, device=device)
         self.layout: ExpertLayout
-        """Where the experts are, once it has started."""
+        """Layout of the experts, after the start."""
         self._processes: Processes | None = None
         self._scratch = ExitStack()
         self._running: dict[str, _Place] = {}

@@ -21,7 +21,7 @@ from torch import Tensor
 _PASSES = 20
 """Number of passes that lower the largest cost; a pass ends early if nothing changes."""
 _TRIES = 8
-"""How many numbers of replicas are tried beside none."""
+"""Count of the numbers of replicas that are tried, beside none."""
 _GOLDEN = 2654435769
 """2**32 divided by the golden ratio."""
 
@@ -84,7 +84,7 @@ def place(loads: Sequence[float], num_nodes: int, slots_per_node: int) -> Placem
 def _spread(
     cost: Floats, counts: NDArray[np.int64], num_nodes: int, slots_per_node: int
 ) -> tuple[NDArray[np.bool_], Floats]:
-    """Return who holds what and the shares, both [E, nodes], for given numbers of replicas."""
+    """Return the nodes with replicas and the shares, both [E, nodes], for numbers of replicas."""
     held = np.zeros((len(cost), num_nodes), dtype=bool)
     load = np.zeros(num_nodes)
     each = cost / counts
@@ -160,7 +160,7 @@ class ExpertLayout:
         return [placement.experts[node] for placement in self.layers]
 
     def plain(self) -> dict[str, Any]:
-        """Return this as JSON holds it."""
+        """Return this in JSON form."""
         return asdict(self)
 
     @classmethod

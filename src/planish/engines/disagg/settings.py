@@ -85,7 +85,7 @@ class RankSettings:
         return Path(self.folder)
 
     def plain(self) -> dict[str, Any]:
-        """Return this as JSON holds it."""
+        """Return this in JSON form."""
         return asdict(self)
 
     @classmethod

@@ -23,7 +23,7 @@ from planish.engines.disagg.m2n.sockets import SocketTransport
 
 ROW_BYTES = 4096
 _LONGEST_S = 60.0
-"""Of a start, and of one frame."""
+"""Time limit in seconds of a start, and of one frame."""
 
 
 def _open(name: str, rank: int, largest: int, secret: str, device: torch.device) -> Transport:

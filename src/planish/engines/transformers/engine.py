@@ -77,7 +77,7 @@ class TransformersEngine(BaseEngine):
     def _choose_decoder(self, served: ServedModel) -> Callable[[KeyValueCache], Decoder]:
         """Return the fused decoder where it fits, else the general one.
 
-        Where modules of transformers are at hand, a decoder must agree with their forward.
+        If modules of transformers are loaded, a decoder must agree with their forward.
         """
         kinds: list[Callable[[KeyValueCache], Decoder]] = []
         if self._fused and served.fits_fused():

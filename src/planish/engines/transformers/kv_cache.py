@@ -112,5 +112,5 @@ class KeyValueCache:
         self.width, self._layers = 0, {}
 
     def num_bytes(self) -> int:
-        """Return the memory held."""
+        """Return the bytes in use."""
         return sum(x.keys.nbytes + x.values.nbytes for x in self._layers.values())

@@ -120,7 +120,7 @@ class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
                 layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to free."""
 
 
 def in_group(

@@ -45,7 +45,7 @@ TRAINER_PERMISSIONS = tuple(
     ("trainer.kubeflow.org", "trainjobs", verb) if group == "batch" else (group, resource, verb)
     for group, resource, verb in PERMISSIONS
 )
-"""The same permissions if Kubeflow Trainer makes the jobs."""
+"""Permissions if Kubeflow Trainer makes the jobs."""
 
 
 class GangCluster(Kube):

@@ -192,7 +192,7 @@ def check_isolation() -> None:
 
 @contextlib.contextmanager
 def _confined(program: str, seconds: float) -> Iterator[tuple[ChildProcess, Path]]:
-    """Start a program of ours in a folder of its own; both are gone afterwards."""
+    """Start one of our programs in its own folder; both are removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="planish-tests-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
 

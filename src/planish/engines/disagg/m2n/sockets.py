@@ -55,7 +55,7 @@ CLOSE_S = 2.0
 
 
 class _Peer:
-    """The connection to one peer; reading belongs to the thread, sending to who holds the lock."""
+    """The connection to one peer; the thread reads, and the holder of the lock sends."""
 
     def __init__(self, rank: int, end: socket.socket, limits: FrameLimits, pin_memory: bool):
         self.rank, self.end = rank, end
