@@ -193,7 +193,7 @@ class JobMonitor:
         self._turns: dict[str, dict[str, int]] = {}
         self._devices: dict[str, int] = {}
         """Machine to the most GPUs that it has had."""
-        self._begun = 0
+        self._begun: int = 0
         """Unix second from which on it is known."""
 
     def _learn(self, result: Result, now: int, ignored: Sequence[tuple[int, int]]) -> None:

@@ -9,7 +9,8 @@ Source: GSM8K, arXiv 2110.14168, section 2.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from planish.stages.curate.arithmetic import ColumnExpression
 from planish.stages.curate.problem import CurationLedger, Drop, Problem, keep_first
@@ -23,7 +24,7 @@ _TWO_OPERANDS = re.compile(r"([0-9]+)([-+*])([0-9]+)")
 _WHOLE = re.compile(r"-?[0-9]+")
 
 
-def parse_row(fields: dict[str, object]) -> tuple[str, str, str] | None:
+def parse_row(fields: Mapping[str, Any]) -> tuple[str, str, str] | None:
     """Return question, worked solution and final answer of one row, or None."""
     question, answer = fields.get("question"), fields.get("answer")
     final = _FINAL.search(answer) if isinstance(answer, str) else None
@@ -32,7 +33,7 @@ def parse_row(fields: dict[str, object]) -> tuple[str, str, str] | None:
     return (question, answer[: final.start()].rstrip(), final[1])
 
 
-def problem_row(fields: dict[str, object]) -> dict[str, object] | None:
+def problem_row(fields: Mapping[str, Any]) -> dict[str, Any] | None:
     """Turn one row into the plain form: prompt, answer, trace; None when it has another form."""
     if (parsed := parse_row(fields)) is None:
         return None
