@@ -36,6 +36,9 @@ _SAME_JOB_SHARE = 0.5
 class JobMonitor:
     """Joins detector, baseline, warm-up, idle rule and the coming and going of machines."""
 
+    _begun: int
+    """Unix second from which on the job is known."""
+
     def __init__(
         self, job: str, models: Models, config: MinderConfig, *, detector: Detector | None = None
     ) -> None:
@@ -193,8 +196,7 @@ class JobMonitor:
         self._turns: dict[str, dict[str, int]] = {}
         self._devices: dict[str, int] = {}
         """Machine to the most GPUs that it has had."""
-        self._begun: int = 0
-        """Unix second from which on it is known."""
+        self._begun = 0
 
     def _learn(self, result: Result, now: int, ignored: Sequence[tuple[int, int]]) -> None:
         """Let the baseline grow by what was healthy."""

@@ -27,10 +27,10 @@ _WHOLE = re.compile(r"-?[0-9]+")
 def parse_row(fields: Mapping[str, Any]) -> tuple[str, str, str] | None:
     """Return question, worked solution and final answer of one row, or None."""
     question, answer = fields.get("question"), fields.get("answer")
-    final = _FINAL.search(answer) if isinstance(answer, str) else None
-    if not isinstance(question, str) or final is None:
+    if not isinstance(question, str) or not isinstance(answer, str):
         return None
-    return (question, answer[: final.start()].rstrip(), final[1])
+    final = _FINAL.search(answer)
+    return (question, answer[: final.start()].rstrip(), final[1]) if final else None
 
 
 def problem_row(fields: Mapping[str, Any]) -> dict[str, Any] | None:
