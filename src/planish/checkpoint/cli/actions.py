@@ -78,33 +78,22 @@ def info(options: argparse.Namespace, _: Progress) -> Lines:
 
 
 def inspect(options: argparse.Namespace, _: Progress) -> Lines:
-    """Yield the tensors, and their parts where asked for."""
+    """Yield the tensors."""
     opened = open_state(_checkpoint(options.path))
     metadata = opened.metadata
-    tensors, shards = metadata.tensors, metadata.shards
+    tensors, num_bytes = metadata.tensors, metadata.shards.nbytes
     rows = [n for n, fqn in enumerate(tensors.fqns) if fnmatch.fnmatchcase(fqn, options.name)]
     described: list[list[Any]] = []
-    parts: list[list[Any]] = []
     for row in rows[:_MAX_ROWS]:
         spec = tensors.spec(row)
         mine = metadata.shards_of(row)
-        size = bytes_text(int(shards.nbytes[mine].sum()))
+        size = bytes_text(int(num_bytes[mine].sum()))
         shape = " x ".join(map(str, spec.shape)) or "scalar"
         state = f"{spec.role}.{spec.kind}"
         described.append([state, spec.fqn, spec.dtype, shape, size, len(mine)])
-        dims = len(spec.shape)
-        for part in mine.tolist() if options.shards and len(parts) < _MAX_ROWS else ():
-            begin = shards.offsets[part, :dims].tolist()
-            lengths = shards.lengths[part, :dims].tolist()
-            box = " ".join(f"{o}:{o + n}" for o, n in zip(begin, lengths, strict=True)) or "all"
-            first = int(shards.start[part])
-            place = f"{first}:{first + int(shards.nbytes[part])}"
-            parts.append([spec.fqn, box, metadata.files.keys[int(shards.file[part])], place])
     columns = ("state", "tensor", "type", "shape", "bytes", "parts")
     more = f" (the first {_MAX_ROWS} of {len(rows)})" if len(rows) > _MAX_ROWS else ""
     yield Table(f"{opened.uri}{more}", columns, described)
-    if options.shards:
-        yield Table("parts", ("tensor", "box", "file", "bytes"), parts[:_MAX_ROWS])
 
 
 def rm(options: argparse.Namespace, _: Progress) -> Lines:

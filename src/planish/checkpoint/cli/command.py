@@ -20,7 +20,7 @@ COMMANDS: dict[str, str] = {
     "ls": "list the committed checkpoints below a root",
     "info": "say what a checkpoint is: step, layout, roles, sizes",
     "verify": "check that every object is there and every block is intact",
-    "inspect": "list the tensors, and where each part of them lies",
+    "inspect": "list the tensors",
     "latest": "print the pin of the newest committed checkpoint",
     "rm": "remove one checkpoint",
     "retain": "remove the checkpoints below a root that no rule keeps",
@@ -67,7 +67,6 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     add("ls info", "--json", "print JSON", **yes)
     names = "tensors whose name matches (default all)"
     add("inspect", "--name", names, default="*", metavar="GLOB")
-    add("inspect", "--shards", "also print the box, file and bytes of each part", **yes)
     add("rm", "--yes", "do it; otherwise only say so", **yes)
     add("retain gc", "--dry-run", "only say what would go", **yes)
     add("retain", "--keep-last", "newest that stay (default 3)", type=int, default=3, metavar="N")

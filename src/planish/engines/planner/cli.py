@@ -121,8 +121,6 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         "--redundancy outlives experts; the engines of this package end)",
     )
     add("--seed", type=int, default=0, help="of all draws (default 0)")
-    add("--layers", type=count, default=6, metavar="N", help="in the picture (default 6)")
-    add("--picture", type=Path, metavar="FILE", help="gets the timeline, as SVG")
     add("--json", type=Path, metavar="FILE", help="gets every figure")
     add = made["profile"].add_argument
     add("--model", required=True, metavar="M", help="name of a published model, or a config.json")

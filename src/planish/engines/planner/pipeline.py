@@ -15,7 +15,6 @@ import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 KINDS = ("attention", "dispatch", "experts", "combine")
 """Resources: attention ranks, their links, expert ranks, their links."""
@@ -42,19 +41,6 @@ def iteration_seconds(
     )
 
 
-class Served(NamedTuple):
-    """Work of one resource for one micro-batch and layer, in seconds since the start."""
-
-    kind: str
-    """One of `KINDS`."""
-    rank: int
-    micro_batch: int
-    layer: int
-    """Number of the layer; one after the last is the final work of an attention rank."""
-    start: float
-    end: float
-
-
 @dataclass(frozen=True, slots=True)
 class Work:
     """Seconds of one micro-batch on each rank, in one layer."""
@@ -78,8 +64,6 @@ class Pipeline:
     attention_ranks: int
     """Number of attention ranks; dead ranks count too and get no work."""
     expert_ranks: int
-    spans: list[Served] | None = None
-    """Record of the work, if a list is given."""
     busy: dict[str, list[float]] = field(init=False)
     """Kind of resource -> seconds of work of each rank."""
     free: dict[str, list[float]] = field(init=False)
@@ -115,10 +99,9 @@ class Pipeline:
             for rank, took in enumerate(seconds):
                 # A rank without rows of this micro-batch takes no part.
                 if took:
-                    where = (rank, number, layer)
-                    done = self.serve(kind, where, ready, took * next(draws))
+                    done = self.serve(kind, rank, ready, took * next(draws))
                     if link:
-                        done = self.serve(link, where, done, links[rank] * next(draws))
+                        done = self.serve(link, rank, done, links[rank] * next(draws))
                     last = done if done > last else last
             if side == 0 and layer < layers:
                 heapq.heappush(events, (last, layer, number, 1))
@@ -128,16 +111,14 @@ class Pipeline:
                 end = last if last > end else end
         return end
 
-    def serve(self, kind: str, where: tuple[int, int, int], ready: float, took: float) -> float:
+    def serve(self, kind: str, rank: int, ready: float, took: float) -> float:
         """Add work to a resource after its earlier work, and return the end time.
 
-        `where` is rank, micro-batch and layer; call it in the order of `ready`.
+        Call it in the order of `ready`.
         """
-        free, rank = self.free[kind], where[0]
+        free = self.free[kind]
         began = free[rank]
         began = ready if ready > began else began
         free[rank] = done = began + took
         self.busy[kind][rank] += took
-        if self.spans is not None:
-            self.spans.append(Served(kind, *where, began, done))
         return done

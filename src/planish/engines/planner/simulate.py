@@ -21,8 +21,7 @@ from planish.base.text import Table, seconds_text
 from planish.engines.config import DEAD_S
 from planish.engines.planner.cli import Progress, write_output
 from planish.engines.planner.documents import PlannedRun, read_plan
-from planish.engines.planner.pipeline import Pipeline, Served, Work
-from planish.engines.planner.timeline import timeline_svg
+from planish.engines.planner.pipeline import Pipeline, Work
 
 NUM_FACTORS = 8191
 """Number of jitter factors, used in turn; a prime, so that a rank does not repeat its factors."""
@@ -71,8 +70,6 @@ class SimulatedRun:
     """Result of a simulated run."""
 
     pipeline: Pipeline
-    spans: list[Served] = field(default_factory=list)
-    """Work of the first iteration."""
     iterations: list[float] = field(default_factory=list)
     tokens: int = 0
     """Tokens of all responses without those that a dead rank lost."""
@@ -115,7 +112,6 @@ def run(
     sigma = disturbed.jitter
     factors = [math.exp(draw.gauss(-sigma * sigma / 2, sigma)) for _ in range(NUM_FACTORS)]
     outcome = SimulatedRun(Pipeline(one.n_a, one.n_e))
-    outcome.pipeline.spans = outcome.spans
     slots = [[_Slot(rank) for rank in range(one.n_a)] for _ in range(planned.plan.m)]
     deaths = sorted(disturbed.deaths, key=lambda death: death.seconds)
     alive = [True] * one.n_e
@@ -129,7 +125,6 @@ def run(
         shift = draw.randrange(NUM_FACTORS)
         turned = factors[shift:] + factors[:shift] if disturbed.jitter else (1.0,)
         end = outcome.pipeline.iteration(outcome.seconds, work, one.model.layers, turned)
-        outcome.pipeline.spans = None
         lost: list[int] = []
         while deaths and deaths[0].seconds < end:
             death = deaths.pop(0)
@@ -226,9 +221,6 @@ def simulate(options: argparse.Namespace, progress: Progress) -> Iterator[Table 
     outcome = run(planned, requests, disturbed, progress)
     document = describe(planned, outcome, requests, disturbed)
     write_output("--json", options.json, json.dumps(document, allow_nan=False) + "\n")
-    title = f"{planned.model.name}: first layers of an iteration"
-    picture = timeline_svg(outcome.spans, title, layers=options.layers)
-    write_output("--picture", options.picture, picture)
     iteration = document["iteration_s"]
     planned_text = seconds_text(iteration["planned"])
     rows = [
