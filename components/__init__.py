@@ -16,7 +16,6 @@ from components.reward import reward
 from components.rollout import rollout
 from components.sft import sft
 from components.train import train
-from components.update import update
 
 __all__ = [
     "checkpoint",
@@ -35,5 +34,4 @@ __all__ = [
     "rollout",
     "sft",
     "train",
-    "update",
 ]

@@ -103,8 +103,6 @@ class Profile:
     deadline_seconds: int
     retention_seconds: int
     """How long the cluster keeps the workflow of an ended run."""
-    compact: bool = False
-    """Reward, train and checkpoint are one task on the resources of train."""
     iterations_per_task: int = 0
     """Iterations of one task, whose ranks keep trainer and engine in memory, on the resources of
     `iterate`; 0 gives every stage of an iteration a task of its own."""

@@ -145,9 +145,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, help="iterations of one run")
     parser.add_argument("--shards", type=int, help="rollout tasks of an iteration, 1 to 32")
     parser.add_argument("--parallelism", type=int, help="rollout tasks at a time, 0 for all")
-    parser.add_argument(
-        "--compact", action="store_true", help="reward, train and checkpoint as one task"
-    )
     resident_option(parser)
     parser.add_argument(
         "--cold-start",
@@ -170,7 +167,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 num_iterations=arguments.iterations,
                 num_shards=arguments.shards,
                 parallelism=arguments.parallelism,
-                compact=arguments.compact,
                 iterations_per_task=arguments.resident,
                 cold_start=arguments.cold_start,
             )

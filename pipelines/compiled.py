@@ -146,7 +146,7 @@ def size_faults(compiled: Compiled) -> list[str]:
     if size > MAX_OBJECT_BYTES:
         faults.append(
             f"the workflow object must end with at most {MAX_OBJECT_BYTES} bytes, got {size}; take "
-            "fewer iterations a run and chain several runs, fewer shards, or --compact"
+            "fewer iterations a run and chain several runs, fewer shards, or --resident"
         )
     if pods > MAX_PODS:
         faults.append(f"a run must make at most {MAX_PODS} pods, got {pods}")

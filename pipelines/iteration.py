@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kfp import dsl
 
-from components import checkpoint, iterate, monitor_check, reward, rollout, train, update
+from components import checkpoint, iterate, monitor_check, reward, rollout, train
 from components.images import Profile, Resources
 from components.pod_settings import with_pod_settings
 from pipelines.monitor import Monitor
@@ -82,21 +82,15 @@ def build_iteration(
         of_policy = {**of_iteration, "policy_pin": policy_pin}
         of_batch = {**of_policy, "num_shards": profile.num_shards}
         rolled = _rollouts(in_pod, {**of_batch, "state_pin": state_pin}, one_machine=one_machine)
-        if profile.compact:
-            updated = update(**of_batch, state_pin=state_pin)
-            in_pod(updated, "train").set_display_name("reward, train, checkpoint").after(*rolled)
-            before_training, exported, trained = rolled, updated, updated
-        else:
-            rewarded = reward(**of_batch)
-            in_pod(rewarded, "reward").after(*rolled)
-            rewards = rewarded.outputs["rewards"]
-            trained = in_pod(train(**of_batch, state_pin=state_pin, rewards=rewards), "train")
-            exported = checkpoint(**of_policy, state=trained.outputs["train_state"])
-            in_pod(exported, "checkpoint")
-            before_training = [rewarded]
+        rewarded = reward(**of_batch)
+        in_pod(rewarded, "reward").after(*rolled)
+        rewards = rewarded.outputs["rewards"]
+        trained = in_pod(train(**of_batch, state_pin=state_pin, rewards=rewards), "train")
+        exported = checkpoint(**of_policy, state=trained.outputs["train_state"])
+        in_pod(exported, "checkpoint")
         if monitor is not None:
             checked = _check(monitor, of_iteration, profile.stages["train"])
-            in_pod(checked, "monitor_check").after(*before_training)
+            in_pod(checked, "monitor_check").after(rewarded)
         return Pins(
             policy_pin=exported.outputs["policy_pin"], state_pin=trained.outputs["state_pin"]
         )

@@ -134,7 +134,6 @@ def run_local(
     profile: str = "cpu-tiny",
     iterations: int | None,
     shards: int | None,
-    compact: bool = False,
     resident: int | None = None,
     skip_bad: bool = False,
     dataset_map: str = "",
@@ -151,7 +150,6 @@ def run_local(
         profile: name in `components.images.PROFILES`.
         iterations: iterations of this run; None keeps the profile's number.
         shards: rollout shards of an iteration; None keeps the profile's number.
-        compact: reward, train and checkpoint as one task.
         resident: iterations of one task, whose ranks keep trainer and engine; None keeps the
             profile's number, 0 gives every stage a task.
         skip_bad: drop malformed lines of the data instead of refusing the file.
@@ -176,7 +174,6 @@ def run_local(
         profile,
         num_iterations=iterations,
         num_shards=shards,
-        compact=compact,
         iterations_per_task=resident,
     )
     if skip_bad:

@@ -44,7 +44,7 @@ def check_profile(profile: Profile) -> None:
     """
     faults = []
     size = profile.iterations_per_task
-    tasks = profile.num_rollout_tasks + (1 if profile.compact else 3)
+    tasks = profile.num_rollout_tasks + 3
     pods = 2 if size else 1 + 2 * tasks
     each = POD_STATUS_BYTES * pods + TASK_BYTES * (1 if size else tasks + 1)
     most = MAX_OBJECT_BYTES // each * max(1, size)
@@ -69,11 +69,6 @@ def check_profile(profile: Profile) -> None:
             f"`parallelism` must be 0 (all shards) to `num_shards` ({profile.num_shards}), got "
             f"{profile.parallelism}; a loop cannot run more tasks than it has"
         )
-    if profile.compact and profile.num_nodes > 1:
-        faults.append(
-            f"`compact` must be off in the profile `{profile.name}`, whose train task waits for "
-            f"{profile.num_nodes} pods and is too small to reward and to export; take gpu-1x8"
-        )
     if not 1 <= profile.gpu_memory_gb <= 10_000:
         faults.append(
             f"`gpu_memory_gb` must be 1 to 10000, got {profile.gpu_memory_gb}; it is the memory of "
@@ -94,7 +89,6 @@ def profile_named(
     num_iterations: int | None = None,
     num_shards: int | None = None,
     parallelism: int | None = None,
-    compact: bool = False,
     iterations_per_task: int | None = None,
     gpu_memory_gb: int = 0,
     cold_start: bool = False,
@@ -125,7 +119,6 @@ def profile_named(
         num_iterations=profile.num_iterations if num_iterations is None else num_iterations,
         num_shards=shards,
         parallelism=parallelism,
-        compact=compact or profile.compact,
         iterations_per_task=(
             profile.iterations_per_task if iterations_per_task is None else iterations_per_task
         ),

@@ -24,8 +24,8 @@ from planish.base.parallel import SINGLE
 from planish.engines.config import EngineConfig
 from planish.engines.requests import ModelRef
 from planish.engines.weights import fetch_weights
+from planish.run.pins import Pins
 from planish.run.stage import Context
-from planish.run.update import Pins
 from planish.stages.export.stage import export
 from planish.stages.iterate.residents import Residents
 from planish.stages.rollout.job import Start

@@ -129,7 +129,6 @@ class Check:
             if self.expected.first_task in tasks:
                 self.need({*tasks} <= after, name, f"{ {*tasks} - after } do not follow the first")
         stages = {self.stage_of(self.compiled.executor_of(t)) for *_, t in self.compiled.tasks()}
-        stages |= {"reward", "checkpoint"} if "comp-update" in self.compiled.components else set()
         stages |= {*ITERATION_STAGES} if "comp-iterate" in self.compiled.components else set()
         self.need(self.expected.stages <= stages, "root", f"{self.expected.stages - stages} lack")
 

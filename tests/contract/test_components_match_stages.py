@@ -32,7 +32,6 @@ STAGES = {
     "rollout": "rollout",
     "sft": "sft",
     "train": "train",
-    "update": "train",
 }
 """Component to stage: the key of the image and resource tables, and the label of its pods."""
 
@@ -138,8 +137,7 @@ def test_no_two_stages_of_a_run_show_an_artifact_of_the_same_name(pipeline):
     shown = [
         artifact
         for component, stage in STAGES.items()
-        # `update` stands in the place of `train`.
-        if stage in PIPELINES[pipeline].stages | {*OPTIONAL_STAGES} and component != "update"
+        if stage in PIPELINES[pipeline].stages | {*OPTIONAL_STAGES}
         for artifact in outputs(component)[1]
     ]
     assert sorted(set(shown)) == sorted(shown)

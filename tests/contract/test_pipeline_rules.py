@@ -69,7 +69,6 @@ def compiled_of(name, **changes):
     [
         # Its own driver, two pods a shard, two for each of reward, train and checkpoint.
         ("cpu-tiny", {}, 1 + 2 * 2 + 3 * 2),
-        ("cpu-tiny", {"compact": True}, 1 + 2 * 2 + 2),
         ("gpu-16x8", {"num_shards": 1, "iterations_per_task": 0}, 1 + 2 + 3 * 2),
     ],
 )

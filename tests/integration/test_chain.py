@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from planish import store
 from planish.checkpoint.train_state import read_state_info
 from planish.minder.lab.files import write_frame
 from planish.records import layout
@@ -51,23 +50,6 @@ def assert_reference(root: str, name: str, sha256: str, states: int) -> None:
     assert read_state_info(runs.newest_state(root))["reference"] == f"{name}#sha256={sha256}"
     found = runs.manifests(root, "/states/").values()
     assert [m["parents"]["reference"] for m in found] == [sha256] * states
-
-
-@pytest.mark.full
-def test_a_compact_iteration_and_one_more_equal_two(two: str, tmp_path: Path) -> None:
-    root = (tmp_path / "run").as_uri()
-    log = tmp_path / "log.txt"
-    runs.run(root, log, compact=True, **SETTINGS)
-    learned = {k: v for k, v in runs.digests(root).items() if not k.startswith("evals/")}
-    assert any(path.startswith("policies/00001/") for path in learned)
-    assert learned.items() <= runs.digests(two).items()
-    for stage in ("reward", "train", "checkpoint"):
-        assert store.exists(layout.stage_log(root, stage, 1, 0))
-    # What a compact run has written is what a run of single tasks writes: the next goes on either.
-    runs.run(root, log, chain_index=1, **SETTINGS)
-    assert_same(root, two)
-    first = read_manifest(layout.policy(root, 0)).sha256
-    assert_reference(root, "policies/00000", first, states=2)
 
 
 def start(server: Server, run: dict, trace: Path, log: Path) -> programs.Program:

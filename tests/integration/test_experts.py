@@ -37,7 +37,7 @@ def trained(tmp_path_factory):
     root = f"file://{folder}/run"
     overrides = f"{EXPERTS} train.num_processes=2 train.replay_routing=true"
     overrides += " algorithm.correction=off"
-    runs.run(root, folder / "log", shards=1, compact=True, overrides=overrides)
+    runs.run(root, folder / "log", shards=1, overrides=overrides)
     return root
 
 
@@ -49,7 +49,7 @@ def resharded(trained, tmp_path_factory):
     overrides = f"{EXPERTS} train.num_processes=3 train.learning_rate=1e-30"
     overrides += " algorithm.correction=off rollout.max_generation_rounds=30"
     options = {"overrides": overrides, "resume_from": trained, "allow_config_change": True}
-    runs.run(root, folder / "log", shards=1, compact=True, **options)
+    runs.run(root, folder / "log", shards=1, **options)
     return root
 
 

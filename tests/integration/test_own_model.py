@@ -58,7 +58,7 @@ def options(root, model, dataset, iterations, overrides=""):
     """Return the options of `pipelines.local` for a small run of a model and rows of one's own."""
     line = ["--root", root, "--preset", "dapo-tiny"]
     line += ["--model", str(model), "--dataset", str(dataset), "--dataset-map", "answer=label"]
-    line += ["--iterations", str(iterations), "--shards", "1", "--compact"]
+    line += ["--iterations", str(iterations), "--shards", "1"]
     return [*line, "--overrides", f"{SMALL} {overrides}".strip()]
 
 

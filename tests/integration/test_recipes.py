@@ -240,7 +240,7 @@ def test_the_recipe_ends_well_and_its_policy_does_not_get_worse(recipe, tmp_path
         "pipelines.local",
         *("--root", file_root, "--preset", preset, "--config", path),
         *("--model", str(model), "--dataset", str(data), "--iterations", "1", "--shards", "1"),
-        *("--compact", "--overrides", more),
+        *("--overrides", more),
     )
     assert code == 0, "\n".join(line for line in told.splitlines() if "ERROR" in line)
     summary = read_json(f"{layout.report(file_root)}/summary.json")

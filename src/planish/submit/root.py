@@ -24,7 +24,6 @@ _LOG = re.compile(
 
 _PARTS = {
     "iterate": ("rollout", "evaluate", "reward", "train", "checkpoint"),
-    "update": ("reward", "train", "checkpoint"),
     "next_run": ("next",),
 }
 """Tasks whose logs have other names -> the stages that write them."""

@@ -14,7 +14,7 @@ from planish.engines.config import EngineConfig
 from planish.engines.requests import ModelRef
 from planish.engines.weights import FolderWeights
 from planish.models.policy import load_policy, save_policy
-from planish.run.update import Pins
+from planish.run.pins import Pins
 from planish.stages.iterate.residents import Residents, TrainerWeights
 from planish.stages.rollout.job import Start
 from planish.stages.train.config import TrainConfig

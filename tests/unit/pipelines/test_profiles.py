@@ -69,11 +69,6 @@ def test_the_shipped_profiles_are_what_their_names_say():
     assert GPU_16X8.stages["rollout"].gpus * GPU_16X8.num_shards == 16 * 8
 
 
-def test_a_task_that_waits_for_pods_can_not_reward_and_export_too():
-    with pytest.raises(ValueError, match="`compact` must be off in the profile `gpu-4x8`"):
-        profile_named("gpu-4x8", compact=True)
-
-
 def test_a_long_stage_is_still_retried():
     resources = Resources("1", "1Gi", timeout_seconds=7200, retries=3)
     assert resources.backoff_max_seconds == 4 * 7200 + 3600

@@ -328,7 +328,6 @@ def test_following_yields_each_line_once_below_the_name_of_its_task(file_root):
     [
         ("iterate", ["curate", "rollout", "reward", "train"], "rollout reward train"),
         ("iterate", ["rollout", "monitor_check", "evaluate"], "rollout evaluate"),
-        ("update", ["rollout", "reward", "train"], "reward train"),
         ("monitor-check", ["train", "monitor_check"], "monitor_check"),
         ("next-run", ["report", "next"], "next"),
         ("train", ["train", "trainer"], "train"),

@@ -19,8 +19,8 @@ from planish.engines.weights import WeightSource, fetch_weights
 from planish.records import layout
 from planish.records.manifest import read_manifest
 from planish.records.stream import StreamState, advance
+from planish.run.pins import Pins
 from planish.run.stage_metrics import StageMetrics
-from planish.run.update import Pins
 from planish.stages.iterate.broadcast import SentWeights, names_from_json, names_to_json, send
 from planish.stages.iterate.commit import LEAVE_SECONDS
 from planish.stages.iterate.iteration import evaluate, sample_shards, update

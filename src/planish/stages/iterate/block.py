@@ -20,9 +20,9 @@ import torch
 
 from planish.base.parallel import SINGLE, Ranks, join, local_rank, pick_device
 from planish.base.startup import spare_collections
+from planish.run.pins import Pins
 from planish.run.signals import Terminated
 from planish.run.stage_metrics import StageMetrics
-from planish.run.update import Pins
 from planish.stages.iterate.ahead import run_ahead
 from planish.stages.iterate.commit import LEAVE_SECONDS, LIMIT_SECONDS, stage_error
 from planish.stages.iterate.iteration import evaluate, sample_shards, update

@@ -22,9 +22,9 @@ from planish.base.errors import (
 )
 from planish.checkpoint.ranks.control import Control, control_of
 from planish.records.stream import StreamState
+from planish.run.pins import Pins
 from planish.run.signals import STOP_SECONDS
 from planish.run.stage import Context, Outcome, execute
-from planish.run.update import Pins
 from planish.stages.export.stage import export
 from planish.stages.rollout.job import Start, whole_pins
 from planish.stages.train.ranks.job import TrainJob

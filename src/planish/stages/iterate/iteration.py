@@ -10,8 +10,8 @@ from planish.base.parallel import Ranks
 from planish.engines import OpenEngine
 from planish.records import layout
 from planish.records.manifest import read_manifest
+from planish.run.pins import Pins
 from planish.run.stage import Context, Outcome, execute, is_stopped
-from planish.run.update import Pins
 from planish.stages.evaluate.iteration import evaluate_iteration
 from planish.stages.export.stage import passed_through
 from planish.stages.iterate.commit import Commit, export_policy

@@ -32,8 +32,8 @@ from planish.models.experts import on_disk
 from planish.models.policy import checksum, read_model_config
 from planish.models.shapes import shape_of
 from planish.records.files import weights_checksum
+from planish.run.pins import Pins
 from planish.run.stage_metrics import show_phase
-from planish.run.update import Pins
 from planish.stages.evaluate.config import EvaluateConfig
 from planish.stages.iterate.commit import LIMIT_SECONDS
 from planish.stages.prepare.devices import engine_share

@@ -19,9 +19,9 @@ from planish.base.errors import (
 from planish.base.parallel import leave
 from planish.records import layout
 from planish.records.manifest import read_manifest
+from planish.run.pins import Pins
 from planish.run.signals import stops_with
 from planish.run.stage import Context, load_run, mark_failure, refuse_known_failure
-from planish.run.update import Pins
 from planish.stages.iterate.job import Block
 from planish.stages.train.stage import in_ranks
 

@@ -19,7 +19,7 @@ from planish.records.refs import parse_pin
 from planish.records.rollouts import RolloutSet
 from planish.records.stream import StreamState, fresh_cursor, parse_data, state_root
 from planish.run.stage import Context
-from planish.run.update import Pins
+from planish.run.pins import Pins
 from planish.stages.rollout.commits import Commits
 from planish.stages.rollout.config import RolloutConfig
 from planish.verifiers import VerifierOptions

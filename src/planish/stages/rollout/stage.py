@@ -15,7 +15,7 @@ from planish.records.manifest import manifest_uri
 from planish.records.prompts import PromptSet
 from planish.records.rollouts import RolloutSet
 from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, mark_stopped
-from planish.run.update import Pins
+from planish.run.pins import Pins
 from planish.stages.rollout.job import (
     RolloutJob,
     Sampled,

@@ -59,9 +59,6 @@ def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = Fal
     parser.add_argument("--profile", default="cpu-tiny", help="name of a compiled profile")
     parser.add_argument("--iterations", type=int, help="in place of the profile's number")
     parser.add_argument("--shards", type=int, help="of the rollouts of an iteration, as above")
-    parser.add_argument(
-        "--compact", action="store_true", help="reward, train and checkpoint as one task"
-    )
     resident_option(parser)
 
 

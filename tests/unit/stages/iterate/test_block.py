@@ -10,8 +10,8 @@ import pytest
 from planish.base.parallel import SINGLE
 from planish.run.gang import node
 from planish.run.gang.manifests import GRACE_SECONDS
+from planish.run.pins import Pins
 from planish.run.signals import STOP_SECONDS, STOP_VARIABLE
-from planish.run.update import Pins
 from planish.stages.iterate import block as module
 from planish.stages.iterate import commit
 from planish.stages.iterate.commit import LEAVE_SECONDS, Commit
