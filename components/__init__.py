@@ -1,8 +1,6 @@
 """Typed Kubeflow interface of every stage; the program itself is the package `planish`."""
 
 from components.checkpoint import checkpoint
-from components.checkpoint_retain import checkpoint_retain
-from components.checkpoint_verify import checkpoint_verify
 from components.curate import curate
 from components.evaluate import evaluate
 from components.iterate import iterate
@@ -11,7 +9,6 @@ from components.next_run import next_run
 from components.prepare import prepare
 from components.report import report
 from components.reshard import reshard
-from components.reshard_prepare import reshard_prepare
 from components.reward import reward
 from components.rollout import rollout
 from components.sft import sft
@@ -19,8 +16,6 @@ from components.train import train
 
 __all__ = [
     "checkpoint",
-    "checkpoint_retain",
-    "checkpoint_verify",
     "curate",
     "evaluate",
     "iterate",
@@ -29,7 +24,6 @@ __all__ = [
     "prepare",
     "report",
     "reshard",
-    "reshard_prepare",
     "reward",
     "rollout",
     "sft",

@@ -30,10 +30,7 @@ STAGE_IMAGES: dict[str, str] = {
     "evaluate": "rollout",
     "next": "core",
     "report": "core",
-    "reshard_prepare": "core",
     "reshard": "core",
-    "checkpoint_verify": "core",
-    "checkpoint_retain": "core",
     "monitor_check": "monitor",
 }
 """Stage to image name; one image holds one set of dependencies and serves several stages."""
@@ -166,10 +163,7 @@ CPU_TINY = Profile(
         "evaluate": _TINY_HEAVY,
         "next": Resources("100m", "512Mi", timeout_seconds=5 * MINUTE, retries=1),
         "report": Resources("100m", "1Gi", timeout_seconds=10 * MINUTE),
-        "reshard_prepare": Resources("100m", "512Mi", timeout_seconds=5 * MINUTE),
         "reshard": _TINY_LIGHT,
-        "checkpoint_verify": _TINY_LIGHT,
-        "checkpoint_retain": Resources("100m", "512Mi", timeout_seconds=10 * MINUTE),
         "monitor_check": Resources(
             "100m", "2Gi", timeout_seconds=30 * MINUTE, retries=1, backoff_seconds=1
         ),
@@ -208,10 +202,7 @@ def _gpu_stages(gpus_per_engine: int = 1) -> dict[str, Resources]:
         "evaluate": engine,
         "next": Resources("500m", "1Gi", timeout_seconds=10 * MINUTE, retries=3),
         "report": Resources("500m", "4Gi", timeout_seconds=30 * MINUTE),
-        "reshard_prepare": Resources("500m", "2Gi", timeout_seconds=10 * MINUTE),
         "reshard": light,
-        "checkpoint_verify": light,
-        "checkpoint_retain": Resources("500m", "2Gi", timeout_seconds=30 * MINUTE),
         "monitor_check": Resources("2", "8Gi", timeout_seconds=DAY, retries=3),
     }
 

@@ -1,4 +1,4 @@
-"""The pipeline that writes a checkpoint anew: prepare, reshard, verify; retention at the end.
+"""The pipeline that writes a checkpoint anew, in one task that reads back what it has written.
 
     python -m pipelines.reshard --root /tmp/reshard --source PIN --layout tp=4
 
@@ -8,12 +8,11 @@ a Hugging Face folder. The same call again finds what is finished and reads it b
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from kfp import dsl
 
-from components import checkpoint_retain, checkpoint_verify, reshard, reshard_prepare
+from components import reshard
 from components.images import CPU_TINY, PROFILES, Profile, resolve_images
 from components.pod_settings import with_pod_settings
 from planish.base.errors import ConfigError
@@ -62,30 +61,19 @@ def build_reshard(
         keep_last: int = 0,
         keep_every: int = 0,
     ) -> None:
-        in_pod = partial(with_pod_settings, profile=profile, images=table)
-        retained = checkpoint_retain(
-            root=root, folder=retain_folder, keep_last=keep_last, keep_every=keep_every
+        task = reshard(
+            root=root,
+            source=source,
+            target_layout=layout,
+            target=target,
+            parts=parts,
+            role=role,
+            policy=policy,
+            retain_folder=retain_folder,
+            keep_last=keep_last,
+            keep_every=keep_every,
         )
-        in_pod(retained, "checkpoint_retain", is_exit_task=True)
-        with dsl.ExitHandler(retained, name="reshard"):
-            prepared = reshard_prepare(
-                root=root,
-                source=source,
-                target_layout=layout,
-                target=target,
-                parts=parts,
-                role=role,
-                policy=policy,
-            )
-            in_pod(prepared, "reshard_prepare")
-            written = reshard(root=root, config_sha256=prepared.outputs["config_sha256"])
-            in_pod(written, "reshard")
-            verified = checkpoint_verify(
-                root=root,
-                source_pin=written.outputs["source_pin"],
-                checkpoint=written.outputs["result"],
-            )
-            in_pod(verified, "checkpoint_verify")
+        with_pod_settings(task, "reshard", profile=profile, images=table)
 
     pipeline.__doc__ = DESCRIPTION
     decorate = dsl.pipeline(

@@ -18,13 +18,13 @@ from components.images import (
 from components.pod_settings import FIELD_ENV, SECRET_ENV, STAGE_LABEL
 from pipelines.compiled import Compiled, size_faults
 
-RESHARD_STAGES = ("reshard_prepare", "reshard", "checkpoint_verify", "checkpoint_retain")
+RESHARD_STAGES = ("reshard",)
 """Stages of the pipeline `reshard`; all others are those of `post-train`."""
 
 OPTIONAL_STAGES = ("monitor_check", "iterate")
 """Stages of `post-train` that it has only when it is compiled with them."""
 
-WITHOUT_RETRIES = ("prepare", "report", "reshard_prepare", "checkpoint_retain")
+WITHOUT_RETRIES = ("prepare", "report")
 """Stages that end the run, or close it, at the first failure."""
 _SECRET_NAME = re.compile(r"(^|_)(SECRET|PASSWORD|PASSWD|TOKEN|CREDENTIALS?|KEY)(_|$)", re.I)
 _SECRET_VALUE = re.compile(
@@ -39,9 +39,9 @@ class Expected(NamedTuple):
     stages: set[str]
     """Stages that its pods are labelled with, all of them present."""
     first_task: str
-    """Task that all others but the exit task come after; never retried."""
+    """Task that all others but the exit task come after."""
     exit_task: str
-    """Task that runs whatever the others do; never retried."""
+    """Task that runs whatever the others do, never retried; empty for none."""
     parameters: dict[str, str]
     """Parameters of the form and their types."""
 
@@ -62,8 +62,8 @@ PIPELINES = {
     ),
     "reshard": Expected(
         {*RESHARD_STAGES},
-        "reshard-prepare",
-        "checkpoint-retain",
+        "reshard",
+        "",
         _form(
             *("root", "source", "layout", "target", "parts", "role", "policy", "retain_folder"),
             *("keep_last", "keep_every"),

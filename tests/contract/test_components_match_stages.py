@@ -17,8 +17,6 @@ from tests.contract.pipeline_rules import OPTIONAL_STAGES, PIPELINES
 FOLDER = Path(components.__file__).parent
 STAGES = {
     "checkpoint": "checkpoint",
-    "checkpoint_retain": "checkpoint_retain",
-    "checkpoint_verify": "checkpoint_verify",
     "curate": "curate",
     "evaluate": "evaluate",
     "iterate": "iterate",
@@ -27,7 +25,6 @@ STAGES = {
     "prepare": "prepare",
     "report": "report",
     "reshard": "reshard",
-    "reshard_prepare": "reshard_prepare",
     "reward": "reward",
     "rollout": "rollout",
     "sft": "sft",

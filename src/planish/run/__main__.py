@@ -26,10 +26,7 @@ STAGES = {
     "next": "planish.stages.next_run.stage",
     "report": "planish.stages.report.stage",
     "monitor_check": "planish.stages.monitor_check.stage",
-    "reshard_prepare": "planish.stages.reshard.prepare",
-    "reshard": "planish.stages.reshard.reshard",
-    "checkpoint_verify": "planish.stages.reshard.verify",
-    "checkpoint_retain": "planish.stages.reshard.retain",
+    "reshard": "planish.stages.reshard.stage",
 }
 """Stage -> the module whose `run` does its work; imported when the stage runs."""
 

@@ -1,1 +1,1 @@
-"""Stages that write a checkpoint anew for another layout, check the copy and keep the newest."""
+"""The stage that writes a checkpoint anew for another layout, checks it and keeps the newest."""

@@ -1,4 +1,4 @@
-"""What a reshard run is asked for: agreed on once by its first stage, obeyed by the others."""
+"""What a reshard run is asked for."""
 
 from __future__ import annotations
 

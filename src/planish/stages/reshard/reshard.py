@@ -1,8 +1,7 @@
-"""Write a checkpoint anew under the layout that the run was prepared for; imports no torch."""
+"""Write a checkpoint anew under another layout; imports no torch."""
 
 from __future__ import annotations
 
-import html
 import logging
 import time
 from collections.abc import Callable
@@ -14,13 +13,10 @@ from planish.base.telemetry import event
 from planish.checkpoint.convert.export_hf import POLICY_SCHEMA, export, policy_role
 from planish.checkpoint.convert.rewrite import rewrite
 from planish.checkpoint.load.reader import open_state, split_place
-from planish.checkpoint.watch.monitor import Timeline, Timing
-from planish.checkpoint.watch.report import text_report
 from planish.records.io import finished, read_manifest
 from planish.records.manifest import manifest_uri
 from planish.records.refs import Ref, Scalar, parse_pin
-from planish.run.stage import Artifact, Context, Outcome, execute
-from planish.stages.reshard.job import CHECKPOINT_SCHEMA, SECTION, ReshardJob
+from planish.stages.reshard.job import CHECKPOINT_SCHEMA, ReshardJob
 
 logger = logging.getLogger(__name__)
 
@@ -28,42 +24,17 @@ _KEPT = ("policy_version", "iteration", "seed")
 """Attributes that a merged policy takes over, from the state rather than from the older policy."""
 
 
-class Resharded(NamedTuple):
-    """Output parameters."""
+class Made(NamedTuple):
+    """A result."""
 
-    source_pin: str
-    result_pin: str
-
-
-class _Made(NamedTuple):
     ref: Ref
-    timeline: Timeline
     metrics: dict[str, float]
     already_done: bool
 
 
-def run(root: str, config_sha256: str, result: Artifact, report: Artifact) -> Resharded:
-    """Write the state of the run anew; a second call finds the first one's result."""
-
-    def work(context: Context) -> Outcome:
-        job = ReshardJob(**context.config[SECTION])
-        made = _merge(job, context.config_sha256) if job.parsed.is_merged else _rewrite(job)
-        metrics = {"ranks": float(job.parsed.num_ranks), **made.metrics}
-        if not made.already_done:
-            metrics["write_seconds"] = made.timeline.wall_seconds
-        text = html.escape(text_report(made.timeline, title=made.ref.uri))
-        head = '<!DOCTYPE html><meta charset="utf-8"><title>checkpoint save</title>'
-        return Outcome(
-            refs={"result": made.ref},
-            documents={"report": f"{head}<pre>{text}</pre>"},
-            metrics=metrics,
-            values={"source_pin": job.source_pin, "result_pin": made.ref.pin()},
-            already_done=made.already_done,
-        )
-
-    outputs = {"result": result, "report": report}
-    outcome = execute("reshard", work, root=root, config_sha256=config_sha256, outputs=outputs)
-    return Resharded(str(outcome.values["source_pin"]), str(outcome.values["result_pin"]))
+def write(job: ReshardJob, config_sha256: str) -> Made:
+    """Write a state anew; a second call finds the first one's result."""
+    return _merge(job, config_sha256) if job.parsed.is_merged else _rewrite(job)
 
 
 def log_tenths(what: str) -> Callable[[int, int], None]:
@@ -80,7 +51,7 @@ def log_tenths(what: str) -> Callable[[int, int], None]:
     return progress
 
 
-def _rewrite(job: ReshardJob) -> _Made:
+def _rewrite(job: ReshardJob) -> Made:
     made = rewrite(
         job.source_pin,
         job.target,
@@ -95,10 +66,11 @@ def _rewrite(job: ReshardJob) -> _Made:
     metrics = {"result_bytes": float(size), "result_objects": float(made.commit.n_objects)}
     if not made.already_done:
         metrics["read_bytes"] = float(made.bytes_read)
-    return _Made(ref, made.timeline, metrics, made.already_done)
+        metrics["write_seconds"] = made.timeline.wall_seconds
+    return Made(ref, metrics, made.already_done)
 
 
-def _merge(job: ReshardJob, digest: str) -> _Made:
+def _merge(job: ReshardJob, digest: str) -> Made:
     """Write a policy, unless an earlier attempt has."""
     policy_uri, policy_sha256 = parse_pin(job.policy_pin)
     parents = {"policy": policy_sha256, "state": split_place(job.source_pin)[1]}
@@ -108,7 +80,7 @@ def _merge(job: ReshardJob, digest: str) -> _Made:
             f"`{job.target}` must be free or hold the result of this same run, got another set; "
             "choose another target"
         )
-    start = time.time()
+    start = time.monotonic()
     if done is None:
         opened = open_state(job.source_pin)
         before = read_manifest(policy_uri, sha256=policy_sha256).attributes
@@ -121,8 +93,7 @@ def _merge(job: ReshardJob, digest: str) -> _Made:
         ref = done
     shards = read_manifest(ref.uri, sha256=ref.manifest_sha256).shards
     size = sum(shard.bytes for shard in shards)
-    timeline = Timeline()
-    if done is None:
-        timeline.records.append(Timing(0, "save", "policy", "upload", start, time.time(), size))
     metrics = {"result_bytes": float(size), "result_objects": float(len(shards))}
-    return _Made(ref, timeline, metrics, done is not None)
+    if done is None:
+        metrics["write_seconds"] = time.monotonic() - start
+    return Made(ref, metrics, done is not None)

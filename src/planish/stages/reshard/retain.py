@@ -1,42 +1,21 @@
-"""Keep the newest checkpoints of a folder and clear up what crashes left, once a run has ended."""
+"""Keep the newest checkpoints of a folder and clear up what crashes left."""
 
 from __future__ import annotations
 
 from planish.checkpoint.commit.catalog import CatalogVerdict, gc, retain
-from planish.run.stage import Artifact, Context, Outcome, execute
+from planish.run.stage import Outcome
 from planish.store import open_store
 
-SUCCEEDED = "SUCCEEDED"
 GRACE_SECONDS = 86400.0
 """Leftovers that were written to within a day stay: their save may still go on."""
 _MAX_LISTED = 200
 
 
-def run(
-    root: str, state: str, folder: str, keep_last: int, keep_every: int, summary: Artifact
-) -> None:
-    """Remove the checkpoints below a folder that no rule keeps; after a failure remove none.
-
-    `components/checkpoint_retain.py` says what the parameters are.
-    """
-
-    def work(_: Context) -> Outcome:
-        return apply_retention(state, folder.rstrip("/"), keep_last, keep_every)
-
-    outputs = {"summary": summary}
-    execute("checkpoint_retain", work, root=root, config_sha256=None, outputs=outputs)
-
-
-def apply_retention(state: str, folder: str, keep_last: int, keep_every: int) -> Outcome:
-    """Do the work of `run`; see there."""
-    reason = ""
+def apply_retention(folder: str, keep_last: int, keep_every: int) -> Outcome:
+    """Remove the checkpoints below a folder that no rule keeps; without a folder or rule none."""
     if not folder or keep_last == 0:
-        reason = "retention is not asked for"
-    elif state != SUCCEEDED:
-        reason = f"the run ended as {state[:40]}"
-    if reason:
         return Outcome(
-            documents={"summary": f"# Retention\n\nNothing was removed: {reason}.\n"},
+            documents={"summary": "# Retention\n\nNothing was removed: it was not asked for.\n"},
             metrics={"kept": 0.0, "deleted": 0.0},
         )
     storage, key = open_store(folder)

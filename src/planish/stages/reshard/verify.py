@@ -23,7 +23,7 @@ from planish.models.headers import parse_config
 from planish.records.files import hash_object
 from planish.records.manifest import read_manifest
 from planish.records.refs import Ref
-from planish.run.stage import Artifact, Context, Outcome, execute, read_ref
+from planish.run.stage import Outcome
 from planish.stages.reshard.job import CHECKPOINT_SCHEMA, facts_page
 from planish.stages.reshard.reshard import log_tenths
 
@@ -44,19 +44,6 @@ class Findings:
     """Of these tensors, as they are stored."""
     faults: list[str] = field(default_factory=list)
     """One sentence for each object, block or tensor that differs."""
-
-
-def run(root: str, source_pin: str, checkpoint: Artifact, summary: Artifact) -> None:
-    """Check a checkpoint or policy, and compare it with the checkpoint that it was made from.
-
-    `components/checkpoint_verify.py` says what the parameters are.
-    """
-
-    def work(_: Context) -> Outcome:
-        return verify(read_ref(checkpoint), source_pin)
-
-    outputs = {"summary": summary}
-    execute("checkpoint_verify", work, root=root, config_sha256=None, outputs=outputs)
 
 
 def verify(ref: Ref, source_pin: str) -> Outcome:

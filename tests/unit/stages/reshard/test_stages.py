@@ -1,11 +1,12 @@
-"""The stages of the reshard pipeline one by one, called as their components call them."""
+"""The stage of the reshard pipeline, called as its component calls it."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 
 from planish import store
-from planish.base.errors import CheckpointNotFound, ConfigError
+from planish.base.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError
 from planish.checkpoint.convert.export_hf import encode_header, policy_role
 from planish.checkpoint.convert.hf_names import Form
 from planish.checkpoint.convert.layouts import Layout
@@ -14,10 +15,8 @@ from planish.records import fetch_files, layout, read_manifest, write_files
 from planish.records.manifest import manifest_uri, seal
 from planish.records.refs import Ref
 from planish.run.stage import PathArtifact
-from planish.stages.reshard.prepare import run as prepare
-from planish.stages.reshard.reshard import run as reshard
-from planish.stages.reshard.retain import run as retain
-from planish.stages.reshard.verify import run as check
+from planish.stages.reshard.stage import run as reshard
+from planish.stages.reshard.verify import verify
 from planish.store.documents import read_json
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 
@@ -29,44 +28,28 @@ class Bench:
         self.root, self.folder = root, folder
         self.source = write_checkpoint(f"{root}/saved", tiny_model(layers=1))
 
-    def artifact(self, name):
-        return PathArtifact(str(self.folder / name))
-
-    def prepare(self, target_layout, **options):
-        wish = {"target": "", "parts": "all", "role": "", "policy": "", "source": self.source}
-        return prepare(
+    def reshard(self, target_layout, **options):
+        """Run the stage; returns the scalars of its result."""
+        result = PathArtifact(str(self.folder / "result"))
+        wish = {
+            "target": "", "parts": "all", "role": "", "policy": "", "source": self.source,
+            "retain_folder": "", "keep_last": 0, "keep_every": 0,
+        }  # fmt: skip
+        reshard(
             root=f"{self.root}/run", target_layout=target_layout, **{**wish, **options},
-            summary=self.artifact("plan.md"),
-        ).config_sha256  # fmt: skip
-
-    def reshard(self, digest):
-        return reshard(
-            root=f"{self.root}/run", config_sha256=digest, result=self.artifact("result"),
-            report=self.artifact("report.html"),
+            result=result, summary=PathArtifact(str(self.folder / "summary.md")),
         )  # fmt: skip
-
-    def check(self, source_pin):
-        """Run the stage; returns the scalars beside its summary."""
-        summary = self.artifact("check.md")
-        check(
-            root=f"{self.root}/run", source_pin=source_pin, checkpoint=self.artifact("result"),
-            summary=summary,
-        )  # fmt: skip
-        return summary.metadata
+        return self.entry()["metrics"]
 
     def read(self, name):
         return (self.folder / name).read_text()
 
-    def failure(self):
-        """Return the error that the newest stage wrote to its log."""
-        names = ("reshard_prepare", "reshard", "checkpoint_verify")
-        for stage in reversed(names):
-            try:
-                entry = read_json(layout.stage_log(f"{self.root}/run", stage, 0, 0))
-            except OSError:
-                continue
-            return entry["error"]
-        return ""
+    def ref(self):
+        return Ref.from_json(self.read("result"))
+
+    def entry(self):
+        """Return what the stage wrote to its log."""
+        return read_json(layout.stage_log(f"{self.root}/run", "reshard", 0, 0))
 
 
 @pytest.fixture
@@ -75,20 +58,16 @@ def bench(file_root, tmp_path):
     return Bench(file_root, tmp_path / "out")
 
 
-def test_the_stages_hand_on_pins_refs_and_findings(bench):
-    digest = bench.prepare("tp=2")
-    assert "| becomes | `tp=2`, 2 rank(s) |" in bench.read("plan.md")
-    pins = bench.reshard(digest)
-    assert pins.source_pin == bench.source
-    ref = Ref.from_json(bench.read("result"))
-    assert ref.pin() == pins.result_pin
+def test_a_state_is_written_anew_read_back_and_described(bench):
+    found = bench.reshard("tp=2")
+    page = bench.read("summary.md")
+    for words in ("| becomes | `tp=2`, 2 rank(s) |", "bit by bit", "Nothing was removed"):
+        assert words in page
+    ref = bench.ref()
     assert (ref.schema, ref.uri) == ("checkpoint/1", f"{bench.root}/run/tp-2")
     assert ref.attributes["step"] == 7
-    assert "checkpoint save" in bench.read("report.html")
-    found = bench.check(pins.source_pin)
     assert found["compared_tensors"] == len(tiny_model(layers=1))
     assert found["checked_bytes"] < open_state(ref.pin()).commit.total_bytes
-    assert "bit by bit" in bench.read("check.md")
 
 
 @pytest.mark.parametrize(
@@ -105,9 +84,9 @@ def test_a_wish_that_can_not_be_is_told_before_anything_is_written(
     bench, target_layout, options, words
 ):
     with pytest.raises(SystemExit) as caught:
-        bench.prepare(target_layout, **options)
+        bench.reshard(target_layout, **options)
     assert caught.value.code == 2
-    assert words in bench.failure()
+    assert words in bench.entry()["error"]
     with pytest.raises(OSError, match=r"run\.json"):
         read_json(layout.run_file(f"{bench.root}/run"))
 
@@ -116,48 +95,47 @@ def test_a_source_that_lacks_an_object_is_refused_at_once(bench, tmp_path):
     (file,) = (tmp_path / "root/saved").glob("a-*/data/main.model/*.safetensors")
     file.unlink()
     with pytest.raises(SystemExit) as caught:
-        bench.prepare("tp=2")
+        bench.reshard("tp=2")
     assert caught.value.code == 1
-    assert "`data/main.model/00000-0.safetensors` is missing" in bench.failure()
+    assert "`data/main.model/00000-0.safetensors` is missing" in bench.entry()["error"]
 
 
 def test_the_pin_of_a_record_around_a_checkpoint_means_the_checkpoint(bench):
     uri, _, digest = bench.source.partition("#sha256=")
     manifest, data = seal("train-state/2", 0, (), {}, {"checkpoint_sha256": digest})
     store.write(manifest_uri(uri), data)
-    first = bench.prepare("tp=2", source=manifest.ref(uri).pin())
+    bench.reshard("tp=2", source=manifest.ref(uri).pin())
     config = read_json(layout.run_file(f"{bench.root}/run"))["config"]
     assert config["reshard"]["source_pin"] == bench.source
-    assert bench.prepare("tp=2", source=bench.source) == first
+    first = bench.read("result")
+    bench.reshard("tp=2", source=bench.source)
+    assert bench.read("result") == first
 
 
-def test_a_result_that_was_damaged_is_found(bench, tmp_path):
-    pins = bench.reshard(bench.prepare("fsdp=2"))
+def test_a_result_that_was_damaged_is_found_by_the_next_attempt(bench, tmp_path):
+    bench.reshard("fsdp=2")
     files = (tmp_path / "root/run/fsdp-2").glob("a-*/data/main.optim/00001-0.safetensors")
     (file,) = files
     content = bytearray(file.read_bytes())
     content[-2] ^= 4
     file.write_bytes(content)
     with pytest.raises(SystemExit) as caught:
-        bench.check(pins.source_pin)
+        bench.reshard("fsdp=2")
     assert caught.value.code == 1
-    assert "data/main.optim/00001-0.safetensors" in bench.failure()
+    assert "data/main.optim/00001-0.safetensors" in bench.entry()["error"]
 
 
 def test_a_result_of_another_source_is_found(bench):
-    bench.reshard(bench.prepare("fsdp=2"))
+    bench.reshard("fsdp=2")
     other = write_checkpoint(f"{bench.root}/other", tiny_model(layers=1, seed=3))
-    with pytest.raises(SystemExit) as caught:
-        bench.check(other)
-    assert caught.value.code == 1
-    assert "`model.lm_head.weight`: values, 104 elements" in bench.failure()
+    with pytest.raises(CheckpointCorrupt, match=r"`model.lm_head.weight`: values, 104 elements"):
+        verify(bench.ref(), other)
 
 
 def test_parts_and_roles_that_were_left_out_are_not_missed(bench):
     both = {**tiny_model(layers=1, role="policy"), **tiny_model(layers=1, role="critic", seed=1)}
     source = write_checkpoint(f"{bench.root}/both", both, extra=False)
-    pins = bench.reshard(bench.prepare("tp=2", source=source, parts="model", role="critic"))
-    found = bench.check(pins.source_pin)
+    found = bench.reshard("tp=2", source=source, parts="model", role="critic")
     expected = sum(s.role == "critic" and s.kind == "model" for s in both)
     assert found["compared_tensors"] == expected
 
@@ -173,26 +151,24 @@ def test_a_merged_policy_is_made_of_the_usual_role(role, roles, expected):
 
 
 @pytest.mark.parametrize(
-    ("state", "keep_last", "left"),
-    [("SUCCEEDED", 2, [2, 3]), ("FAILED", 2, [1, 2, 3]), ("SUCCEEDED", 0, [1, 2, 3])],
+    ("target_layout", "keep_last", "left"),
+    [("tp=2", 2, [2, 3]), ("merged", 2, [1, 2, 3]), ("tp=2", 0, [1, 2, 3])],
 )
-def test_retention_removes_after_success_only(file_root, tmp_path, state, keep_last, left):
+def test_retention_removes_after_success_only(bench, file_root, target_layout, keep_last, left):
     boxes = Layout.parse("dp=1").boxes
     for step in (1, 2, 3):
         write_checkpoint(f"{file_root}/c/{step}", tiny_model(layers=1), boxes, step=step)
-    summary = PathArtifact(str(tmp_path / "s.md"))
-    retain(
-        root=f"{file_root}/run", state=state, folder=f"{file_root}/c/", keep_last=keep_last,
-        keep_every=0, summary=summary,
-    )  # fmt: skip
-    found = []
+    # A merged result needs a policy, and none is given.
+    with pytest.raises(SystemExit) if target_layout == "merged" else nullcontext():
+        found = bench.reshard(target_layout, retain_folder=f"{file_root}/c/", keep_last=keep_last)
+        assert found["deleted"] == 3 - len(left)
+    steps = []
     for step in (1, 2, 3):
         try:
-            found.append(open_state(f"{file_root}/c/{step}").commit.step)
+            steps.append(open_state(f"{file_root}/c/{step}").commit.step)
         except CheckpointNotFound:
             continue
-    assert found == left
-    assert summary.metadata["deleted"] == 3 - len(left)
+    assert steps == left
 
 
 def earlier_policy(uri, tensors, dtype="BF16"):
@@ -210,8 +186,8 @@ def earlier_policy(uri, tensors, dtype="BF16"):
 
 def test_a_state_is_merged_to_a_policy_and_compared_with_it(bench):
     policy = earlier_policy(f"{bench.root}/policies/4", tiny_model(layers=1))
-    pins = bench.reshard(bench.prepare("merged", policy=policy))
-    ref = Ref.from_json(bench.read("result"))
+    found = bench.reshard("merged", policy=policy)
+    ref = bench.ref()
     assert (ref.schema, ref.uri) == ("policy/1", f"{bench.root}/run/merged")
     assert ref.attributes["role"] == "main"
     assert ref.attributes["step"] == 7
@@ -219,45 +195,34 @@ def test_a_state_is_merged_to_a_policy_and_compared_with_it(bench):
     assert sorted(path.name for path in folder.iterdir()) == [
         "config.json", "manifest.json", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
-    found = bench.check(pins.source_pin)
     weights = [s for s in tiny_model(layers=1) if s.kind == "model"]
     assert found["compared_tensors"] == len(weights)
     assert found["compared_bytes"] == 2 * sum(math.prod(s.shape) for s in weights)
-    first = bench.read("result")
-    bench.reshard(bench.prepare("merged", policy=policy))
-    assert bench.read("result") == first
-    entry = read_json(layout.stage_log(f"{bench.root}/run", "reshard", 0, 0))
-    assert entry["already_done"] is True
+    bench.reshard("merged", policy=policy)
+    assert bench.ref() == ref
 
 
 def test_a_merged_policy_with_one_wrong_weight_is_found(bench):
-    tensors = tiny_model(layers=1)
-    policy = earlier_policy(f"{bench.root}/policies/4", tensors)
-    pins = bench.reshard(bench.prepare("merged", policy=policy))
-    ref = Ref.from_json(bench.read("result"))
+    policy = earlier_policy(f"{bench.root}/policies/4", tiny_model(layers=1))
+    bench.reshard("merged", policy=policy)
+    ref = bench.ref()
     folder = fetch_files(ref.uri, sha256=ref.manifest_sha256)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     del files["manifest.json"]
     weights = bytearray(files["model.safetensors"])
     weights[-1] ^= 1
     files["model.safetensors"] = bytes(weights)
-    with pytest.raises(SystemExit) as caught:
-        bench.check(f"{pins.source_pin[:-1]}{'0' if pins.source_pin[-1] != '0' else '1'}")
-    assert caught.value.code == 1
     other = write_files(f"{bench.root}/other", "policy/1", files, parents={},
                         attributes=ref.attributes)  # fmt: skip
-    (bench.folder / "result").write_text(other.to_json())
-    with pytest.raises(SystemExit) as caught:
-        bench.check(pins.source_pin)
-    assert caught.value.code == 1
-    assert "differs in 1 elements" in bench.failure()
+    with pytest.raises(CheckpointCorrupt, match="differs in 1 elements"):
+        verify(other, bench.source)
 
 
 def test_a_merged_target_that_is_taken_is_refused(bench):
     policy = earlier_policy(f"{bench.root}/policies/4", tiny_model(layers=1))
     target = f"{bench.root}/policies/4"
     with pytest.raises(SystemExit) as caught:
-        bench.reshard(bench.prepare("merged", policy=policy, target=target))
+        bench.reshard("merged", policy=policy, target=target)
     assert caught.value.code == 1
-    assert "must be free" in bench.failure()
+    assert "must be free" in bench.entry()["error"]
     assert read_manifest(target).attributes["policy_version"] == 4

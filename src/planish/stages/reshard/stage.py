@@ -1,4 +1,4 @@
-"""Check a wish to reshard before anything is read or written, and fix it in `run.json`."""
+"""Check a wish to reshard before anything is written, do it, and check what was written."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from planish.records.io import read_manifest
 from planish.records.refs import parse_pin
 from planish.run.stage import Artifact, Context, Outcome, execute, read_run
 from planish.stages.reshard.job import SECTION, ReshardJob, facts_page
+from planish.stages.reshard.reshard import write
+from planish.stages.reshard.retain import apply_retention
+from planish.stages.reshard.verify import verify
 from planish.store import open_store
 from planish.store.documents import write_json
 
 
-class PreparedReshard(NamedTuple):
+class Resharded(NamedTuple):
     """Output parameters."""
 
-    config_sha256: str
+    result_pin: str
 
 
 def run(
@@ -36,11 +39,16 @@ def run(
     parts: str,
     role: str,
     policy: str,
+    retain_folder: str,
+    keep_last: int,
+    keep_every: int,
+    result: Artifact,
     summary: Artifact,
-) -> PreparedReshard:
-    """Pin the source, check that it is whole, and write what the other stages obey.
+) -> Resharded:
+    """Pin the source, write it anew, read that back, and remove older checkpoints.
 
-    `components/reshard_prepare.py` says what the parameters are.
+    A second call finds what the first one has written. `components/reshard.py` says what the
+    parameters are.
     """
 
     def work(context: Context) -> Outcome:
@@ -48,40 +56,49 @@ def run(
         present = store.exists(layout.run_file(context.root))
         open_store(target or context.root)
         opened = _open_whole(source)
-        policy_pin = ""
-        if policy:
-            # Reading the manifest makes sure that the policy is there.
-            uri, sha256 = parse_pin(policy) if "#" in policy else (policy.rstrip("/"), None)
-            policy_pin = read_manifest(uri, sha256=sha256).ref(uri).pin()
-        job = ReshardJob.of(
-            opened.pin,
-            target,
-            target_layout,
-            root=context.root,
-            policy_pin=policy_pin,
-            parts=parts,
-            role=role,
-        )
-        roles = sorted(set(opened.metadata.tensors.roles))
-        if job.parsed.is_merged:
-            policy_role(roles, role)
-        elif role and role not in roles:
-            raise ConfigError(f"`role` must be one of {roles} of the source, got {role!r}")
+        job = _agree(context.root, opened, target_layout, target, parts, role, policy)
+        made = write(job, _record(context.root, job, present=present))
+        checked = verify(made.ref, job.source_pin)
+        retained = apply_retention(retain_folder.rstrip("/"), keep_last, keep_every)
+        pages = [_summary(job, opened), checked.documents["summary"]]
+        pages.append(retained.documents["summary"])
+        metrics = {
+            "source_bytes": float(opened.commit.total_bytes),
+            "source_tensors": float(len(opened.metadata.tensors)),
+            "source_step": float(opened.commit.step),
+            "ranks": float(job.parsed.num_ranks),
+        }
         return Outcome(
-            values={"config_sha256": _record(context.root, job, present=present)},
-            documents={"summary": _summary(job, opened)},
-            metrics={
-                "source_bytes": float(opened.commit.total_bytes),
-                "source_tensors": float(len(opened.metadata.tensors)),
-                "source_step": float(opened.commit.step),
-                "target_ranks": float(job.parsed.num_ranks),
-            },
-            already_done=present,
+            refs={"result": made.ref},
+            values={"result_pin": made.ref.pin()},
+            documents={"summary": "\n".join(pages)},
+            metrics={**metrics, **made.metrics, **checked.metrics, **retained.metrics},
+            already_done=made.already_done,
         )
 
-    outputs = {"summary": summary}
-    outcome = execute("reshard_prepare", work, root=root, config_sha256=None, outputs=outputs)
-    return PreparedReshard(str(outcome.values["config_sha256"]))
+    outputs = {"result": result, "summary": summary}
+    outcome = execute("reshard", work, root=root, config_sha256=None, outputs=outputs)
+    return Resharded(str(outcome.values["result_pin"]))
+
+
+def _agree(
+    root: str, opened: Opened, target_layout: str, target: str, parts: str, role: str, policy: str
+) -> ReshardJob:
+    """Return what is asked for, with pins; raises ConfigError where it cannot be."""
+    policy_pin = ""
+    if policy:
+        # Reading the manifest makes sure that the policy is there.
+        uri, sha256 = parse_pin(policy) if "#" in policy else (policy.rstrip("/"), None)
+        policy_pin = read_manifest(uri, sha256=sha256).ref(uri).pin()
+    job = ReshardJob.of(
+        opened.pin, target, target_layout, root=root, policy_pin=policy_pin, parts=parts, role=role
+    )
+    roles = sorted(set(opened.metadata.tensors.roles))
+    if job.parsed.is_merged:
+        policy_role(roles, role)
+    elif role and role not in roles:
+        raise ConfigError(f"`role` must be one of {roles} of the source, got {role!r}")
+    return job
 
 
 def _open_whole(source: str) -> Opened:
