@@ -16,7 +16,7 @@ def reward(
     rewards: dsl.Output[dsl.Dataset],
     reward_metrics: dsl.Output[dsl.Metrics],
 ) -> None:
-    """Score the rollouts of all shards. Reads rollouts/1, writes rewards/1. CPU only.
+    """Make rewards of the verdicts on all shards. Reads rollouts/2, writes rewards/1. CPU only.
 
     Args:
         root: URI of the run.

@@ -19,7 +19,7 @@ def rollout(
     rollouts: dsl.Output[dsl.Dataset],
     rollout_metrics: dsl.Output[dsl.Metrics],
 ) -> None:
-    """Sample responses for every num_tasks-th shard of the batch in turn. Writes rollouts/1.
+    """Sample and judge every num_tasks-th shard of the batch in turn. Writes rollouts/2.
 
     Args:
         root: URI of the run.

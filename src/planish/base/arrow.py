@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 _DTYPES = {
     pa.from_numpy_dtype(dtype): np.dtype(dtype)
-    for dtype in ("int64", "int32", "int16", "int8", "uint32", "uint8", "float32")
+    for dtype in ("int64", "int32", "int16", "int8", "uint32", "uint8", "float32", "float64")
 }
 
 

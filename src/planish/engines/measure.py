@@ -6,6 +6,7 @@ It is used for measurements without training; it filters no group and shapes no 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -104,6 +105,12 @@ def judge(
     VerifierFailure: more rows failed than `max_error_rate` allows, or a verifier hangs.
     """
     verdicts = verify_many(rollouts.to_verify(), options)
+    check_errors(verdicts, max_error_rate)
+    return verdicts
+
+
+def check_errors(verdicts: Sequence[Verdict], max_error_rate: float) -> None:
+    """Refuse verdicts of which more are failures of verifiers than is allowed."""
     errors = [verdict for verdict in verdicts if verdict.error]
     if len(errors) > max_error_rate * len(verdicts):
         raise VerifierFailure(
@@ -111,4 +118,3 @@ def judge(
             f"{len(verdicts)}; "
             + (errors[0].reason or "check the answers of these prompts, and their `verifier`")
         )
-    return verdicts

@@ -97,7 +97,7 @@ def iter_set(
         RecordError: of another schema or version, or damaged.
     """
     manifest = read_manifest(uri, sha256=sha256)
-    if manifest.schema != cls.SCHEMA:
+    if manifest.schema not in (cls.SCHEMA, *cls.OLDER):
         name, _, major = cls.SCHEMA.partition("/")
         if manifest.schema.partition("/")[0] == name:
             raise RecordError(
@@ -131,10 +131,8 @@ def _read_shard(
     yield from decode_pieces(data, cls.COLUMNS, name=place, with_optional=with_optional)
 
 
-def finished(
-    uri: str, schema: str, *, parents: Mapping[str, str], config_sha256: str
-) -> Ref | None:
-    """Return the Ref of a set that an earlier attempt finished from the same inputs.
+def finished(uri: str, *schemas: str, parents: Mapping[str, str], config_sha256: str) -> Ref | None:
+    """Return the Ref of a set of one of `schemas` that an earlier attempt finished from the same inputs.
 
     `parents` and `config_sha256` are what its manifest must name.
 
@@ -146,7 +144,7 @@ def finished(
     except ObjectMissing:
         return None
     same = (
-        manifest.schema == schema
+        manifest.schema in schemas
         and manifest.parents == dict(parents)
         and manifest.attributes.get("config_sha256") == config_sha256
     )

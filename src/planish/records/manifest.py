@@ -71,7 +71,7 @@ class Manifest:
     """
 
     schema: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*/[1-9][0-9]*$")]
-    """Name and major version, e.g. `rollouts/1`."""
+    """Name and major version, e.g. `rollouts/2`."""
     num_rows: Count
     shards: tuple[Shard, ...]
     """In row order."""

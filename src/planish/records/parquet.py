@@ -33,11 +33,14 @@ _SCALARS: dict[str, pa.DataType] = {
     "int16": pa.int16(),
     "int8": pa.int8(),
     "float32": pa.float32(),
+    "float64": pa.float64(),
     "bool": pa.bool_(),
     "text": pa.string(),
 }
 _ENTRIES = pa.dictionary(pa.int32(), pa.string())
 """Type in which texts are read."""
+_LIGHT = ("text", "bool", "float32", "float64")
+"""Kinds of columns that a set may lack and that every reader gets."""
 _DICTIONARY = {"text": "{}", "list<int8|int16>": "{}.list.element"}
 """Kinds with few different values in many rows, to the path of their values in Parquet."""
 
@@ -177,7 +180,7 @@ def decode_pieces(
     Raises:
         RecordError: damaged, or with other columns.
     """
-    asked = [s for s in specs if with_optional or not s.optional or s.kind == "text"]
+    asked = [s for s in specs if with_optional or not s.optional or s.kind in _LIGHT]
     for batch in read_batches(data, name=name, columns=[spec.name for spec in asked]):
         found = [s for s in asked if not s.optional or s.name in batch.schema.names]
         for spec in found:

@@ -28,7 +28,7 @@ class Ref:
     """
 
     schema: str
-    """Name and major version of its schema, e.g. `rollouts/1`."""
+    """Name and major version of its schema, e.g. `rollouts/2`."""
     uri: str
     """Folder of the manifest, without a slash at the end."""
     manifest_sha256: str

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from planish.records.ragged import Array, Ragged
 from planish.records.schema import (
+    Column,
     ColumnData,
     Record,
     column,
@@ -25,6 +26,10 @@ from planish.records.schema import (
     value_faults,
 )
 
+VERDICT = ("accuracy", "score", "extracted", "invalid", "error", "timeout")
+"""Columns of the verdict of the row's verifier."""
+_BLANK: dict[str, Any] = {"text": "", "float32": np.nan, "float64": np.nan, "bool": False}
+"""Kind of a column that a set may lack to its value in rows of such a set."""
 _MAX_LOGPROB = 1e-3
 """Room for rounding in engines that compute log-probabilities in half precision."""
 
@@ -40,6 +45,10 @@ class FinishReason(IntEnum):
     """The window is full: the response goes on in the next iteration."""
     ABORT = 3
     """Cancelled by the driver, or the engine failed on this response alone."""
+
+
+ENDED = (FinishReason.STOP, FinishReason.LENGTH)
+"""Finish reasons of responses that did not fail: they are judged."""
 
 
 @record
@@ -65,7 +74,8 @@ class RolloutSet(Record):
         (None, 2, 1)
     """
 
-    SCHEMA: ClassVar[str] = "rollouts/1"
+    SCHEMA: ClassVar[str] = "rollouts/2"
+    OLDER: ClassVar[tuple[str, ...]] = ("rollouts/1",)
     REMEDY: ClassVar[str] = "the rollout stage writes this set"
 
     group_index: npt.NDArray[np.int32] = column("int32", "0..G-1, not decreasing")
@@ -106,6 +116,26 @@ class RolloutSet(Record):
         "text", "JSON: columns of the data row for reward functions; empty for none", default=None
     )
     """None where no function takes any."""
+    accuracy: npt.NDArray[np.float32] | None = column(
+        "float32", "the verifier's verdict, 0 or 1; NaN where nobody has judged", default=None
+    )
+    """It and the next five columns are the verdict of the row's verifier, and are there together;
+    None in sets of earlier versions. Responses that have not ended have none."""
+    score: npt.NDArray[np.float64] | None = column(
+        "float64", "the verifier's score, 0 to 1; NaN where nobody has judged", default=None
+    )
+    extracted: list[str] | None = column("text", "the answer that the verifier saw", default=None)
+    invalid: npt.NDArray[np.bool_] | None = column(
+        "bool", "the verifier found no answer", default=None
+    )
+    error: npt.NDArray[np.bool_] | None = column("bool", "the verifier itself failed", default=None)
+    timeout: npt.NDArray[np.bool_] | None = column(
+        "bool", "the verifier did not end in time", default=None
+    )
+    functions: list[str] | None = column(
+        "text", "JSON: verdict of each reward function by its name", default=None
+    )
+    """None without `reward.functions`."""
 
     def to_verify(self) -> list[tuple[str, str, str, str]]:
         """Return (verifier, response, answer, extra) of each row."""
@@ -183,7 +213,8 @@ class RolloutSet(Record):
     def concat(sets: Sequence[RolloutSet]) -> RolloutSet:
         """Put the groups of all sets one after another, renumbering group_index.
 
-        If some sets have the routing, the others get -1.
+        If some sets have the routing, the others get -1; if some are judged, the others have no
+        verdicts.
         """
         sets = [part for part in sets if part.num_rows]
         if not sets:
@@ -200,8 +231,9 @@ class RolloutSet(Record):
                     routing=Ragged.from_lists(unknown, known.dtype),
                     experts_per_token=np.full(part.num_rows, choices[-1], np.int32),
                 )
-        if any(part.extra for part in sets):
-            sets = [replace(part, extra=part.extra or [""] * part.num_rows) for part in sets]
+        for spec in RolloutSet.COLUMNS:
+            if spec.kind in _BLANK and any(getattr(part, spec.name) is not None for part in sets):
+                sets = [_with_column(part, spec) for part in sets]
         joined = join([vars(s) for s in sets], RolloutSet.COLUMNS)
         shift = np.cumsum([0, *[s.num_groups for s in sets[:-1]]])
         joined["group_index"] = np.concatenate(
@@ -222,7 +254,10 @@ class RolloutSet(Record):
     def value_faults(self) -> list[str]:
         """Return what is wrong with values of the right form."""
         routing = self._routing_faults()
-        return [*self._order_faults(), *self._token_faults(), *routing, *self._id_faults()]
+        verdicts = self._verdict_faults()
+        return [
+            *self._order_faults(), *self._token_faults(), *routing, *self._id_faults(), *verdicts,
+        ]  # fmt: skip
 
     def _order_faults(self) -> list[str]:
         groups, samples = self.group_index, self.sample_index
@@ -280,6 +315,24 @@ class RolloutSet(Record):
             *value_faults("`routing` must be experts, or -1 where unknown", experts < -1, experts),
         ]
 
+    def _verdict_faults(self) -> list[str]:
+        there = [getattr(self, name) is not None for name in VERDICT]
+        if self.accuracy is None or self.score is None or not all(there):
+            names = ", ".join(f"`{name}`" for name in VERDICT)
+            return [f"{names} must be there together"] if any(there) else []
+        accuracy, score = self.accuracy, self.score
+        is_blank = np.isnan(accuracy) & np.isnan(score)
+        return [
+            *row_faults(
+                "`accuracy` must be 0, 1 or NaN", ~is_blank & ~np.isin(accuracy, (0, 1)), accuracy
+            ),
+            *row_faults(
+                "`score` must be in 0..1, or NaN with `accuracy`",
+                ~is_blank & ~((score >= 0) & (score <= 1)),
+                score,
+            ),
+        ]
+
     def _id_faults(self) -> list[str]:
         samples = self.sample_index.tolist()
         wanted = [f"{p}-{n:03d}" for p, n in zip(self.prompt_id, samples, strict=True)]
@@ -297,6 +350,16 @@ class RolloutSet(Record):
         if not isinstance(other, RolloutSet):
             return NotImplemented
         return self.prompt_tokens == other.prompt_tokens and super().__eq__(other)
+
+
+def _with_column(part: RolloutSet, spec: Column) -> RolloutSet:
+    """Return a set with a column that it may lack."""
+    if getattr(part, spec.name) is not None:
+        return part
+    blank = _BLANK[spec.kind]
+    is_text = isinstance(blank, str)
+    data: Any = [blank] * part.num_rows if is_text else np.full(part.num_rows, blank, spec.kind)
+    return replace(part, **{spec.name: data})
 
 
 def _starts(group_index: Array) -> npt.NDArray[np.bool_]:

@@ -20,6 +20,7 @@ Kind = Literal[
     "int32",
     "int8",
     "float32",
+    "float64",
     "bool",
     "text",
     "messages",
@@ -76,7 +77,9 @@ class Record(Protocol):
     """A record set in memory; see `record`."""
 
     SCHEMA: ClassVar[str]
-    """Name and major version, e.g. `rollouts/1`."""
+    """Name and major version, e.g. `rollouts/2`."""
+    OLDER: ClassVar[tuple[str, ...]] = ()
+    """Versions before it that can be read too: they lack columns that a set may lack."""
     COLUMNS: ClassVar[tuple[Column, ...]] = ()
     """Columns on disk, in order: one for each field."""
     REMEDY: ClassVar[str]

@@ -23,7 +23,9 @@ from planish.records.schema import Record
 from planish.show.text import table
 
 RECORDS: dict[str, type[Record]] = {
-    cls.SCHEMA: cls for cls in (PromptSet, TraceSet, RolloutSet, RewardSet, ValueSet, WaitingSet)
+    schema: cls
+    for cls in (PromptSet, TraceSet, RolloutSet, RewardSet, ValueSet, WaitingSet)
+    for schema in (cls.SCHEMA, *cls.OLDER)
 }
 
 PARQUET_MAGIC = b"PAR1"
@@ -53,7 +55,7 @@ def record_tables(uri: str, manifest: Manifest, *, rows: int) -> list[Renderable
     """Return the columns of a record set, summarised, and its first rows."""
     cls = RECORDS[manifest.schema]
     summaries: dict[str, _Numbers | _Texts] = {}
-    cells: list[list[list[Any]]] = []
+    cells: list[list[Any]] = []
     for piece in iter_set(cls, uri, sha256=manifest.sha256):
         there = [spec for spec in cls.COLUMNS if spec.name in piece]
         for spec in there:

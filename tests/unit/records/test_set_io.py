@@ -133,6 +133,7 @@ def test_finished_needs_the_same_schema_parents_and_configuration(store_root):
     assert finished(uri, "prompts/1", parents=PARENTS, config_sha256="c1") is None
     assert finished(uri, "prompts/1", parents={}, config_sha256="c0") is None
     assert finished(uri, "prompts/2", parents=PARENTS, config_sha256="c0") is None
+    assert finished(uri, "prompts/2", "prompts/1", parents=PARENTS, config_sha256="c0") == ref
 
 
 def test_a_set_that_breaks_a_rule_is_not_written(file_root):
@@ -187,13 +188,15 @@ def test_truncated_missing_and_longer_shards_are_refused(written):
 
 def test_another_record_and_an_unknown_version_are_refused_differently(written, monkeypatch):
     ref, _ = written
-    with pytest.raises(RecordError, match="must hold prompts/1, got rollouts/1; pass the URI"):
+    with pytest.raises(RecordError, match="must hold prompts/1, got rollouts/2; pass the URI"):
         read_set(PromptSet, ref.uri)
-    monkeypatch.setattr(RolloutSet, "SCHEMA", "rollouts/2")
+    monkeypatch.setattr(RolloutSet, "SCHEMA", "rollouts/3")
     with pytest.raises(
-        RecordError, match="must hold version 2 of rollouts, got rollouts/1; read it with"
+        RecordError, match="must hold version 3 of rollouts, got rollouts/2; read it with"
     ):
         read_set(RolloutSet, ref.uri)
+    monkeypatch.setattr(RolloutSet, "OLDER", ("rollouts/1", "rollouts/2"))
+    assert read_set(RolloutSet, ref.uri) == random_rollouts()
 
 
 def rewrite(written, **fields):

@@ -200,7 +200,7 @@ def test_a_folder_of_sets_lists_them_and_a_damaged_one(run_root):
     folder = layout.iteration(run_root, 1)
     store.write(f"{folder}/rewards/manifest.json", b"{")
     output = shown(folder)
-    assert lines_with(output, "rollouts/01")[0] == ["rollouts/01", "rollouts/1", "4"]
+    assert lines_with(output, "rollouts/01")[0] == ["rollouts/01", "rollouts/2", "4"]
     assert lines_with(output, "damaged")[0][0] == "rewards"
     assert lines_with(shown(layout.logs(run_root)), "train")[0][0] == "00002-train-00.json"
 

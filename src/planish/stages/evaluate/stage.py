@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from planish.run.stage import Artifact, Context, Outcome, execute, read_run
 from planish.stages.evaluate.config import EvaluateConfig
 from planish.stages.evaluate.score import Judged, rise_error, scalars
 from planish.verifiers import VerifierOptions
+from planish.verifiers.judging import Judging, Verdicts, to_columns
 
 if TYPE_CHECKING:
     from planish.engines import OpenEngine
@@ -248,18 +249,20 @@ class _Task:
         """How responses are judged, as in every other stage."""
         return VerifierOptions.of(self.context.config.get("reward", {}))
 
+    def _verdicts(self, rollouts: RolloutSet) -> list[Verdicts]:
+        """Return the verdicts on all rollouts, of which none is judged that has one."""
+        return Judging(self.judging).complete(rollouts, range(rollouts.num_rows))
+
     def _score(self, attributes: dict[str, object]) -> EvalReport:
-        from planish.engines.measure import judge
+        from planish.engines.measure import check_errors
 
         config, seed = self.config, self.context.seed
-        limit = config.max_verifier_error_rate
         counts = {SAMPLED: config.num_samples, **({GREEDY: 1} if config.greedy else {})}
-        judged = {
-            name: Judged(
-                rollouts, judge(rollouts, self.judging, max_error_rate=limit), counts[name]
-            )
-            for name, rollouts in self._rollouts(counts).items()
-        }
+        judged = {}
+        for name, rollouts in self._rollouts(counts).items():
+            verdicts = [own for each in self._verdicts(rollouts) for own in each.values()]
+            check_errors(verdicts, config.max_verifier_error_rate)
+            judged[name] = Judged(rollouts, verdicts, counts[name])
         sampled, greedy = judged[SAMPLED], judged.get(GREEDY)
         rows: dict[str, list[int]] = {}
         for row, source in enumerate(self.prompts.source):
@@ -270,11 +273,11 @@ class _Task:
 
     def _rollouts(self, counts: dict[str, int]) -> dict[str, RolloutSet]:
         """Read the rollout sets that an earlier attempt finished, and generate the others."""
-        digest = self.context.config_sha256
+        digest, schemas = self.context.config_sha256, (RolloutSet.SCHEMA, *RolloutSet.OLDER)
         sets: dict[str, RolloutSet] = {}
         for name, num_samples in counts.items():
             uri = f"{self.folder}/{name}"
-            done = finished(uri, RolloutSet.SCHEMA, parents=self.parents, config_sha256=digest)
+            done = finished(uri, *schemas, parents=self.parents, config_sha256=digest)
             if done is not None:
                 sets[name] = read_set(RolloutSet, uri, sha256=done.manifest_sha256)
             else:
@@ -306,6 +309,7 @@ class _Task:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
         }
+        rollouts = replace(rollouts, **to_columns(self._verdicts(rollouts)))
         write_set(uri, rollouts, parents=self.parents, attributes=facts)
         return rollouts
 

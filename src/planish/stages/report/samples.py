@@ -14,15 +14,13 @@ from planish import store
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.prompts import PromptSet
+from planish.records.reports import EvalReport
 from planish.records.rewards import RewardSet
-from planish.records.rollouts import FinishReason, RolloutSet
+from planish.records.rollouts import ENDED, RolloutSet
 from planish.stages.report.facts import ReportFacts, Sample, SampleComparison
 from planish.stages.report.reader import Reader
-from planish.verifiers import VerifierOptions, verify_many
 
 MAX_SET_BYTES = 256 << 20
-MAX_VERIFIED_GROUPS = 64
-"""Held-out prompts whose responses are verified again, to choose samples from."""
 RESPONSES_PER_COLUMN = 2
 """Responses shown of one policy for one prompt."""
 
@@ -68,7 +66,7 @@ def _rows(
     lengths = rollouts.response_tokens.lengths
     groups: Groups = {}
     for row in range(rollouts.num_rows):
-        if rollouts.finish[row] in (FinishReason.STOP, FinishReason.LENGTH):
+        if rollouts.finish[row] in ENDED:
             sample = Sample(
                 prompt_id=rollouts.prompt_id[row],
                 prompt=texts.get(rollouts.prompt_id[row], ""),
@@ -92,31 +90,31 @@ def _iteration_groups(root: str, iteration: int, texts: Texts) -> Groups:
     return _rows(rollouts, rewards.accuracy.tolist(), rewards.extracted, texts)
 
 
-def _evaluation_groups(root: str, version: int, texts: Texts, judging: VerifierOptions) -> Groups:
-    """Return the sampled rollouts that lie beside an evaluation, with their verdicts."""
+def _evaluation_groups(root: str, version: int, texts: Texts, report: EvalReport) -> Groups:
+    """Return the sampled rollouts that lie beside an evaluation, with the marks of its report."""
     files = store.list_uris(f"{layout.evaluation(root, version)}/")
     sets = (uri.rpartition("/")[0] for uri in files if uri.endswith("/manifest.json"))
-    uri = next((s for s in sets if read_manifest(s).schema == RolloutSet.SCHEMA), "")
+    uri = next((s for s in sets if read_manifest(s).schema.startswith("rollouts/")), "")
     if not uri or not _fits(uri):
         return {}
     rollouts = read_set(RolloutSet, uri, with_optional=False)
-    rollouts = rollouts.take_groups(range(min(rollouts.num_groups, MAX_VERIFIED_GROUPS)))
-    verdicts = verify_many(rollouts.to_verify(), judging)
-    accuracy, extracted = [v.accuracy for v in verdicts], [v.extracted for v in verdicts]
-    return _rows(rollouts, accuracy, extracted, texts)
+    marks = "".join(report.attributes.get("marks", ()))
+    if len(marks) != rollouts.num_rows:
+        return {}
+    extracted = rollouts.extracted or [""] * rollouts.num_rows
+    return _rows(rollouts, [mark == "1" for mark in marks], extracted, texts)
 
 
 def _held_out(reader: Reader, facts: ReportFacts) -> list[SampleComparison]:
     if not facts.before or not facts.after:
         return []
     place = layout.evaluation_prompts(reader.root)
-    judging = VerifierOptions.of(facts.config.get("reward", {}))
     texts = _prompt_texts(reader, place, "the held-out prompts")
     first, last = versions = min(facts.evaluations), max(facts.evaluations)
     before, after = (
         reader.attempt(
             f"sample rollouts of the evaluation of policy {version}",
-            partial(_evaluation_groups, reader.root, version, texts, judging),
+            partial(_evaluation_groups, reader.root, version, texts, facts.evaluations[version]),
             Groups(),
         )
         for version in versions

@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from planish.base.errors import VerifierFailure
 from planish.records.rewards import RewardSet
-from planish.records.rollouts import FinishReason, RolloutSet
+from planish.records.rollouts import ENDED, FinishReason, RolloutSet
 from planish.stages.reward.config import RewardConfig
-from planish.verifiers import Verdict, VerifierOptions, verify_many
+from planish.verifiers import Verdict
+from planish.verifiers.judging import Judging, Verdicts, score_of
 from planish.verifiers.shaping import equal_rows, overlong_penalty, rows_of_groups_with
 
 
@@ -32,7 +33,7 @@ class Scores:
 
 
 def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
-    """Score every rollout.
+    """Score every rollout by its verdicts; those of sets of earlier versions are judged here.
 
     A right response gets `reward_correct`, any other `reward_wrong`; a score between 0 and 1 lies
     between them on a straight line. Each of `functions` adds its score times its weight.
@@ -44,9 +45,11 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
         ConfigError: a row names a verifier that is not here.
         VerifierFailure: the verifier failed on too many rows, or hangs.
     """
-    has_reward = np.isin(rollouts.finish, (FinishReason.STOP, FinishReason.LENGTH))
+    has_reward = np.isin(rollouts.finish, ENDED)
     rows = np.flatnonzero(has_reward).tolist()
-    verdicts = _judge(rollouts, rollouts.verifier, rows, config)
+    judged = Judging.of(config.model_dump()).complete(rollouts, rows)
+    verdicts = _of(judged, rollouts.verifier)
+    _check_errors(rollouts, rollouts.verifier, verdicts, config)
     accuracy = np.array([v.accuracy for v in verdicts], dtype=np.float32)
     penalty = overlong_penalty(
         rollouts.response_tokens.lengths,
@@ -59,8 +62,10 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
     outcome = np.where(accuracy > 0, config.reward_correct, between)
     named: dict[str, npt.NDArray[np.float64]] = {}
     for function in config.functions:
-        judged = _judge(rollouts, [function.name] * rollouts.num_rows, rows, config)
-        named[function.name] = _scores(judged)
+        names = [function.name] * rollouts.num_rows
+        by_function = _of(judged, names)
+        _check_errors(rollouts, names, by_function, config)
+        named[function.name] = _scores(by_function)
         outcome = outcome + function.weight * named[function.name]
     outcome = np.where(has_reward, outcome, 0.0).astype(np.float32)
     penalty = np.where(has_reward, penalty, np.float32(0.0)).astype(np.float32)
@@ -93,24 +98,25 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
     return Scores(rewards, metrics)
 
 
-def _judge(
-    rollouts: RolloutSet, names: Sequence[str], rows: Sequence[int], config: RewardConfig
-) -> list[Verdict]:
-    """Return a verdict for each rollout, by verifiers `names` [R]; wrong where not in `rows`."""
-    options = VerifierOptions.of(config.model_dump())
-    verdicts = [Verdict(accuracy=0.0)] * rollouts.num_rows
-    every = rollouts.to_verify()
-    asked = ((names[row], *every[row][1:]) for row in rows)
-    for row, verdict in zip(rows, verify_many(asked, options), strict=True):
-        verdicts[row] = verdict
-    limit = config.max_verifier_error_rate * len(rows)
+def _of(verdicts: Sequence[Verdicts], names: Sequence[str]) -> list[Verdict]:
+    """Return the verdict of verifier `names` [R] on each rollout; wrong where there is none."""
+    none = Verdict(accuracy=0.0)
+    return [each.get(name, none) for each, name in zip(verdicts, names, strict=True)]
+
+
+def _check_errors(
+    rollouts: RolloutSet, names: Sequence[str], verdicts: Sequence[Verdict], config: RewardConfig
+) -> None:
+    """Refuse verdicts of verifiers `names` [R] where too many of them have failed."""
+    num_rows = int(np.isin(rollouts.finish, ENDED).sum())
+    limit = config.max_verifier_error_rate * num_rows
     errors = [row for row, verdict in enumerate(verdicts) if verdict.error]
     if len(errors) <= limit:
-        return verdicts
+        return
     timeouts, row = sum(verdicts[row].timeout for row in errors), errors[0]
     raise VerifierFailure(
         f"verifier errors must not exceed `reward.max_verifier_error_rate` = "
-        f"{config.max_verifier_error_rate!r}, got {len(errors)} of {len(rows)} rows "
+        f"{config.max_verifier_error_rate!r}, got {len(errors)} of {num_rows} rows "
         f"({timeouts} timeouts); first in {rollouts.rollout_id[row]} with verifier "
         f"{names[row]!r} and answer {rollouts.answer[row]!r:.80}: "
         + (
@@ -124,7 +130,7 @@ def _judge(
 
 
 def _scores(verdicts: Sequence[Verdict]) -> npt.NDArray[np.float64]:
-    return np.array([v.accuracy if v.score is None else v.score for v in verdicts])
+    return np.array([score_of(verdict) for verdict in verdicts], np.float64)
 
 
 def _metrics(rollouts: RolloutSet, rewards: RewardSet, verdicts: list[Verdict]) -> dict[str, float]:

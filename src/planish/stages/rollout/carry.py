@@ -92,8 +92,10 @@ def settle(groups: Sequence[Group], unfinished: Unfinished) -> tuple[list[Group]
     return given, kept
 
 
-def read_carry(pins: Sequence[str]) -> list[list[Group]]:
+def read_carry(pins: Sequence[str], config_sha256: str) -> list[list[Group]]:
     """Read the groups of each carry set; nothing in them is of the iteration to come.
+
+    Only runs with this configuration have verdicts that count.
 
     Raises:
         ObjectMissing: a set is gone.
@@ -101,7 +103,7 @@ def read_carry(pins: Sequence[str]) -> list[list[Group]]:
     """
     sets: list[list[Group]] = []
     for pin in pins:
-        rollouts, facts = read_side_set(pin, "ordinals", "drawn")
+        rollouts, facts = read_side_set(pin, config_sha256, "ordinals", "drawn")
         groups = from_set(rollouts, facts["ordinals"], facts["drawn"])
         sets.append(
             [

@@ -78,12 +78,11 @@ def group_facts(groups: Sequence[Group]) -> dict[str, list[int]]:
     return {
         "ordinals": [group.ordinal for group in groups],
         "versions": [group.oldest_version for group in groups],
-        "num_right": [group.num_right or 0 for group in groups],
     }
 
 
-def read_surplus(pins: Sequence[str]) -> list[Group]:
-    """Read the groups of all sets.
+def read_surplus(pins: Sequence[str], config_sha256: str) -> list[Group]:
+    """Read the groups of all sets, with the verdicts of runs with this configuration.
 
     Raises:
         ObjectMissing: a set is gone.
@@ -91,11 +90,7 @@ def read_surplus(pins: Sequence[str]) -> list[Group]:
     """
     groups: list[Group] = []
     for pin in pins:
-        rollouts, facts = read_side_set(pin, "ordinals", "num_right")
+        rollouts, facts = read_side_set(pin, config_sha256, "ordinals")
         # only responses that go on need the iteration in which they entered
-        read = from_set(rollouts, facts["ordinals"], [0] * rollouts.num_groups)
-        groups += [
-            replace(group, num_right=count)
-            for group, count in zip(read, facts["num_right"], strict=True)
-        ]
+        groups += from_set(rollouts, facts["ordinals"], [0] * rollouts.num_groups)
     return groups

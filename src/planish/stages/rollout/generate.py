@@ -11,14 +11,15 @@ from planish.engines.base import BaseEngine
 from planish.models.headers import room_fault
 from planish.models.tokens import Tokenizer
 from planish.records.prompts import PromptSet
+from planish.records.rollouts import ENDED
 from planish.records.stream import position
 from planish.stages.rollout.commits import Commits
 from planish.stages.rollout.config import RolloutConfig
-from planish.stages.rollout.groups import ENDED, Group, Slot
+from planish.stages.rollout.groups import Group, Slot, judged
 from planish.stages.rollout.in_flight import InFlight
 from planish.stages.rollout.progress import SamplingProgress
 from planish.stages.rollout.sampler import LookAhead, qualifies
-from planish.verifiers import VerifierOptions, verify_many
+from planish.verifiers.judging import Judging
 
 
 class GroupSampler:
@@ -34,7 +35,7 @@ class GroupSampler:
         *,
         seed: int,
         iteration: int,
-        judging: VerifierOptions,
+        judging: Judging,
     ) -> None:
         """Bind the parts; `seed` is the run's."""
         self._judging = judging
@@ -127,26 +128,16 @@ class GroupSampler:
 
     def _judge(self, ended: Sequence[Group]) -> list[Group]:
         """Return groups with their texts, and with verdicts where all responses are there."""
-        judged = []
+        result = []
         for group in ended:
-            if group.slots and all(slot.finish in ENDED for slot in group.slots):
-                texts = [self.text_of(group, slot) for slot in group.slots]
-                verdicts = verify_many(
-                    [(group.verifier, text, group.answer, group.extra) for text in texts],
-                    self._judging,
-                )
-                slots = zip(group.slots, texts, strict=True)
-                scores = {v.accuracy if v.score is None else v.score for v in verdicts}
-                group = replace(
-                    group,
-                    slots=tuple(replace(slot, text=text) for slot, text in slots),
-                    num_right=sum(verdict.accuracy > 0 for verdict in verdicts),
-                    num_verifier_errors=sum(verdict.error for verdict in verdicts),
-                    scores_differ=len(scores) > 1,
-                )
-            judged.append(group)
-        num_kept = sum(qualifies(group, self._config) for group in judged)
+            is_whole = all(slot.finish in ENDED for slot in group.slots)
+            if is_whole and len(group.verdicts) < len(group.slots):
+                slots = [replace(slot, text=self.text_of(group, slot)) for slot in group.slots]
+                (group,) = judged([replace(group, slots=tuple(slots))], self._judging)
+                self.flight.keep(group)
+            result.append(group)
+        num_kept = sum(qualifies(group, self._config) for group in result)
         self._num_kept += num_kept
-        self._num_dropped += len(judged) - num_kept
-        self._judged.update((group.ordinal, group) for group in judged)
-        return judged
+        self._num_dropped += len(result) - num_kept
+        self._judged.update((group.ordinal, group) for group in result)
+        return result

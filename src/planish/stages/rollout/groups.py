@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from planish.records.ragged import Ragged
-from planish.records.rollouts import FinishReason, RolloutSet
-
-ENDED = (FinishReason.STOP, FinishReason.LENGTH)
-"""Finish reasons of responses that did not fail."""
+from planish.records.rollouts import ENDED, FinishReason, RolloutSet
+from planish.verifiers import Verdict
+from planish.verifiers.judging import Judging, Verdicts, from_columns, score_of, to_columns
 
 
 def _none(dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
@@ -48,6 +47,8 @@ class Slot:
     routing: npt.NDArray[np.generic] | None = None
     """[prompt + t, layers, experts per token], the experts of each token as an input; None where
     the engine was not asked, and -1 where it did not say."""
+    verdicts: Verdicts = field(default_factory=dict)
+    """Of every verifier, that of the prompt first; empty while nobody has judged."""
 
     @property
     def num_tokens(self) -> int:
@@ -123,25 +124,28 @@ class Group:
     verifier: str
     slots: tuple[Slot, ...]
     """None where the prompt is too long to be sampled."""
-    num_right: int | None = None
-    """Right responses; None where the group is not judged as a whole."""
-    num_verifier_errors: int = 0
-    """Responses on which the verifier itself failed."""
-    scores_differ: bool = False
-    """The verifier gives parts of a point, and not the same to all responses."""
     extra: str = ""
     """Columns of the data row for reward functions."""
 
     @property
     def fate(self) -> Fate:
         """The fate by the verifier's scores, never by shaped rewards."""
-        if self.num_right is None:
+        verdicts = self.verdicts
+        if not self.slots or len(verdicts) < len(self.slots):
             return Fate.INCOMPLETE
-        if self.scores_differ:
+        if len({score_of(verdict) for verdict in verdicts}) > 1:
             return Fate.MIXED
-        if self.num_right == 0:
-            return Fate.ALL_WRONG
-        return Fate.ALL_CORRECT if self.num_right == len(self.slots) else Fate.MIXED
+        return Fate.ALL_CORRECT if self.num_right else Fate.ALL_WRONG
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """Verdicts of the prompt's verifier on the responses that are judged."""
+        return [slot.verdicts[self.verifier] for slot in self.slots if slot.verdicts]
+
+    @property
+    def num_right(self) -> int:
+        """Responses that are judged right."""
+        return sum(verdict.accuracy > 0 for verdict in self.verdicts)
 
     @property
     def num_tokens(self) -> int:
@@ -157,6 +161,31 @@ class Group:
     def oldest_version(self) -> int:
         """Oldest policy version that sampled a token of a group with tokens."""
         return int(min(slot.versions.min() for slot in self.slots if slot.num_tokens))
+
+
+def judged(groups: Sequence[Group], judging: Judging) -> list[Group]:
+    """Return groups with verdicts on all responses that have ended; those that have one keep it.
+
+    Raises:
+        ConfigError: a verifier is not here.
+        VerifierFailure: a verifier of the user hangs again and again.
+    """
+    places = [
+        (g, s)
+        for g, group in enumerate(groups)
+        for s, slot in enumerate(group.slots)
+        if slot.finish in ENDED and not slot.verdicts
+    ]
+    rows = [
+        (groups[g].verifier, groups[g].slots[s].text, groups[g].answer, groups[g].extra)
+        for g, s in places
+    ]
+    result = list(groups)
+    for (g, s), verdicts in zip(places, judging.judge(rows), strict=True):
+        slots = list(result[g].slots)
+        slots[s] = replace(slots[s], verdicts=verdicts)
+        result[g] = replace(result[g], slots=tuple(slots))
+    return result
 
 
 def as_set(groups: Sequence[Group]) -> RolloutSet:
@@ -192,6 +221,7 @@ def as_set(groups: Sequence[Group]) -> RolloutSet:
         routing=routing,
         experts_per_token=experts_per_token,
         extra=[group.extra for _, group, _ in rows] if any(g.extra for g in groups) else None,
+        **to_columns([slot.verdicts for slot in slots]),
     )
 
 
@@ -211,6 +241,7 @@ def from_set(rollouts: RolloutSet, ordinals: Sequence[int], drawn: Sequence[int]
         ordinals: [G] place of each prompt in the stream.
         drawn: [G] iteration in which each group entered.
     """
+    verdicts = from_columns(rollouts)
     bounds = [*np.flatnonzero(rollouts.group_starts()).tolist(), rollouts.num_rows]
     slots = [
         Slot(
@@ -222,6 +253,7 @@ def from_set(rollouts: RolloutSet, ordinals: Sequence[int], drawn: Sequence[int]
             finish=FinishReason(int(rollouts.finish[row])),
             text=rollouts.response[row],
             routing=rollouts.routing_of(row),
+            verdicts=verdicts[row],
         )
         for row in range(rollouts.num_rows)
     ]

@@ -19,10 +19,10 @@ from planish.base.errors import EngineError
 from planish.engines.base import BaseEngine
 from planish.engines.requests import EngineState, Output, Request, Sampling
 from planish.engines.sampling import request_seed
-from planish.records.rollouts import FinishReason
+from planish.records.rollouts import ENDED, FinishReason
 from planish.stages.rollout.commits import Commits
 from planish.stages.rollout.config import RolloutConfig
-from planish.stages.rollout.groups import ENDED, Group, Slot
+from planish.stages.rollout.groups import Group, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,11 @@ class InFlight:
     def group(self, ordinal: int) -> Group:
         """Return a group that has entered, as it is now."""
         return self._groups[ordinal]
+
+    def keep(self, group: Group) -> None:
+        """Take a group as it is now that it is judged, for the next commit."""
+        self._groups[group.ordinal] = group
+        self._changed.add(group.ordinal)
 
     def enter(self, group: Group, places: Sequence[int] | None = None) -> Group | None:
         """Let responses of a group generate; one that is committed goes on from there.

@@ -18,11 +18,11 @@ from planish.records.prompts import PromptSet
 from planish.records.refs import parse_pin
 from planish.records.rollouts import RolloutSet
 from planish.records.stream import StreamState, fresh_cursor, parse_data, state_root
-from planish.run.stage import Context
 from planish.run.pins import Pins
+from planish.run.stage import Context
 from planish.stages.rollout.commits import Commits
 from planish.stages.rollout.config import RolloutConfig
-from planish.verifiers import VerifierOptions
+from planish.verifiers.judging import Judging
 
 if TYPE_CHECKING:
     from planish.stages.rollout.generate import GroupSampler
@@ -104,9 +104,9 @@ class RolloutJob:
         return {"prompts": self.prompts_sha256, "policy": policy}
 
     @property
-    def judging(self) -> VerifierOptions:
+    def judging(self) -> Judging:
         """How responses are judged, here and in every other stage."""
-        return VerifierOptions.of(self.context.config.get("reward", {}))
+        return Judging.of(self.context.config.get("reward", {}))
 
     @property
     def num_groups(self) -> int:

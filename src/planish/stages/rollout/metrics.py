@@ -12,7 +12,6 @@ from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.rollout.extra_groups import SurplusExchange
 from planish.stages.rollout.groups import Fate, Group, Slot
 from planish.stages.rollout.sampler import Batch
-from planish.verifiers import Verdict
 
 
 def batch_metrics(batch: Batch, exchange: SurplusExchange | None = None) -> dict[str, float]:
@@ -32,7 +31,7 @@ def batch_metrics(batch: Batch, exchange: SurplusExchange | None = None) -> dict
         "num_generated_rollouts": sum(len(g.slots) for g in groups),
         "num_generated_tokens": sum(g.num_tokens for g in groups),
         "num_kept_tokens": sum(g.num_tokens for g in kept),
-        "num_verifier_errors": sum(g.num_verifier_errors for g in groups),
+        "num_verifier_errors": sum(v.error for g in groups for v in g.verdicts),
         "group_dropped_incomplete": len(groups) - len(complete),
         "ds/gen_rounds": batch.num_rounds,
         "ds/surplus": len(batch.surplus),
@@ -48,7 +47,7 @@ def batch_metrics(batch: Batch, exchange: SurplusExchange | None = None) -> dict
             metrics[name] = fates.count(fate) / len(fates)
         slots = [slot for group in complete for slot in group.slots]
         logprobs = sum(sum(slot.logprobs.tolist()) for slot in slots)
-        metrics["accuracy_mean"] = sum(g.num_right or 0 for g in complete) / len(slots)
+        metrics["accuracy_mean"] = sum(g.num_right for g in complete) / len(slots)
         metrics |= _response_metrics(slots)
         metrics["logprob_mean"] = logprobs / sum(group.num_tokens for group in complete)
     if exchange is not None:
@@ -61,7 +60,7 @@ def batch_metrics(batch: Batch, exchange: SurplusExchange | None = None) -> dict
     rows = metrics["num_rollouts"]
     if rows:
         metrics["ds/samples_per_trained_sample"] = metrics["num_generated_rollouts"] / rows
-        metrics["kept_accuracy_mean"] = sum(g.num_right or 0 for g in kept) / rows
+        metrics["kept_accuracy_mean"] = sum(g.num_right for g in kept) / rows
         metrics["kept_response_length_mean"] = metrics["num_kept_tokens"] / rows
     return metrics
 
@@ -112,10 +111,7 @@ class Growth:
 
 
 def window_metrics(
-    growths: Sequence[Growth],
-    given: Sequence[Group],
-    kept: Sequence[Group],
-    verdicts: Sequence[Verdict],
+    growths: Sequence[Growth], given: Sequence[Group], kept: Sequence[Group]
 ) -> dict[str, float]:
     """Return counts of slots, and lengths and accuracy of responses that are finished just now.
 
@@ -123,9 +119,13 @@ def window_metrics(
         growths: one for each slot.
         given: groups of the rollout set.
         kept: groups of the carry set.
-        verdicts: on the responses that were finished just now.
     """
     finished = [growth.after for growth in growths if not growth.after.is_open]
+    verdicts = [
+        growth.after.verdicts[growth.group.verifier]
+        for growth in growths
+        if not growth.after.is_open
+    ]
     given_slots = [slot for group in given for slot in group.slots]
     num_tokens = sum(growth.num_new_tokens for growth in growths)
     num_carried = sum(group.num_open for group in kept)

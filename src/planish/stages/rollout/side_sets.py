@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from planish.base.errors import ObjectMissing, RecordError
@@ -13,8 +14,12 @@ from planish.records.rollouts import RolloutSet
 _FACTS = ("config_sha256", "iteration", "seed", "shard", "num_shards", "policy_version")
 
 
-def read_side_set(pin: str, *names: str) -> tuple[RolloutSet, Mapping[str, Any]]:
+def read_side_set(
+    pin: str, config_sha256: str, *names: str
+) -> tuple[RolloutSet, Mapping[str, Any]]:
     """Read a set, and the attributes of its manifest; those `names` have a number a group.
+
+    Verdicts of a run with another configuration are left out: it may have judged otherwise.
 
     Raises:
         ObjectMissing: the set is gone.
@@ -31,6 +36,8 @@ def read_side_set(pin: str, *names: str) -> tuple[RolloutSet, Mapping[str, Any]]
                 f"groups, got {seen!r:.80}; go on with the release that wrote it, or start from "
                 "the policy alone"
             )
+    if facts.attributes.get("config_sha256") != config_sha256:
+        rollouts = replace(rollouts, accuracy=None)
     return rollouts, facts.attributes
 
 

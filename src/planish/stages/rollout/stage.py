@@ -1,4 +1,4 @@
-"""The rollout stage: sample one shard of an iteration and write it as one rollout set."""
+"""The rollout stage: sample and judge one shard of an iteration, and write one rollout set."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from planish.records.io import finished, read_manifest, read_set, write_set
 from planish.records.manifest import manifest_uri
 from planish.records.prompts import PromptSet
 from planish.records.rollouts import RolloutSet
-from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, mark_stopped
 from planish.run.pins import Pins
+from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, mark_stopped
 from planish.stages.rollout.job import (
     RolloutJob,
     Sampled,
@@ -126,8 +126,8 @@ def _ready(job: RolloutJob, facts: dict[str, Any]) -> Outcome | None:
     uri = layout.rollouts(*place)
     if not store.exists(manifest_uri(uri)):
         return None
-    digest = context.config_sha256
-    ref = finished(uri, RolloutSet.SCHEMA, parents=job.parents, config_sha256=digest)
+    digest, schemas = context.config_sha256, (RolloutSet.SCHEMA, *RolloutSet.OLDER)
+    ref = finished(uri, *schemas, parents=job.parents, config_sha256=digest)
     if ref is None:
         return None
     attributes = read_manifest(uri, sha256=ref.manifest_sha256).attributes

@@ -8,7 +8,7 @@ from planish.records.prompts import PromptSet
 from planish.records.stream import assign
 from planish.stages.rollout.carry import read_carry
 from planish.stages.rollout.extra_groups import group_facts, read_surplus, settle, share, take_over
-from planish.stages.rollout.groups import as_set
+from planish.stages.rollout.groups import as_set, judged
 from planish.stages.rollout.job import RolloutJob, Sampled
 from planish.stages.rollout.metrics import batch_metrics, engine_metrics, staleness_metrics
 from planish.stages.rollout.sampler import draw_batch
@@ -23,7 +23,7 @@ def sample_whole(job: RolloutJob, prompts: PromptSet) -> Sampled:
         the last iteration.
     """
     config, context = job.config, job.context
-    carried = read_carry(job.data.carry)
+    carried = read_carry(job.data.carry, context.config_sha256)
     num_left = sum(group.num_open for groups in carried for group in groups)
     if num_left:
         raise ConfigError(
@@ -32,7 +32,8 @@ def sample_whole(job: RolloutJob, prompts: PromptSet) -> Sampled:
             "finish them, or start from the policy alone"
         )
     limit = config.max_staleness
-    mine = share(read_surplus(job.data.surplus), context.shard, job.num_shards)
+    surplus = read_surplus(job.data.surplus, context.config_sha256)
+    mine = judged(share(surplus, context.shard, job.num_shards), job.judging)
     with job.serve(prompts) as session:
         version = session.version
         taken = take_over(mine, room=job.num_groups, version=version, max_staleness=limit)

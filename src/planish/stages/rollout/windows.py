@@ -19,12 +19,11 @@ from planish.records.prompts import PromptSet
 from planish.records.rollouts import FinishReason
 from planish.records.stream import assign
 from planish.stages.rollout.carry import deal, place, read_carry, refill, settle
-from planish.stages.rollout.groups import Group, as_set, group_facts
+from planish.stages.rollout.groups import Group, as_set, group_facts, judged
 from planish.stages.rollout.job import RolloutJob, Sampled
 from planish.stages.rollout.metrics import Growth, engine_metrics, staleness_metrics, window_metrics
 from planish.stages.rollout.progress import SamplingProgress
 from planish.stages.rollout.side_sets import write_side_set
-from planish.verifiers import verify_many
 
 if TYPE_CHECKING:
     from planish.stages.rollout.generate import GroupSampler
@@ -40,7 +39,7 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
         ConfigError: a response is longer than allowed, or no prompt fits.
     """
     context = job.context
-    sets = read_carry(job.data.carry)
+    sets = read_carry(job.data.carry, context.config_sha256)
     carried = deal(sets, context.shard, job.num_shards)
     with job.serve(prompts) as session:
         sampler = session.sampler
@@ -61,31 +60,24 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
                 num_rows=flight.num_rows,
                 stats=flight.stats,
             )
-    growths = []
+    after = {}
     for g, s in places:
-        before, slot = groups[g].slots[s], flight.group(groups[g].ordinal).slots[s]
-        if slot.finish is FinishReason.ABORT:
-            slot = before  # it failed, and stays as it was
-        else:
-            slot = replace(slot, text=sampler.text_of(groups[g], slot))
-        growths.append(Growth(groups[g], before, slot))
-    after = {at: growth.after for at, growth in zip(places, growths, strict=True)}
+        slot = flight.group(groups[g].ordinal).slots[s]
+        if slot.finish is not FinishReason.ABORT:  # what failed stays as it was
+            after[g, s] = replace(slot, text=sampler.text_of(groups[g], slot))
     grown = [
         replace(group, slots=tuple(after.get((g, s), slot) for s, slot in enumerate(group.slots)))
         for g, group in enumerate(groups)
     ]
+    grown = judged(grown, job.judging)
+    growths = [Growth(groups[g], groups[g].slots[s], grown[g].slots[s]) for g, s in places]
     given, kept = settle(grown, job.config.unfinished)
     rollouts = as_set(given)
     facts = {**job.facts(), "policy_version": session.version}
     uri = layout.carry(context.root, context.iteration, context.shard)
     digest = write_side_set(uri, as_set(kept), job.parents, facts, group_facts(kept))
-    ended = [(growth.group, growth.after) for growth in growths if not growth.after.is_open]
-    verdicts = verify_many(
-        [(group.verifier, slot.text, group.answer, group.extra) for group, slot in ended],
-        job.judging,
-    )
     metrics = {
-        **window_metrics(growths, given, kept, verdicts),
+        **window_metrics(growths, given, kept),
         "num_drawn_groups": num_new,
         "group_dropped_incomplete": len(drawn) - num_new,
         **staleness_metrics(rollouts, session.version),

@@ -1,5 +1,6 @@
 """A run root as a healthy run of eight iterations leaves it, with known numbers, in a second."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from planish.records.rewards import RewardSet
 from planish.records.rollouts import RolloutSet
 from planish.run.events import record_event
 from planish.store.documents import read_json, write_json
+from planish.verifiers import Verdict
+from planish.verifiers.judging import to_columns
 from tests.unit.records.samples import build_rollouts
 
 BEGAN = 1_760_000_000.0
@@ -301,12 +304,19 @@ def _evaluation(
         "addition": {**scalars, "num_prompts": 250.0},
         "subtraction": {**scalars, "accuracy": scalars["accuracy"] - 0.06, "num_prompts": 150.0},
     }
-    write_report(
-        f"{layout.evaluation(root, version)}/report.json", EvalReport(scalars, sources, {})
-    )
-    found, _ = rollouts_of(
+    found, right = rollouts_of(
         held_out, list(range(24)), size=8, chance=chance, seed=7 + version, version=version
     )
+    verdicts = [
+        {"trace": Verdict(float(is_right), text.rpartition("=")[2])}
+        for is_right, text in zip(right, found.response, strict=True)
+    ]
+    marks = ["".join("01"[int(mark)] for mark in row) for row in right.reshape(-1, 8)]
+    write_report(
+        f"{layout.evaluation(root, version)}/report.json",
+        EvalReport(scalars, sources, {"marks": marks}),
+    )
+    found = replace(found, **to_columns(verdicts))
     write_set(
         f"{layout.evaluation(root, version)}/rollouts", found, parents={},
         attributes={**facts, "policy_version": version},

@@ -403,7 +403,7 @@ def test_groups_that_sampling_has_dropped_count_as_well(metrics, expected):
 def test_scores_that_differ_between_wrong_responses_are_a_signal(monkeypatch):
     parts = iter([0.25, 0.5])
     monkeypatch.setattr(
-        "planish.stages.reward.score.verify_many",
+        "planish.verifiers.judging.verify_many",
         lambda rows, _: [Verdict(accuracy=0.0, score=next(parts)) for _ in rows],
     )
     assert groups_without_signal(WRONG, score(WRONG, RewardConfig()).rewards, []) == {}

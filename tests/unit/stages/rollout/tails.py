@@ -22,6 +22,7 @@ from planish.stages.rollout.config import RolloutConfig
 from planish.stages.rollout.generate import GroupSampler
 from planish.stages.rollout.sampler import Batch, LookAhead, draw_batch
 from planish.verifiers import VERIFIERS
+from planish.verifiers.judging import Judging
 from planish.verifiers.verdict import Verdict, VerifierOptions
 from tests.unit.stages.rollout.scripted_engine import EOS, ScriptedEngine, scripted_token
 
@@ -121,7 +122,7 @@ def draw(
         commits,
         seed=seed,
         iteration=1,
-        judging=VerifierOptions(),
+        judging=Judging(VerifierOptions()),
     )
     sampler.go_on(num_groups)
 

@@ -117,7 +117,7 @@ def test_sets_are_read_in_the_order_of_their_shards(tmp_path):
         written(tmp_path, []),
         written(tmp_path, [group(2, slot(0))]),
     ]
-    sets = read_carry(pins)
+    sets = read_carry(pins, "c")
     # what is carried is all from before the next window
     slots = [slot for part in sets for group in part for slot in group.slots]
     assert all(slot.start == slot.num_tokens for slot in slots)
@@ -141,4 +141,4 @@ def test_groups_that_another_release_names_otherwise_are_told(tmp_path, columns)
     )
     pin = write_set(uri, rollouts, parents={}, attributes=columns).pin()
     with pytest.raises(RecordError, match=r"must be a number for each of its 2 groups, got"):
-        read_carry([pin])
+        read_carry([pin], "c")

@@ -14,10 +14,11 @@ from planish.stages.rollout.extra_groups import group_facts, settle, share, take
 from planish.stages.rollout.groups import Fate, Group, Slot, as_set
 from planish.stages.rollout.metrics import batch_metrics
 from planish.stages.rollout.sampler import draw_batch
+from planish.verifiers import Verdict
 from tests.unit.stages.rollout import tails
 
-NUM_RIGHT = {"m": 1, "r": 2, "w": 0, "i": None}
-"""Fate of a group of two, mixed, right, wrong or incomplete, to its right responses."""
+VERDICTS = {"m": (1.0, 0.0), "r": (1.0, 1.0), "w": (0.0, 0.0), "i": (), "p": (0.0, 0.5)}
+"""A group of two, mixed, right, wrong, incomplete or with a part of a point, to its scores."""
 
 
 def group(ordinal, letter, version=0, length=3):
@@ -26,11 +27,12 @@ def group(ordinal, letter, version=0, length=3):
         replace(
             Slot(s).extended([5] * length, [-0.5] * length, [version] * length, finish),
             text="ab"[s],
+            verdicts={"exact": Verdict(score // 1, score=score)} if score is not None else {},
         )
-        for s in range(2)
+        for s, score in itertools.zip_longest(range(2), VERDICTS[letter])
     )
     name = f"{ordinal % 3:016x}"
-    return Group(ordinal, 1, name, (1, 2), "1", "exact", slots, NUM_RIGHT[letter])
+    return Group(ordinal, 1, name, (1, 2), "1", "exact", slots)
 
 
 def draw(letters, num_groups, num_prompts=0, **config):
@@ -161,7 +163,7 @@ def test_no_prompt_is_lost_and_the_filter_keeps_mixed_groups_only(
     )
     if dynamic and not batch.starved:
         assert all(g.num_right == 1 for g in batch.kept)
-        assert all(g.num_right in (None, 0, 2) for g in batch.dropped)
+        assert all(g.num_right in (0, 2) for g in batch.dropped)
     assert all(g.fate is not Fate.INCOMPLETE for g in batch.kept)
     assert all(g.fate is Fate.MIXED or not dynamic for g in batch.surplus)
 
@@ -200,7 +202,7 @@ def test_one_response_per_prompt_is_allowed_without_the_filter_alone():
 
 def test_groups_whose_wrong_responses_have_other_scores_are_kept():
     def sample(ordinals, ahead):
-        return [replace(group(k, "wwr"[k % 3]), scores_differ=k % 3 == 0) for k in ordinals]
+        return [group(k, "pwr"[k % 3]) for k in ordinals]
 
     options = {"group_size": 2, "generation_prompts_factor": 1.0, "max_generation_rounds": 1}
     batch = draw_batch(itertools.count(), sample, 6, RolloutConfig(**options))

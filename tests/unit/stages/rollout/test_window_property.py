@@ -25,8 +25,8 @@ from planish.records.rollouts import FinishReason, RolloutSet
 from planish.records.stream import StreamState, advance, fresh_cursor
 from planish.records.values import ValueSet
 from planish.records.waiting import WaitingSet
-from planish.run.stage import Context
 from planish.run.pins import Pins
+from planish.run.stage import Context
 from planish.stages.rollout.config import RolloutConfig
 from planish.stages.rollout.job import RolloutJob, Start
 from planish.stages.rollout.progress import SamplingProgress

@@ -276,7 +276,7 @@ def job_after(root, iteration, surplus_versions, *, state_pin="", staleness=1):
     for shard, version in enumerate(surplus_versions):
         digest = ""
         if version is not None:
-            facts = {"versions": [version], "ordinals": [shard], "num_right": [1]}
+            facts = {"versions": [version], "ordinals": [shard]}
             uri = layout.surplus(root, iteration, shard)
             ref = write_set(uri, one_group(version), parents={}, attributes=facts)
             digest = ref.manifest_sha256
