@@ -132,7 +132,7 @@ def _read_shard(
 
 
 def finished(uri: str, *schemas: str, parents: Mapping[str, str], config_sha256: str) -> Ref | None:
-    """Return the Ref of a set of one of `schemas` that an earlier attempt finished from the same inputs.
+    """Return the Ref of a set of one of `schemas` that an earlier attempt made of the same inputs.
 
     `parents` and `config_sha256` are what its manifest must name.
 
