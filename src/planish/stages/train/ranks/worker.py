@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from planish import store
 from planish.algorithms import build_algorithm
+from planish.algorithms.base import TrainBatch
 from planish.algorithms.mismatch import mismatch_limit
 from planish.base.errors import EXIT_CONFIG, EXIT_FAILED, PlanishError, exit_code
 from planish.base.parallel import SINGLE, Grid, Ranks, join, leave, local_rank, pick_device
@@ -42,6 +43,7 @@ from planish.stages.train.batching import share_rows, split_minibatches, train_b
 from planish.stages.train.progress import Progress
 from planish.stages.train.ranks.boundaries import Sigterm, StartOver, StepBoundaries
 from planish.stages.train.ranks.job import (
+    Inputs,
     JobResult,
     JobT,
     TrainJob,
@@ -169,27 +171,20 @@ def _train(
     if trainer is None:
         trainer = _open_trainer(job, grid, device, has_critic=algorithm.needs_values)
     started = time.perf_counter()
-    rollouts, rewards, seed = inputs.rollouts, inputs.rewards, (job.seed, job.iteration)
-    num_rows = int(rewards.keep.sum())
-    minibatches = split_minibatches(num_rows, config.rollouts_per_minibatch, 1, seed=seed)
-    share = share_rows(rollouts, rewards, minibatches, grid, device)
-    batch = train_batch(rollouts, rewards, info.get("policy_version"), share)
+    batch, rewards = _own_batch(job, inputs, grid, device), inputs.rewards
     ordinals = inputs.ordinals if algorithm.needs_values else None
-    keys = row_keys(rollouts, ordinals) if ordinals is not None else None
-    goes_on = rollouts.finish == FinishReason.WINDOW
+    keys = row_keys(inputs.rollouts, ordinals) if ordinals is not None else None
+    goes_on = inputs.rollouts.finish == FinishReason.WINDOW
     # From here on no rank needs the tokens of others.
-    del rollouts
     inputs = replace(inputs, rollouts=RolloutSet.empty())
-    stored = None
-    if keys is not None:
-        stored = earlier_values(batch, keys, rewards, inputs.values)
+    stored = earlier_values(batch, keys, rewards, inputs.values) if keys is not None else None
     result = run_update(
         trainer,
         algorithm,
         batch,
         config=config,
         progress=Progress.from_json(info) if info else Progress(),
-        seed=seed,
+        seed=(job.seed, job.iteration),
         group_places=inputs.places,
         critic=job.critic,
         earlier_values=stored,
@@ -246,6 +241,15 @@ def _train(
     fresh = 1 - boundaries.resumed / max(1, len(result.minibatches))
     speed = scalars.get("num_tokens", 0.0) * config.num_passes * fresh / max(seconds, 1e-9)
     return Trained(commit, stream, scalars | _spent(seconds, speed, device))
+
+
+def _own_batch(job: TrainJob, inputs: Inputs, grid: Grid, device: torch.device) -> TrainBatch:
+    """Return the rows of this rank's data-parallel group."""
+    rollouts, rewards, config = inputs.rollouts, inputs.rewards, job.train
+    count, seed = int(rewards.keep.sum()), (job.seed, job.iteration)
+    parts = split_minibatches(count, config.rollouts_per_minibatch, 1, seed=seed)
+    share = share_rows(rollouts, rewards, parts, grid, device)
+    return train_batch(rollouts, rewards, job.info.get("policy_version"), share)
 
 
 def _spent(seconds: float, speed: float, device: torch.device) -> dict[str, float]:
