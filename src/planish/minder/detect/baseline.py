@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from planish.minder.detect.config import DetectConfig
-from planish.minder.detect.distances import fleet_median, floor_of, median_of_known
+from planish.minder.detect.distances import away_from_peers, floor_of, median_of_known
 from planish.minder.detect.frame import F32, I64, Mask
 
 CHUNK_SECONDS = 60
@@ -37,6 +37,8 @@ class History:
     ts: I64
     values: Mapping[str, F32]
     masked: Mapping[str, Mask]
+    groups: Sequence[I64]
+    """Columns of machines that are compared with each other."""
 
 
 class Baseline:
@@ -119,10 +121,9 @@ class Baseline:
             rows = slice(*np.searchsorted(ts, [self.until, self.until + CHUNK_SECONDS]).tolist())
             for metric, array in history.values.items():
                 masked = history.masked[metric][rows]
-                median = fleet_median(array[rows], masked)
-                level = max(self._levels.get(metric, 0.0), float(np.median(median)))
+                level = max(self._levels.get(metric, 0.0), float(np.median(array[rows])))
                 self._levels[metric] = level
-                away = array[rows] - median[:, None]
+                away = away_from_peers(array[rows], masked, history.groups)
                 row = _median(np.where(masked, np.nan, away))
                 row[unsure] = np.nan
                 self._append(metric, row)
@@ -175,7 +176,8 @@ class Baseline:
             agreed = _agreed(rows, floor, needed)
             if self._is_role:
                 # What lies further away than a role may is a fault, however old it is.
-                refused = self._refused(metric, agreed, floor)
+                whole = median_of_known(rows.T, np.isfinite(rows).T)
+                refused = self._refused(metric, agreed, whole, floor)
                 wrong = {"gpu_power_draw": agreed < 0, "pfc_tx_packet_rate": agreed > 0}
                 telling = refused & wrong.get(metric, False)
                 names = [self.machines[place] for place in np.flatnonzero(telling)]
@@ -189,19 +191,22 @@ class Baseline:
                 if abs(value - used.get(name, 0.0)) > _SETTLED * floor:
                     used[name] = round(value, 5)
 
-    def _refused(self, metric: str, agreed: F32, floor: float) -> Mask:
+    def _refused(self, metric: str, agreed: F32, whole: F32, floor: float) -> Mask:
         """Return [N], machines that are too far away for a role.
 
-        Machines that are far away alike have a role: a pipeline stage, judges beside trainers.
+        Machines that are far away alike have a role, a pipeline stage or judges beside trainers, if
+        both halves of the history of each agree. `whole` [N] is its median.
         """
         limit = self.config.role_limit(metric)
         if metric == "gpu_power_draw" and metric not in self.config.role_limits:
             limit = min(limit, max(floor, _SINGLE_SHARE * self._levels.get(metric, 1.0)))
-        size = np.abs(agreed)
+        size = np.abs(whole)
         suspect = np.isin(self.machines, list(self.suspects))
-        near = np.abs(agreed[:, None] - agreed) <= floor + _ALIKE_SHARE * size[:, None]
-        is_single = (near & ~suspect & (size > limit)).sum(axis=1) < 2
-        return np.asarray((size > limit) & is_single | suspect & (size > floor))
+        near = np.abs(whole[:, None] - whole) <= floor + _ALIKE_SHARE * size[:, None]
+        alike = near & ~suspect & (size > limit)
+        is_single = (alike.sum(axis=1) < 2) | (alike & np.isnan(agreed)).any(axis=1)
+        refused = (size > limit) & is_single | suspect & (size > floor)
+        return np.asarray(refused & np.isfinite(agreed))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values: what is used, and the history as the medians of its two halves."""

@@ -341,28 +341,24 @@ class _Named:
     """[W], see `activity`."""
 
     def again(self, both: Collection[int]) -> list[Run]:
-        """Return one run for each machine that was a candidate again and again, others were not.
+        """Return one run for a machine that was a candidate again and again while no other was.
 
-        Its length is that of a single run that weighs as much: a part of all its seconds, but for
-        machines that `both` metrics of GPUs and others show.
+        Its length is that of a single run that weighs as much: a part of all its seconds, but for a
+        machine that `both` metrics of GPUs and others show.
         """
-        totals = {
-            machine: sum(run.length for run in found if run.length >= _FEWEST_WINDOWS)
+        totals = sorted(
+            (sum(run.length for run in found if run.length >= _FEWEST_WINDOWS), machine)
             for machine, found in self.runs.items()
-        }
-        result = []
-        for machine, total in totals.items():
-            most = max((theirs for other, theirs in totals.items() if other != machine), default=0)
-            found = self.runs[machine]
-            weighed = total if machine in both else int(total / _AGAIN)
-            if weighed <= self.rule.needed[machine] or total <= 3 * most:
-                continue
-            run = Run(machine, found[0].first, found[-1].last, weighed)
-            rows = slice(run.first, run.last + 1)
-            above = self.trace.above[rows, machine].mean()
-            if above > self.floor[rows, machine].mean():
-                result.append(run)
-        return result
+        )
+        (most, _), (total, machine) = [(0, 0), (0, 0), *totals][-2:]
+        weighed = total if machine in both else int(total / _AGAIN)
+        if weighed <= self.rule.needed[machine] or total <= 3 * most:
+            return []
+        found = self.runs[machine]
+        run = Run(machine, found[0].first, found[-1].last, weighed)
+        rows = slice(run.first, run.last + 1)
+        is_far = self.trace.above[rows, machine].mean() > self.floor[rows, machine].mean()
+        return [run] if is_far else []
 
 
 def _named(view: View, excluded: set[str]) -> dict[str, _Named]:

@@ -51,7 +51,8 @@ class Detector:
         """Duration of the stages of the last call."""
         self._denoise_seconds = 0.0
         self._machines: tuple[str, ...] = ()
-        self._groups: list[I64] = []
+        self.groups: list[I64] = []
+        """Columns that are compared with each other."""
         self._seen: dict[str, Seen] = {}
 
     def call(self, frame: Frame, job: Job | None = None) -> Result:
@@ -71,10 +72,10 @@ class Detector:
         groups = comparison_groups(frame.machines, rules, job)
         if frame.machines != self._machines or (
             [columns.tolist() for columns in groups]
-            != [columns.tolist() for columns in self._groups]
+            != [columns.tolist() for columns in self.groups]
         ):
             self._seen = {}
-        self._machines, self._groups = frame.machines, groups
+        self._machines, self.groups = frame.machines, groups
         is_prepared = time.perf_counter()
         # Machines of a small job can not be compared, but fall silent like others.
         traces = self.traces(prepared, job) if not few else {}
@@ -109,14 +110,14 @@ class Detector:
             denoiser = self.models.denoisers.get(METRICS[name].name)
             if name not in prepared.values or denoiser is None:
                 continue
-            values = compared_values(prepared, name, self.config.detect, job)
+            values = compared_values(prepared, name, self.config.detect, job, self.groups)
             masked = prepared.masked[name]
             width = denoiser.embed(np.zeros((1, WINDOW), np.float32)).shape[1]
             trace = Trace.empty(~touching(masked), width)
             first = int(prepared.frame.ts[0]) if len(values) else 0
             touched = self.renew(name, Seen(first, values, masked, trace))
             self._denoise_seconds += fill_trace(
-                trace, touched, values, denoiser, self._groups, self.config.detect
+                trace, touched, values, denoiser, self.groups, self.config.detect
             )
             traces[name] = trace
         return traces

@@ -73,7 +73,9 @@ def comparison_groups(machines: Sequence[str], config: DetectConfig, job: Job) -
     return groups
 
 
-def compared_values(prepared: Prepared, name: str, config: DetectConfig, job: Job) -> F32:
+def compared_values(
+    prepared: Prepared, name: str, config: DetectConfig, job: Job, groups: Sequence[I64]
+) -> F32:
     """Return the values [T, N] that are compared: without what is known of healthy machines.
 
     Only as much of a machine's known offset is taken away as it shows: one that loses its offset
@@ -81,16 +83,20 @@ def compared_values(prepared: Prepared, name: str, config: DetectConfig, job: Jo
     """
     values = prepared.values[name]
     known = job.baseline.get(name, {}) if config.role_baseline else {}
-    offsets = np.array([known.get(m, 0.0) for m in prepared.frame.machines], np.float32)
-    columns = np.flatnonzero(offsets)
-    if not len(columns):
+    mine = np.array([known.get(m, 0.0) for m in prepared.frame.machines], np.float32)
+    if not mine.any():
         return values
-    away = values[:, columns] - fleet_median(values, prepared.masked[name])[:, None]
-    mine = offsets[columns]
+    away = away_from_peers(values, prepared.masked[name], groups)
     away = np.clip(away, np.minimum(mine, 0), np.maximum(mine, 0))
-    result = values.copy()
-    result[:, columns] -= np.where(prepared.masked[name][:, columns], 0, away)
-    return result
+    return values - np.where(prepared.masked[name], 0, away)
+
+
+def away_from_peers(values: F32, masked: Mask, groups: Sequence[I64]) -> F32:
+    """Return by how much each machine [T, N] lies above the median of those it is compared with."""
+    away = values.copy()
+    for columns in groups:
+        away[:, columns] -= fleet_median(values[:, columns], masked[:, columns])[:, None]
+    return away
 
 
 def fleet_median(values: F32, masked: Mask) -> F32:
@@ -146,12 +152,10 @@ def fill_trace(
     return seconds
 
 
-def peers_of(machines: int, config: DetectConfig) -> I64 | None:
-    """Return the places of the peers with which each of a group is compared; None for all."""
-    most = config.max_peers
-    if most is None or machines <= most:
-        return None
-    return np.linspace(0, machines - 1, most).round().astype(np.int64)
+def peers_of(machines: int, config: DetectConfig) -> I64:
+    """Return the places of the peers with which each of a group is compared, evenly spaced."""
+    count = min(machines, config.max_peers or machines)
+    return np.linspace(0, machines - 1, count).round().astype(np.int64)
 
 
 def distance_sums(
@@ -196,10 +200,9 @@ def distance_sums(
             else:
                 block = _grid_distances(embeddings[some, mine], embeddings[some, chosen], distance)
             sums[some, mine] = np.matmul(block, weights[some, :, None])[..., 0]
-    if peers is not None:
-        seen = weights.sum(axis=1, keepdims=True) - np.isin(np.arange(machines), peers) * here
-        sums *= np.maximum(here.sum(axis=1, keepdims=True) - 1, 0) / np.maximum(seen, 1)
-    sums *= here
+    # What a machine is compared with, and what it stands for: all but itself.
+    seen = weights.sum(axis=1, keepdims=True) - np.isin(np.arange(machines), chosen) * here
+    sums *= here * (here.sum(axis=1, keepdims=True) - 1) / np.maximum(seen, 1)
     return sums
 
 

@@ -225,8 +225,8 @@ class JobMonitor:
             above = {name: trace.above for name, trace in last.items()}
             masked = {name: ~trace.present for name, trace in last.items()}
             seconds = prepared.frame.ts[: len(next(iter(above.values())))]
-            self.usual.add(History(seconds, above, masked), until, unsure)
-        values = History(prepared.frame.ts, prepared.values, prepared.masked)
+            self.usual.add(History(seconds, above, masked, self._detector.groups), until, unsure)
+        values = History(prepared.frame.ts, prepared.values, prepared.masked, self._detector.groups)
         baseline.add(values, until, unsure)
 
     def to_json(self) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def prepared(minutes, offsets, *, start=0, seed=0):
 
 def history(minutes, offsets, **options):
     piece = prepared(minutes, offsets, **options)
-    return History(piece.frame.ts, piece.values, piece.masked)
+    return History(piece.frame.ts, piece.values, piece.masked, [np.arange(5)])
 
 
 def learned(offsets, config=CONFIG):
@@ -309,6 +309,6 @@ def test_only_as_much_is_taken_away_as_a_machine_shows():
     shows, lost, more = ([[0, 0, x, 0, 0]] for x in (0.09, 0.0, 0.29))
     for offsets, expected in ((shows, 0.0), (lost, 0.0), (more, 0.2)):
         piece = prepared(1, np.array(offsets))
-        values = compared_values(piece, "cpu_usage", CONFIG, job)
+        values = compared_values(piece, "cpu_usage", CONFIG, job, [np.arange(5)])
         gap = np.median(values[:, 2] - np.median(values, axis=1))
         assert gap == pytest.approx(expected, abs=0.004)
