@@ -48,13 +48,11 @@ def confirmed(result: Result, dead: Mapping[str, int], failed: Collection[str]) 
     for name, since in dead.items():
         seconds = float(result.end - since)
         findings.append(Finding(name, "", "silent", since, result.end, seconds, 0.0))
+    longest = {one.machine: one for one in sorted(result.candidates, key=lambda one: one.seconds)}
     for name in sorted(failed):
-        runs = [one for one in result.candidates if one.machine == name]
-        one = max(runs, key=lambda one: one.seconds)
+        one = longest[name]
         facts = (one.since, result.end, float(one.seconds), one.score)
         findings.append(Finding(name, one.metric, "dissimilar", *facts))
-    if len(findings) == len(result.findings):
-        return result
-    status = "fault" if result.status == "ok" else result.status
+    status = "fault" if findings and result.status == "ok" else result.status
     silent = tuple(sorted({*result.silent, *dead}))
     return replace(result, findings=tuple(findings), status=status, silent=silent)

@@ -34,8 +34,8 @@ MIN_RATE_SECONDS = 5
 """Range of a rate at one sample a second."""
 _MAX_POINTS = 11_000
 """Points of one series in one answer; Prometheus gives no more."""
-_MAX_ANSWER = 600_000
-"""Samples in one answer, some 20 MiB of text."""
+ANSWER_SAMPLES = 16
+"""So many samples that a query loads weigh as much as one of its answer: 600,000 are 20 MiB."""
 _TOO_LARGE = "422"
 """Code by which servers refuse a query that loads too much."""
 _FEW_SAMPLES = 1000
@@ -196,19 +196,17 @@ class Prometheus:
         end: int,
         deadline: Deadline,
         *,
-        answers: int = 1,
         series: int = 1,
     ) -> list[Series]:
         """Return the value of a query at each unix second `start <= t < end`, each series once.
 
-        How many `answers` are expected bounds the size of one answer; how many `series` the query
-        reads, what the server loads for it. A piece that it refuses as too large is halved, and
-        later pieces are no larger.
+        How many `series` the query reads bounds what the server loads for one answer. A piece that
+        it refuses as too large is halved, and later pieces are no larger.
         """
         pieces: dict[tuple[tuple[str, str], ...], list[Series]] = {}
         most, low = self._max_samples, start
         while low < end:
-            step = min(_MAX_POINTS, _MAX_ANSWER // max(1, answers), most // max(1, series))
+            step = min(_MAX_POINTS, most // max(1, series))
             last = min(end, low + max(1, step)) - 1
             fields = {"query": query, "start": str(low), "end": str(last), "step": "1s"}
             loaded = series * (last + 1 - low)

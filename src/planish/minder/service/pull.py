@@ -25,6 +25,7 @@ from planish.minder.detect.metrics_table import (
 )
 from planish.minder.service.http import Deadline
 from planish.minder.service.prometheus import (
+    ANSWER_SAMPLES,
     MIN_RATE_SECONDS,
     Prometheus,
     Series,
@@ -125,15 +126,12 @@ class Puller:
     def board(self, machines: Sequence[str], deadline: Deadline, *, end: int | None = None) -> str:
         """Return the model of the boards of most machines; empty where no label names it."""
         names, label = tuple(sorted(set(machines))), self._prometheus.config.board_label
-        gpu = [source for source in self._sources.values() if METRICS[source.name].is_gpu]
-        if not gpu or not label:
+        gpu = next((one for one in self._sources.values() if METRICS[one.name].is_gpu), None)
+        if gpu is None or not label:
             return ""
         if self._board[0] != names:
-            if end is None:
-                end = math.floor(self._prometheus.now(deadline))
-            series = gpu[0].selector.replace(JOB_SELECTOR, job_matcher(gpu[0], names))
-            query = f"count by ({label}) ({series})"
-            counts = self._prometheus.query_range(query, end - 1, end, deadline)
+            series = gpu.selector.replace(JOB_SELECTOR, job_matcher(gpu, names))
+            counts = self._at(f"count by ({label}) ({series})", deadline, end)
             most = max(counts, key=lambda count: float(count.values[-1]), default=None)
             if most is None:
                 return ""
@@ -144,9 +142,13 @@ class Puller:
         """Return which machines have a GPU that reports an error, by the rule `MachineGpuError`."""
         names = node_matcher("node", machines)
         query = f'ALERTS{{alertname="{GPU_ERROR}",alertstate="firing",{names}}}'
-        end = math.floor(self._prometheus.now(deadline))
-        found = self._prometheus.query_range(query, end, end + 1, deadline)
-        return {series.labels["node"] for series in found}
+        return {series.labels["node"] for series in self._at(query, deadline)}
+
+    def _at(self, query: str, deadline: Deadline, end: int | None = None) -> list[Series]:
+        """Return what a query gives in the last second before `end`, by default now."""
+        if end is None:
+            end = math.floor(self._prometheus.now(deadline))
+        return self._prometheus.query_range(query, end - 1, end, deadline)
 
     def _columns(
         self,
@@ -163,14 +165,12 @@ class Puller:
         selector = source.selector.replace(JOB_SELECTOR, job_matcher(source, names))
         if source.name not in self._counts:
             count = f"count({selector})"
-            found = self._prometheus.query_range(count, span[1] - 1, span[1], deadline)
-            series = sum(int(one.values[-1]) for one in found)
+            series = sum(int(one.values[-1]) for one in self._at(count, deadline, span[1]))
             self._counts[source.name] = series * source.series.count(JOB_SELECTOR)
 
         def ask(query: str, start: int) -> list[Series]:
-            series = max(len(names), self._counts[source.name])
-            sizes = {"answers": len(names), "series": series}
-            return self._prometheus.query_range(query, start, span[1], deadline, **sizes)
+            series = max(ANSWER_SAMPLES * len(names), self._counts[source.name])
+            return self._prometheus.query_range(query, start, span[1], deadline, series=series)
 
         interval = self.intervals.get(source.name, 1.0)
         for _ in range(2):

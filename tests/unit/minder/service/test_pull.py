@@ -33,7 +33,7 @@ class Recorded:
     def now(self, deadline):
         return self.time
 
-    def query_range(self, query, start, end, deadline, *, answers=1, series=1):
+    def query_range(self, query, start, end, deadline, *, series=1):
         wanted = re.search(r'\w+=~"([^"]*)"', query).group(1)
         chosen = [one for one in self.samples if re.fullmatch(wanted, one[0]["node"])]
         if query.startswith("count("):
@@ -92,14 +92,14 @@ def test_a_frame_has_the_newest_sample_of_every_second():
 @pytest.mark.parametrize(
     ("series", "read"),
     [
-        ("m{$job_selector}", 40),
-        ("m{$job_selector} + n{$job_selector}", 80),
-        ("1 - a{$job_selector} / b{$job_selector}", 80),
-        ('m{mode="idle",$job_selector}', 40),
+        ("m{$job_selector}", 400),
+        ("m{$job_selector} + n{$job_selector}", 800),
+        ("1 - a{$job_selector} / b{$job_selector}", 800),
+        ('m{mode="idle",$job_selector}', 400),
     ],
 )
 def test_a_query_is_as_large_as_the_series_that_it_reads_and_not_as_the_machines(series, read):
-    recorded = Recorded([one for one in sampled() for _ in range(10)])
+    recorded = Recorded([one for one in sampled() for _ in range(100)])
     one = puller(recorded)
     one._sources["gpu_duty_cycle"] = replace(one._sources["gpu_duty_cycle"], series=series)
     pulled(one)
