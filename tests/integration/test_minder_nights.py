@@ -130,7 +130,7 @@ def test_a_monitor_without_a_right_says_so_everywhere(
 
     def refused():
         status, text = served.get("/readyz")
-        return status == 503 and re.match(rf"not ok: {what}: .*{right} .*forbidden", text)
+        return status == 503 and re.match(rf"not ok: {what}: .*{right}.*forbidden", text)
 
     wait_for(refused, 60, lambda: served.get("/readyz")[1] + served.log)
     wait_for(lambda: ("MinderBlind", "") in firing(prometheus), 60, lambda: served.log)

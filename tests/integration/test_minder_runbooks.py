@@ -189,9 +189,8 @@ def prepared(fleet):
         fleet.plane.kubectl("delete", "pod", pod, "-n", namespace, "--ignore-not-found",
                              "--grace-period=0", "--force")  # fmt: skip
         fleet.namespace = namespace
-        metadata = {"ownerReferences": [owned]} if namespace == "team" else {}
-        labels = {"workflows.argoproj.io/workflow": "pretrain"}
-        options = {"name": pod, "labels": labels, "annotations": {}, **metadata}
+        labels = {"workflows.argoproj.io/workflow": "pretrain"} if namespace == "team" else {}
+        options = {"name": pod, "labels": labels, "ownerReferences": [owned] if labels else []}
         fleet.add_pod(pod, name, job="", metadata=options)
 
 
