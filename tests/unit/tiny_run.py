@@ -7,7 +7,8 @@ from planish.models.config import ModelConfig
 from planish.records import layout
 from planish.records.io import write_set
 from planish.records.prompts import PromptSet, TraceSet, prompt_id
-from planish.run.stage import PathArtifact, write_json
+from planish.run.stage import PathArtifact
+from planish.store.documents import write_json
 
 TINY_MODEL = {
     "num_layers": 1,

@@ -12,7 +12,7 @@ from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.prompts import PromptSet, TraceSet
 from planish.records.refs import Ref
-from planish.run.stage import Context, PathArtifact, write_json
+from planish.run.stage import Context, PathArtifact
 from planish.stages.curate import records
 from planish.stages.curate.config import BOXED, KNOWN_SETS, CurateConfig
 from planish.stages.curate.inspect import inspect_data
@@ -20,6 +20,7 @@ from planish.stages.curate.problem import CurationLedger
 from planish.stages.curate.select import set_problems
 from planish.stages.curate.stage import make_prompts, read_set_tables, run
 from planish.stages.prepare.command import toml_text
+from planish.store.documents import write_json
 from planish.verifiers import verify
 
 

@@ -14,12 +14,13 @@ from planish.records.io import read_manifest, read_set, write_set
 from planish.records.refs import Ref
 from planish.records.rewards import RewardSet, judged_late, nothing_learnt
 from planish.records.rollouts import FinishReason, RolloutSet
-from planish.run.stage import PathArtifact, write_json
+from planish.run.stage import PathArtifact
 from planish.show.run import run_tables
 from planish.stages.reward.config import RewardConfig
 from planish.stages.reward.score import score
 from planish.stages.reward.signal import groups_without_signal
 from planish.stages.reward.stage import run
+from planish.store.documents import write_json
 from planish.verifiers import Verdict
 from tests.unit.records.samples import build_rollouts
 
