@@ -19,6 +19,7 @@ from planish.stages.curate.gsm8k import problem_row
 from planish.stages.curate.problem import Drop, Messages, Problem
 from planish.stages.curate.records import DataRow, as_answer, field_of
 from planish.verifiers import READS_FORMS, answer_fault, asked_form, columns_of, split_name
+from planish.verifiers.judging import Judging
 from planish.verifiers.math_answer import last_boxed
 
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -90,8 +91,8 @@ def judge_row(config: CurateConfig, row: DataRow, first: int = 0) -> Problem | D
 
 def with_function_columns(config: CurateConfig, tables: Mapping[str, Any]) -> CurateConfig:
     """Return the settings with the columns that `reward.functions` of the resolved tables name."""
-    functions = tables.get("reward", {}).get("functions", ())
-    named = {column for function in functions for column in columns_of(function["name"])}
+    functions = Judging.of(tables.get("reward", {})).functions
+    named = {column for name in functions for column in columns_of(name)}
     return config.model_copy(update={"reward_columns": sorted({*config.reward_columns, *named})})
 
 

@@ -31,6 +31,7 @@ from planish.verifiers import (
     split_name,
     verify,
 )
+from planish.verifiers.judging import Judging
 
 INSPECTED_ROWS = 5000
 """Rows that are kept; no others are looked at in a data set of the hub."""
@@ -72,9 +73,11 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
         found.rows.append(("data", f"generated, {code_span(settings.task)}"))
         made = task_stream(settings, config.get("run", {}).get("seed", 0))
         found.prompts += [problem.messages for problem in itertools.islice(made, SAMPLED_PROMPTS)]
-    options = VerifierOptions.of(config.get("reward", {}))
+    judging = Judging.of(config.get("reward", {}))
     sources = [("data", settings), ("held-out data", settings.of_held_out())]
-    opened = [inspect_source(label, own, options, found) for label, own in sources if own.dataset]
+    opened = [
+        inspect_source(label, own, judging.options, found) for label, own in sources if own.dataset
+    ]
     if config.get("model", {}).get("path"):
         found.warnings += [
             f"{source.label}: word problems are replaced by their {len(source.problems)} steps "
@@ -83,12 +86,11 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
             if is_steps(source.config, source.rows)
         ]
     sets = [
-        inspect_source(chosen.name, settings.of_set(chosen), options, found, key=SET_KEY)
+        inspect_source(chosen.name, settings.of_set(chosen), judging.options, found, key=SET_KEY)
         for chosen in settings.evaluation_sets
     ]
     if settings.dataset and not found.faults:
-        functions = [table["name"] for table in config.get("reward", {}).get("functions", ())]
-        found.faults += verifier_faults(opened[0].problems, options, functions)
+        found.faults += verifier_faults(opened[0].problems, judging.options, judging.functions)
         names = columns.column_names(opened[0].rows)
         found.warnings += [
             f"reward functions take the column {column!r}, which no row has"
