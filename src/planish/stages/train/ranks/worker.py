@@ -204,8 +204,7 @@ def _train(
         "framework": config.trainer,
         **grid.to_json(),
     }
-    stream = inputs.stream
-    values = None
+    stream, values = inputs.stream, None
     if keys is not None:
         values = values_to_store(batch, result.values, keys, goes_on, rewards, inputs.values)
     if ranks.is_first:
