@@ -525,12 +525,12 @@ def test_offload_and_replicas_say_where_the_state_lies():
 @pytest.mark.parametrize(
     ("overrides", "each", "ranks"),
     [
-        ("", 72, 8),
-        ("algorithm.kl_coefficient=0.04", 76, 8),
-        ("algorithm.name=vapo", 88, 8),
-        ("rollout.prompts_per_iteration=1024", 72, 8),
-        ("train.num_processes=4", 72, 4),
-        ("train.context_parallel=2", 72, 8),
+        ("", 76, 8),
+        ("algorithm.kl_coefficient=0.04", 80, 8),
+        ("algorithm.name=vapo", 104, 8),
+        ("rollout.prompts_per_iteration=1024", 76, 8),
+        ("train.num_processes=4", 76, 4),
+        ("train.context_parallel=2", 76, 8),
     ],
 )
 def test_the_rows_of_a_rank_and_the_rollouts_it_reads_are_counted_in_host_memory(
