@@ -13,7 +13,7 @@ from tests.integration.minder_cluster import Fleet as KubernetesFleet
 from tests.integration.minder_cluster import account
 from tests.integration.minder_service import raw_settings, serving
 from tests.integration.waiting import wait_for
-from tests.servers.exporter_fleet import Fleet
+from tests.servers.exporter_fleet import GPUS, Fleet
 from tests.servers.program import free_port
 from tests.servers.scripted_http import Reply, ScriptedServer
 
@@ -151,7 +151,9 @@ def test_dead_machines_are_paged_and_no_warning_holds_the_page_back(
     served = monitor(control_plane.kubeconfig, namespaces=[cluster.namespace],
                      own_namespace="default")  # fmt: skip
     wait_for(lambda: served.metric("minder_jobs") == 1, 60, lambda: served.log)
-    wait_for(lambda: "minder_machine_faulty" in served.get("/metrics")[1], 120)
+    speaking = f"count(count_over_time(DCGM_FI_DEV_GPU_UTIL[1m]) > 10) == {GPUS * MACHINES}"
+    wait_for(lambda: prometheus.query(speaking), 120)
+    wait_for(lambda: "minder_machine_faulty{" in served.get("/metrics")[1], 120)
     exporters.gone.update(names)
     kubelets.down.update(names)
     for name in names:
@@ -167,6 +169,7 @@ def test_dead_machines_are_paged_and_no_warning_holds_the_page_back(
         return {alert["labels"]["node"]: alert for page in pages for alert in page["alerts"]}
 
     wait_for(lambda: set(names) <= paged().keys(), 60, lambda: str(alertmanager.alerts()))
+    assert {paged()[name]["labels"]["kind"] for name in names} == {"silent"}
     assert all("is faulty since 2" in paged()[name]["annotations"]["summary"] for name in names)
     held = [
         one["labels"]["node"]
