@@ -264,7 +264,8 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
         if number == 0:
             facts["candidates"] = _ongoing(view, named)
             turns = _turns(view, named)
-        new = _round(view, named)
+        # Without a machine that was found, others have nobody to differ in turn with.
+        new = _round(view, named, is_first=number == 0)
         findings += new
         if not new:
             break
@@ -481,7 +482,7 @@ def turn_of(name: str, turns: Mapping[str, int], machine: str) -> float:
     return _BEYOND_TURNS * others[-2] if len(others) > 1 else 0.0
 
 
-def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
+def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[Finding]:
     """Go through the metrics once and return the machines that were candidates for long enough."""
     rules, frame = view.config.detect, view.frame
     interval = view.config.service.interval_seconds
@@ -494,7 +495,8 @@ def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
     findings: dict[str, Finding] = {}
     for name, metric in named.items():
         trace = metric.trace
-        again = metric.again(both) if rules.exhaustive and name not in aliased else []
+        is_asked = is_first and rules.exhaustive and name not in aliased
+        again = metric.again(both) if is_asked else []
         for run in [*long_runs(metric.runs, metric.rule), *again]:
             if name in aliased and not is_alone(run, metric, aliased.values(), interval):
                 continue

@@ -78,7 +78,8 @@ class JobMonitor:
         begun = time.perf_counter()
         if not frame.num_seconds:
             return make_result(frame, self.config, "skipped", begun)
-        self._begun = self._begun or int(frame.ts[0])
+        if not self._begun:
+            self._begun = int(frame.ts[0])
         now = int(frame.ts[-1]) + 1
         frame = frame.slice(now - self.config.service.window_seconds, now)
         self._follow(frame, started, now)
