@@ -43,6 +43,8 @@ class JobMonitor:
         self, job: str, models: Models, config: MinderConfig, *, detector: Detector | None = None
     ) -> None:
         self.job, self.config = job, config
+        self._begun = 0
+        """Unix second from which on it is known."""
         self._forget()
         self.known = Job()
         self._detector = detector or Detector(models, config)
