@@ -10,13 +10,14 @@ import numpy as np
 
 from planish.minder.detect.baseline import Baseline, History
 from planish.minder.detect.config import MinderConfig
-from planish.minder.detect.continuity import make_result, stretches
+from planish.minder.detect.continuity import make_result
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
 from planish.minder.detect.frame import Frame, Job, Mask
 from planish.minder.detect.metrics_table import DEVICES, METRICS, columns_of
 from planish.minder.detect.preprocess import limits_of, needed_scale
 from planish.minder.detect.result import Result
+from planish.minder.detect.runs import stretches
 
 _IDLE_METRICS = ("gpu_duty_cycle", "gpu_graphics_engine_activity")
 _IDLE_SHARE = 0.05

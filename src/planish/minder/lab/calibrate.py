@@ -21,7 +21,6 @@ import numpy as np
 
 from planish.base.errors import ConfigError
 from planish.minder.detect.config import MinderConfig
-from planish.minder.detect.continuity import Rule, long_runs, runs_of
 from planish.minder.detect.denoise import WINDOW, Models
 from planish.minder.detect.detector import Detector
 from planish.minder.detect.distances import (
@@ -37,6 +36,7 @@ from planish.minder.detect.frame import F32, Mask
 from planish.minder.detect.job_monitor import JobMonitor
 from planish.minder.detect.metrics_table import METRICS
 from planish.minder.detect.preprocess import fit_limits, prepare
+from planish.minder.detect.runs import Rule, long_runs, runs_of
 from planish.minder.lab.cases import Case, read_case
 from planish.minder.lab.evaluate import fault_of, table
 from planish.minder.lab.replay import Alarm

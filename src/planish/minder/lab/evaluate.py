@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planish.minder.detect.config import MinderConfig
-from planish.minder.detect.continuity import growth
 from planish.minder.detect.denoise import Models
+from planish.minder.detect.runs import growth
 from planish.minder.lab.cases import DETECTABLE_SECONDS, Case, Truth, read_case
 from planish.minder.lab.replay import Alarm, notes_of, replay
 from planish.minder.lab.score import GRACE_SECONDS, CaseOutcome, summary

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from planish.minder.detect.continuity import Rule, Run, long_runs, runs, runs_of
 from planish.minder.detect.denoise import Vae, shapes
 from planish.minder.detect.distances import distance_sums, normal_scores, threshold
 from planish.minder.detect.frame import align, clean
+from planish.minder.detect.runs import Rule, Run, long_runs, runs, runs_of
 from planish.minder.lab.vae import LstmVae
 from tests.rounding import VALUES
 
