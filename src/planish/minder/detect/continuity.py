@@ -218,18 +218,19 @@ class _Named:
     share: F64
     """[W], see `activity`."""
 
-    def again(self, both: Collection[int]) -> list[Run]:
+    def again(self, both: Collection[int], *, is_young: bool) -> list[Run]:
         """Return one run for a machine that was a candidate again and again while no other was.
 
         Its length is that of a single run that weighs as much: a part of all its seconds, but for a
-        machine that `both` metrics of GPUs and others show.
+        machine that `both` metrics of GPUs and others show. As long as the job `is_young` and turns
+        are not known, both must.
         """
         totals = sorted(
             (sum(run.length for run in found if run.length >= FEWEST_WINDOWS), machine)
             for machine, found in self.runs.items()
         )
         (most, _), (total, machine) = [(0, 0), (0, 0), *totals][-2:]
-        weighed = total if machine in both else int(total / _AGAIN)
+        weighed = total if machine in both else int(total / _AGAIN) * (not is_young)
         if weighed <= self.rule.needed[machine] or total <= 3 * most:
             return []
         found = self.runs[machine]
@@ -373,7 +374,7 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
     for name, metric in named.items():
         trace = metric.trace
         is_asked = is_first and rules.exhaustive and name not in aliased
-        again = metric.again(both) if is_asked else []
+        again = metric.again(both, is_young=view.job.is_young) if is_asked else []
         for run in [*long_runs(metric.runs, metric.rule), *again]:
             if name in aliased and not is_alone(run, metric, aliased.values(), interval):
                 continue
