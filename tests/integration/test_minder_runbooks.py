@@ -232,7 +232,7 @@ def test_a_shell_on_a_machine_may_do_what_the_runbooks_do_there(kubectl):
     try:
         spec = wait_for(debugger, 30)["spec"]
     finally:
-        typed.kill()
+        typed.terminate()
         typed.wait()
     assert spec["containers"][0]["securityContext"]["privileged"] is True
     assert spec["nodeName"] == WORDS["NODE"]
