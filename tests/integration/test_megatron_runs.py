@@ -5,7 +5,7 @@ import pytest
 from planish.checkpoint.train_state import read_record
 from planish.records import layout
 from planish.records.reports import UpdateReport, read_report
-from planish.run import update
+from planish.run.__main__ import stage_run
 from planish.run.stage import PathArtifact
 from tests.unit.stages.rollout.stage_run import Run, write_template
 
@@ -47,17 +47,23 @@ def three_updates(template, folder, algorithm, trainer):
     state_pin = ""
     for number in (1, 2, 3):
         run.call(number=number, state_pin=state_pin)
-        run.policy_pin, state_pin = update.run(
-            root=run.root,
-            config_sha256=run.digest,
-            number=number,
-            offset=0,
-            num_shards=1,
-            policy_pin=run.policy_pin,
-            state_pin=state_pin,
-            state=PathArtifact(f"{folder}/state"),
-            metrics=PathArtifact(f"{folder}/metrics"),
-        )
+        made = {
+            name: PathArtifact(f"{folder}/{name}")
+            for name in ("rewards", "state", "policy", "metrics")
+        }
+        ours = {
+            "root": run.root,
+            "config_sha256": run.digest,
+            "number": number,
+            "offset": 0,
+            "policy_pin": run.policy_pin,
+        }
+        rewards, state, metrics = made["rewards"], made["state"], made["metrics"]
+        batch = {**ours, "num_shards": 1, "rewards": rewards, "metrics": metrics}
+        stage_run("reward")(**batch)
+        state_pin = stage_run("train")(**batch, state_pin=state_pin, state=state).state_pin
+        exported = stage_run("checkpoint")(**ours, state=state, policy=made["policy"])
+        run.policy_pin = exported.policy_pin
     reports = [read_report(UpdateReport, layout.update(run.root, n)) for n in (1, 2, 3)]
     return reports, read_record(state_pin)[1].attributes
 

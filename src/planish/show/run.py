@@ -32,10 +32,6 @@ def run_tables(root: str) -> list[RenderableType]:
     """Return the state of the run at `root`, from one listing and its small files."""
     names = store.list_uris(root)
     run = read_json(layout.run_file(root))
-    if not isinstance(run, dict):
-        raise RecordError(
-            f"`{layout.run_file(root)}` must hold an object, got {type(run).__name__}"
-        )
     facts = [[key, value] for key, value in sorted(run.items()) if key != "config"]
     config = run.get("config")
     sections = sorted(config.items()) if isinstance(config, dict) else []

@@ -209,7 +209,7 @@ def test_nothing_at_a_uri_is_told(store_root):
     with pytest.raises(ObjectMissing, match="nothing is there"):
         shown(f"{store_root}/none")
     store.write(f"{store_root}/run.json", b"[]")
-    with pytest.raises(RecordError, match="must hold an object"):
+    with pytest.raises(RecordError, match="must be a JSON object"):
         shown(store_root)
 
 

@@ -282,7 +282,8 @@ def frozen_exporters(frame: Frame, after_seconds: int) -> dict[str, dict[str, in
     All metrics of an exporter must have stood still for more than `after_seconds` until the end of
     the frame, among them one that no living machine holds still: a gauge between 0 and its upper
     limit, or the rate of idle time. Idle GPUs are no such case, since their power moves. Where
-    those of hardly any machine move, all are frozen once that has lasted three times as long.
+    those of hardly any machine move, all are frozen once that has lasted three times as long, if
+    they stand where they moved before.
 
     Returns:
         Metric to machine to the first row that stands still.
@@ -307,7 +308,14 @@ def frozen_exporters(frame: Frame, after_seconds: int) -> dict[str, dict[str, in
             metric, last = METRICS[name], _last_values(frame.values[name], frame.mask[name])
             top = metric.limits[1] if metric.limits else np.inf
             between = (last > 0) & (last < top) & (metric.kind == "gauge")
-            alive |= between | (name == "cpu_usage")
+            shown = between | (name == "cpu_usage")
+            if not moving:
+                # Machines that wait stand still as well, but elsewhere than before.
+                earlier = frame.mask[name] & (np.arange(frame.num_seconds)[:, None] < since)
+                low = np.where(earlier, frame.values[name], np.inf).min(axis=0)
+                high = np.where(earlier, frame.values[name], -np.inf).max(axis=0)
+                shown &= (since == 0) | ((low < last) & (last < high))
+            alive |= shown
         for place in np.flatnonzero(alive & (since < needed)).tolist():
             for name in names:
                 if frame.mask[name][:, place].any():

@@ -44,6 +44,7 @@ from planish.stages.prepare.run_file import (
     write_run_file,
 )
 from planish.stages.prepare.settings import build_config
+from planish.store.base import parse_uri
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +204,9 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         ConfigError: whatever the user must mend; at most the lock has been written then.
         StoreUnavailable: the store does not answer.
     """
+    if not root.startswith("/"):
+        # A relative path would lie in the folder of this program.
+        parse_uri(root)
     if api is None and inside_cluster():
         api = ClusterApi.connect()
     chain, me = parse_chain(wish.chain), current_holder()

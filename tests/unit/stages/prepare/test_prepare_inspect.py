@@ -417,7 +417,7 @@ def test_an_architecture_that_trainer_or_engine_do_not_know_is_refused(model):
     )
     with_config(model, architectures=["OwnForCausalLM"])
     message = refused(path=model, engine="vllm")
-    assert "`architectures` in config.json must name a model that this version" in message
+    assert "`architectures` in config.json must name a class of transformers" in message
     assert "`engine.name` must serve OwnForCausalLM, got 'vllm'" in message
 
 
