@@ -310,9 +310,12 @@ def _is_ramp(run: Run, trace: Trace) -> bool:
     begin = run.first - WINDOW
     above = trace.above[:, run.machine]
     before = above[max(0, begin - FEWEST_WINDOWS) : max(0, begin)]
+    earlier = above[: max(0, begin - FEWEST_WINDOWS)]
+    usual = np.median(earlier) if len(earlier) else 0.0
     first = above[run.first : run.first + FEWEST_WINDOWS].mean()
     most = np.quantile(above[run.first : run.last + 1], 0.9)
-    is_near = len(before) > WINDOW and before.mean() > (1 - _RAMP_SHARE) * first
+    rise = (1 - _RAMP_SHARE) * (first - usual)
+    is_near = len(before) > WINDOW and before.mean() - usual > rise
     return bool(is_near or first < _RAMP_SHARE * most)
 
 
@@ -380,7 +383,10 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
                 continue
             known = view.job.turns.get(name, {})
             usual = turn_of(name, known, frame.machines[run.machine])
-            if METRICS[name].is_gpu and _is_ramp(run, trace):
+            # Of a young job it is not known how its machines differ in turn.
+            is_slight = _away(run, metric)[run.machine] < 1.75 * floor_of(name, rules)
+            is_new = view.job.is_young and run.first == 0 and is_slight
+            if METRICS[name].is_gpu and (is_new or _is_ramp(run, trace)):
                 usual = max(usual, _BEYOND_TURNS * metric.rule.needed[run.machine])
             if rules.exhaustive and (run.length <= usual or is_one_of_many(run, metric)):
                 continue
