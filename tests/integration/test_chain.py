@@ -12,6 +12,7 @@ from planish.minder.lab.files import write_frame
 from planish.records import layout
 from planish.records.io import read_manifest
 from planish.records.reports import UpdateReport, read_report
+from planish.records.rollouts import RolloutSet
 from planish.run.avoid import AvoidedNode, avoid
 from planish.run.chain import Chain, parse_chain
 from planish.run.kubeflow import restart_name, run_name
@@ -103,7 +104,7 @@ def test_a_chain_and_a_restart_through_the_api_equal_two(two: str, tmp_path: Pat
 def test_no_prompt_is_lost_or_trained_twice(two: str) -> None:
     consumed: list[int] = []
     for _, manifest in sorted(runs.manifests(two, "/rollouts/").items()):
-        if manifest["schema"] == "rollouts/1" and "consumed" in manifest["attributes"]:
+        if manifest["schema"] == RolloutSet.SCHEMA and "consumed" in manifest["attributes"]:
             consumed += manifest["attributes"]["consumed"]
     assert len(consumed) >= 2 * 8
     assert len(consumed) == len(set(consumed))
