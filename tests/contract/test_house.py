@@ -32,7 +32,7 @@ CEILINGS = {
     "run": 12_450,
     "show": 8_400,
     "stages": 85_600,
-    "store": 10_700,
+    "store": 10_750,
     "submit": 11_100,
     "verifiers": 12_850,
     "components": 2_400,

@@ -189,7 +189,7 @@ def test_rewards_of_other_rollouts_are_refused(file_root, tmp_path):
     write_set(layout.rollouts(file_root, 1, 1), other, parents={}, attributes={})
     code, error = failing(tiny, 1, "", rewards, tmp_path)
     assert code == 1
-    assert "the set was written again" in error
+    assert "run the reward stage of iteration 1 again" in error
 
 
 def test_a_prompt_consumed_twice_is_refused(file_root, tmp_path):

@@ -71,8 +71,8 @@ _ERROR_BYTES = 1 << 16
 """Bytes that are read of an error answer."""
 _WITHOUT_CODE = {"HEAD": (400, 403, 404, 412)}
 """Statuses without an error code, beside that of a failed condition."""
-_spoken: set[str] = set()
-"""Addresses at which an S3 server has answered this process."""
+_spoken: set[tuple[str, bool]] = set()
+"""Addresses, and whether by TLS, at which an S3 server has answered this process."""
 
 
 _asked: ContextVar[Tries | None] = ContextVar("tries", default=None)
@@ -121,6 +121,7 @@ class Client(Minio):
         self.retries: Counter[str] = Counter()
         self.bucket = bucket
         self.endpoint = settings.endpoint
+        self._server = self.endpoint, settings.secure
         self._settings = settings
         self._timeout_s = timeout_s
         self.read_seconds = read_seconds
@@ -272,7 +273,7 @@ class Client(Minio):
             self._seen_date = (answer.headers.get("Date", ""), time.monotonic())
             if answer.status < 300:
                 taken = take(answer)
-                _spoken.add(self.endpoint)
+                _spoken.add(self._server)
                 return taken
             page = urllib3.HTTPResponse(answer.read(_ERROR_BYTES))
         except urllib3.exceptions.HTTPError as error:
@@ -292,7 +293,7 @@ class Client(Minio):
                 code or str(answer.status), code or f"HTTP {answer.status}", answered=True
             )
         if code:
-            _spoken.add(self.endpoint)
+            _spoken.add(self._server)
         elif answer.status not in _WITHOUT_CODE.get(method, (412, 416)):
             raise self._stranger(answer.status)
         raise Refused(answer.status, code, message)
@@ -300,7 +301,7 @@ class Client(Minio):
     def _stranger(self, status: int) -> Transient:
         """Return the failure by an answer that is not of S3: of a gateway, or a wrong address."""
         text = f"HTTP {status} without an S3 error"
-        if self.endpoint in _spoken:
+        if self._server in _spoken:
             return Transient(str(status), text, answered=True)
         wrong = StoreMisconfigured(
             f"`MINIO_ENDPOINT` must be the S3 port of a server, got {self.endpoint!r}, which "

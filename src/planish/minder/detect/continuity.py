@@ -393,7 +393,8 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
             if rules.exhaustive and _is_beside(run, name, view, named):
                 continue
             start = int(frame.ts[run.first])
-            is_over = int(frame.ts[run.last]) + metric.rule.samples[run.machine] < view.job.asked
+            end = int(frame.ts[run.last]) + WINDOW + int(metric.rule.samples[run.machine])
+            is_over = end <= view.job.asked
             if is_over and frame.machines[run.machine] not in view.job.named:
                 continue
             evidence = {}
