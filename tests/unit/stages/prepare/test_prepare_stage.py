@@ -217,7 +217,8 @@ def test_bad_data_and_a_bad_verifier_end_the_run_before_it_begins(
 
 
 @pytest.mark.parametrize("root", ["nowhere", "file://relative/x", "file:///a/../b", "s3://"])
-def test_a_root_that_cannot_be_is_refused(tmp_path, root):
+def test_a_root_that_cannot_be_is_refused(tmp_path, root, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
         run_stage(tmp_path / "a", root)
     assert caught.value.code == 2
