@@ -24,6 +24,7 @@ _LAYER = re.compile(r"(^|\.)layers\.\d+$")
 own = Work()
 """What this process has computed in layers so far."""
 last_step = 0
+_shown = Work()
 
 
 def time_layers(scorer: nn.Module) -> None:
@@ -74,19 +75,19 @@ def _now() -> Any:
 
 
 def count_pass(seconds: float, tokens: int) -> None:
-    """Add one pass of a layer to the work of this rank; the first rank shows that of all."""
+    """Add one pass of a layer to the work of this rank."""
     global own
     own = Work(own[0] + seconds, own.passes + 1, own.tokens + tokens)
-    if this_rank() == "0":
-        show_work("0", Work(seconds, 1, tokens))
 
 
 def finish_step(step: int) -> None:
-    """Note the training step that this rank has finished last."""
-    global last_step
+    """Note the training step that this rank has finished last; the first rank shows its work."""
+    global last_step, _shown
     last_step = step
     if this_rank() == "0":
         telemetry.set_level("planish_train_rank_last_step", step, rank="0")
+        show_work("0", own.since(_shown))
+        _shown = own
 
 
 def show_work(rank: str, work: Work) -> None:

@@ -26,6 +26,7 @@ def _fresh(monkeypatch):
     monkeypatch.setattr(telemetry, "_series", {})
     monkeypatch.setattr(layer_clock, "own", Work())
     monkeypatch.setattr(layer_clock, "last_step", 0)
+    monkeypatch.setattr(layer_clock, "_shown", Work())
     monkeypatch.setattr(stage_metrics, "phase", "")
     monkeypatch.setattr(stage_metrics, "own_rank", "")
     for name in ("RANK", "TORCHELASTIC_RUN_ID"):
@@ -86,6 +87,7 @@ def test_the_first_rank_names_the_slow_one_in_metrics_log_and_alert(
         if kind == "training":
             for _ in range(10):
                 layer_clock.count_pass(0.1, 10)
+            layer_clock.finish_step(7)
         else:
             telemetry.observe_counts(metric, [10] + [0] * 13, 1.0)
             telemetry.count("planish_rollout_tokens_total", 100)
@@ -211,6 +213,8 @@ def test_layers_count_their_passes_and_tokens_and_no_other_module():
     decoder(torch.zeros(7, 1, 8))
     assert layer_clock.own[1:] == (4, 34)
     assert layer_clock.own.compute_seconds > 0
+    layer_clock.finish_step(1)
+    layer_clock.finish_step(2)
     found = shown()
     assert found['planish_train_rank_passes_total{rank="0"}'] == 4
     assert found['planish_train_rank_tokens_total{rank="0"}'] == 34

@@ -34,11 +34,11 @@ def job(machines=16, seconds=1800, seed=0):
     return Frame("job", np.arange(START, START + seconds), names, values)
 
 
-def results(frame, **facts):
-    """Call every minute from the start of the frame on."""
+def results(frame, every=60, **facts):
+    """Call again and again from the start of the frame on."""
     config = minder_config({"detect": {"metrics": [*LEVELS]}})
     monitor = JobMonitor("job", MODELS, config)
-    ends = range(START + 60, START + frame.num_seconds + 1, 60)
+    ends = range(START + 60, START + frame.num_seconds + 1, every)
     return [monitor.call(frame.slice(end - 900, end), **facts) for end in ends]
 
 
@@ -98,12 +98,22 @@ def test_a_machine_that_was_named_within_a_day_has_no_role():
 
 
 @pytest.mark.parametrize("pause", [15, 40, 60])
-@pytest.mark.parametrize(("metric", "factor"), [("gpu_power_draw", 0.75), ("cpu_usage", 0.5)])
+@pytest.mark.parametrize(
+    ("metric", "factor"),
+    [("gpu_power_draw", 0.75), ("cpu_usage", 0.5), ("gpu_tensor_core_activity", 0.5)],
+)
 def test_a_machine_that_differs_again_and_again_is_named(metric, factor, pause):
     frame = job(seconds=2400)
     for start in range(700, 2200, 200 + pause):
         frame.values[metric][start : start + 200, 5] *= factor
     assert named(frame) == ["n05"]
+
+
+@pytest.mark.parametrize("every", [5, 7, 8, 30])
+def test_calls_that_are_seconds_apart_find_what_calls_a_minute_apart_find(every):
+    frame = job(machines=6, seconds=1200)
+    frame.values["cpu_usage"][500:, 2] *= 0.5
+    assert named(frame, every=every) == named(frame) == ["n02"]
 
 
 def test_machines_that_differ_in_turn_are_not_named_for_that():
