@@ -118,6 +118,9 @@ class DaySource:
             raise BackendUnavailable("away", code="503")
         return self.day.frame(self.job, machines, seconds)
 
+    def waiting(self, frame, deadline) -> dict:
+        return {}
+
     def failed_boards(self, machines, deadline) -> set[str]:
         return set()
 

@@ -24,6 +24,12 @@ T0 = 1_700_000_000
 SECONDS = 900
 LOST = 600
 COLUMNS = {"cpu_usage", "gpu_duty_cycle", "gpu_duty_cycle_worst", "gpu_count"}
+PHASES = [
+    *(("node-0", 0, "sampling", 100, 200), ("node-0", 1, "waiting", 100, 200)),
+    *(("node-0", 0, "waiting", 600, 700), ("node-0", 1, "waiting", 600, 700)),
+    ("node-1", 0, "waiting", 300, 500),
+    ("node-2", 0, "training", 300, 500),
+]
 BOARD = "NVIDIA H100 80GB HBM3"
 MACHINES = tuple(f"node-{i}" for i in range(6))
 
@@ -53,6 +59,10 @@ def past(machines=MACHINES, *, faulty="node-2", onset=400, seconds=SECONDS):
                 value = "NaN" if name == "node-3" and t % 100 == 0 else f"{90 + gpu}"
                 labels = f'node="{name}",Hostname="exporter",gpu="{gpu}",modelName="{BOARD}"'
                 yield f"DCGM_FI_DEV_GPU_UTIL{{{labels}}} {value} {t}"
+    yield "# TYPE planish_rank_phase gauge"
+    for name, rank, phase, start, stop in PHASES:
+        for t in range(T0 + start, T0 + stop, 5):
+            yield f'planish_rank_phase{{node="{name}",phase="{phase}",rank="{rank}"}} 1 {t}'
 
 
 @pytest.fixture
@@ -114,6 +124,15 @@ def test_beside_the_mean_come_the_worst_gpu_and_how_many_there_are(filled):
     assert set(count[is_lost, 0].tolist()) == {1.0}
     assert set(count[frame.ts < T0 + LOST, 0].tolist()) == {2.0}
     assert set(count[:, 1:5][np.isfinite(count[:, 1:5])].tolist()) == {2.0}
+
+
+def test_a_machine_waits_while_all_of_its_ranks_say_so(filled):
+    one, frame = pulled(filled)
+    waiting = one.waiting(frame, Deadline.after(60))
+    # Without another sample Prometheus repeats the last one for five minutes.
+    assert waiting["node-0"] == [(T0 + 600, T0 + 900)]
+    assert waiting["node-1"] == [(T0 + 300, T0 + 796)]
+    assert set(waiting) == {"node-0", "node-1"}
 
 
 def test_a_single_call_names_the_machine(filled, tmp_path, capsys):

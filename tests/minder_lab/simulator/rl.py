@@ -13,6 +13,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from planish.minder.detect.frame import align
+from planish.minder.detect.runs import stretches
 from planish.minder.lab.cases import DETECTABLE_SECONDS, Truth
 from tests.minder_lab.simulator import sampling
 from tests.minder_lab.simulator.case import SimulatedCase
@@ -50,8 +51,9 @@ class Plan:
     samplers: int
     """Machines that only sample, while the others train; 0 where all do both."""
     spins: bool
-    """Machines wait within a collective."""
+    """Machines wait within a collective, and do not say that they wait."""
     is_labelled: bool
+    """Ranks say that they wait, and which machines only sample."""
 
 
 def draw_plan(rng: Generator, machines: int | None = None) -> Plan:
@@ -95,8 +97,14 @@ def simulate_rl(
     stages = {}
     if plan.is_labelled and plan.samplers:
         stages = {n: "rollout" if i < plan.samplers else "train" for i, n in enumerate(names)}
+    waiting = {}
+    if plan.is_labelled:
+        for name, flags in zip(names, (state == WAIT).T, strict=True):
+            # Metrics of ranks are scraped every five seconds.
+            late = [(-(-low // 5) * 5, -(-high // 5) * 5) for low, high in stretches(flags)]
+            waiting[name] = [(start + low, start + high) for low, high in late if high > low]
     truth = _truth(faults, names, start, seconds)
-    return SimulatedCase(frame, truth, stages, str(seed), seed=seed)
+    return SimulatedCase(frame, truth, stages, str(seed), waiting=waiting, seed=seed)
 
 
 def _truth(faults: list[Fault], names: tuple[str, ...], start: int, seconds: int) -> Truth:

@@ -85,7 +85,9 @@ def _record(settings: ServiceSettings, options: argparse.Namespace) -> int:
     ts = np.concatenate([piece.ts for piece in pieces])
     frame = Frame(job.key, ts, pieces[0].machines, values)
     board = puller.board(job.machines, deadline(), end=end)
-    write_recorded(options.out, Case(frame, Truth(), dict(job.stages), name=job.key, board=board))
+    waiting = puller.waiting(frame, deadline())
+    case = Case(frame, Truth(), dict(job.stages), name=job.key, board=board, waiting=waiting)
+    write_recorded(options.out, case)
     shares = {name: round(float(mask.mean()), 4) for name, mask in frame.mask.items()}
     facts = {"machines": frame.num_machines, "seconds": seconds, "board": board}
     sys.stdout.write(json.dumps({**facts, "measured": shares}) + "\n")

@@ -67,7 +67,7 @@ class Detector:
         prepared = prepare(
             frame, self.config, self.models.limits, board=job.board, scales=job.scales
         )
-        prepared = _of_age(prepared, job)
+        prepared = _without_hidden(prepared, job)
         self.prepared = prepared
         groups = comparison_groups(frame.machines, rules, job)
         if frame.machines != self._machines or (
@@ -148,16 +148,20 @@ class Detector:
         return touched
 
 
-def _of_age(prepared: Prepared, job: Job) -> Prepared:
-    """Leave out what machines did, or did not send, before they counted."""
+def _without_hidden(prepared: Prepared, job: Job) -> Prepared:
+    """Leave out what machines do while they wait, and what they did before they counted."""
     frame = prepared.frame
     since = np.array([job.since.get(name, 0) for name in frame.machines])
-    if not frame.num_seconds or (since <= frame.ts[0]).all():
+    hidden = frame.ts[:, None] < since
+    for column, name in enumerate(frame.machines):
+        for stretch in job.waiting.get(name, ()):
+            low, high = np.searchsorted(frame.ts, stretch)
+            hidden[low:high, column] = True
+    if not hidden.any():
         return prepared
-    before = frame.ts[:, None] < since
     return replace(
         prepared,
-        values={name: np.where(before, 0, array) for name, array in prepared.values.items()},
-        masked={name: masked | before for name, masked in prepared.masked.items()},
+        values={name: np.where(hidden, 0, array) for name, array in prepared.values.items()},
+        masked={name: masked | hidden for name, masked in prepared.masked.items()},
         silent_seconds=np.minimum(prepared.silent_seconds, frame.ts[-1] - since),
     )

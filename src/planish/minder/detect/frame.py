@@ -19,6 +19,9 @@ Mask = NDArray[np.bool_]
 Samples = Mapping[str, Mapping[str, tuple[F64, F64]]]
 """Metric to machine to (timestamps in unix seconds, values), in any order."""
 
+Stretches = Mapping[str, Sequence[tuple[int, int]]]
+"""Machine to stretches of time `start <= t < stop` (unix seconds)."""
+
 COARSE_SECONDS = 2.0
 """Samples further apart than this are not second-level data."""
 COARSEST_SECONDS = 60.0
@@ -95,6 +98,8 @@ class Job:
     """Metric to machine to what it has differed by in healthy history, normalised."""
     usual: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Metric to machine to the distance above the median machine that it has had when healthy."""
+    waiting: Stretches = field(default_factory=dict)
+    """When each machine only waits for others, as far as its ranks say so."""
     since: Mapping[str, int] = field(default_factory=dict)
     """Machine to the unix second from which on it counts; from the beginning where not named."""
     unknown: Mapping[str, Sequence[str]] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.continuity import make_result
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
-from planish.minder.detect.frame import Frame, Job, Mask
+from planish.minder.detect.frame import Frame, Job, Mask, Stretches
 from planish.minder.detect.metrics_table import DEVICES, METRICS, columns_of
 from planish.minder.detect.preprocess import limits_of, needed_scale
 from planish.minder.detect.result import Result
@@ -65,6 +65,7 @@ class JobMonitor:
         *,
         started: int = 0,
         stages: Mapping[str, str] | None = None,
+        waiting: Stretches | None = None,
         board: str = "",
         suspects: Collection[str] = (),
     ) -> Result:
@@ -74,6 +75,7 @@ class JobMonitor:
             frame: until now, at least `service.window_seconds` of it, of all machines of the job.
             started: unix seconds of the last start of the job; 0 when not known.
             stages: machine to pipeline stage.
+            waiting: when each machine only waits for others; it is compared with nobody meanwhile.
             board: model of its boards; empty when not known.
             suspects: machines that were named within a day, in any job: none has a role. Those that
                 this job names are known.
@@ -108,6 +110,7 @@ class JobMonitor:
         metrics = columns_of(rules.metrics, frame.values) if rules.role_baseline else ()
         self.known = job = Job(
             stages=dict(stages or {}),
+            waiting=waiting or {},
             baseline=self.baseline.table(),
             usual=self.usual.table(),
             since=since,

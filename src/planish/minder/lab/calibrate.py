@@ -203,6 +203,7 @@ def record(source: Case | Path, models: Models, config: MinderConfig) -> Recorde
         result = monitor.call(
             frame.slice(end - config.service.window_seconds, end),
             stages=case.stages,
+            waiting=case.waiting,
             board=case.board,
         )
         for finding in result.findings:

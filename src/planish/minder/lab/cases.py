@@ -3,7 +3,8 @@
     traces/a.npz     as `planish minder record` writes it; or CSV, or Parquet
     traces/a.json    {"truth": {"machines": ["n3"], "kind": "ecc-error",
                                 "onset": 1700000400, "halt": 1700000900},
-                      "stages": {}, "board": "NVIDIA H100 80GB HBM3"}
+                      "stages": {}, "waiting": {"n1": [[1700000100, 1700000160]]},
+                      "board": "NVIDIA H100 80GB HBM3"}
 
 A trace without such a file, or without machines in its truth, is of a healthy job.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.base.errors import ConfigError, RecordError
-from planish.minder.detect.frame import Frame
+from planish.minder.detect.frame import Frame, Stretches
 from planish.minder.lab.files import ENDINGS, read_frame, write_frame
 
 DETECTABLE_SECONDS = 285
@@ -59,6 +60,8 @@ class Case:
     """Name of the file without its ending."""
     board: str = ""
     """Model; empty when not known."""
+    waiting: Stretches = field(default_factory=dict)
+    """When each machine only waits for others."""
 
 
 def facts_path(path: Path) -> Path:
@@ -68,7 +71,12 @@ def facts_path(path: Path) -> Path:
 
 def facts_of(case: Case) -> dict[str, Any]:
     """Return the facts of a case as plain values."""
-    return {"truth": asdict(case.truth), "stages": dict(case.stages), "board": case.board}
+    return {
+        "truth": asdict(case.truth),
+        "stages": dict(case.stages),
+        "waiting": dict(case.waiting),
+        "board": case.board,
+    }
 
 
 def write_recorded(path: Path, case: Case) -> None:
@@ -107,10 +115,14 @@ def read_case(path: Path) -> Case:
         raw = json.loads(place.read_text("utf-8")) if place.exists() else {}
         truth = _truth(raw.get("truth") or {}, frame)
         stages = {str(name): str(stage) for name, stage in (raw.get("stages") or {}).items()}
+        waiting = {
+            str(name): [(int(start), int(stop)) for start, stop in stretches]
+            for name, stretches in (raw.get("waiting") or {}).items()
+        }
         board = str(raw.get("board") or "")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise RecordError(f"`{place}` must hold the facts of a trace, got {error}") from None
-    return Case(frame, truth, stages, name=path.stem, board=board)
+    return Case(frame, truth, stages, name=path.stem, board=board, waiting=waiting)
 
 
 def _truth(raw: Mapping[str, Any], frame: Frame) -> Truth:

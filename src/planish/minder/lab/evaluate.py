@@ -43,7 +43,15 @@ def outcome_of(source: Case | Path, models: Models, config: MinderConfig) -> Cas
     case = read_case(source) if isinstance(source, Path) else source
     first: dict[str, Alarm] = {}
     costs, results = [], []
-    for call in replay(case.frame, models, config, stages=case.stages, board=case.board):
+    calls = replay(
+        case.frame,
+        models,
+        config,
+        stages=case.stages,
+        waiting=case.waiting,
+        board=case.board,
+    )
+    for call in calls:
         costs.append(call.seconds)
         results.append(call.result)
         for alarm in call.alarms:

@@ -17,7 +17,7 @@ import numpy as np
 from planish.minder.act.alerts import AlertBook
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.denoise import Models
-from planish.minder.detect.frame import Frame
+from planish.minder.detect.frame import Frame, Stretches
 from planish.minder.detect.job_monitor import JobMonitor
 from planish.minder.detect.preprocess import last_rows
 from planish.minder.detect.result import Result
@@ -62,12 +62,13 @@ def replay(
     *,
     every: int = 0,
     stages: Mapping[str, str] | None = None,
+    waiting: Stretches | None = None,
     board: str = "",
 ) -> Iterator[Call]:
     """Call the detector over and over on a whole trace, each time with what was known by then.
 
     `every` are the seconds between calls, by default `service.interval_seconds`; `stages` maps
-    machines to pipeline stages.
+    machines to pipeline stages, and `waiting` to when they only wait for others.
     """
     every = every or config.service.interval_seconds
     monitor = JobMonitor(frame.job, models, config)
@@ -83,7 +84,7 @@ def replay(
         piece = frame.slice(now - config.service.window_seconds, now)
         if len(machines) < frame.num_machines:
             piece = piece.select(machines)
-        result = monitor.call(piece, stages=stages, board=board)
+        result = monitor.call(piece, stages=stages, waiting=waiting, board=board)
         alarms = tuple(
             Alarm(alert.machine, now, alert.kind, alert.metric)
             for alert in book.update(result, machines)

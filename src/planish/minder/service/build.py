@@ -18,7 +18,6 @@ from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.lease import Lease
 from planish.minder.act.kube.objects import JobInfo
 from planish.minder.detect.denoise import Models
-from planish.minder.detect.frame import Frame
 from planish.minder.detect.job_monitor import JobMonitor
 from planish.minder.detect.model_files import default_models, load_models
 from planish.minder.detect.result import Result
@@ -73,10 +72,10 @@ def find_job(settings: ServiceSettings, name: str) -> JobInfo:
     return fitting[0]
 
 
-def pull_once(
-    settings: ServiceSettings, job: JobInfo, *, end: int | None = None
-) -> tuple[Frame, str]:
-    """Return the newest frame of a job, or the one that ends before `end`, and its board model.
+def look(
+    monitor: JobMonitor, settings: ServiceSettings, job: JobInfo, *, end: int | None = None
+) -> Result:
+    """Look at the newest frame of a job, or at the one that ends before `end`.
 
     Raises:
         BackendUnavailable: Prometheus does not answer as it must.
@@ -85,16 +84,19 @@ def pull_once(
     puller = Puller(Prometheus(settings.prometheus), settings.sources, job.key)
     deadline = Deadline.after(service.call_timeout_seconds)
     frame = puller.pull(job.machines, service.window_seconds, deadline, end=end)
-    board = puller.board(job.machines, deadline, end=end) if settings.boards else ""
-    return frame, board
+    return monitor.call(
+        frame,
+        started=job.started,
+        stages=dict(job.stages),
+        waiting=puller.waiting(frame, deadline),
+        board=puller.board(job.machines, deadline, end=end) if settings.boards else "",
+    )
 
 
 def run_once(settings: ServiceSettings, name: str, *, end: int | None = None) -> Result:
     """Look at a job once, as the service would in its first call, now or before `end`."""
     job = find_job(settings, name)
-    monitor = JobMonitor(job.key, models_of(settings), settings)
-    frame, board = pull_once(settings, job, end=end)
-    return monitor.call(frame, started=job.started, stages=dict(job.stages), board=board)
+    return look(JobMonitor(job.key, models_of(settings), settings), settings, job, end=end)
 
 
 def build(settings: ServiceSettings) -> Service:

@@ -137,7 +137,13 @@ class JobWatch:
         board = self._source.board(info.machines, deadline) if shared.settings.boards else ""
         dead = self._dead(frame)
         alive = without(frame, dead) if dead else frame
-        result = self.monitor.call(alive, started=info.started, stages=info.stages, board=board)
+        result = self.monitor.call(
+            alive,
+            started=info.started,
+            stages=info.stages,
+            waiting=self._source.waiting(alive, deadline),
+            board=board,
+        )
         asked = suspects(result)
         failed = self._source.failed_boards(sorted(asked), deadline) if asked else set()
         result = confirmed(result, dead, failed & asked)

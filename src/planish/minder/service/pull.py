@@ -23,6 +23,7 @@ from planish.minder.detect.metrics_table import (
     Metric,
     device_columns,
 )
+from planish.minder.detect.runs import stretches
 from planish.minder.service.http import Deadline
 from planish.minder.service.prometheus import (
     ANSWER_SAMPLES,
@@ -44,6 +45,8 @@ _RATE_JITTER = 0.1
 """By which share of a full second a rate of seconds may exceed 1 second in a second."""
 _EDGE_INTERVALS = 1.1
 """How far samples may lie from the ends of a range for Prometheus to count them as full."""
+RANKS = 16
+"""More ranks are hardly on one machine."""
 GPU_ERROR = "MachineGpuError"
 """Alert of `monitoring/rules/cluster.yaml` about a GPU that reports an error."""
 _MAX_FLOAT = float(np.finfo(np.float32).max)
@@ -137,6 +140,25 @@ class Puller:
                 return ""
             self._board = (names, most.labels.get(label, ""))
         return self._board[1]
+
+    def waiting(self, frame: Frame, deadline: Deadline) -> dict[str, list[tuple[int, int]]]:
+        """Return when all ranks on a machine only wait for others, within the time of a frame.
+
+        Nothing is returned of machines whose ranks do not say what they do.
+        """
+        nodes = node_matcher("node", frame.machines)
+        said = f"planish_rank_phase{{{nodes}}}"
+        waits = f'planish_rank_phase{{phase="waiting",{nodes}}}'
+        query = f"count by (node) ({waits}) == on (node) count by (node) ({said})"
+        start, end = int(frame.ts[0]), int(frame.ts[-1]) + 1
+        answer = self._prometheus.query_range(
+            query, start, end, deadline, series=RANKS * frame.num_machines
+        )
+        found = {}
+        for series in answer:
+            seen = stretches(np.isfinite(_on_grid(series, (start, end))))
+            found[series.labels["node"]] = [(start + low, start + high) for low, high in seen]
+        return found
 
     def failed_boards(self, machines: Sequence[str], deadline: Deadline) -> set[str]:
         """Return which machines have a GPU that reports an error, by the rule `MachineGpuError`."""

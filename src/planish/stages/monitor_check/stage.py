@@ -151,7 +151,7 @@ def watch(
     a job with too few machines to compare, which is logged once; others may still join it.
     """
     from planish.minder.detect.job_monitor import JobMonitor, too_few_machines
-    from planish.minder.service.build import models_of, pull_once
+    from planish.minder.service.build import look, models_of
 
     models = models_of(settings)
     monitors: dict[str, JobMonitor] = {}
@@ -166,10 +166,7 @@ def watch(
             if few is None:
                 if info.key not in monitors:
                     monitors[info.key] = JobMonitor(info.key, models, settings)
-                frame, board = pull_once(settings, info)
-                watched.result = monitors[info.key].call(
-                    frame, started=info.started, stages=dict(info.stages), board=board
-                )
+                watched.result = look(monitors[info.key], settings, info)
             else:
                 watched.result = few
                 if not has_logged:

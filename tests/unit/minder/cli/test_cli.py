@@ -178,8 +178,10 @@ def test_facts_of_a_trace_are_read_from_the_file_beside_it(tmp_path):
 def test_a_fault_is_labelled_by_hand_in_the_file_that_a_recording_leaves(tmp_path):
     frame = simulate(4_400_001, machines=4, minutes=20).frame
     path = tmp_path / "a.npz"
-    write_recorded(path, Case(frame, Truth(), board=BOARD))
+    waiting = {"node-001": [(int(frame.ts[5]), int(frame.ts[9]))]}
+    write_recorded(path, Case(frame, Truth(), board=BOARD, waiting=waiting))
     assert not read_case(path).truth.faulty
+    assert read_case(path).waiting == waiting
     facts = json.loads(facts_path(path).read_text("utf-8"))
     onset = int(frame.ts[0]) + 400
     facts["truth"] |= {"machines": ["node-002"], "kind": "ecc-error", "onset": onset}

@@ -109,6 +109,26 @@ def test_a_machine_that_differs_again_and_again_is_named(metric, factor, pause):
     assert named(frame) == ["n05"]
 
 
+@pytest.mark.parametrize("others", [0, 2, 14])
+def test_a_machine_that_says_that_it_waits_is_compared_with_nobody(others):
+    frame = job()
+    waits = slice(700, 1250 if others < 14 else 1700)
+    columns = list(range(8 - others // 2, 9 + others // 2))
+    for name in LEVELS:
+        frame.values[name][waits, columns] *= 0.05
+    stretch = (START + waits.start, START + waits.stop)
+    waiting = {frame.machines[column]: [stretch] for column in columns}
+    assert named(frame, waiting=waiting) == []
+    if not others:
+        assert named(frame) == ["n08"]
+    # What differs before and after is found, and what differs on another machine meanwhile.
+    frame.values["cpu_usage"][300:650, 8] *= 0.4
+    assert named(frame, waiting=waiting) == ["n08"]
+    if others < 14:
+        frame.values["cpu_usage"][waits, 0] *= 0.4
+        assert named(frame, waiting=waiting) == ["n00", "n08"]
+
+
 @pytest.mark.parametrize("every", [5, 7, 8, 30])
 def test_calls_that_are_seconds_apart_find_what_calls_a_minute_apart_find(every):
     frame = job(machines=6, seconds=1200)
