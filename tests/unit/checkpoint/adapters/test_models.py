@@ -130,8 +130,7 @@ def test_tied_weights_are_stored_once_with_an_alias():
     ]
     assert found.facts == {"aliases": {"head.weight": "embed.weight"}}
     untied = Tied(tied=False)
-    saved = memory.save({"model": source}, "plain")
-    memory.load(saved, {"model": untied}, "plain")
+    round_trip({"model": source}, {"model": untied})
     assert torch.equal(untied.head.weight, source.embed.weight)
     assert torch.equal(untied.embed.weight, source.embed.weight)
     assert not torch.equal(untied.scratch, source.scratch)
@@ -141,12 +140,11 @@ def test_tied_weights_are_stored_once_with_an_alias():
 def test_weights_stored_apart_load_into_tied_ones_only_when_they_are_equal():
     torch.manual_seed(0)
     source, target = Tied(tied=False), Tied()
-    saved = memory.save({"model": source}, "plain")
     with pytest.raises(LayoutMismatch, match=r"`head\.weight` and `embed\.weight` must be stored"):
-        memory.load(saved, {"model": target}, "plain")
+        round_trip({"model": source}, {"model": target})
     with torch.no_grad():
         source.head.weight.copy_(source.embed.weight)
-    memory.load(memory.save({"model": source}, "plain"), {"model": target}, "plain")
+    round_trip({"model": source}, {"model": target})
     assert torch.equal(target.head.weight, source.embed.weight)
 
 
@@ -225,10 +223,7 @@ def hooked(public):
 
 
 def test_values_that_a_module_saves_by_itself_come_back():
-    source, target = (
-        nn.Sequential(Saving(), nn.Linear(2, 1)),
-        nn.Sequential(Saving(), nn.Linear(2, 1)),
-    )
+    source, target = (nn.Sequential(Saving(), nn.Linear(2, 1)) for _ in range(2))
     source[0].table, source[0].calls = torch.arange(3.0), 7
     states = [
         {"model": one, "optimizer": torch.optim.SGD(one.parameters(), 0.1, momentum=0.9)}
@@ -313,6 +308,16 @@ def adam(net, order=1, **options):
     return torch.optim.AdamW(groups(net, order)[::order], lr=0.01, **options)
 
 
+def two_trainings():
+    net, other = model(0), model(1)
+    return net, other, adam(net), adam(other)
+
+
+def carry(net, optimizer, other, second):
+    """Save one training and load it into another."""
+    round_trip({"model": net, "optimizer": optimizer}, {"model": other, "optimizer": second})
+
+
 def step(net, optimizer, times=1):
     for k in range(times):
         torch.manual_seed(100 + k)
@@ -355,11 +360,9 @@ def test_a_fresh_optimizer_gets_moments_and_goes_on_bit_by_bit():
 
 
 def test_an_optimizer_that_never_stepped_clears_one_that_did():
-    net, other = model(0), model(1)
-    optimizer, second = adam(net), adam(other)
+    net, other, optimizer, second = two_trainings()
     step(other, second)
-    saved = memory.save({"model": net, "optimizer": optimizer}, "plain")
-    memory.load(saved, {"model": other, "optimizer": second}, "plain")
+    carry(net, optimizer, other, second)
     assert len(second.state) == 0
     step(net, optimizer)
     step(other, second)
@@ -371,8 +374,7 @@ def test_groups_follow_their_members_into_another_order():
     optimizer, second = adam(net), adam(other, order=-1)
     optimizer.param_groups[0].update(lr=0.5, initial_lr=0.7, betas=(0.8, 0.9))
     step(net, optimizer)
-    saved = memory.save({"model": net, "optimizer": optimizer}, "plain")
-    memory.load(saved, {"model": other, "optimizer": second}, "plain")
+    carry(net, optimizer, other, second)
     decay = second.param_groups[1]
     assert (decay["lr"], decay["initial_lr"], decay["betas"]) == (0.5, 0.7, (0.8, 0.9))
     assert (second.param_groups[0]["lr"], decay["weight_decay"]) == (0.01, 0.1)
@@ -382,17 +384,15 @@ def test_groups_follow_their_members_into_another_order():
 def test_a_group_of_members_with_different_options_is_refused():
     net, other = model(0), model(1)
     optimizer, second = adam(net), torch.optim.AdamW(other.parameters(), lr=0.01)
-    saved = memory.save({"model": net, "optimizer": optimizer}, "plain")
     with pytest.raises(LayoutMismatch, match="saved with equal options"):
-        memory.load(saved, {"model": other, "optimizer": second}, "plain")
+        carry(net, optimizer, other, second)
 
 
 def test_options_that_choose_a_kernel_stay_those_of_the_loading_optimizer():
     net, other = model(0), model(1)
     optimizer, second = adam(net, foreach=False), adam(other, fused=True)
     step(net, optimizer)
-    saved = memory.save({"model": net, "optimizer": optimizer}, "plain")
-    memory.load(saved, {"model": other, "optimizer": second}, "plain")
+    carry(net, optimizer, other, second)
     assert [group["fused"] for group in second.param_groups] == [True, True]
     assert [group["foreach"] for group in second.param_groups] == [None, None]
 
@@ -422,9 +422,8 @@ def test_several_optimizers_and_schedulers_come_back():
     ours, theirs = build(net), build(other)
     run(net, *ours, 2)
     state = {"model": net, "optimizer": ours[0], "scheduler": ours[1]}
-    saved = memory.save(state, "plain")
     rate = theirs[0]["a"].param_groups[0]["lr"]
-    memory.load(saved, {"model": other, "optimizer": theirs[0], "scheduler": theirs[1]}, "plain")
+    round_trip(state, {"model": other, "optimizer": theirs[0], "scheduler": theirs[1]})
     assert theirs[0]["a"].param_groups[0]["lr"] is rate, "a tensor is filled in place"
     assert_equal_states(net, ours[0]["b"], other, theirs[0]["b"])
     run(net, *ours, 3)
@@ -445,8 +444,7 @@ def test_names_come_from_the_optimizer_where_the_state_has_no_model():
     optimizer = torch.optim.Adam(net.named_parameters())
     second = torch.optim.Adam(other.named_parameters())
     step(net, optimizer)
-    saved = memory.save({"optimizer": optimizer}, "plain")
-    memory.load(saved, {"optimizer": second}, "plain")
+    round_trip({"optimizer": optimizer}, {"optimizer": second})
     assert_equal_states(net, optimizer, other, second)
     with pytest.raises(ValueError, match="every parameter of an optimizer must have a name"):
         collect("main", {"optimizer": adam(net)}, "plain", for_load=False)
@@ -459,8 +457,7 @@ def test_an_optimizer_with_numbers_and_odd_shapes_in_its_state_comes_back():
     step(net, optimizer)
     for state in optimizer.state.values():
         state["calls"] = 3
-    saved = memory.save({"model": net, "optimizer": optimizer}, "plain")
-    memory.load(saved, {"model": other, "optimizer": second}, "plain")
+    carry(net, optimizer, other, second)
     weight, copied = net[0].weight, other[0].weight
     assert optimizer.state[weight]["row_var"].shape == (4, 1)
     assert torch.equal(optimizer.state[weight]["row_var"], second.state[copied]["row_var"])
@@ -469,13 +466,10 @@ def test_an_optimizer_with_numbers_and_odd_shapes_in_its_state_comes_back():
 
 
 def test_what_a_module_saved_a_state_dict_loads_and_the_other_way_round():
-    net, other = model(0), model(1)
-    optimizer, second = adam(net), adam(other)
+    net, other, optimizer, second = two_trainings()
     step(net, optimizer)
     step(other, second)
-    saved = memory.save({"model": net, "optimizer": optimizer}, "plain")
-    target = {"model": other.state_dict(), "optimizer": states(other, second)}
-    memory.load(saved, target, "plain")
+    carry(net, optimizer, other.state_dict(), states(other, second))
     assert_equal_states(net, optimizer, other, second)
     assert all(map(torch.equal, net.parameters(), other.parameters()))
 
@@ -483,13 +477,12 @@ def test_what_a_module_saved_a_state_dict_loads_and_the_other_way_round():
 def test_an_optimizer_state_dict_by_names_comes_back():
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    net, other = model(0), model(1)
-    optimizer, second = adam(net), adam(other)
+    net, other, optimizer, second = two_trainings()
     step(net, optimizer)
     step(other, second)
     source = get_optimizer_state_dict(net, optimizer)
     target = copy.deepcopy(get_optimizer_state_dict(other, second))
-    memory.load(memory.save({"optimizer": source}, "plain"), {"optimizer": target}, "plain")
+    round_trip({"optimizer": source}, {"optimizer": target})
     assert torch.equal(
         target["state"]["0.bias"]["exp_avg"], optimizer.state[net[0].bias]["exp_avg"]
     )
@@ -511,8 +504,7 @@ def test_a_fresh_optimizer_gets_moments_under_other_names_too(tmp_path):
 
 @pytest.mark.parametrize("part", ["model", "optim", "extra"])
 def test_a_load_of_one_part_leaves_the_others_as_they_are(tmp_path, part):
-    net, other = model(0), model(1)
-    optimizer, second = adam(net), adam(other)
+    net, other, optimizer, second = two_trainings()
     step(net, optimizer)
     second.param_groups[0]["lr"] = 0.25
     before = copy.deepcopy(other.state_dict())
