@@ -77,22 +77,23 @@ def test_a_saved_policy_renders_as_the_settings_of_its_import_say(model_folder, 
         assert tokenizer.encode_prompt([{"role": "user", "content": "1"}]) == [5, 6]
 
 
-def test_pickled_weights_are_never_loaded(model_folder):
-    (model_folder / "model.safetensors").unlink()
-    (model_folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
-    with pytest.raises(ConfigError, match=r"got only pickled weights \['pytorch_model.bin'\]"):
-        load_pretrained(ModelConfig(path=str(model_folder)))
-
-
-def test_folder_without_weights_is_refused(model_folder):
-    (model_folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"must hold \*\.safetensors, got no weights"):
-        load_pretrained(ModelConfig(path=str(model_folder)))
-
-
-def test_folder_without_configuration_is_refused(model_folder):
-    (model_folder / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"must hold config\.json, got none"):
+@pytest.mark.parametrize(
+    ("name", "instead", "words"),
+    [
+        ("config.json", "", r"must hold config\.json, got none"),
+        ("model.safetensors", "", r"must hold \*\.safetensors, got no weights"),
+        (
+            "model.safetensors",
+            "pytorch_model.bin",
+            r"got only pickled weights \['pytorch_model.bin'\]",
+        ),
+    ],
+)
+def test_a_folder_without_what_makes_a_model_is_refused(model_folder, name, instead, words):
+    (model_folder / name).unlink()
+    if instead:
+        (model_folder / instead).write_bytes(b"\x80\x04cos\nsystem\n")
+    with pytest.raises(ConfigError, match=words):
         load_pretrained(ModelConfig(path=str(model_folder)))
 
 
@@ -112,17 +113,20 @@ def test_code_that_comes_with_a_model_is_never_run(model_folder, tmp_path):
     assert not mark.exists()
 
 
+CLIMBING = ("../model", "/tmp/../etc", "file:///a/../b", "a/../b", "", "..", "a\0b")
+ABSENT = ("/no/such/folder", "./none", "a/b/c", "bad name", "file:///none")
+
+
 @pytest.mark.parametrize(
-    "path", ["../model", "/tmp/../etc", "file:///a/../b", "a/../b", "", "..", "a\0b"]
+    ("path", "words"),
+    [
+        *((path, r"`model\.path` must be a path, .* without `\.\.`") for path in CLIMBING),
+        *((path, "must be an existing folder or a hub id") for path in ABSENT),
+        ("some--one/model", "not a hub id"),
+    ],
 )
-def test_names_that_climb_out_are_refused(path):
-    with pytest.raises(ConfigError, match=r"`model\.path` must be a path, .* without `\.\.`"):
-        find_folder(path)
-
-
-@pytest.mark.parametrize("path", ["/no/such/folder", "./none", "a/b/c", "bad name", "file:///none"])
-def test_missing_folders_and_impossible_hub_ids_are_refused(path):
-    with pytest.raises(ConfigError, match="must be an existing folder or a hub id"):
+def test_a_name_of_no_model_is_refused(path, words):
+    with pytest.raises(ConfigError, match=words):
         find_folder(path)
 
 
@@ -223,11 +227,6 @@ def test_a_hub_that_is_not_reached_is_asked_again_later_unless_it_may_not_be(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="can not be reached or failed"):
         find_folder("someone/model")
-
-
-def test_name_that_only_looks_like_a_hub_id_is_refused(hub):
-    with pytest.raises(ConfigError, match="not a hub id"):
-        find_folder("some--one/model")
 
 
 NAMES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")

@@ -74,20 +74,23 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("status", [200, 403])
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "head"])
-def test_an_answer_that_trickles_ends_with_the_time_of_the_request(server, operation, status):
-    server.answer = lambda _: Reply(status, b" " * 2000, drip_seconds=0.02)
-    with pytest.raises(StoreUnavailable) as raised:
+@pytest.mark.parametrize(
+    ("operation", "reply"),
+    [
+        *((name, Reply(drips_head=True, drip_seconds=0.02)) for name in OPERATIONS),
+        *(
+            (name, Reply(status, b" " * 2000, drip_seconds=0.02))
+            for name in OPERATIONS
+            for status in (200, 403)
+            if name != "head"
+        ),
+    ],
+)
+def test_an_answer_that_trickles_ends_with_the_time_of_the_request(server, operation, reply):
+    server.answer = lambda _: reply
+    with pytest.raises(StoreUnavailable, match="no answer in time") as raised:
         OPERATIONS[operation](store_of(server, timeout_s=0.05, retry_seconds=0))
     assert exit_code(raised.value) == EXIT_TRANSIENT
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_head_that_trickles_ends_with_the_time_of_the_request(server, operation):
-    server.answer = lambda _: Reply(drips_head=True, drip_seconds=0.02)
-    with pytest.raises(StoreUnavailable, match="no answer in time"):
-        OPERATIONS[operation](store_of(server, timeout_s=0.05, retry_seconds=0))
 
 
 @pytest.mark.parametrize("status", [200, 403, 404, 500])
