@@ -26,6 +26,7 @@ from tests.unit.records.samples import build_rollouts
 
 STOP, LENGTH, WINDOW, ABORT = FinishReason
 CONFIG = RewardConfig(max_response_tokens=64, overlong_buffer_tokens=16)
+UNIFORM = CONFIG.model_copy(update={"keep_uniform_groups": True})
 
 
 def rollouts(*groups, verifier="trace", answer="7"):
@@ -77,14 +78,14 @@ def test_groups_without_contrast_are_dropped_by_accuracy_and_not_by_reward():
     done = score(batch, CONFIG)
     assert done.rewards.keep.tolist() == [False] * 4 + [True] * 2
     assert (done.metrics["num_groups"], done.metrics["num_kept_groups"]) == (3, 1)
-    kept = score(batch, CONFIG.model_copy(update={"keep_uniform_groups": True}))
+    kept = score(batch, UNIFORM)
     assert kept.rewards.keep.all()
 
 
 def test_a_failed_response_drops_its_group_and_gets_no_reward():
     done = score(
         rollouts([("=7", 5, STOP), ("=8", 5, STOP), ("=7", 1, ABORT)], [("=7", 5, STOP)]),
-        CONFIG.model_copy(update={"keep_uniform_groups": True}),
+        UNIFORM,
     )
     assert done.rewards.keep.tolist() == [False] * 3 + [True]
     assert done.rewards.has_reward.tolist() == [True, True, False, True]
@@ -94,13 +95,12 @@ def test_a_failed_response_drops_its_group_and_gets_no_reward():
 
 
 def test_windows_of_a_group_are_kept_with_what_is_finished_of_it():
-    config = CONFIG.model_copy(update={"keep_uniform_groups": True})
     batch = rollouts(
         [("=7", 24, WINDOW), ("=8", 24, WINDOW)],
         [("=7", 5, STOP), ("=7", 64, LENGTH), ("=7", 63, WINDOW)],
         [("=8", 5, STOP)],
     )
-    done = score(batch, config)
+    done = score(batch, UNIFORM)
     rewards = done.rewards
     rewards.validate()
     assert rewards.keep.all()
@@ -118,8 +118,7 @@ def test_windows_of_a_group_are_kept_with_what_is_finished_of_it():
 
 
 def test_an_iteration_in_which_nothing_finished_has_counts_only():
-    config = CONFIG.model_copy(update={"keep_uniform_groups": True})
-    done = score(rollouts([("=7", 24, WINDOW)], [("", 24, WINDOW)]), config)
+    done = score(rollouts([("=7", 24, WINDOW)], [("", 24, WINDOW)]), UNIFORM)
     assert done.rewards.keep.tolist() == [True, True]
     assert done.rewards.reward.tolist() == [0, 0]
     assert done.metrics["num_window_rollouts"] == 2

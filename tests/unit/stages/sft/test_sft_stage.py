@@ -35,6 +35,13 @@ def start(root, tmp_path, digest, prompts):
     return result, ref, json.loads((folder / "metrics").read_text())
 
 
+@pytest.fixture
+def begin(file_root, tmp_path):
+    """Call the stage on written data, in a run with these tables."""
+    prompts = write_data(file_root)
+    return lambda **tables: start(file_root, tmp_path, make_run(file_root, **tables), prompts)
+
+
 def test_cold_start_writes_version_zero_tells_what_it_took_and_is_not_repeated(file_root, tmp_path):
     prompts, digest = write_data(file_root), make_run(file_root)
     result, ref, metrics = start(file_root, tmp_path, digest, prompts)
@@ -77,37 +84,32 @@ def given_model(tmp_path):
     return tmp_path / "given", policy
 
 
-def test_trained_model_is_imported_as_it_is(file_root, tmp_path):
+def test_trained_model_is_imported_as_it_is(begin, tmp_path):
     folder, given = given_model(tmp_path)
-    prompts = write_data(file_root)
-    digest = make_run(file_root, model={"path": str(folder), "dtype": "bfloat16"})
-    result, ref, metrics = start(file_root, tmp_path, digest, prompts)
+    model = {"path": str(folder), "dtype": "bfloat16"}
+    result, ref, metrics = begin(model=model)
     assert metrics == {"imported": 1.0}
     assert ref.attributes["dtype"] == "bfloat16"
     policy = load_policy(result.policy_pin)
     assert policy.version == 0
     for name, tensor in given.model.state_dict().items():
         assert torch.equal(policy.model.state_dict()[name], tensor.bfloat16()), name
-    assert start(file_root, tmp_path, digest, prompts)[0] == result
+    assert begin(model=model)[0] == result
 
 
-def test_trained_model_can_be_trained_on_by_force(file_root, tmp_path):
+def test_trained_model_can_be_trained_on_by_force(begin, tmp_path):
     folder, given = given_model(tmp_path)
-    prompts = write_data(file_root)
-    digest = make_run(file_root, model={"path": str(folder)}, sft={"force": True})
-    result, _, metrics = start(file_root, tmp_path, digest, prompts)
+    result, _, metrics = begin(model={"path": str(folder)}, sft={"force": True})
     assert metrics["steps"] == 6.0
     policy = load_policy(result.policy_pin)
     assert not torch.equal(policy.model.model.norm.weight, given.model.model.norm.weight)
 
 
 @pytest.mark.slow
-def test_adapters_change_linear_layers_alone_and_are_merged(file_root, tmp_path):
+def test_adapters_change_linear_layers_alone_and_are_merged(begin, tmp_path):
     folder, given = given_model(tmp_path)
-    prompts = write_data(file_root)
     model = {"path": str(folder), "lora_rank": 2, "lora_target_modules": ["q_proj", "up_proj"]}
-    digest = make_run(file_root, model=model, sft={"force": True})
-    result, _, metrics = start(file_root, tmp_path, digest, prompts)
+    result, _, metrics = begin(model=model, sft={"force": True})
     after, before = load_policy(result.policy_pin).model.state_dict(), given.model.state_dict()
     assert after.keys() == before.keys()
     changed = {name for name in before if not torch.equal(after[name], before[name])}
@@ -118,14 +120,12 @@ def test_adapters_change_linear_layers_alone_and_are_merged(file_root, tmp_path)
     assert metrics["num_trained_parameters"] == sum(2 * sum(before[n].shape) for n in adapted)
 
 
-def test_resumed_run_passes_its_pins_through(file_root, tmp_path):
+def test_resumed_run_passes_its_pins_through(begin, tmp_path):
     other = f"file://{tmp_path}/other"
     facts = {"version": 4, "parents": {}, "attributes": {"config_sha256": "c"}}
     pin = save_policy(layout.policy(other, 4), build_policy(tiny_model(), 5), **facts).pin()
     state = f"{layout.state(other, 64)}#sha256={'5' * 64}"
-    prompts = write_data(file_root)
-    digest = make_run(file_root, initial={"policy": pin, "state": state})
-    result, ref, metrics = start(file_root, tmp_path, digest, prompts)
+    result, ref, metrics = begin(initial={"policy": pin, "state": state})
     assert result == (pin, state)
     assert ref.attributes["policy_version"] == 4
     assert metrics == {"resumed": 1.0}
@@ -144,23 +144,20 @@ def test_start_outside_the_band_alone_is_told_with_a_remedy(caplog, accuracy, re
     assert remedy in caplog.text
 
 
-def test_enforced_band_ends_the_run_again_when_it_is_repeated(file_root, tmp_path, caplog):
-    prompts = write_data(file_root)
-    digest = make_run(file_root, sft={"enforce_start_band": True, "min_start": 0.44})
+def test_enforced_band_ends_the_run_again_when_it_is_repeated(begin, file_root, caplog):
     for _ in range(2):
         with pytest.raises(SystemExit) as end:
-            start(file_root, tmp_path, digest, prompts)
+            begin(sft={"enforce_start_band": True, "min_start": 0.44})
         assert end.value.code == 2
     assert caplog.text.count("the start accuracy must lie in 0.44..0.45") >= 2
     assert read_manifest(layout.policy(file_root, 0)).attributes["metrics"]["steps"] == 6.0
 
 
-def test_run_without_traces_skips_the_cold_start_with_one_line(file_root, tmp_path, caplog):
-    prompts, digest = write_data(file_root), make_run(file_root)
+def test_run_without_traces_skips_the_cold_start_with_one_line(begin, file_root, caplog):
     _, nothing = sums([])
     assert isinstance(nothing, TraceSet)
     write_set(layout.traces(file_root), nothing, parents={}, attributes={})
-    first = start(file_root, tmp_path, digest, prompts)
+    first = begin()
     assert first[2] == {"cold_start_skipped": 1.0}
     told = [line for line in caplog.messages if "cold start skipped" in line]
     assert len(told) == 1
@@ -169,13 +166,12 @@ def test_run_without_traces_skips_the_cold_start_with_one_line(file_root, tmp_pa
     untrained = build_policy(tiny_model(), seed=0).model.state_dict()
     policy = load_policy(first[0].policy_pin)
     assert all(torch.equal(policy.model.state_dict()[n], t) for n, t in untrained.items())
-    assert start(file_root, tmp_path, digest, prompts) == first
+    assert begin() == first
 
 
 @pytest.mark.slow
-def test_control_learns_for_the_seconds_it_is_given(file_root, tmp_path, capsys):
-    prompts, digest = write_data(file_root), make_run(file_root)
-    start(file_root, tmp_path, digest, prompts)
+def test_control_learns_for_the_seconds_it_is_given(begin, file_root, capsys):
+    begin()
     assert control.main(file_root, "0.5") == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found) == {
@@ -188,9 +184,8 @@ def test_control_learns_for_the_seconds_it_is_given(file_root, tmp_path, capsys)
     assert 0.0 <= found["accuracy"] <= 1.0
 
 
-def test_control_with_no_seconds_measures_the_start_itself(file_root, tmp_path):
-    prompts, digest = write_data(file_root), make_run(file_root)
-    start(file_root, tmp_path, digest, prompts)
+def test_control_with_no_seconds_measures_the_start_itself(begin, file_root):
+    begin()
     found = control.measure_control(file_root, 0.0)
     assert found["steps"] == 0.0
     again = control.measure_control(file_root, 0.0)
