@@ -21,7 +21,7 @@ from pyarrow.csv import write_csv
 
 from planish.base.errors import CheckpointError, ConfigError, EngineError, RecordError
 from planish.checkpoint.format import metafile
-from tests.fuzz.checkpoint import damaged, lied, with_head
+from tests.fuzz.checkpoint import damaged, lie_in_json, with_head
 from tests.unit.checkpoint.format.metadata_samples import small
 
 ROOM_BYTES = 4 << 30
@@ -43,11 +43,6 @@ def shaken(rng, data, others):
         word = rng.choice((rng.randbytes(1), rng.choice(WORDS).to_bytes(4, "little")))
         result[place : place + len(word)] = word
     return bytes(result[: len(data)])
-
-
-def lie_in_json(rng, data):
-    """Change values of a JSON text."""
-    return json.dumps(lied(rng, json.loads(data))).encode()
 
 
 def parquet_samples():

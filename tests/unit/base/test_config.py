@@ -61,13 +61,6 @@ def test_overrides_are_toml_values_or_text(text: str, value: object) -> None:
     assert parse_override(text)[2] == value
 
 
-def test_toml_outside_a_table_is_refused() -> None:
-    with pytest.raises(ConfigError, match="tables only"):
-        parse_toml("x = 1", name="f")
-    with pytest.raises(ConfigError, match="valid TOML"):
-        parse_toml("x = = 1", name="f")
-
-
 def test_an_unknown_section_or_preset_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean `train`"):
         section_class("trian", {})
@@ -122,12 +115,6 @@ def test_no_setting_is_infinite_or_nan(value):
                     minder_config({section: {name: table}})
 
 
-@pytest.mark.parametrize("text", ["inf", "-inf", "nan", "1e999", f"1{'0' * 400}.0"])
-def test_an_infinite_override_is_refused_by_name(text):
-    with pytest.raises(ConfigError, match=r"`train\.grad_clip`.*finite number"):
-        resolved(f"train.grad_clip={text}")
-
-
 def test_a_setting_that_may_be_none_is_switched_off_by_none():
     off = resolved("train.grad_clip=none", "sft.grad_clip='none'", "algorithm.dual_clip=none")
     assert (off["train"]["grad_clip"], off["sft"]["grad_clip"]) == (None, None)
@@ -160,6 +147,10 @@ def test_a_setting_that_may_be_none_is_switched_off_by_none():
         *((text, "section.key=value") for text in ("train=1", "=1", "train.x", "")),
         ("run.seed=1.5", "`run.seed`"),
         ("run.sed=1", "did you mean `seed`"),
+        *(
+            (f"train.grad_clip={text}", "`train.grad_clip`: Input should be a finite number")
+            for text in ("inf", "-inf", "nan", "1e999", f"1{'0' * 400}.0")
+        ),
     ],
 )
 def test_an_override_of_a_strange_shape_is_refused(override, words):
@@ -170,12 +161,6 @@ def test_an_override_of_a_strange_shape_is_refused(override, words):
 
 def test_lines_after_the_value_of_an_override_are_part_of_it():
     assert parse_override("model.chat_template=1\nb = 2")[2] == "1\nb = 2"
-
-
-@pytest.mark.parametrize("text", ["[a]\nx = " + "[" * 5000, "[a]\nx = " + "9" * 5000, b"\xff"])
-def test_a_strange_file_is_refused(text):
-    with pytest.raises(ConfigError, match=r"`f` must be .*TOML"):
-        parse_toml(text, name="f")
 
 
 MARK = "\ufeff"
@@ -195,9 +180,21 @@ def test_a_byte_order_mark_is_no_part_of_a_file(text, tmp_path):
     assert built["run"] == table["run"]
 
 
-@pytest.mark.parametrize("text", [f"{MARK}{MARK}a = 1", f"a = 1\n{MARK}b = 2"])
-def test_a_byte_order_mark_elsewhere_is_refused(text):
-    with pytest.raises(ConfigError, match="`f` must be valid TOML"):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[a]\nx = " + "[" * 5000, "be .*TOML"),
+        ("[a]\nx = " + "9" * 5000, "be .*TOML"),
+        (b"\xff", "be .*TOML"),
+        ("x = 1", "hold tables only"),
+        *(
+            (text, "be valid TOML")
+            for text in ("x = = 1", f"{MARK}{MARK}a = 1", f"a = 1\n{MARK}b = 2")
+        ),
+    ],
+)
+def test_a_strange_file_is_refused(text, words):
+    with pytest.raises(ConfigError, match=f"`f` must {words}"):
         parse_toml(text, name="f")
 
 
