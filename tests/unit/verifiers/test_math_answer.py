@@ -8,46 +8,6 @@ from planish.verifiers.child_process import ChildProcess
 from planish.verifiers.math_answer import extract_answer, last_boxed, normalise_answer
 from planish.verifiers.own import shared_verifier
 
-GOLDEN = [
-    ("Answer: 72", "72", 1.0),
-    ("so it is\nANSWER : 72\n", "72", 1.0),
-    ("Answer: 007", "7", 1.0),
-    ("Answer: -0", "0", 1.0),
-    ("Answer: +5", "5", 1.0),
-    ("Answer: 5.00", "5", 1.0),
-    ("Answer: 5.01", "5", 0.0),
-    ("Answer: 1,234", "1234", 1.0),
-    ("Answer: 1,2,3", "123", 0.0),
-    ("Answer: $1,234.", "1234", 1.0),
-    ("Answer: **72**", "72", 1.0),
-    ("Answer: $\\boxed{72}$", "72", 1.0),
-    ("Answer: \\text{72 apples}", "72", 1.0),
-    ("Answer: 72 square feet.", "72", 1.0),
-    ("Answer: 50\\%", "50", 1.0),
-    ("Answer: x = 48 + 24 = 72", "72", 1.0),
-    ("Answer: 1\nAnswer: 2", "2", 1.0),
-    ("Answer: 2\nAnswer: 1", "2", 0.0),
-    ("no such line, but \\boxed{72}", "72", 1.0),
-    ("\\boxed{71} then \\boxed{72}", "72", 1.0),
-    ("Answer: 5 or 7", "5", 0.0),
-    ("Answer: 5 or 7", "7", 0.0),
-    ("Answer: 5 7", "57", 0.0),
-    ("Answer: 5e1", "50", 0.0),
-    ("Answer: 0x10", "16", 0.0),
-    ("Answer: 1_000", "1000", 0.0),
-    ("Answer: \u0667\u0662", "72", 0.0),
-    ("Answer: \uff17\uff12", "72", 0.0),
-    ("Answer: --5", "5", 0.0),
-    ("Answer: yes", "yes", 1.0),
-]
-
-
-@pytest.mark.parametrize(("response", "answer", "accuracy"), GOLDEN)
-def test_integer_rule(response, answer, accuracy):
-    verdict = verify("integer", response, answer)
-    assert verdict.accuracy == accuracy
-    assert not verdict.error
-
 
 @pytest.mark.parametrize(
     "response", ["", "I do not know", "\\boxed{72", "Answer:", "Answer:\n\n", "x" * 10**6]
@@ -289,29 +249,6 @@ def test_a_published_fault_of_grading(fault, name, response, answer, accuracy):
 
 
 READY = 'import sys, time, json\nprint(\'{"outcome": "ready"}\', flush=True)\n'
-
-
-@pytest.mark.parametrize(
-    ("response", "answer", "accuracy"),
-    [
-        ("Answer: 1/2", "0.5", 1.0),
-        ("Answer: 0.5", "\\frac12", 1.0),
-        ("Answer: 2/3", "1/2", 0.0),
-        ("Answer: $\\frac{1}{2}$", "1/2", 1.0),
-        ("Answer: (1, 2)", "(1,2)", 1.0),
-        ("Answer: (2, 1)", "(1,2)", 0.0),
-        ("Answer: \\sqrt{8}", "2\\sqrt{2}", 1.0),
-        ("Answer: 1+x", "x+1", 1.0),
-        ("Answer: 5} or {5", "\\frac{10}{2}", 0.0),
-        ("Answer: 5 or 7", "\\frac{10}{2}", 0.0),
-        ("Answer: \u0665", "\\frac{10}{2}", 0.0),
-        ("Answer: \\frac{1}{0}", "1/2", 0.0),
-        ("Answer: 12", "13", 0.0),
-    ],
-)
-def test_mathematical_equality_in_the_child(response, answer, accuracy):
-    verdict = verify("math", response, answer)
-    assert (verdict.accuracy, verdict.error) == (accuracy, False)
 
 
 def test_the_child_is_reused_and_the_library_stays_out_of_this_process():
