@@ -40,8 +40,8 @@ EDGES = {
     ("__version__", "submit"),
     ("pipelines", "components"),
 }
-"""Allowed inside one layer; stages never import each other, and the monitor is no stage. An
-evaluation without a run calls the functions of its stages."""
+"""Allowed inside one layer; `report` is the only stage of it that imports another, and the monitor
+is no stage. An evaluation without a run calls the functions of its stages."""
 
 ROOMS = {
     "checkpoint": {
