@@ -84,11 +84,16 @@ def test_the_handler_of_a_stage_lifts_the_pace(ending, number, monkeypatch):
         Thread=lambda **_: limit, current_thread=lambda: here, main_thread=lambda: here
     )
     monkeypatch.setattr(signals, "threading", fake)
-    with stops_with(75) as told:
-        with contextlib.suppress(Terminated):
-            os.kill(os.getpid(), number)
-            threading.Event().wait(60)
-        assert told
+    # A signal that `nohup` ignores would stay ignored.
+    previous = signal.signal(number, signal.SIG_DFL)
+    try:
+        with stops_with(75) as told:
+            with contextlib.suppress(Terminated):
+                os.kill(os.getpid(), number)
+                threading.Event().wait(60)
+            assert told
+    finally:
+        signal.signal(number, previous)
     assert ending.is_set()
 
 
