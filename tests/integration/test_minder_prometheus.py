@@ -34,7 +34,7 @@ BOARD = "NVIDIA H100 80GB HBM3"
 MACHINES = tuple(f"node-{i}" for i in range(6))
 
 
-def past(machines=MACHINES, *, faulty="node-2", onset=400, seconds=SECONDS):
+def past(machines=MACHINES, *, faulty="node-2", onset=400, seconds=SECONDS, phases=()):
     """Yield what the exporters of some machines gave, in the form of OpenMetrics."""
     ts = range(T0, T0 + seconds)
     yield "# TYPE node_cpu_seconds counter"
@@ -60,7 +60,7 @@ def past(machines=MACHINES, *, faulty="node-2", onset=400, seconds=SECONDS):
                 labels = f'node="{name}",Hostname="exporter",gpu="{gpu}",modelName="{BOARD}"'
                 yield f"DCGM_FI_DEV_GPU_UTIL{{{labels}}} {value} {t}"
     yield "# TYPE planish_rank_phase gauge"
-    for name, rank, phase, start, stop in PHASES:
+    for name, rank, phase, start, stop in phases:
         for t in range(T0 + start, T0 + stop, 5):
             yield f'planish_rank_phase{{node="{name}",phase="{phase}",rank="{rank}"}} 1 {t}'
 
@@ -126,8 +126,10 @@ def test_beside_the_mean_come_the_worst_gpu_and_how_many_there_are(filled):
     assert set(count[:, 1:5][np.isfinite(count[:, 1:5])].tolist()) == {2.0}
 
 
-def test_a_machine_waits_while_all_of_its_ranks_say_so(filled):
-    one, frame = pulled(filled)
+def test_a_machine_waits_while_all_of_its_ranks_say_so(prometheus):
+    prometheus.backfill(past(phases=PHASES))
+    prometheus.start()
+    one, frame = pulled(prometheus)
     waiting = one.waiting(frame, Deadline.after(60))
     # Without another sample Prometheus repeats the last one for five minutes.
     assert waiting["node-0"] == [(T0 + 600, T0 + 900)]
