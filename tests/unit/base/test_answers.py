@@ -138,7 +138,8 @@ def test_an_answer_without_an_end_is_not_kept(server, monkeypatch, name, status)
     ask, error = CLIENTS[name]
     with pytest.raises(error):
         ask(server)
-    assert server.sent_mib < 400
+    # Some clients ask again; what each answer sends beyond the bound lies in buffers of sockets.
+    assert server.sent_mib < 400 * len(server.requests)
 
 
 @pytest.mark.parametrize("slow", SLOW)
