@@ -24,7 +24,8 @@ _LAYER = re.compile(r"(^|\.)layers\.\d+$")
 own = Work()
 """What this process has computed in layers so far."""
 last_step = 0
-_shown = Work()
+_shown: dict[str, Work] = {}
+"""Rank to its work that a monitoring server has been shown."""
 
 
 def time_layers(scorer: nn.Module) -> None:
@@ -82,15 +83,16 @@ def count_pass(seconds: float, tokens: int) -> None:
 
 def finish_step(step: int) -> None:
     """Note the training step that this rank has finished last; the first rank shows its work."""
-    global last_step, _shown
+    global last_step
     last_step = step
     if this_rank() == "0":
         telemetry.set_level("planish_train_rank_last_step", step, rank="0")
-        show_work("0", own.since(_shown))
-        _shown = own
+        show_work("0", own)
 
 
 def show_work(rank: str, work: Work) -> None:
-    """Let a monitoring server see what a rank has computed since it was last shown."""
-    for name, amount in work._asdict().items():
+    """Let a monitoring server see what a rank has computed so far."""
+    added = work.since(_shown.get(rank, Work()))
+    _shown[rank] = work
+    for name, amount in added._asdict().items():
         telemetry.count(f"planish_train_rank_{name}_total", amount, rank=rank)

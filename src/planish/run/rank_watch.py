@@ -143,17 +143,14 @@ class _Comparison:
     def __init__(self, task: WatchedTask) -> None:
         self._task = task
         self._judges = {kind: SlowRanks() for kind in METRICS}
-        self._shown: dict[int, Work] = {}
         self._alerts: dict[tuple[str, int], tuple[str, dict[str, str | float]]] = {}
 
     def look(self, words: Mapping[int, Words]) -> None:
         """Show the work of the other ranks, and which rank is slow."""
         for rank, each in words.items():
-            work = Work(*each["training"])
             if rank:
-                layer_clock.show_work(str(rank), work.since(self._shown.get(rank, Work())))
+                layer_clock.show_work(str(rank), Work(*each["training"]))
                 telemetry.set_level("planish_train_rank_last_step", each["step"], rank=str(rank))
-            self._shown[rank] = work
         telemetry.forget("planish_rank_slowness_ratio")
         stages = {rank: each["stage"] for rank, each in words.items()}
         for kind, judge in self._judges.items():

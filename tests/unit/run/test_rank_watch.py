@@ -26,7 +26,7 @@ def _fresh(monkeypatch):
     monkeypatch.setattr(telemetry, "_series", {})
     monkeypatch.setattr(layer_clock, "own", Work())
     monkeypatch.setattr(layer_clock, "last_step", 0)
-    monkeypatch.setattr(layer_clock, "_shown", Work())
+    monkeypatch.setattr(layer_clock, "_shown", {})
     monkeypatch.setattr(stage_metrics, "phase", "")
     monkeypatch.setattr(stage_metrics, "own_rank", "")
     for name in ("RANK", "TORCHELASTIC_RUN_ID"):

@@ -67,15 +67,7 @@ def _calls(options: argparse.Namespace, case: Case, every: int = 0) -> Iterator[
     """Yield the calls of the service to a trace, and show how far it is."""
     config, frame = minder_config(_tables(options)), case.frame
     models = _models(options, config)
-    for call in replay(
-        frame,
-        models,
-        config,
-        every=every,
-        stages=case.stages,
-        waiting=case.waiting,
-        board=case.board,
-    ):
+    for call in replay(case, models, config, every=every):
         options.progress("calls", call.now - int(frame.ts[0]), frame.num_seconds)
         yield call
 

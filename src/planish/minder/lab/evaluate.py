@@ -43,15 +43,7 @@ def outcome_of(source: Case | Path, models: Models, config: MinderConfig) -> Cas
     case = read_case(source) if isinstance(source, Path) else source
     first: dict[str, Alarm] = {}
     costs, results = [], []
-    calls = replay(
-        case.frame,
-        models,
-        config,
-        stages=case.stages,
-        waiting=case.waiting,
-        board=case.board,
-    )
-    for call in calls:
+    for call in replay(case, models, config):
         costs.append(call.seconds)
         results.append(call.result)
         for alarm in call.alarms:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +17,11 @@ import numpy as np
 from planish.minder.act.alerts import AlertBook
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.denoise import Models
-from planish.minder.detect.frame import Frame, Stretches
+from planish.minder.detect.frame import Frame
 from planish.minder.detect.job_monitor import JobMonitor
 from planish.minder.detect.preprocess import last_rows
 from planish.minder.detect.result import Result
+from planish.minder.lab.cases import Case
 
 FAULT_KINDS = ("dissimilar", "silent", "job_wide")
 """Alerts that a replay returns; those about missing telemetry are for the operators of it."""
@@ -55,21 +56,12 @@ class Call:
     seconds: float
 
 
-def replay(
-    frame: Frame,
-    models: Models,
-    config: MinderConfig,
-    *,
-    every: int = 0,
-    stages: Mapping[str, str] | None = None,
-    waiting: Stretches | None = None,
-    board: str = "",
-) -> Iterator[Call]:
+def replay(case: Case, models: Models, config: MinderConfig, *, every: int = 0) -> Iterator[Call]:
     """Call the detector over and over on a whole trace, each time with what was known by then.
 
-    `every` are the seconds between calls, by default `service.interval_seconds`; `stages` maps
-    machines to pipeline stages, and `waiting` to when they only wait for others.
+    `every` are the seconds between calls, by default `service.interval_seconds`.
     """
+    frame = case.frame
     every = every or config.service.interval_seconds
     monitor = JobMonitor(frame.job, models, config)
     book = AlertBook(config.service.window_seconds)
@@ -84,7 +76,7 @@ def replay(
         piece = frame.slice(now - config.service.window_seconds, now)
         if len(machines) < frame.num_machines:
             piece = piece.select(machines)
-        result = monitor.call(piece, stages=stages, waiting=waiting, board=board)
+        result = monitor.call(piece, stages=case.stages, waiting=case.waiting, board=case.board)
         alarms = tuple(
             Alarm(alert.machine, now, alert.kind, alert.metric)
             for alert in book.update(result, machines)

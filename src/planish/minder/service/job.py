@@ -141,7 +141,7 @@ class JobWatch:
             alive,
             started=info.started,
             stages=info.stages,
-            waiting=self._source.waiting(alive, deadline),
+            waiting=self._source.waiting(frame, deadline),
             board=board,
         )
         asked = suspects(result)

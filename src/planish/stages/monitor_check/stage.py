@@ -116,6 +116,7 @@ def _nothing(job: str) -> Result:
 def _look_back(raw: dict[str, Any], trace: str, job: str) -> Result:
     from planish.minder.detect.config import MinderConfig, minder_config
     from planish.minder.detect.model_files import default_models, load_models
+    from planish.minder.lab.cases import Case, Truth
     from planish.minder.lab.files import read_frame
     from planish.minder.lab.replay import replay
 
@@ -130,7 +131,7 @@ def _look_back(raw: dict[str, Any], trace: str, job: str) -> Result:
         frame = read_frame(path)
     frame = replace(frame, job=job or frame.job)
     result = _nothing(frame.job)
-    for call in replay(frame, models, config):
+    for call in replay(Case(frame, Truth()), models, config):
         result = call.result
         if result.findings:
             break

@@ -12,6 +12,7 @@ from planish.minder.detect.config import minder_config
 from planish.minder.detect.frame import Frame
 from planish.minder.detect.metrics_table import METRICS, PUBLISHED_ORDER
 from planish.minder.detect.model_files import GATE, default_models, load_models, read_facts
+from planish.minder.lab.cases import Case, Truth
 from planish.minder.lab.files import read_frame
 from planish.minder.lab.replay import replay
 from planish.minder.lab.train import split_by_job, train_models
@@ -178,7 +179,9 @@ def test_traces_of_another_make_with_two_metrics_are_judged_rightly(tmp_path, od
     frame = read_frame(tmp_path / "other.csv")
     config = minder_config()
     models = load_models(FOLDER, config.denoise, config.detect.metrics)
-    alerts = [alert for call in replay(frame, models, config) for alert in call.alarms]
+    alerts = [
+        alert for call in replay(Case(frame, Truth()), models, config) for alert in call.alarms
+    ]
     assert [alert.machine for alert in alerts] == ["gpu4.example"] * odd
     for alert in alerts:
         assert 700 + 240 < alert.time - frame.ts[0] <= 700 + 310

@@ -12,7 +12,7 @@ from planish.base.errors import ConfigError, RecordError
 from planish.minder.detect.config import minder_config
 from planish.minder.detect.denoise import Identity, Models
 from planish.minder.detect.frame import Frame
-from planish.minder.lab.cases import Truth
+from planish.minder.lab.cases import Case, Truth
 from planish.minder.lab.files import read_frame, write_frame, write_samples
 from planish.minder.lab.replay import Alarm, Membership, notes_of, replay
 from planish.minder.lab.score import CaseOutcome, score, summary
@@ -38,8 +38,12 @@ def made(machines=8, seconds=1500, seed=0):
     return Frame("job", np.arange(START, START + seconds), names, values)
 
 
+def replayed(frame, **options):
+    return list(replay(Case(frame, Truth()), MODELS, CONFIG, **options))
+
+
 def lines(frame, **options):
-    return [alert for call in replay(frame, MODELS, CONFIG, **options) for alert in call.alarms]
+    return [alert for call in replayed(frame, **options) for alert in call.alarms]
 
 
 def scraped(frame, *, every=1, missing=0.0):
@@ -50,7 +54,7 @@ def scraped(frame, *, every=1, missing=0.0):
 def test_a_fault_is_found_where_many_samples_are_missing(missing):
     frame = made()
     frame.values["cpu_usage"][610:, 3] -= 20
-    calls = list(replay(scraped(frame, missing=missing), MODELS, CONFIG))
+    calls = replayed(scraped(frame, missing=missing))
     (alert,) = [alert for call in calls for alert in call.alarms]
     assert alert.machine == "node-003"
     assert notes_of([call.result for call in calls]) == []
@@ -63,7 +67,7 @@ def test_what_a_held_sample_makes_longer_is_not_named(seconds, every, named, bur
     frame.values["cpu_usage"][610 : 610 + seconds, 3] += 20
     # A short burst before it meets just one sample, which is held until the next one.
     frame.values["cpu_usage"][570 : 570 + burst, 3] += 20
-    calls = list(replay(scraped(frame, every=every), MODELS, CONFIG))
+    calls = replayed(scraped(frame, every=every))
     assert len([alert for call in calls for alert in call.alarms]) == named
     notes = notes_of([call.result for call in calls])
     assert any("come every 20 s" in note for note in notes) == (every == 20)
@@ -88,7 +92,7 @@ def test_a_fault_gives_one_line_at_the_first_call_that_can_know(every):
 
 
 def test_a_healthy_trace_gives_no_line_and_one_call_for_each_minute():
-    calls = list(replay(made(seconds=601), MODELS, CONFIG))
+    calls = replayed(made(seconds=601))
     assert [call.now - START for call in calls] == [*range(60, 601, 60), 601]
     assert not any(call.alarms for call in calls)
 

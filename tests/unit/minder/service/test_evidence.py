@@ -49,6 +49,11 @@ class Source(day_of.DaySource):
                 mask[frame.ts >= self.since, frame.machines.index(name)] = False
         return frame
 
+    def waiting(self, frame, deadline):
+        # A query about no machine is one about all of the server.
+        assert frame.machines
+        return super().waiting(frame, deadline)
+
     def failed_boards(self, machines, deadline):
         self.asked = list(machines)
         return set(self.failed)
