@@ -24,7 +24,7 @@ _SETTLED = 0.25
 """A baseline moves only by more than this share of the floor, so that old windows stay valid."""
 _ALIKE_SHARE = 0.1
 """Differences are alike that differ by no more than this share of them, and the floor."""
-_SINGLE_SHARE = 0.135
+_SINGLE_SHARE = 0.145
 """A single GPU board is capped by at most this share of what the machines mostly do."""
 _GROWTH = 1.25
 """A baseline is decided anew when history has grown by this factor, for the same reason."""
@@ -199,7 +199,7 @@ class Baseline:
         """
         limit = self.config.role_limit(metric)
         if metric == "gpu_power_draw" and metric not in self.config.role_limits:
-            limit = min(limit, max(floor, _SINGLE_SHARE * self._levels.get(metric, 1.0)))
+            limit = max(floor, _SINGLE_SHARE * self._levels.get(metric, 1.0))
         size = np.abs(whole)
         suspect = np.isin(self.machines, list(self.suspects))
         near = np.abs(whole[:, None] - whole) <= floor + _ALIKE_SHARE * size[:, None]

@@ -94,8 +94,8 @@ class DetectConfig(Section):
     """Largest difference in healthy history that is taken for a machine's role, normalised, by
     metric, as healthy jobs of the site show (`calibrate` fits it). A single machine that is further
     away from its first minute on is faulty; machines that are so alike have a role. A GPU metric
-    without an entry has `unknown_role_distance`, and no more than boards are capped by; pauses of
-    the network have twice as much; a CPU has no limit, since hosts differ by what else they do."""
+    without an entry has `unknown_role_distance`, its power what boards are capped by, and pauses of
+    the network twice as much; a CPU has no limit, since hosts differ by what else they do."""
     rest_share: float = Field(default=0.75, ge=0.0, le=1.0)
     """While the machines together do less than this share of what they mostly do, for at most
     `idle_seconds`, a machine that is like its peers goes on being a candidate: at rest, as in a

@@ -43,6 +43,9 @@ _BEYOND_TURNS = 1.75
 _RAMP_SHARE = 0.55
 """A machine whose work runs out differs at first by less than this share of what it does later, or
 not by much more than just before; faults begin at once."""
+_BUSY = ("gpu_duty_cycle", "gpu_graphics_engine_activity")
+_STAGGERED_SECONDS = 45
+"""Nor are GPUs less busy only so long after they differ in another metric."""
 _LONG_TURN = 60.0
 """Where machines differ in turn for so long, a part of them does too."""
 _AGAIN = 1.25
@@ -75,6 +78,12 @@ class View:
     def frame(self) -> Frame:
         """As it was measured."""
         return self.prepared.frame
+
+    @property
+    def has_silent(self) -> bool:
+        """Whether a machine has fallen silent."""
+        after = self.config.preprocess.silent_after_seconds
+        return bool(after and (self.prepared.silent_seconds > after).any())
 
     @property
     def job_wide_limit(self) -> int:
@@ -305,35 +314,49 @@ def is_one_of_many(run: Run, metric: _Named) -> bool:
     return len(others) > 1 and bool(others[1] > _THIRD_SHARE * away[run.machine])
 
 
-def _is_ramp(run: Run, trace: Trace) -> bool:
-    """Return whether a machine came to differ little by little, as one whose rows run out."""
+def _is_ramp(run: Run, trace: Trace, busy: Iterable[_Named]) -> bool:
+    """Return whether a machine came to differ little by little, as one whose rows run out.
+
+    It then draws less power long before it is less `busy`, while a fault shows in all at once.
+    """
+    for metric in busy:
+        theirs = metric.runs.get(run.machine, ())
+        begins = [one.first for one in theirs if one.first <= run.last and one.last >= run.first]
+        if begins and begins[0] > run.first + _STAGGERED_SECONDS:
+            return True
     begin = run.first - WINDOW
     above = trace.above[:, run.machine]
     before = above[max(0, begin - FEWEST_WINDOWS) : max(0, begin)]
     earlier = above[: max(0, begin - FEWEST_WINDOWS)]
     usual = np.median(earlier) if len(earlier) else 0.0
     first = above[run.first : run.first + FEWEST_WINDOWS].mean()
-    most = np.quantile(above[run.first : run.last + 1], 0.9)
+    during = above[run.first : run.last + 1]
+    most = np.quantile(during, 0.9)
+    few, many = (int((during > share * most).argmax()) for share in (0.25, 0.75))
     rise = (1 - _RAMP_SHARE) * (first - usual)
     is_near = len(before) > WINDOW and before.mean() - usual > rise
-    return bool(is_near or first < _RAMP_SHARE * most)
+    return bool(is_near or many - few > FEWEST_WINDOWS)
 
 
 def _is_beside(run: Run, name: str, view: View, named: Mapping[str, _Named]) -> bool:
-    """Return whether a host does a little more beside its job, which goes on as before."""
+    """Return whether a host does a little more beside its job, which goes on as before.
+
+    Where a machine is dead, the hosts of the others wait for it in different ways.
+    """
     if METRICS[name].is_gpu or METRICS[name].transform != "none":
         return False
     rows = slice(run.first, run.last + 1)
-    values = view.compared[name][rows]
-    rise = float((values[:, run.machine] - np.median(values, axis=1)).mean())
-    if not 0 < rise < _SIDE_RISE:
-        return False
     for other, metric in named.items():
         if other != name and metric.candidates[rows, run.machine].mean() > _OTHER_SHARE:
             return False
+    if view.has_silent:
+        return True
+    for other, metric in named.items():
         if METRICS[other].is_gpu and metric.share[rows].mean() < view.config.detect.rest_share:
             return False
-    return True
+    values = view.compared[name][rows]
+    rise = float((values[:, run.machine] - np.median(values, axis=1)).mean())
+    return 0 < rise < _SIDE_RISE
 
 
 def _turns(view: View, named: Mapping[str, _Named]) -> dict[str, dict[str, int]]:
@@ -368,6 +391,7 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
     rules, frame = view.config.detect, view.frame
     interval = view.config.service.interval_seconds
     aliased = {name: metric for name, metric in named.items() if may_be_aliased(name, view)}
+    busy = [named[name] for name in named if METRICS[name].name in _BUSY]
     shown: dict[bool, set[int]] = {True: set(), False: set()}
     for name, metric in named.items():
         totals = metric.candidates.sum(axis=0)
@@ -381,14 +405,18 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
         for run in [*long_runs(metric.runs, metric.rule), *again]:
             if name in aliased and not is_alone(run, metric, aliased.values(), interval):
                 continue
-            known = view.job.turns.get(name, {})
-            usual = turn_of(name, known, frame.machines[run.machine])
+            times = sum(run.first <= one.first <= run.last for one in metric.runs[run.machine])
+            # What differs again and again in one metric may do so in turn in another.
+            usual = max(
+                turn_of(one, view.job.turns.get(one, {}), frame.machines[run.machine])
+                for one in (named if times > 1 else [name])
+            )
             # Of a young job it is not known how its machines differ in turn.
             is_slight = _away(run, metric)[run.machine] < 1.75 * floor_of(name, rules)
             is_new = view.job.is_young and run.first == 0 and is_slight
-            if METRICS[name].is_gpu and (is_new or _is_ramp(run, trace)):
+            if METRICS[name].is_gpu and (is_new or _is_ramp(run, trace, busy)):
                 usual = max(usual, _BEYOND_TURNS * metric.rule.needed[run.machine])
-            if rules.exhaustive and (run.length <= usual or is_one_of_many(run, metric)):
+            if rules.exhaustive and (run.length <= usual * times or is_one_of_many(run, metric)):
                 continue
             if rules.exhaustive and _is_beside(run, name, view, named):
                 continue

@@ -28,6 +28,10 @@ _BLOCK_BYTES = 256 << 10
 """Pairwise distances of one block stay in the cache."""
 
 
+_MOST_ASKED = 256
+"""So many machines show what all do."""
+
+
 @dataclass
 class Trace:
     """One metric; row w is the window that begins at second w of the frame."""
@@ -93,6 +97,8 @@ def compared_values(
 
 def away_from_peers(values: F32, masked: Mask, groups: Sequence[I64]) -> F32:
     """Return by how much each machine [T, N] lies above the median of those it is compared with."""
+    if len(groups) == 1:
+        return values - fleet_median(values, masked)[:, None]
     away = values.copy()
     for columns in groups:
         away[:, columns] -= fleet_median(values[:, columns], masked[:, columns])[:, None]
@@ -140,10 +146,16 @@ def fill_trace(
     for start in range(0, len(which), _BLOCK_WINDOWS):
         rows = which[start : start + _BLOCK_WINDOWS]
         embedded, changed = trace.embedded[rows], touched[rows]
-        block = windows[rows][changed]
+        is_whole = changed.all()
+        block = windows[rows]
+        block = block.reshape(-1, WINDOW) if is_whole else block[changed]
         begun = time.perf_counter()
-        embedded[changed] = denoiser.embed(block)
+        found = denoiser.embed(block)
         seconds += time.perf_counter() - begun
+        if is_whole:
+            embedded = found.reshape(embedded.shape)
+        else:
+            embedded[changed] = found
         trace.embedded[rows] = embedded
         for columns in groups:
             cells = np.ix_(rows, columns)
@@ -297,10 +309,14 @@ def floor_of(name: str, config: DetectConfig) -> float:
 
 
 def activity(name: str, prepared: Prepared) -> F64:
-    """Return [W], what the machines do in a metric as a share of what they mostly do, at most 1."""
+    """Return [W], what the machines do in a metric as a share of what they mostly do, at most 1.
+
+    Of a large job some machines, evenly spaced, stand for all.
+    """
     if name not in prepared.values:
         return np.ones(max(0, prepared.frame.num_seconds - WINDOW + 1))
-    median = fleet_median(prepared.values[name], prepared.masked[name])
+    some = slice(None, None, -(-prepared.frame.num_machines // _MOST_ASKED))
+    median = fleet_median(prepared.values[name][:, some], prepared.masked[name][:, some])
     level = windows_of(median[:, None])[:, 0].mean(axis=1, dtype=np.float64)
     usual = np.quantile(level, 0.75) if len(level) else 0.0
     return np.minimum(1.0, level / usual) if usual > 0 else np.ones(len(level))

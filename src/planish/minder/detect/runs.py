@@ -122,7 +122,7 @@ class Rule:
 
 def runs_of(named: Mask, masked: Mask, rule: Rule) -> dict[int, list[Run]]:
     """Return the runs of each machine that was a candidate in at least `FEWEST_WINDOWS`."""
-    enough = np.flatnonzero(named.sum(axis=0) >= FEWEST_WINDOWS).tolist()
+    enough = np.flatnonzero(np.count_nonzero(named, axis=0) >= FEWEST_WINDOWS).tolist()
     return {machine: rule.runs(machine, named[:, machine], masked) for machine in enough}
 
 

@@ -14,6 +14,7 @@ LEVELS = {
     "cpu_usage": 25.0,
     "gpu_power_draw": 280.0,
     "gpu_tensor_core_activity": 0.5,
+    "gpu_duty_cycle": 95.0,
 }
 MODELS = Models(
     {name: Identity(name) for name in LEVELS},
@@ -143,6 +144,51 @@ def test_machines_that_differ_in_turn_are_not_named_for_that():
     assert named(frame) == []
 
 
+@pytest.mark.parametrize("idle_after", [0, 90, 160])
+def test_a_machine_whose_rows_run_out_draws_less_power_before_its_gpus_are_idle(idle_after):
+    frame = job(seconds=1200)
+    late = 300 + idle_after
+    frame.values["gpu_power_draw"][300:620, 5] *= 0.6
+    frame.values["gpu_tensor_core_activity"][300:620, 5] *= 0.5
+    frame.values["gpu_duty_cycle"][late:620, 5] = 0
+    # A fault shows in all of them at once.
+    assert named(frame) == ([] if idle_after else ["n05"])
+
+
+@pytest.mark.parametrize("steps", [(1.0,), (0.25, 1.0), (0.2, 0.4, 0.6, 0.8, 1.0)])
+def test_a_fault_that_begins_while_all_are_nearly_idle_is_no_work_that_runs_out(steps):
+    frame = job(seconds=1600)
+    for metric in ("gpu_power_draw", "gpu_tensor_core_activity", "gpu_duty_cycle"):
+        frame.values[metric][900:1220, 5] *= 0.3
+    for place, step in enumerate(steps[:-1]):
+        rows = slice(900 + 40 * place, 940 + 40 * place)
+        for metric in ("gpu_power_draw", "gpu_tensor_core_activity", "gpu_duty_cycle"):
+            frame.values[metric][rows] *= step
+    # Little by little the distance grows as well, as where work runs out.
+    assert named(frame) == ([] if len(steps) > 2 else ["n05"])
+
+
+@pytest.mark.parametrize("points", [20, -15])
+def test_beside_a_dead_machine_a_host_that_differs_alone_is_not_named(points):
+    frame = job()
+    frame.values["cpu_usage"][1000:1400, 3] += points
+    assert named(frame) == ["n03"]
+    gone(frame, [9], 900)
+    assert named(frame) == ["n09"]
+    # Its GPUs differ as well.
+    frame.values["gpu_power_draw"][1000:1400, 3] *= 0.5
+    assert named(frame) == ["n03", "n09"]
+
+
+def test_a_machine_that_is_the_first_in_two_turns_is_not_named_for_that():
+    frame = job(seconds=2400)
+    metrics = ("cpu_usage", "gpu_power_draw", "gpu_tensor_core_activity", "gpu_duty_cycle")
+    for start, machine in ((400, 3), (750, 2), (1100, 1), (1450, 0), (1900, 0)):
+        for metric in metrics:
+            frame.values[metric][start : start + 170, machine] *= 0.4
+    assert named(frame) == []
+
+
 @pytest.mark.parametrize(("points", "seconds"), [(6, 380), (10, 600), (4, 300)])
 def test_a_host_that_is_busy_beside_its_job_is_not_named(points, seconds):
     frame = job()
@@ -153,7 +199,7 @@ def test_a_host_that_is_busy_beside_its_job_is_not_named(points, seconds):
     assert named(frame) == ["n02"]
 
 
-@pytest.mark.parametrize("only", [LEVELS, ["gpu_power_draw", "gpu_tensor_core_activity"]])
+@pytest.mark.parametrize("only", [LEVELS, [name for name in LEVELS if name.startswith("gpu")]])
 def test_exporters_that_all_stand_still_are_an_outage_of_the_telemetry(only):
     frame = job()
     for name in only:
