@@ -34,6 +34,8 @@ from planish.minder.detect.two_modes import BLOCK_SECONDS, find_parts
 _NEXT_SHARE = 0.2
 """Where a metric may be aliased, the next machine is at most this share as far away as a faulty
 one, and at most for this share of the time."""
+_ALIKE_SHARE = 0.35
+"""And only a machine that is at least this share as far away counts."""
 _THIRD_SHARE = 0.12
 """The third machine is at most this share as far away as a faulty one."""
 _OTHER_SHARE = 0.5
@@ -57,6 +59,8 @@ _DEAD_SHARE = 0.35
 """Without some of its machines a job does less than this share of what it did."""
 _YOUNG_PARTS = 1.3
 """As long as no turns are known, a part must lie apart for longer by this factor."""
+_PART_TURN = 120
+"""Machines that lay apart together for so long do something else than the rest at times."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,8 @@ class _Named:
     """[W, N], the distance that counts."""
     share: F64
     """[W], see `activity`."""
+    least: float
+    """The metric's own floor."""
 
     def again(self, both: Collection[int], *, is_young: bool) -> list[Run]:
         """Return one run for a machine that was a candidate again and again while no other was.
@@ -266,7 +272,14 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
         rule = Rule.of(name, view.prepared, share, rules)
         rule = replace(rule, resting=rule.resting & ~view.ignored)
         result[name] = _Named(
-            rest, named, unknown, rule, runs_of(named, unknown, rule), floor, share
+            rest,
+            named,
+            unknown,
+            rule,
+            runs_of(named, unknown, rule),
+            floor,
+            share,
+            floor_of(name, rules),
         )
     return result
 
@@ -285,11 +298,14 @@ def is_alone(run: Run, metric: _Named, aliased: Iterable[_Named], interval: int)
     others = np.arange(len(away)) != run.machine
     if (away[others] > _NEXT_SHARE * away[run.machine]).any():
         return False
+    distance = away[run.machine] / metric.least
     for one in aliased:
-        longest = (_NEXT_SHARE if one is metric else _OTHER_SHARE) * one.rule.needed
+        longest = _ALIKE_SHARE * run.length
         for machine, theirs in one.runs.items():
-            if others[machine] and any(their.length > longest[machine] for their in theirs):
-                return False
+            for their in theirs if others[machine] else ():
+                is_long = their.length > longest
+                if is_long and _away(their, one)[machine] > _ALIKE_SHARE * distance * one.least:
+                    return False
     return True
 
 
@@ -311,7 +327,8 @@ def is_one_of_many(run: Run, metric: _Named) -> bool:
     """
     away = _away(run, metric)
     others = np.sort(np.delete(away, run.machine))[::-1]
-    return len(others) > 1 and bool(others[1] > _THIRD_SHARE * away[run.machine])
+    least = max(metric.least, _THIRD_SHARE * away[run.machine])
+    return len(others) > 1 and bool(others[1] > least)
 
 
 def _is_ramp(run: Run, trace: Trace, busy: Iterable[_Named]) -> bool:
@@ -372,15 +389,17 @@ def _turns(view: View, named: Mapping[str, _Named]) -> dict[str, dict[str, int]]
     return turns
 
 
-def turn_of(name: str, turns: Mapping[str, int], machine: str) -> float:
+def turn_of(name: str, turns: Mapping[str, int], machine: str, *, is_again: bool = False) -> float:
     """Return for how long a machine must differ in a metric of a job whose machines do in turn.
 
     In metrics of GPUs the longest turn of the others counts, once two machines had long ones: that
     is how each of them waits for the rest. Elsewhere the second longest does, since a host may have
-    been busy for a while.
+    been busy for a while. For one that differs again and again the longest counts anyway.
     """
     long = [turn for place, turn in turns.items() if place and turn >= _LONG_TURN]
     others = sorted(turn for place, turn in turns.items() if place not in (machine, ""))
+    if is_again:
+        return _BEYOND_TURNS * max(others, default=0)
     if METRICS[name].is_gpu:
         return _BEYOND_TURNS * others[-1] if len(long) > 1 and others else 0.0
     return _BEYOND_TURNS * others[-2] if len(others) > 1 else 0.0
@@ -392,6 +411,7 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
     interval = view.config.service.interval_seconds
     aliased = {name: metric for name, metric in named.items() if may_be_aliased(name, view)}
     busy = [named[name] for name in named if METRICS[name].name in _BUSY]
+    is_split = any(turns.get("", 0) >= _PART_TURN for turns in view.job.turns.values())
     shown: dict[bool, set[int]] = {True: set(), False: set()}
     for name, metric in named.items():
         totals = metric.candidates.sum(axis=0)
@@ -406,15 +426,13 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
             if name in aliased and not is_alone(run, metric, aliased.values(), interval):
                 continue
             times = sum(run.first <= one.first <= run.last for one in metric.runs[run.machine])
-            # What differs again and again in one metric may do so in turn in another.
-            usual = max(
-                turn_of(one, view.job.turns.get(one, {}), frame.machines[run.machine])
-                for one in (named if times > 1 else [name])
-            )
+            known = view.job.turns.get(name, {})
+            usual = turn_of(name, known, frame.machines[run.machine], is_again=times > 1)
             # Of a young job it is not known how its machines differ in turn.
             is_slight = _away(run, metric)[run.machine] < 1.75 * floor_of(name, rules)
             is_new = view.job.is_young and run.first == 0 and is_slight
-            if METRICS[name].is_gpu and (is_new or _is_ramp(run, trace, busy)):
+            is_gradual = METRICS[name].is_gpu and (is_new or _is_ramp(run, trace, busy))
+            if is_gradual or is_split:
                 usual = max(usual, _BEYOND_TURNS * metric.rule.needed[run.machine])
             if rules.exhaustive and (run.length <= usual * times or is_one_of_many(run, metric)):
                 continue
