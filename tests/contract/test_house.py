@@ -26,7 +26,7 @@ CEILINGS = {
     "base": 6_250,
     "checkpoint": 69_000,
     "engines": 48_300,
-    "minder": 46_300,
+    "minder": 46_400,
     "models": 14_150,
     "records": 11_500,
     "run": 12_450,

@@ -59,8 +59,6 @@ _DEAD_SHARE = 0.35
 """Without some of its machines a job does less than this share of what it did."""
 _YOUNG_PARTS = 1.3
 """As long as no turns are known, a part must lie apart for longer by this factor."""
-_PART_TURN = 120
-"""Machines that lay apart together for so long do something else than the rest at times."""
 
 
 @dataclass(frozen=True)
@@ -284,27 +282,36 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
     return result
 
 
-def is_alone(run: Run, metric: _Named, aliased: Iterable[_Named], interval: int) -> bool:
+def is_alone(run: Run, name: str, named: Mapping[str, _Named], view: View) -> bool:
     """Return whether no other machine is nearly as far away, nor a candidate for nearly as long.
 
-    `aliased` are the metrics in which others may have their turns. A run that was over at the last
-    call, `interval` seconds ago, is not asked about again: what lay before it leaves the window,
-    and a machine that was alone has been found while its run went on.
+    Others may have their turns in all metrics that may be aliased. Where a metric that may not be
+    shows the machine too, only those that differ alike speak against it. A run that was over at the
+    last call is not asked about again: what lay before it leaves the window, and a machine that was
+    alone has been found while its run went on.
     """
-    trace = metric.trace
-    if len(trace.scores) - 1 - run.last > interval + metric.rule.samples[run.machine]:
+    metric, rows = named[name], slice(run.first, run.last + 1)
+    since = len(metric.trace.scores) - 1 - run.last
+    if since > view.config.service.interval_seconds + metric.rule.samples[run.machine]:
         return False
     away = _away(run, metric)
     others = np.arange(len(away)) != run.machine
     if (away[others] > _NEXT_SHARE * away[run.machine]).any():
         return False
-    distance = away[run.machine] / metric.least
-    for one in aliased:
-        longest = _ALIKE_SHARE * run.length
+    aliased = [key for key in named if may_be_aliased(key, view)]
+    rest = named.keys() - aliased
+    shown = [named[key].candidates[rows, run.machine].mean() for key in rest]
+    is_shown = max(shown, default=0) > _OTHER_SHARE
+    distance = _ALIKE_SHARE * away[run.machine] / metric.least if is_shown else 0.0
+    for key in aliased:
+        one = named[key]
+        longest = (_NEXT_SHARE if one is metric else _OTHER_SHARE) * one.rule.needed
+        if is_shown:
+            longest = np.full_like(longest, _ALIKE_SHARE * run.length)
         for machine, theirs in one.runs.items():
             for their in theirs if others[machine] else ():
-                is_long = their.length > longest
-                if is_long and _away(their, one)[machine] > _ALIKE_SHARE * distance * one.least:
+                is_long = their.length > longest[machine]
+                if is_long and _away(their, one)[machine] > distance * one.least:
                     return False
     return True
 
@@ -408,10 +415,10 @@ def turn_of(name: str, turns: Mapping[str, int], machine: str, *, is_again: bool
 def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[Finding]:
     """Go through the metrics once and return the machines that were candidates for long enough."""
     rules, frame = view.config.detect, view.frame
-    interval = view.config.service.interval_seconds
-    aliased = {name: metric for name, metric in named.items() if may_be_aliased(name, view)}
+    aliased = {name for name in named if may_be_aliased(name, view)}
     busy = [named[name] for name in named if METRICS[name].name in _BUSY]
-    is_split = any(turns.get("", 0) >= _PART_TURN for turns in view.job.turns.values())
+    # Machines that lay apart together for so long do something else than the rest at times.
+    is_split = any(turns.get("", 0) >= 2 * _LONG_TURN for turns in view.job.turns.values())
     shown: dict[bool, set[int]] = {True: set(), False: set()}
     for name, metric in named.items():
         totals = metric.candidates.sum(axis=0)
@@ -423,7 +430,7 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
         is_asked = is_first and rules.exhaustive and name not in aliased
         again = metric.again(both, is_young=view.job.is_young) if is_asked else []
         for run in [*long_runs(metric.runs, metric.rule), *again]:
-            if name in aliased and not is_alone(run, metric, aliased.values(), interval):
+            if name in aliased and not is_alone(run, name, named, view):
                 continue
             times = sum(run.first <= one.first <= run.last for one in metric.runs[run.machine])
             known = view.job.turns.get(name, {})
