@@ -23,15 +23,15 @@ LINK = re.compile(r"(?:\]\(|src=\")([^)\"#:]+)(?:#[^)\"]*)?[)\"]")
 
 CEILINGS = {
     "algorithms": 5_450,
-    "base": 6_250,
-    "checkpoint": 69_000,
+    "base": 6_300,
+    "checkpoint": 68_500,
     "engines": 48_300,
     "minder": 46_400,
     "models": 14_150,
     "records": 11_500,
     "run": 12_450,
     "show": 8_400,
-    "stages": 85_600,
+    "stages": 84_700,
     "store": 10_750,
     "submit": 11_100,
     "verifiers": 12_850,

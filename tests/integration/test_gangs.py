@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
@@ -133,7 +132,7 @@ def test_the_role_that_ships_allows_every_request_and_no_more(site):
 
 def job_of(root):
     """Return a train job of a tiny run on a root; all of them have equal digests."""
-    changes = {"tokens_per_microbatch": 96, "num_passes": 12, "commit_steps": 8}
+    changes = {"tokens_per_microbatch": 96, "num_passes": 12}
     tiny = start_run(root, tiny_config(num_nodes=2, **changes))
     add_iteration(tiny, 1)
     rewards = layout.rewards(tiny.root, 1)
@@ -166,9 +165,8 @@ def test_two_pods_train_what_two_processes_train_also_after_they_were_asked_to_l
     thread = threading.Thread(target=first_attempt)
     began = time.monotonic()
     thread.start()
-    wait_for(lambda: site.log_with("rank leaves before"))
+    pod = wait_for(lambda: site.log_with("rank leaves before")).stem
     print(f"submit to the first rank that hears {time.monotonic() - began:.1f} s")
-    pod = wait_for(lambda: site.log_with("resumed steps=0 of=48")).stem
     site.plane.kubectl("-n", "planish", "delete", "pod", pod, "--wait=false")
     asked = time.monotonic()
     thread.join(60)
@@ -176,10 +174,6 @@ def test_two_pods_train_what_two_processes_train_also_after_they_were_asked_to_l
     (error,) = errors
     # The other pod has ended by itself, or the controller has taken it away before.
     assert re.search("got 75 from|no pod of it tells why", str(error)), str(error)
-    # Whatever it had done is committed: nothing is to be done again.
-    told = [m for m in caplog.messages if m.startswith("log of the first pod that failed")]
-    assert all("left steps_lost=0 " in text for text in told), told
-    assert site.log_with("left steps_lost=0 ")
     assert site.has_nothing_left()
     assert not store.exists(layout.update(job.root, 1))
     outcome = train(job, cluster)
@@ -187,11 +181,6 @@ def test_two_pods_train_what_two_processes_train_also_after_they_were_asked_to_l
     submitted = [m for m in caplog.messages if m.startswith("gang submitted")]
     assert len(submitted) == 2
     assert site.has_nothing_left()
-    logs = [path for node in site.nodes for path in (node.folder / "logs").glob("planish-*")]
-    words = re.findall(r"resumed steps=(\d+) of=48", "".join(map(Path.read_text, logs)))
-    print(f"the first attempt and the second begin after step {words}")
-    assert len(set(words) - {"0"}) <= 1
-    assert len(words) == 4
     pin = write_job(job_of((tmp_path / "here").as_uri()))
     here, _ = run_ranks("tests.integration.train_forks:train_rank", 2, tmp_path / "ranks", pin=pin)
     uri, digest = parse_pin(here)

@@ -1,19 +1,12 @@
 """Two gloo processes against one: same losses, same weights, states that move between them."""
 
-import random
-import re
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from planish import store
 from planish.base.errors import LayoutMismatch, PeerLost
-from planish.checkpoint import list_checkpoints
 from planish.checkpoint import train_state as api
 from planish.checkpoint.convert.export_hf import export
 from planish.models.config import ModelConfig
@@ -23,8 +16,8 @@ from planish.records.io import read_manifest, read_set
 from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.records.values import ValueSet
-from planish.stages.train.ranks.job import TrainJob, write_job
-from planish.stages.train.stage import launch, train
+from planish.stages.train.ranks.job import TrainJob
+from planish.stages.train.stage import launch
 from tests.integration.test_train_stage import all_tensors
 from tests.integration.train_forks import train_job
 from tests.rounding import GRADIENTS, MOMENTS, STEPS
@@ -185,62 +178,3 @@ def test_a_process_that_ends_without_a_word_is_a_lost_peer(one_and_two):
     with pytest.raises(PeerLost, match="got 1 from torchrun"):
         launch(replace(job, config=config), 2)
     assert parse_pin(one_and_two[2][1])[0].endswith("step-00000008")
-
-
-def killed_at_random(job, seed):
-    """Train a job in two processes and kill one of them, at random, near a random step.
-
-    Returns the steps that are committed then.
-    """
-    draw = random.Random(seed)
-    rank, step, seconds = draw.randrange(2), draw.randint(1, 3), draw.uniform(0.0, 0.05)
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    line += ["-m", "tests.integration.killed_rank", write_job(job)]
-    began = time.monotonic()
-    killed = subprocess.run([*line, str(rank), str(step), str(seconds)], timeout=300, check=False)
-    assert killed.returncode != 0
-    assert not store.exists(layout.update(job.root, 1))
-    steps = [e.step for e in list_checkpoints(layout.step_commits(job.root, 1))]
-    print(f"{seed=} {rank=} {step=} {seconds=:.3f} {steps=} {time.monotonic() - began:.1f} s")
-    return steps
-
-
-def resumed_steps(text):
-    return [int(steps) for steps in re.findall(r"resumed steps=(\d+) of=4", text)]
-
-
-@pytest.mark.server
-def test_a_killed_iteration_goes_on_from_its_newest_commit_here_and_on_other_ranks(
-    one_and_two, s3_root, capfd, caplog
-):
-    undisturbed, _, reference, _ = one_and_two[2]
-    reference = reference[:4]
-    config = tiny_config(tokens_per_microbatch=96)
-    tiny = start_run(f"{s3_root}/killed", config)
-    add_iteration(tiny, 1)
-    job = job_of(tiny, 1, processes=2, commit_steps=1)
-    committed = killed_at_random(job, seed=random.randrange(10**6))
-    places = store.list_uris(layout.step_commits(tiny.root, 1))
-
-    # One process has the losses of two, before and after the step that it goes on from.
-    caplog.set_level("INFO", logger="planish")
-    for trainer in ("fsdp2", "megatron"):
-        other = start_run(f"{s3_root}/{trainer}", config)
-        add_iteration(other, 1)
-        for place in places:
-            store.write(place.replace(tiny.root, other.root), store.read(place))
-        caplog.clear()
-        _, report, _ = do(job_of(other, 1, commit_steps=1, trainer=trainer))
-        assert resumed_steps(caplog.text) == [max(committed, default=0)], trainer
-        for one, two in zip(report.minibatches, reference, strict=True):
-            for name in ("loss", "grad_norm", "entropy", "approx_kl", "clipfrac_high"):
-                # It goes on from weights that two processes have summed up in another order.
-                wanted = pytest.approx(two[name], abs=GRADIENTS, rel=GRADIENTS)
-                assert one[name] == wanted, (trainer, name)
-
-    capfd.readouterr()
-    state_pin, report, _ = do(job, lambda job: train(job).values["state_pin"])
-    assert resumed_steps(capfd.readouterr().err) == [max(committed, default=0)] * 2
-    assert report.minibatches == reference
-    assert parse_pin(state_pin)[1] == read_manifest(layout.state(undisturbed.root, 4)).sha256
-    assert store.list_uris(layout.step_commits(tiny.root, 1)) == []

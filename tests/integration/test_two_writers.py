@@ -6,7 +6,6 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from planish.records.files import fetch_files
 from planish.records.reports import pin_best, read_best, read_report, write_report
 from planish.run import lock
 from planish.stages.rollout.commits import Commits
-from planish.stages.train.ranks.job import clear_steps
 from tests.servers.http_proxy import HttpProxy, Rule
 from tests.unit.stages.export.test_publish import build_root
 
@@ -76,10 +74,6 @@ def remove(root, number=0, step=3):
 def retained(root):
     save(root, 0, 2)
     return save(root, 0, 3)
-
-
-def save_step(root, number=0):
-    return save(layout.step_commits(root, 3), number)
 
 
 def leftovers(root):
@@ -198,10 +192,6 @@ def commit_stands(root, first, second, request):
     assert commits(root, 2).read().steps == 7
 
 
-def clear(root):
-    clear_steps(SimpleNamespace(root=root, iteration=3))
-
-
 def collect(root):
     catalog.gc(*states(root), grace_s=0.0)
 
@@ -213,10 +203,6 @@ def removed(root):
 
 def keep_one(root):
     catalog.retain(*states(root), keep_last=1)
-
-
-def whole_steps(root, first, second, request):
-    whole(layout.step_commits(root, 3))
 
 
 second_save = partial(save, number=2)
@@ -238,7 +224,6 @@ KINDS = {
     "a lock": (hold, partial(hold, name="first"), partial(hold, name="second"), one_holds),
     "a heartbeat": (hold, beat, partial(hold, name="second"), second_holds),
     "samples of a shard": (commit, read_commits, partial(commit, seed=2), commit_stands),
-    "steps of an iteration": (save_step, clear, partial(save_step, number=2), whole_steps),
 }  # fmt: skip
 """What is there before, what both do, and what holds when both have ended."""
 

@@ -53,6 +53,24 @@ CHECKS: tuple[str, ...] = ("planish.stages.prepare.checks:check_config",)
 PLACED: dict[str, str] = {"train": "planish.stages.train.config:DEFAULT_PLACEMENT"}
 """Section name to `module:name` of its settings that only say where a run is computed."""
 
+GONE: dict[str, dict[str, Any]] = {
+    "curate": {
+        "chain_log_mean": 1.6,
+        "chain_log_std": 0.6,
+        "chain_max_operands": 23,
+        "near_duplicate_min_words": 12,
+    },
+    "sft": {
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "min_start": 0.15,
+        "max_start": 0.45,
+        "enforce_start_band": False,
+    },
+    "train": {"alarm_after_skipped": 3, "commit_steps": 0},
+}
+"""Settings of earlier releases, at the values that the code holds now; digests count them still."""
+
 _MAX_DEPTH = 16
 """Maximum depth of nested tables and lists; settings need three."""
 
@@ -413,8 +431,10 @@ def unplaced(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_sha256(resolved: Mapping[str, Any]) -> str:
-    """Return the sha256 of the canonical JSON of `unplaced` of a resolved configuration."""
+    """Return the sha256 of the canonical JSON of `unplaced` of a configuration and of `GONE`."""
     table = unplaced(resolved)
+    for section in GONE.keys() & table.keys():
+        table[section] = {**GONE[section], **table[section]}
     try:
         canonical = json.dumps(table, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except ValueError as error:

@@ -130,14 +130,6 @@ def train_job(root: str, number: int, digest: str) -> str:
     return f"{iteration(root, number)}/jobs/{digest[:16]}"
 
 
-def step_commits(root: str, number: int) -> str:
-    """Commits between the steps of an iteration; removed once its state exists.
-
-    It has one folder for each digest of inputs and settings.
-    """
-    return f"{iteration(root, number)}/steps"
-
-
 def state(root: str, step: int) -> str:
     """Sharded train state after `step` optimizer steps."""
     return f"{root}/states/step-{step:08d}"
@@ -190,7 +182,7 @@ def flight_record(root: str, iteration_number: int, rank: int) -> str:
 
 
 def events(root: str) -> str:
-    """Failed attempts, gangs and resumed commits, one object each."""
+    """Failed attempts and gangs, one object each."""
     return f"{root}/events"
 
 

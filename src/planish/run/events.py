@@ -1,4 +1,4 @@
-"""Events of a run beside its records: failed attempts, gangs, resumed commits.
+"""Events of a run beside its records: failed attempts and gangs.
 
 The report draws it. Nothing here is part of a digest, and no failure here stops the work.
 """
@@ -22,7 +22,7 @@ def record_event(
 ) -> None:
     """Write an event under the root of a run; an event with the same start replaces the first.
 
-    `kind` is `attempt`, `gang` or `resumed`; `iteration` is 0 outside iterations; a start of 0
+    `kind` is `attempt` or `gang`; `iteration` is 0 outside iterations; a start of 0
     means now.
     """
     begin = begin_seconds or time.time()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from planish import store
-from planish.base.config import Section, check_limits, config_sha256, parse_section
+from planish.base.config import GONE, Section, check_limits, config_sha256, parse_section
 from planish.base.errors import (
     EXIT_CONFIG,
     EXIT_TRANSIENT,
@@ -136,6 +136,16 @@ def read_run(root: str) -> dict[str, Any]:
             f"`{uri}` must hold config, the tables of a configuration, got {run!r:.200}; {remedy}"
         )
     check_limits(config, uri)
+    for section, gone in GONE.items():
+        for name, value in gone.items():
+            seen = config.get(section, {}).pop(name, value)
+            # Where a task kept its steps changes no result.
+            if seen != value and name != "commit_steps":
+                raise ConfigError(
+                    f"`{section}.{name}` must be {value!r}, which this release holds fixed, got "
+                    f"{seen!r:.200} in `{uri}`; go on with the release that began the run, or "
+                    f"{remedy}"
+                )
     return run
 
 

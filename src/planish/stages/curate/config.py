@@ -171,12 +171,6 @@ class CurateConfig(Section):
     them. Traces of a data set stay as they are."""
     max_operand_digits: int = Field(default=4, ge=1, le=9)
     """Longest operand of column arithmetic, and of the factors of scratchpad multiplication."""
-    chain_log_mean: float = Field(default=1.6, ge=0.0, le=5.0)
-    """Mean of the natural log of the number of operands of a modular chain."""
-    chain_log_std: float = Field(default=0.6, ge=0.0, le=2.0)
-    """Standard deviation of that log: how heavy the tail of response lengths is."""
-    chain_max_operands: int = Field(default=23, ge=2, le=1000)
-    """Most operands of a modular chain; each takes four characters of the response."""
     countdown_numbers: int = Field(default=3, ge=2, le=6)
     """Numbers of a countdown prompt."""
     hub_config: str = ""
@@ -212,8 +206,6 @@ class CurateConfig(Section):
     """Longer prompts are dropped; in characters of all messages together."""
     near_duplicate_threshold: float = Field(default=0.8, gt=0.0, le=1.0)
     """Jaccard similarity of word triples from which two problems count as one; 1: only equal."""
-    near_duplicate_min_words: int = Field(default=12, ge=3)
-    """Shorter problems are never near duplicates: `1+2=` and `1+3=` differ."""
     contamination_ngram: int = Field(default=13, ge=2)
     """Training problems that share so many words in a row with a held-out problem are dropped;
     instructions that one problem in two hundred begins, ends or is built with do not count."""

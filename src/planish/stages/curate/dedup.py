@@ -91,12 +91,12 @@ def _sketches(sets: Sequence[frozenset[str]], workers: int) -> list[Any]:
 
 
 def remove_near_duplicates(
-    problems: Sequence[Problem], *, threshold: float, min_words: int, workers: int = 1
+    problems: Sequence[Problem], *, threshold: float, min_words: int = 12, workers: int = 1
 ) -> tuple[list[Problem], list[Drop]]:
     """Drop problems that are like an earlier kept one, or equal it but for the frame.
 
     `threshold` is the Jaccard similarity from which two problems count as one; problems of fewer
-    than `min_words` are kept as they are.
+    than `min_words` are kept as they are: `1+2=` and `1+3=` differ.
     """
     found = contents([words(problem.question) for problem in problems])
     if threshold >= 1.0:

@@ -209,7 +209,6 @@ def _prepare(
     near = dedup.remove_near_duplicates(
         problems,
         threshold=config.near_duplicate_threshold,
-        min_words=config.near_duplicate_min_words,
         workers=config.workers,
     )
     return record("near duplicates", near)

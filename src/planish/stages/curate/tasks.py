@@ -28,6 +28,8 @@ MIXTURE: dict[tuple[int, str, int], int] = {
 """(digits, operator, digits) to the number of different expressions in GSM8K's training file."""
 
 MODULUS = 10
+_CHAIN_LOG_MEAN, _CHAIN_LOG_STD, _CHAIN_MOST = 1.6, 0.6, 23
+"""Of the natural log of the number of operands of a chain, and the most operands."""
 
 
 def _problem(
@@ -78,8 +80,8 @@ def column_arithmetic(rng: random.Random, config: CurateConfig) -> Iterator[Prob
 def modular_chain(rng: random.Random, config: CurateConfig) -> Iterator[Problem]:
     """Yield sums of digits modulo 10 whose number of operands is log-normal."""
     while True:
-        drawn = round(rng.lognormvariate(config.chain_log_mean, config.chain_log_std))
-        count = min(max(drawn, 2), config.chain_max_operands)
+        drawn = round(rng.lognormvariate(_CHAIN_LOG_MEAN, _CHAIN_LOG_STD))
+        count = min(max(drawn, 2), _CHAIN_MOST)
         operands = [rng.randrange(MODULUS) for _ in range(count)]
         question = f"({'+'.join(map(str, operands))})%{MODULUS}="
         answer = str(sum(operands) % MODULUS)

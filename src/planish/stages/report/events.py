@@ -1,7 +1,6 @@
 """What disturbed a run and what was done about it, put together from events, stage logs and alerts.
 
-An undisturbed run has none: gangs and commits are told only of iterations in which something else
-happened too.
+An undisturbed run has none: gangs are told only of iterations in which something else happened too.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from typing import Any
 from planish.stages.report.facts import Event, MachineAlert, TaskLog, task_name
 from planish.stages.report.text import one_line, seconds
 
-ATTEMPTS, GANGS, COMMITS, ALERTS, CORDONS = "attempts", "gangs", "commits", "alerts", "cordons"
+ATTEMPTS, GANGS, ALERTS, CORDONS = "attempts", "gangs", "alerts", "cordons"
 ROWS = {
     ATTEMPTS: "teal",
     GANGS: "blue",
-    COMMITS: "violet",
     ALERTS: "red",
     CORDONS: "orange",
 }
@@ -40,7 +38,6 @@ def run_events(
             text += f": {one_line(task.error, limit=200)}" if is_bad else ""
             events.append(Event(ATTEMPTS, task.start_seconds, task.end_seconds, text, is_bad))
             disturbed.add(task.iteration)
-    trained = {task.iteration: task.end_seconds for task in tasks if task.stage == "train"}
     for record in records:
         iteration, begin = record["iteration"], record["begin_seconds"]
         if record["kind"] == "gang" and iteration in disturbed:
@@ -48,10 +45,6 @@ def run_events(
             text = f"gang of {record['nodes']} pods, {_grid(record)}: {end}"
             is_bad = end != "complete"
             events.append(Event(GANGS, begin, record.get("end_seconds", 0.0), text, is_bad))
-        elif record["kind"] == "resumed":
-            steps = f"from step {record['step']} of {record['of']}"
-            text = f"training went on {steps}, {_grid(record)}"
-            events.append(Event(COMMITS, begin, trained.get(iteration, 0.0), text))
     for alert in alerts:
         events += _alert(alert)
     order = list(ROWS)

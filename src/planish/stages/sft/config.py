@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from planish.base.config import Section
 from planish.base.parallel import DeviceName
@@ -17,10 +17,6 @@ class SftConfig(Section):
     """Rate of AdamW, constant after the warm-up."""
     warmup_steps: int = Field(default=50, ge=0)
     """Linear warm-up, optimizer steps."""
-    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Decay of AdamW's first moment."""
-    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """Decay of AdamW's second moment."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Decoupled weight decay on every parameter."""
     grad_clip: float | None = Field(default=1.0, gt=0.0)
@@ -48,24 +44,9 @@ class SftConfig(Section):
     """Share of the accelerator's memory that the engine `vllm` takes while measuring, in place of
     `engine.memory_share`: the model that is trained, its gradients and AdamW's moments need the
     rest."""
-    min_start: float = Field(default=0.15, ge=0.0, le=1.0)
-    """Below this accuracy reinforcement learning starves: hardly a group has a right answer."""
-    max_start: float = Field(default=0.45, ge=0.0, le=1.0)
-    """Above this accuracy there is little left to show."""
-    enforce_start_band: bool = False
-    """End with an error outside `min_start`..`max_start` instead of a warning."""
     max_rows: int = Field(default=256, ge=1)
     """Responses that the engine generates at once."""
     device: DeviceName = "auto"
     """Where the model lives; `auto` takes an accelerator where there is one."""
     num_threads: int = Field(default=1, ge=1)
     """torch threads on CPU; more than one hurts where cores are shared."""
-
-    @model_validator(mode="after")
-    def _band_is_not_empty(self) -> SftConfig:
-        if self.min_start > self.max_start:
-            raise ValueError(
-                f"`min_start` must not exceed `max_start`, got {self.min_start} and "
-                f"{self.max_start}"
-            )
-        return self

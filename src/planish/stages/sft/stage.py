@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
-from planish.base.errors import ConfigError
 from planish.models.adapters import configured
 from planish.models.config import ModelConfig
 from planish.records import layout
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
     from planish.models.policy import Policy
 
 logger = logging.getLogger(__name__)
+
+START_BAND = (0.15, 0.45)
+"""Below this accuracy hardly a group has a right answer, above there is little left to show."""
 
 POLICY = "policy/1"
 FIRST_VERSION = 0
@@ -66,11 +68,7 @@ def _outcome(
 
 
 def first_policy(context: Context, prompts: Ref) -> Outcome:
-    """Resume, import or train the first policy unless an earlier attempt has.
-
-    Raises:
-        ConfigError: the accuracy to begin with lies outside the band that is enforced.
-    """
+    """Resume, import or train the first policy unless an earlier attempt has."""
     policy_pin, state_pin = context.run["initial"]["policy"], context.run["initial"]["state"]
     if policy_pin:
         uri, digest = parse_pin(policy_pin)
@@ -89,7 +87,7 @@ def first_policy(context: Context, prompts: Ref) -> Outcome:
     if done is not None:
         known = read_manifest(uri, sha256=done.manifest_sha256).attributes["metrics"]
         if "accuracy" in known:
-            check_start(known["accuracy"], config)
+            check_start(known["accuracy"])
         return _outcome(done, dict(known), already_done=True)
     import torch
 
@@ -127,7 +125,7 @@ def first_policy(context: Context, prompts: Ref) -> Outcome:
     )
     if "accuracy" in numbers:
         # After saving: the policy can be looked at even where the run must end here.
-        check_start(numbers["accuracy"], config)
+        check_start(numbers["accuracy"])
     return _outcome(ref, numbers)
 
 
@@ -175,23 +173,16 @@ def _train(
     }
 
 
-def check_start(accuracy: float, config: SftConfig) -> None:
-    """Warn when reinforcement learning would starve, or would have nothing left to improve.
-
-    Raises:
-        ConfigError: outside the band and `enforce_start_band` is set.
-    """
-    if config.min_start <= accuracy <= config.max_start:
+def check_start(accuracy: float) -> None:
+    """Warn when reinforcement learning would starve, or would have nothing left to improve."""
+    low, high = START_BAND
+    if low <= accuracy <= high:
         return
     remedy = (
         "train longer: raise `sft.max_steps` or `sft.target_accuracy`"
-        if accuracy < config.min_start
+        if accuracy < low
         else "train less: lower `sft.target_accuracy` or `sft.max_traces`"
     )
-    message = (
-        f"the start accuracy must lie in {config.min_start}..{config.max_start}, got "
-        f"{accuracy:.3f}; {remedy}"
+    logger.warning(
+        "the start accuracy must lie in %s..%s, got %.3f; %s", low, high, accuracy, remedy
     )
-    if config.enforce_start_band:
-        raise ConfigError(message)
-    logger.warning("%s", message)

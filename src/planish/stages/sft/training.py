@@ -62,7 +62,7 @@ def train_steps(
     optimizer = torch.optim.AdamW(
         parameters,
         lr=learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
+        betas=(0.9, 0.95),
         weight_decay=config.weight_decay,
         fused=True,
     )

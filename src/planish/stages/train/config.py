@@ -18,10 +18,9 @@ PLACEMENT = (
     *("context_parallel", "replicas", "offload"),
     *("num_processes", "num_nodes", "split", "launcher", "queue", "device", "num_threads"),
     *("tokens_per_microbatch", "packing", "activation_checkpointing", "timeout_seconds"),
-    "commit_steps",
 )
 """Settings of `TrainConfig` that say how the work is shared out: results differ by rounding alone,
-so committed steps are of use under others, and the digest of a run leaves them out."""
+so the digest of a run leaves them out."""
 
 
 class TrainConfig(Section):
@@ -117,15 +116,8 @@ class TrainConfig(Section):
     deterministic: bool = True
     """Take deterministic kernels alone, so that a run again gives equal bits; a model that needs an
     operation without one ends with torch's error, which names it."""
-    alarm_after_skipped: int = Field(default=3, ge=1)
-    """Optimizer steps skipped in a row for non-finite gradients before an error is logged."""
     timeout_seconds: float = Field(default=1800.0, gt=0.0)
     """How long a rank waits for its peers."""
-    commit_steps: int = Field(default=0, ge=0)
-    """Optimizer steps between commits within an iteration: a retry goes on from the newest, on any
-    number of ranks. Steps wait for a copy to host memory, up to two of each rank's share of the
-    state, and not for the upload; while both are in use a commit is left out. 0 commits the state
-    at the end of an iteration only."""
     reference_policy: str = ""
     """Pin (`<uri>#sha256=<digest>`) of the policy that `algorithm.kl_coefficient` holds the policy
     near; empty is the one that training began with, after the supervised start: its train states

@@ -20,6 +20,8 @@ from planish.stages.train.config import CriticConfig
 logger = logging.getLogger(__name__)
 
 _CRITIC = ("critic_", "pretrain_")
+_ALARM_AFTER = 3
+"""Steps skipped in a row from which the log line is an error."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,12 @@ class Progress:
             )
         return cls(**{name: raw[name] for name in asdict(cls()) if name in raw})
 
-    def after_step(self, step: Mapping[str, float], *, alarm_after: int) -> Progress:
+    def after_step(self, step: Mapping[str, float]) -> Progress:
         """Count the optimizer steps of one mini-batch; log those that were skipped.
 
         Args:
             step: metrics of the mini-batch; `skipped` and `value_skipped` are there where the
                 policy and the critic made a step.
-            alarm_after: steps skipped in a row from which the log line is an error.
         """
         counted = self
         for model, prefix, name in (
@@ -95,7 +96,7 @@ class Progress:
                 total = getattr(counted, f"{prefix}skipped_total") + 1
                 changes = {f"{prefix}skipped_in_row": in_row, f"{prefix}skipped_total": total}
                 logger.log(
-                    logging.ERROR if in_row >= alarm_after else logging.WARNING,
+                    logging.ERROR if in_row >= _ALARM_AFTER else logging.WARNING,
                     "gradient not finite, optimizer step skipped model=%s step=%d in_row=%d; "
                     "lower `%s.learning_rate` or look at the rollouts of this iteration",
                     model,

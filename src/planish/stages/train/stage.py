@@ -37,7 +37,6 @@ from planish.stages.train.ranks.job import (
     JobResult,
     TrainJob,
     already_done,
-    clear_steps,
     write_job,
 )
 from planish.store.documents import read_json
@@ -141,7 +140,6 @@ def train_once(job: TrainJob, work: Callable[[], JobResult]) -> Outcome:
     else:
         report = read_report(UpdateReport, layout.update(job.root, job.iteration))
         result = JobResult(done, report.scalars)
-        clear_steps(job)
     return Outcome(
         refs={"state": result.state} if result.state else {},
         metrics=result.metrics,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -39,27 +39,6 @@ from planish.stages.train.wait import StepPlan, plan_steps
 logger = logging.getLogger(__name__)
 
 Step = dict[str, float]
-
-
-class Boundaries(Protocol):
-    """Work between the steps of an iteration, on every rank alike."""
-
-    def resume(
-        self, trainer: Trainer, progress: Progress, num_steps: int
-    ) -> tuple[list[Step], Progress]:
-        """Bring the trainer to where an earlier attempt has left off.
-
-        Args:
-            trainer: the weights before the iteration are not needed any more.
-            progress: counters before the first step.
-            num_steps: of the iteration.
-
-        Returns:
-            The metrics of the steps that are done, and the counters after them.
-        """
-
-    def reach(self, trainer: Trainer, steps: Sequence[Step], progress: Progress) -> None:
-        """Keep what is done, or leave; called before each step that is left to do."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +86,7 @@ def run_update(
     earlier_values: Tensor | None = None,
     waiting: WaitingSet | None = None,
     reference_pin: str = "",
-    boundaries: Boundaries | None = None,
+    before_step: Callable[[], None] = lambda: None,
     mismatch_limit: float = math.inf,
 ) -> UpdateResult:
     """Train on one rollout batch: policy and critic, or during value pretraining the critic alone.
@@ -125,7 +104,7 @@ def run_update(
             all others; None where there are none.
         waiting: finished responses that the critic has still to be trained on; None for none.
         reference_pin: pinned URI of the reference policy, for algorithms that need one.
-        boundaries: between the steps; None does nothing there.
+        before_step: called on every rank alike.
         mismatch_limit: largest mean difference of log-probabilities of engine and trainer, nats,
             over tokens of the policy before the iteration.
 
@@ -163,7 +142,7 @@ def run_update(
     least = critic.min_finished if algorithm.needs_values else 1
     plan = plan_steps(batch, parts, waiting, min_finished=least, num_passes=passes, seed=seed)
     minibatches, progress = _run_steps(
-        trainer, algorithm, batch, plan, rates, config, progress, boundaries
+        trainer, algorithm, batch, plan, rates, config, progress, before_step
     )
     scalars = step_summary(minibatches) | scalars | {"learning_rate": rates.policy or 0.0}
     if rates.critic is not None:
@@ -277,7 +256,7 @@ def _run_steps(
     rates: _Rates,
     config: TrainConfig,
     progress: Progress,
-    boundaries: Boundaries | None,
+    before_step: Callable[[], None],
 ) -> tuple[list[Step], Progress]:
     """Make the steps of all mini-batches: in each the critic's first, then the policy's."""
     share, start = batch.share, progress
@@ -286,12 +265,8 @@ def _run_steps(
     whole_values = _sums(share, critic.value_counts(plan.values)) if critic is not None else {}
     movement = Movement(batch, has_penalty=algorithm.needs_reference)
     results: list[Step] = []
-    parts = list(zip(plan.parts, plan.value_parts, strict=True))
-    if boundaries is not None:
-        results, progress = boundaries.resume(trainer, progress, len(parts))
-    for rows, value_rows in parts[len(results) :]:
-        if boundaries is not None:
-            boundaries.reach(trainer, results, progress)
+    for rows, value_rows in zip(plan.parts, plan.value_parts, strict=True):
+        before_step()
         progress = replace(progress, step=progress.step + 1)
         step: Step = {}
         if critic is not None and rates.critic is not None:
@@ -306,7 +281,7 @@ def _run_steps(
             own = _sums(share, algorithm.counts(minibatch))
             counts = Denominators(own, whole, plan.num_policy_steps)
             step |= _policy_step(trainer, algorithm, movement, rows, counts, rates.policy)
-        progress = progress.after_step(step, alarm_after=config.alarm_after_skipped)
+        progress = progress.after_step(step)
         if not step:
             step = {"loss": 0.0, "empty": 1.0}
         step["num_rollouts"] = float(len(rows))

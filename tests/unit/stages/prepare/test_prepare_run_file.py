@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from planish import store
+from planish.base.config import GONE, config_sha256
 from planish.base.errors import ConfigError, RecordError
 from planish.checkpoint import train_state as checkpoint
 from planish.records import layout
 from planish.records.io import write_files
 from planish.run import lock, stage_log
 from planish.run.lock import Holder, acquire, beat, current_holder, hand_over, is_alive, read_lock
+from planish.run.stage import load_run
 from planish.stages.prepare.chain import Link, count_links, find_link, read_link, record_link
 from planish.stages.prepare.run_file import (
     StartPins,
@@ -68,6 +70,38 @@ def test_another_configuration_lists_the_differing_keys_and_is_taken_where_it_is
     assert (changed, is_new) == (["`train.learning_rate`: 1e-06 -> 0.0001"], False)
     assert read_run_file(file_root) == run
     assert run.config == OTHER
+
+
+def of_an_earlier_release(root, **changes):
+    """Write the run file of a release that had more settings; returns the digest that it had."""
+    tables = {section: {**CONFIG.get(section, {}), **gone} for section, gone in GONE.items()}
+    run, *_ = open_run_file(root, CONFIG | tables, resume_from="", allow_config_change=False)
+    raw = run.document()
+    for name, value in changes.items():
+        raw["config"][name.split(".")[0]][name.split(".")[1]] = value
+    write_json(layout.run_file(root), raw)
+    return run.sha256
+
+
+@pytest.mark.parametrize("changes", [{}, {"train.commit_steps": 4}])
+def test_a_run_of_an_earlier_release_goes_on_with_its_digest(file_root, changes):
+    digest = of_an_earlier_release(file_root, **changes)
+    config = CONFIG | {section: CONFIG.get(section, {}) for section in GONE}
+    assert load_run(file_root, digest)["config"] == config
+    assert config_sha256(config) == digest
+    assert begin(file_root, config)[1:] == ([], False)
+
+
+@pytest.mark.parametrize("section", GONE)
+def test_a_setting_that_is_fixed_by_now_is_refused_by_name_where_a_run_changed_it(
+    file_root, section
+):
+    name = sorted(GONE[section])[0]
+    of_an_earlier_release(file_root, **{f"{section}.{name}": 0.7})
+    with pytest.raises(ConfigError) as caught:
+        begin(file_root)
+    told = f"`{section}.{name}` must be {GONE[section][name]}, which this release holds fixed"
+    assert str(caught.value).startswith(f"{told}, got 0.7 in `{layout.run_file(file_root)}`")
 
 
 def test_a_run_goes_on_on_other_machines_without_being_asked(file_root):

@@ -406,7 +406,6 @@ def disturb(root: str) -> float:
         record_event(root, "gang", 2, begin_seconds=second, **grid)
         facts = {**grid, "end_seconds": second + 30, "end": end}
         record_event(root, "gang", 2, begin_seconds=second, **facts)
-    record_event(root, "resumed", 2, begin_seconds=begin + 9, step=12, of=80, **SMALLER_GRID)
     told = [
         (begin - 38, "firing", ""),
         (begin - 37, "firing", "evict waiting: for a call"),

@@ -13,7 +13,7 @@ from planish.records import layout
 from planish.run.events import record_event
 from planish.run.lock import Holder, acquire, hand_over
 from planish.run.stage import PathArtifact, stage_main
-from planish.stages.report.events import ALERTS, ATTEMPTS, COMMITS, CORDONS, GANGS
+from planish.stages.report.events import ALERTS, ATTEMPTS, CORDONS, GANGS
 from planish.stages.report.facts import ReportFacts, TaskLog
 from planish.stages.report.gather import gather
 from planish.stages.report.page import build_page
@@ -387,7 +387,7 @@ def test_an_undisturbed_run_tells_nothing_though_it_has_gangs(short_root):
     assert "Faults and recovery" not in render_html(page) + render_markdown(page)
 
 
-def test_a_fault_is_told_from_the_alert_to_the_commit_that_was_gone_on_from(short_root):
+def test_a_fault_is_told_from_the_alert_to_the_gang_that_came_after(short_root):
     record_event(short_root, "gang", 1, begin_seconds=BEGAN, end_seconds=BEGAN + 5, end="complete")
     begin = disturb(short_root)
     facts = gather(short_root)
@@ -398,16 +398,14 @@ def test_a_fault_is_told_from_the_alert_to_the_commit_that_was_gone_on_from(shor
         (CORDONS, -35, False),
         (ATTEMPTS, 0, False),
         (GANGS, 1, False),
-        (COMMITS, 9, False),
     ]
     texts = [event.text for event in facts.events]
     assert texts[0] == "train of iteration 2: ended with 75 after 40 s: got 75 from `pod-3`"
     assert texts[1].startswith("gang of 4 pods, megatron tp 2, pp 1, dp 2: every pod must end")
     assert texts[3] == "machine-3: evict done: cordon machine-3 and evict pod-3"
-    assert texts[6] == "training went on from step 12 of 80, megatron tp 1, pp 1, dp 3"
     assert facts.alerts[0].action == "evict done: cordon machine-3 and evict pod-3"
     page = page_of(facts)
     (chart,) = page["recovery"]
     for text in (chart.svg, render_html(page), render_markdown(page)):
-        assert "training went on from step 12 of 80" in text
-    assert all(f">{row}<" in chart.svg for row in (ATTEMPTS, GANGS, COMMITS, ALERTS, CORDONS))
+        assert "machine-3: evict done: cordon machine-3" in text
+    assert all(f">{row}<" in chart.svg for row in (ATTEMPTS, GANGS, ALERTS, CORDONS))

@@ -136,21 +136,12 @@ def test_resumed_run_passes_its_pins_through(begin, tmp_path):
     ("accuracy", "remedy"), [(0.1, "raise `sft.max_steps`"), (0.5, "lower `sft.target_accuracy`")]
 )
 def test_start_outside_the_band_alone_is_told_with_a_remedy(caplog, accuracy, remedy):
-    check_start(0.15, SftConfig())
-    check_start(0.45, SftConfig(enforce_start_band=True))
+    check_start(0.15)
+    check_start(0.45)
     assert not caplog.records
-    check_start(accuracy, SftConfig())
+    check_start(accuracy)
     assert f"must lie in 0.15..0.45, got {accuracy:.3f}" in caplog.text
     assert remedy in caplog.text
-
-
-def test_enforced_band_ends_the_run_again_when_it_is_repeated(begin, file_root, caplog):
-    for _ in range(2):
-        with pytest.raises(SystemExit) as end:
-            begin(sft={"enforce_start_band": True, "min_start": 0.44})
-        assert end.value.code == 2
-    assert caplog.text.count("the start accuracy must lie in 0.44..0.45") >= 2
-    assert read_manifest(layout.policy(file_root, 0)).attributes["metrics"]["steps"] == 6.0
 
 
 def test_run_without_traces_skips_the_cold_start_with_one_line(begin, file_root, caplog):
@@ -293,11 +284,6 @@ def test_training_ends_at_the_cap_with_a_last_measurement():
     found = train_until(policy, traces, config, seed=0, measure=lambda: seen.append(1) or 0.0)
     assert found["steps"] == 5.0
     assert len(seen) == 2
-
-
-def test_band_with_its_ends_exchanged_is_refused():
-    with pytest.raises(ValueError, match="`min_start` must not exceed `max_start`"):
-        SftConfig(min_start=0.5, max_start=0.4)
 
 
 TOKENIZER = character_tokenizer("0123456789+-=")

@@ -17,7 +17,6 @@ from planish.algorithms import build_algorithm
 from planish.base.config import parse_section
 from planish.base.errors import ConfigError, RecordError
 from planish.base.parallel import num_trainers
-from planish.checkpoint.commit import catalog
 from planish.checkpoint.train_state import STATE_SCHEMA, read_state_info
 from planish.models.adapters import Adapters, configured
 from planish.models.config import ModelConfig
@@ -31,7 +30,7 @@ from planish.records.schema import RecordT
 from planish.records.stream import StreamState, advance, fresh_cursor, parse_data, state_root
 from planish.records.values import ValueSet
 from planish.records.waiting import WaitingSet
-from planish.stages.train.config import PLACEMENT, CriticConfig, TrainConfig
+from planish.stages.train.config import CriticConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -116,22 +115,6 @@ class TrainJob:
             "reference": self.reference_pin,
         }
         return {name: parse_pin(pin)[1] for name, pin in pins.items() if pin}
-
-    @cached_property
-    def steps_place(self) -> str:
-        """Folder of the steps that ranks commit: by inputs and settings, whoever shares the work.
-
-        Digests name the inputs, and settings that change nothing but rounding are left out.
-        """
-        tables = {name: self.config.get(name, {}) for name in ("algorithm", "critic", "model")}
-        tables["train"] = {
-            name: value
-            for name, value in self.config.get("train", {}).items()
-            if name not in PLACEMENT
-        }
-        work = (self.parents(), self.num_shards, self.seed, self.temperature, tables)
-        digest = hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
-        return f"{layout.step_commits(self.root, self.iteration)}/{digest[:16]}"
 
     @cached_property
     def info(self) -> dict[str, Any]:
@@ -312,19 +295,3 @@ def already_done(job: TrainJob, next_step: int) -> Ref | None:
     if not store.exists(report):
         return None
     return finished(uri, STATE_SCHEMA, parents=job.parents(), config_sha256=job.config_sha256)
-
-
-def clear_steps(job: TrainJob) -> None:
-    """Remove all steps of the iteration that ranks have committed, whole or torn."""
-    opened, key = store.open_store(layout.step_commits(job.root, job.iteration))
-    if not any(opened.list(key)):
-        return
-    for entry in catalog.list_checkpoints(opened, key):
-        catalog.delete(opened, entry.path)
-    # From here on no save that is still under way can commit.
-    catalog.gc(opened, key, grace_s=0.0)
-    # What another attempt of the job saves by now keeps its objects.
-    for stat in opened.list(key):
-        if "/a-" not in stat.key.removeprefix(key):
-            opened.delete_exact(stat.key, stat.etag)
-    opened.tidy(key)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +38,10 @@ from planish.records.rollouts import FinishReason, RolloutSet
 from planish.records.schema import Record
 from planish.records.stream import StreamState
 from planish.run.rank_watch import WatchedTask, watched_ranks
-from planish.run.signals import Terminated
 from planish.run.stage_metrics import StageMetrics, show_phase
 from planish.stages.train.batching import share_rows, split_minibatches, train_batch
 from planish.stages.train.progress import Progress
-from planish.stages.train.ranks.boundaries import Sigterm, StartOver, StepBoundaries
+from planish.stages.train.ranks.boundaries import Sigterm, leave_together
 from planish.stages.train.ranks.job import (
     Inputs,
     JobResult,
@@ -129,41 +129,6 @@ def begin_iteration(
     The trainer is that of `held`, where it stands at the right state, and stays there.
     """
     show_phase("training")
-    boundaries = StepBoundaries(job, ranks, asked)
-    try:
-        with contextlib.suppress(StartOver):
-            return _train(job, ranks, boundaries, held)
-        # Sharded modules refer to each other in circles; the second attempt needs their memory.
-        gc.collect()
-        return _train(job, ranks, boundaries, held)
-    except Terminated:
-        boundaries.leave()
-        raise
-
-
-def _open_trainer(job: TrainJob, grid: Grid, device: torch.device, *, has_critic: bool) -> Trainer:
-    """Return a new trainer that stands at the state before the iteration."""
-    trainer = Trainer(
-        job.train,
-        job.policy_pin,
-        temperature=job.temperature,
-        seed=job.seed,
-        grid=grid,
-        device=device,
-        critic=job.critic if has_critic else None,
-        critic_shape=job.info.get("critic") if has_critic else None,
-        adapters=job.adapters,
-        sets_weights=not job.state_pin,
-    )
-    if job.state_pin:
-        trainer.load(job.state_pin)
-    return trainer
-
-
-def _train(
-    job: TrainJob, ranks: Ranks, boundaries: StepBoundaries, held: HeldTrainer | None
-) -> Trained:
-    """Train from the weights before the iteration, or go on from what was committed."""
     config, info, inputs = job.train, job.info, read_inputs(job)
     algorithm = build_algorithm(job.config.get("algorithm", {}))
     grid, device = config.grid(ranks), pick_device(config.device, ranks.rank)
@@ -190,7 +155,7 @@ def _train(
         earlier_values=stored,
         waiting=inputs.waiting if algorithm.needs_values else None,
         reference_pin=job.reference_pin,
-        boundaries=boundaries,
+        before_step=partial(leave_together, ranks, asked),
         mismatch_limit=mismatch_limit(job.config),
     )
     seconds = time.perf_counter() - started
@@ -230,16 +195,27 @@ def _train(
         trainer.close()
     else:
         held.keep(trainer, parts["random"])
+    speed = scalars.get("num_tokens", 0.0) * config.num_passes / max(seconds, 1e-9)
+    return Trained(saved, stream, scalars | _spent(seconds, speed, device))
 
-    def commit() -> Ref:
-        state = saved()
-        boundaries.close()
-        return state
 
-    # What an earlier attempt has trained on took none of the time.
-    fresh = 1 - boundaries.resumed / max(1, len(result.minibatches))
-    speed = scalars.get("num_tokens", 0.0) * config.num_passes * fresh / max(seconds, 1e-9)
-    return Trained(commit, stream, scalars | _spent(seconds, speed, device))
+def _open_trainer(job: TrainJob, grid: Grid, device: torch.device, *, has_critic: bool) -> Trainer:
+    """Return a new trainer that stands at the state before the iteration."""
+    trainer = Trainer(
+        job.train,
+        job.policy_pin,
+        temperature=job.temperature,
+        seed=job.seed,
+        grid=grid,
+        device=device,
+        critic=job.critic if has_critic else None,
+        critic_shape=job.info.get("critic") if has_critic else None,
+        adapters=job.adapters,
+        sets_weights=not job.state_pin,
+    )
+    if job.state_pin:
+        trainer.load(job.state_pin)
+    return trainer
 
 
 def _own_batch(job: TrainJob, inputs: Inputs, grid: Grid, device: torch.device) -> TrainBatch:
