@@ -15,6 +15,7 @@ from planish.checkpoint.save.upload import FileUpload, UploadJob
 from planish.checkpoint.save.uploader import Uploader
 from planish.run import signals
 from planish.run.signals import Terminated, stops_with
+from planish.stages.train.ranks import boundaries
 from planish.stages.train.ranks.boundaries import Sigterm
 from tests.stores.memory import MemoryStore
 
@@ -26,7 +27,7 @@ FILES = [FileUpload(f"state/a-1/{number}", 8, "policy", 8 * number) for number i
 @pytest.fixture
 def ending(monkeypatch):
     event = threading.Event()
-    for module in (signals, uploader):
+    for module in (signals, uploader, boundaries):
         monkeypatch.setattr(module, "ENDING", event)
     return event
 
