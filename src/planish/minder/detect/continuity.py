@@ -25,7 +25,7 @@ from planish.minder.detect.distances import (
     without,
 )
 from planish.minder.detect.frame import COARSE_SECONDS, F32, F64, I64, Frame, Job, Mask
-from planish.minder.detect.metrics_table import DEVICES, METRICS
+from planish.minder.detect.metrics_table import BUSY, DEVICES, METRICS
 from planish.minder.detect.preprocess import Prepared
 from planish.minder.detect.result import Candidate, Evidence, Finding, Kind, Result
 from planish.minder.detect.runs import FEWEST_WINDOWS, Rule, Run, long_runs, runs_of
@@ -43,11 +43,10 @@ _OTHER_SHARE = 0.5
 _BEYOND_TURNS = 1.75
 """Where machines differ in turn, a faulty one differs for longer than so many of their turns."""
 _RAMP_SHARE = 0.55
-"""A machine whose work runs out differs at first by less than this share of what it does later, or
-not by much more than just before; faults begin at once."""
-_BUSY = ("gpu_duty_cycle", "gpu_graphics_engine_activity")
+"""A machine whose work runs out differs at first by not much more than just before, in which this
+share of the rise is missing; faults begin at once."""
 _STAGGERED_SECONDS = 45
-"""Nor are GPUs less busy only so long after they differ in another metric."""
+"""Where work runs out, GPUs are less busy only so long after they differ in another metric."""
 _LONG_TURN = 60.0
 """Where machines differ in turn for so long, a part of them does too."""
 _AGAIN = 1.25
@@ -261,7 +260,7 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
     result = {}
     for name, trace in view.traces.items():
         rest = without(trace, gone, view.groups)
-        share = activity(name, view.prepared)
+        share = activity(name, view.prepared, rules)
         floor = floors_of(name, view.frame.machines, share, rules, view.job)
         named = candidates(rest, theta, floor, only_most_unlike=rules.only_most_unlike)
         named[view.ignored] = False
@@ -282,36 +281,43 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
     return result
 
 
-def is_alone(run: Run, name: str, named: Mapping[str, _Named], view: View) -> bool:
+def is_alone(
+    run: Run,
+    name: str,
+    named: Mapping[str, _Named],
+    aliased: Collection[str],
+    interval: int,
+) -> bool:
     """Return whether no other machine is nearly as far away, nor a candidate for nearly as long.
 
-    Others may have their turns in all metrics that may be aliased. Where a metric that may not be
-    shows the machine too, only those that differ alike speak against it. A run that was over at the
-    last call is not asked about again: what lay before it leaves the window, and a machine that was
-    alone has been found while its run went on.
+    Others may have their turns in the `aliased` metrics. Where another metric shows the machine
+    too, only those that differ alike speak against it. A run that was over at the last call,
+    `interval` seconds ago, is not asked about again: what lay before it leaves the window, and a
+    machine that was alone has been found while its run went on.
     """
     metric, rows = named[name], slice(run.first, run.last + 1)
     since = len(metric.trace.scores) - 1 - run.last
-    if since > view.config.service.interval_seconds + metric.rule.samples[run.machine]:
+    if since > interval + metric.rule.samples[run.machine]:
         return False
     away = _away(run, metric)
     others = np.arange(len(away)) != run.machine
     if (away[others] > _NEXT_SHARE * away[run.machine]).any():
         return False
-    aliased = [key for key in named if may_be_aliased(key, view)]
     rest = named.keys() - aliased
     shown = [named[key].candidates[rows, run.machine].mean() for key in rest]
     is_shown = max(shown, default=0) > _OTHER_SHARE
-    distance = _ALIKE_SHARE * away[run.machine] / metric.least if is_shown else 0.0
     for key in aliased:
         one = named[key]
+        # Without floors all metrics have one unit.
+        unit = one.least / metric.least if np.isfinite(metric.least) else 1.0
+        distance = _ALIKE_SHARE * away[run.machine] * unit if is_shown else 0.0
         longest = (_NEXT_SHARE if one is metric else _OTHER_SHARE) * one.rule.needed
         if is_shown:
             longest = np.full_like(longest, _ALIKE_SHARE * run.length)
         for machine, theirs in one.runs.items():
             for their in theirs if others[machine] else ():
                 is_long = their.length > longest[machine]
-                if is_long and _away(their, one)[machine] > distance * one.least:
+                if is_long and _away(their, one)[machine] > distance:
                     return False
     return True
 
@@ -415,8 +421,9 @@ def turn_of(name: str, turns: Mapping[str, int], machine: str, *, is_again: bool
 def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[Finding]:
     """Go through the metrics once and return the machines that were candidates for long enough."""
     rules, frame = view.config.detect, view.frame
+    interval = view.config.service.interval_seconds
     aliased = {name for name in named if may_be_aliased(name, view)}
-    busy = [named[name] for name in named if METRICS[name].name in _BUSY]
+    busy = [named[name] for name in named if METRICS[name].name in BUSY]
     # Machines that lay apart together for so long do something else than the rest at times.
     is_split = any(turns.get("", 0) >= 2 * _LONG_TURN for turns in view.job.turns.values())
     shown: dict[bool, set[int]] = {True: set(), False: set()}
@@ -430,13 +437,13 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
         is_asked = is_first and rules.exhaustive and name not in aliased
         again = metric.again(both, is_young=view.job.is_young) if is_asked else []
         for run in [*long_runs(metric.runs, metric.rule), *again]:
-            if name in aliased and not is_alone(run, name, named, view):
+            if name in aliased and not is_alone(run, name, named, aliased, interval):
                 continue
             times = sum(run.first <= one.first <= run.last for one in metric.runs[run.machine])
             known = view.job.turns.get(name, {})
             usual = turn_of(name, known, frame.machines[run.machine], is_again=times > 1)
             # Of a young job it is not known how its machines differ in turn.
-            is_slight = _away(run, metric)[run.machine] < 1.75 * floor_of(name, rules)
+            is_slight = _away(run, metric)[run.machine] < 1.75 * metric.least
             is_new = view.job.is_young and run.first == 0 and is_slight
             is_gradual = METRICS[name].is_gpu and (is_new or _is_ramp(run, trace, busy))
             if is_gradual or is_split:

@@ -28,10 +28,6 @@ _BLOCK_BYTES = 256 << 10
 """Pairwise distances of one block stay in the cache."""
 
 
-_MOST_ASKED = 256
-"""So many machines show what all do."""
-
-
 @dataclass
 class Trace:
     """One metric; row w is the window that begins at second w of the frame."""
@@ -146,16 +142,10 @@ def fill_trace(
     for start in range(0, len(which), _BLOCK_WINDOWS):
         rows = which[start : start + _BLOCK_WINDOWS]
         embedded, changed = trace.embedded[rows], touched[rows]
-        is_whole = changed.all()
-        block = windows[rows]
-        block = block.reshape(-1, WINDOW) if is_whole else block[changed]
+        block = windows[rows][changed]
         begun = time.perf_counter()
-        found = denoiser.embed(block)
+        embedded[changed] = denoiser.embed(block)
         seconds += time.perf_counter() - begun
-        if is_whole:
-            embedded = found.reshape(embedded.shape)
-        else:
-            embedded[changed] = found
         trace.embedded[rows] = embedded
         for columns in groups:
             cells = np.ix_(rows, columns)
@@ -308,14 +298,14 @@ def floor_of(name: str, config: DetectConfig) -> float:
     return config.floors.get(METRICS[name].name, config.default_floor)
 
 
-def activity(name: str, prepared: Prepared) -> F64:
+def activity(name: str, prepared: Prepared, config: DetectConfig) -> F64:
     """Return [W], what the machines do in a metric as a share of what they mostly do, at most 1.
 
-    Of a large job some machines, evenly spaced, stand for all.
+    Of a large job the `peers_of` it stand for all.
     """
     if name not in prepared.values:
         return np.ones(max(0, prepared.frame.num_seconds - WINDOW + 1))
-    some = slice(None, None, -(-prepared.frame.num_machines // _MOST_ASKED))
+    some = peers_of(prepared.frame.num_machines, config)
     median = fleet_median(prepared.values[name][:, some], prepared.masked[name][:, some])
     level = windows_of(median[:, None])[:, 0].mean(axis=1, dtype=np.float64)
     usual = np.quantile(level, 0.75) if len(level) else 0.0

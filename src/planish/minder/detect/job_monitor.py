@@ -14,12 +14,11 @@ from planish.minder.detect.continuity import make_result
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
 from planish.minder.detect.frame import Frame, Job, Mask, Stretches
-from planish.minder.detect.metrics_table import DEVICES, METRICS, columns_of
+from planish.minder.detect.metrics_table import BUSY, DEVICES, METRICS, columns_of
 from planish.minder.detect.preprocess import limits_of, needed_scale
 from planish.minder.detect.result import Result
 from planish.minder.detect.runs import stretches
 
-_IDLE_METRICS = ("gpu_duty_cycle", "gpu_graphics_engine_activity")
 _IDLE_SHARE = 0.05
 """A GPU that does less than this share of what it could is idle."""
 _CANDIDATE_SECONDS = 60
@@ -287,7 +286,7 @@ def too_few_machines(job: str, machines: Sequence[str], config: MinderConfig) ->
 
 def _idle(frame: Frame) -> Mask:
     """Return [T], seconds in which the GPUs of all machines with samples are idle."""
-    for name, full in zip(_IDLE_METRICS, (100.0, 1.0), strict=True):
+    for name, full in zip(BUSY, (100.0, 1.0), strict=True):
         if name in frame.values:
             real = frame.mask[name]
             busy = real & (frame.values[name] >= _IDLE_SHARE * full)

@@ -17,6 +17,8 @@ Aggregation = Literal["mean", "min", "max", "spread", "sum", "count"]
 
 WORST = "_worst"
 """Ends the name of a column with the worst device of each machine, beside that of their mean."""
+BUSY = ("gpu_duty_cycle", "gpu_graphics_engine_activity")
+"""Metrics that say whether GPUs do anything."""
 DEVICES = "gpu_count"
 """Column with the number of GPUs of each machine that give samples."""
 JOB_SELECTOR = "$job_selector"

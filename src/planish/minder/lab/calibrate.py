@@ -215,7 +215,7 @@ def record(source: Case | Path, models: Models, config: MinderConfig) -> Recorde
             new, prepared = min(last, len(trace.scores)), detector.prepared
             if new <= 0 or trace.scores.shape[1] != frame.num_machines or prepared is None:
                 continue
-            share = activity(name, prepared)
+            share = activity(name, prepared, config.detect)
             floors = floors_of(name, prepared.frame.machines, share, config.detect, monitor.known)
             lift = (floors - floor_of(name, config.detect)).astype(np.float32)
             rule = Rule.of(name, prepared, share, config.detect)

@@ -124,7 +124,6 @@ def first_policy(context: Context, prompts: Ref) -> Outcome:
         },
     )
     if "accuracy" in numbers:
-        # After saving: the policy can be looked at even where the run must end here.
         check_start(numbers["accuracy"])
     return _outcome(ref, numbers)
 

@@ -58,17 +58,26 @@ def outcome_of(job):
     return result.state.manifest_sha256, store.read(layout.update(job.root, job.iteration))
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """State and report of both algorithms by an attempt that ends."""
+    return {
+        algorithm: outcome_of(job_of(tmp_path_factory.mktemp(algorithm).as_uri(), algorithm))
+        for algorithm in ("dapo", "vapo")
+    }
+
+
 @pytest.mark.parametrize("steps", [0, 3, NUM_STEPS - 1])
 @pytest.mark.parametrize("algorithm", ["dapo", "vapo"])
 def test_an_attempt_leaves_before_a_step_and_the_next_one_has_equal_digests(
-    tmp_path, algorithm, steps
+    tmp_path, undisturbed, algorithm, steps
 ):
-    job = job_of((tmp_path / "left").as_uri(), algorithm)
+    job = job_of(tmp_path.as_uri(), algorithm)
     with pytest.raises(Terminated) as left:
         train_iteration(job, asked=AskedAt(steps))
     assert left.value.code == EXIT_TRANSIENT
     assert not store.exists(layout.update(job.root, 1))
-    assert outcome_of(job) == outcome_of(job_of((tmp_path / "whole").as_uri(), algorithm))
+    assert outcome_of(job) == undisturbed[algorithm]
 
 
 def test_who_shares_the_work_is_a_setting_of_the_stage():
