@@ -8,8 +8,8 @@ from planish.minder.detect.config import minder_config
 from planish.minder.detect.model_files import default_models, load_models
 from planish.minder.lab.evaluate import outcome_of
 from tests import thin
-from tests.minder_lab.__main__ import parser
 from tests.minder_lab.simulator import simulate
+from tests.minder_lab.verbs import parser
 
 FIXED = [
     (4_000_000, "ecc-error", ["node-010"], (1, 0, 0)),

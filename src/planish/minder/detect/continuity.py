@@ -268,12 +268,13 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
         unknown = (masked > rules.max_masked_share) | view.ignored
         rule = Rule.of(name, view.prepared, share, rules)
         rule = replace(rule, resting=rule.resting & ~view.ignored)
+        far = rest.present & (rest.above > floor)
         result[name] = _Named(
             rest,
             named,
             unknown,
             rule,
-            runs_of(named, unknown, rule),
+            runs_of(named, rule, unknown, rest.present, far),
             floor,
             share,
             floor_of(name, rules),

@@ -13,10 +13,12 @@ from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.continuity import make_result
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
+from planish.minder.detect.distances import comparison_groups
 from planish.minder.detect.frame import Frame, Job, Mask, Stretches
 from planish.minder.detect.metrics_table import BUSY, DEVICES, METRICS, columns_of
 from planish.minder.detect.preprocess import limits_of, needed_scale
 from planish.minder.detect.result import Result
+from planish.minder.detect.roles import ROLE_SECONDS, differ, find_roles
 from planish.minder.detect.runs import stretches
 
 _IDLE_SHARE = 0.05
@@ -29,6 +31,8 @@ _TIMES = ("joined", "suspects", "devices")
 """Attributes that map a machine to a number, and outlast a restart."""
 _YOUNG_SECONDS = 1_800
 """After this time machines that differ in turn have done so."""
+_MOVED_SHARE = 0.1
+"""Where two stretches show more than this share of the machines in other roles, they have those."""
 _SAME_JOB_SHARE = 0.5
 """A job that keeps fewer of its machines runs on other nodes."""
 
@@ -38,6 +42,8 @@ class JobMonitor:
 
     _begun: int
     """Unix second from which on the job is known."""
+    _roles: dict[str, str]
+    """Machine to the role that it was seen in, where nobody has named one."""
 
     def __init__(
         self, job: str, models: Models, config: MinderConfig, *, detector: Detector | None = None
@@ -108,7 +114,7 @@ class JobMonitor:
         self.usual.keep(frame.machines)
         metrics = columns_of(rules.metrics, frame.values) if rules.role_baseline else ()
         self.known = job = Job(
-            stages=dict(stages or {}),
+            stages=dict(stages or self._roles),
             waiting=waiting or {},
             baseline=self.baseline.table(),
             usual=self.usual.table(),
@@ -134,7 +140,10 @@ class JobMonitor:
                 known = self._turns.setdefault(metric, {})
                 for name, turn in by_machine.items():
                     known[name] = max(known.get(name, 0), turn)
-        if rules.role_baseline or rules.usual_distance:
+        if not stages and rules.exhaustive and rules.compare_within_stage:
+            self._learn_roles(result, now)
+        # With new roles machines will be compared with others than now.
+        if stages or self._roles == job.stages:
             self._learn(result, now, ignored)
         return result
 
@@ -155,6 +164,8 @@ class JobMonitor:
             rows = [np.flatnonzero(real[:, column])[:1] for real in frame.mask.values()]
             first = np.concatenate(rows) if rows else np.zeros(0, int)
             self._joined[name] = int(frame.ts[first.min()]) if len(first) else now
+        if not self._roles.keys() >= new:
+            self._roles = {}
         self._started = max(self._started, started)
 
     def _of_age(self, frame: Frame, now: int) -> tuple[Frame, dict[str, int]]:
@@ -200,14 +211,45 @@ class JobMonitor:
         self.baseline = Baseline(self.config.detect)
         self.usual = Baseline(self.config.detect, is_role=False)
         self._turns: dict[str, dict[str, int]] = {}
+        self._roles = {}
+        self._seen: dict[str, str] = {}
+        """Machine to role in the last stretch that showed roles."""
+        self._looked = 0
+        """Unix second at which roles were looked for."""
         self._devices: dict[str, int] = {}
         """Machine to the most GPUs that it has had."""
         self._begun = 0
 
+    def _learn_roles(self, result: Result, now: int) -> None:
+        """Let two parts of a job that do different things be compared each with itself."""
+        prepared, rules = self._detector.prepared, self.config.detect
+        if prepared is None or now < max(self._begun, self._looked) + ROLE_SECONDS:
+            return
+        self._looked = now
+        found = find_roles(prepared, rules)
+        if not found:
+            return
+        before, self._seen = self._seen, found
+        is_new = differ(self._roles, found) > max(1, _MOVED_SHARE * len(found))
+        if before == found and is_new and (self._roles or not result.findings):
+            self._roles = found
+            # What is known was learned from machines that do something else.
+            self._turns = {}
+            self.usual = Baseline(rules, is_role=False)
+            self.baseline = Baseline(rules)
+            self.baseline.keep(prepared.frame.machines)
+            groups = comparison_groups(prepared.frame.machines, rules, Job(stages=found))
+            history = History(prepared.frame.ts, prepared.values, prepared.masked, groups)
+            long = [c.since for c in result.candidates if c.seconds >= _CANDIDATE_SECONDS]
+            self.baseline.add(history, min(long, default=now), np.zeros(len(found), bool))
+            self.baseline.skip(now)
+
     def _learn(self, result: Result, now: int, ignored: Sequence[tuple[int, int]]) -> None:
         """Let the baseline grow by what was healthy."""
-        prepared = self._detector.prepared
+        prepared, rules = self._detector.prepared, self.config.detect
         if result.status not in ("ok", "fault") or prepared is None:
+            return
+        if not (rules.role_baseline or rules.usual_distance):
             return
         baseline, recent = self.baseline, now - 2 * self.config.service.interval_seconds
         unhealthy = any(
@@ -243,6 +285,7 @@ class JobMonitor:
             "started": self._started,
             "scales": dict(self._scales),
             "turns": {metric: dict(turns) for metric, turns in self._turns.items()},
+            "roles": self._roles,
             "idle": [list(stretch) for stretch in self._idle],
             "baseline": self.baseline.to_json(),
             "usual": self.usual.to_json(),
@@ -269,6 +312,8 @@ class JobMonitor:
             setattr(monitor, f"_{kind}", numbers)
         for metric, turns in state.get("turns", {}).items():
             monitor._turns[str(metric)] = {str(name): int(turn) for name, turn in turns.items()}
+        roles = state.get("roles", {})
+        monitor._roles = {str(name): str(role) for name, role in roles.items()}
         monitor._idle = [(int(start), int(stop)) for start, stop in state.get("idle", ())]
         return monitor
 

@@ -21,6 +21,8 @@ _TOLERATED_SHARE = 0.02
 """Gaps in a run may be at most this share of it."""
 _SAMPLE_SHARE = 0.12
 """Where samples are held, one that lacks the candidate may be at most this share of a run."""
+_MOMENT = 20
+"""For so many windows another machine may hide one that is far away."""
 FEWEST_WINDOWS = 30
 """A shorter run is not reported as a candidate."""
 
@@ -120,10 +122,30 @@ class Rule:
         )
 
 
-def runs_of(named: Mask, masked: Mask, rule: Rule) -> dict[int, list[Run]]:
-    """Return the runs of each machine that was a candidate in at least `FEWEST_WINDOWS`."""
-    enough = np.flatnonzero(np.count_nonzero(named, axis=0) >= FEWEST_WINDOWS).tolist()
-    return {machine: rule.runs(machine, named[:, machine], masked) for machine in enough}
+def runs_of(
+    named: Mask, rule: Rule, unknown: Mask, present: Mask, far: Mask
+) -> dict[int, list[Run]]:
+    """Return the runs of each machine that was a candidate in at least `FEWEST_WINDOWS`.
+
+    A window neither counts nor ends a run where the machine is not present, as while it waits, nor
+    for a moment in which another machine spreads the scores.
+
+    Args:
+        named: [W, N], candidates.
+        rule: of the metric.
+        unknown: [W], windows of which too little is known.
+        present: [W, N], machines of which the whole window is known.
+        far: [W, N], machines whose distance counts.
+    """
+    result = {}
+    for machine in np.flatnonzero(np.count_nonzero(named, axis=0) >= FEWEST_WINDOWS).tolist():
+        mine, masked = named[:, machine], unknown
+        if rule.gap_tolerance:
+            masked = unknown | ~present[:, machine]
+            for start, stop in stretches(far[:, machine] & ~mine):
+                masked[start:stop] |= stop - start <= _MOMENT
+        result[machine] = rule.runs(machine, mine, masked)
+    return result
 
 
 def long_runs(runs: Mapping[int, Sequence[Run]], rule: Rule) -> list[Run]:

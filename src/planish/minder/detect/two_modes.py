@@ -65,7 +65,7 @@ def find_parts(
     blocks = (len(ts) - first) // BLOCK_SECONDS
     if blocks * BLOCK_SECONDS <= seconds or values.shape[1] < 2 * smallest:
         return []
-    medians = _block_medians(values, masked, first, blocks)
+    medians = block_medians(values, masked, first, blocks)
     known = np.isfinite(medians)
     counted = np.flatnonzero((~known).mean(axis=1) <= max_masked)
     sides, apart = _sides(medians[counted], gap, smallest)
@@ -87,7 +87,7 @@ def find_parts(
     return parts
 
 
-def _block_medians(values: F32, masked: Mask, first: int, blocks: int) -> F64:
+def block_medians(values: F32, masked: Mask, first: int, blocks: int) -> F64:
     """Return [B, N]; NaN where less than half of a block is known."""
     rows = slice(first, first + blocks * BLOCK_SECONDS)
     shape = (blocks, BLOCK_SECONDS, values.shape[1])

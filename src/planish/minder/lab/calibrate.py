@@ -248,9 +248,10 @@ def _hits(
     for name, metric in kept.items():
         unknown = (~metric.present).mean(axis=1) > rules.max_masked_share
         for theta, floor in itertools.product(thetas, floors):
-            over = metric.present & (metric.scores > theta) & (metric.above > floor)
+            far = metric.present & (metric.above > floor)
+            runs = runs_of(far & (metric.scores > theta), metric.rule, unknown, metric.present, far)
             named = []
-            for run in long_runs(runs_of(over, unknown, metric.rule), metric.rule):
+            for run in long_runs(runs, metric.rule):
                 confirmed = run.first + metric.rule.needed[run.machine] + WINDOW
                 named.append((machines[run.machine], start + step * math.ceil(confirmed / step)))
             hits[name, theta, floor] = tuple(named)

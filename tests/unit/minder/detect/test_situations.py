@@ -48,6 +48,22 @@ def named(frame, **facts):
     return sorted({f.machine for result in results(frame, **facts) for f in result.findings})
 
 
+def ahead(samplers, machines=12, seconds=2400):
+    """A healthy job whose samplers sample while the others train, wait for them, and train."""
+    frame = job(machines, seconds)
+    trainers = [n for n in range(machines) if n not in samplers]
+    waits = np.flatnonzero(np.arange(seconds) % 400 >= 280)
+    for name, share, waiting in (
+        ("gpu_tensor_core_activity", 0.3, 0.0),
+        ("gpu_power_draw", 0.7, 0.3),
+        ("gpu_duty_cycle", 0.9, 0.0),
+        ("cpu_usage", 1.6, 0.5),
+    ):
+        frame.values[name][:, samplers] *= np.float32(share)
+        frame.values[name][np.ix_(waits, trainers)] *= np.float32(waiting)
+    return frame
+
+
 def gone(frame, machines, start):
     """Let machines send nothing from some second on."""
     for name in frame.values:
@@ -197,6 +213,63 @@ def test_a_host_that_is_busy_beside_its_job_is_not_named(points, seconds):
     # The job stops because of it.
     frame.values["gpu_tensor_core_activity"][905 : 900 + seconds] *= 0.03
     assert named(frame) == ["n02"]
+
+
+HALVES = [[0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 10], [8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("samplers", HALVES)
+@pytest.mark.parametrize("metric", ["cpu_usage", "gpu_power_draw"])
+@pytest.mark.parametrize("is_trainer", [False, True])
+def test_samplers_and_trainers_are_each_compared_with_their_own(samplers, metric, is_trainer):
+    frame = ahead(samplers)
+    machine = 7 if is_trainer else samplers[-1]
+    assert named(frame) == []
+    frame.values[metric][1300:1900, machine] *= 0.75
+    assert named(frame) == [f"n{machine:02d}"]
+
+
+def test_roles_outlast_a_restart_and_not_a_machine_of_which_none_is_known():
+    frame, config = ahead(HALVES[0]), minder_config({"detect": {"metrics": [*LEVELS]}})
+    monitor = JobMonitor("job", MODELS, config)
+    for end in range(START + 60, START + 1201, 60):
+        monitor.call(frame.slice(end - 900, end))
+    roles = {f"n{i:02d}": "n00" if i < 6 else "n06" for i in range(12)}
+    assert monitor.known.stages == roles
+    again = JobMonitor.from_json(monitor.to_json(), MODELS, config)
+    again.call(frame.slice(START + 360, START + 1260))
+    assert again.known.stages == roles
+    wide = ahead(HALVES[0], machines=13)
+    again.call(wide.slice(START + 420, START + 1320))
+    assert again.known.stages == {}
+
+
+def test_machines_that_end_their_rollouts_at_other_moments_have_no_roles():
+    frame, rng = job(12, 2400), np.random.default_rng(3)
+    config = minder_config({"detect": {"metrics": [*LEVELS]}})
+    for begin in range(0, 2400, 400):
+        for machine, tail in enumerate(rng.uniform(0, 200, 12).astype(int)):
+            rest = slice(begin + 200 + tail, begin + 400)
+            for name in ("gpu_tensor_core_activity", "gpu_power_draw", "gpu_duty_cycle"):
+                frame.values[name][rest, machine] *= 0.3
+    monitor = JobMonitor("job", MODELS, config)
+    for end in range(START + 60, START + 2401, 60):
+        monitor.call(frame.slice(end - 900, end))
+        assert monitor.known.stages == {}
+
+
+def test_machines_that_change_their_roles_are_compared_with_their_new_peers():
+    frame, other = ahead(HALVES[0], seconds=1200), ahead(HALVES[1], seconds=1200)
+    config = minder_config({"detect": {"metrics": [*LEVELS]}})
+    monitor = JobMonitor("job", MODELS, config)
+    for end in range(START + 60, START + 1201, 60):
+        monitor.call(frame.slice(end - 900, end))
+    assert monitor.known.stages["n01"] == monitor.known.stages["n00"]
+    values = {name: np.concatenate([frame.values[name], other.values[name]]) for name in LEVELS}
+    both = Frame("job", np.arange(START, START + 2400), frame.machines, values)
+    for end in range(START + 1260, START + 2401, 60):
+        monitor.call(both.slice(end - 900, end))
+    assert monitor.known.stages == {f"n{i:02d}": f"n0{i % 2}" for i in range(12)}
 
 
 @pytest.mark.parametrize("only", [LEVELS, [name for name in LEVELS if name.startswith("gpu")]])

@@ -1,5 +1,7 @@
 """Runs of candidates: their borders, tolerated gaps and masked windows."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -34,7 +36,8 @@ def longest(named, needed=240.0, *, resting=(), sample=0):
     machines = named.shape[1]
     samples = np.full(machines, sample)
     rule = Rule(np.full(machines, needed), samples, quiet, 0)
-    return long_runs(runs_of(named, np.zeros(len(named), bool), rule), rule)
+    unknown, nobody = np.zeros(len(named), bool), np.zeros(named.shape, bool)
+    return long_runs(runs_of(named, rule, unknown, ~nobody, nobody), rule)
 
 
 @pytest.mark.parametrize(("length", "fires"), [(239, False), (240, False), (241, True)])
@@ -54,6 +57,30 @@ def test_three_windows_and_at_most_2_percent_of_a_run_are_tolerated():
         for between in (None, 2):
             assert lengths(windows((5, 200), (between, gap), (5, 200)), gap_tolerance=3) == expected
     assert lengths(windows((5, 20), (None, 1), (5, 20)), gap_tolerance=3) == [20, 20]
+
+
+def test_a_wait_and_a_moment_of_another_machine_end_no_run():
+    named = windows((5, 150), (None, 60), (5, 150))
+    gap = np.zeros(named.shape, bool)
+    gap[150:210, 5] = True
+    unknown, nobody = np.zeros(len(named), bool), np.zeros(named.shape, bool)
+    rule = Rule(np.full(8, 240.0), np.zeros(8, int), unknown, 3)
+
+    def found(present, far, rule=rule, named=named):
+        return [run.length for run in runs_of(named, rule, unknown, present, far)[5]]
+
+    assert found(~nobody, nobody) == [150, 150]
+    # It waits for a minute, and counts for what lies before and after.
+    assert found(~gap, nobody) == [300]
+    # Another machine hides it for 20 windows, but not for a minute.
+    assert found(~nobody, gap) == [150, 150]
+    short = named.copy()
+    short[170:210, 5] = True
+    assert found(~nobody, gap, named=short) == [340]
+    # As published each of them ends a run.
+    published = replace(rule, gap_tolerance=0)
+    assert found(~gap, gap, published) == [150, 150]
+    assert found(~nobody, gap, published, short) == [150, 190]
 
 
 def test_masked_windows_neither_count_nor_end_a_run():

@@ -1,0 +1,95 @@
+"""Roles of machines that nobody has named: those that sample, and those that train meanwhile.
+
+Ours. Two such halves of a job differ in most metrics for most of the time, and each is compared
+with itself. Machines that differ in turn, as their longest responses end, never lie apart twice in
+the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from planish.minder.detect.config import DetectConfig
+from planish.minder.detect.distances import floor_of
+from planish.minder.detect.frame import F64, Mask
+from planish.minder.detect.preprocess import Prepared
+from planish.minder.detect.two_modes import BLOCK_SECONDS, block_medians
+
+ROLE_SECONDS = 300
+"""Roles are looked for in stretches of this length; two must show the same
+ones, with no others between them."""
+_APART = 2.0
+"""Machines of two roles differ by so many floors, in the mean over blocks and metrics."""
+_OWN_SHARE = 0.6
+"""A machine is at most this share as far away from its own role as from the other one."""
+_FARTHEST = 5.0
+"""Larger differences, in floors, count no more: one metric must not decide alone."""
+_FEWEST_METRICS = 3
+"""A difference in fewer metrics is no role: it may be a fault of a part, as of a switch."""
+_FEWEST = 4
+"""Machines of a role that can be compared."""
+_ROUNDS = 8
+
+
+def find_roles(prepared: Prepared, config: DetectConfig) -> dict[str, str]:
+    """Return machine to role in the last `ROLE_SECONDS`; empty where all machines have one.
+
+    A role is named by the first machine that has it.
+    """
+    frame = prepared.frame
+    if frame.num_seconds < ROLE_SECONDS or frame.num_machines < 2 * _FEWEST:
+        return {}
+    blocks = _blocks(prepared, config)
+    sides = _two_sides(blocks) if blocks.size else None
+    if sides is None:
+        return {}
+    names = np.array(frame.machines)
+    firsts = {bool(side): str(names[sides == side][0]) for side in (False, True)}
+    return {name: firsts[side] for name, side in zip(frame.machines, sides.tolist(), strict=True)}
+
+
+def differ(old: Mapping[str, str], new: Mapping[str, str]) -> int:
+    """Return how many machines have changed sides, however the roles are named; all had none."""
+    if not old:
+        return len(new)
+    first = min(new)
+    moved = sum((old[name] == old[first]) != (new[name] == new[first]) for name in new)
+    return min(moved, len(new) - moved)
+
+
+def _blocks(prepared: Prepared, config: DetectConfig) -> F64:
+    """Return [N, M, B], by how many floors each machine lies above the median one in each block."""
+    count = ROLE_SECONDS // BLOCK_SECONDS
+    first = prepared.frame.num_seconds - count * BLOCK_SECONDS
+    found = []
+    for name, values in prepared.values.items():
+        if name in config.metrics:
+            medians = block_medians(values, prepared.masked[name], first, count)
+            known = np.isfinite(medians).any(axis=1, keepdims=True)
+            median = np.nanmedian(np.where(known, medians, 0.0), axis=1, keepdims=True)
+            found.append((medians - median) / max(floor_of(name, config), 1e-3))
+    away = np.stack(found) if found else np.zeros((0, 0, 0))
+    return np.clip(np.nan_to_num(away), -_FARTHEST, _FARTHEST).transpose(2, 0, 1)
+
+
+def _two_sides(blocks: F64) -> Mask | None:
+    """Return [N], which machines lie on the second of two sides; None where there is one side."""
+
+    def away(centre: F64) -> F64:
+        distance: F64 = np.abs(blocks - centre).mean(axis=(1, 2))
+        return distance
+
+    first = blocks[away(np.median(blocks, axis=0)).argmax()]
+    second = blocks[away(first).argmax()]
+    for _ in range(_ROUNDS):
+        sides = away(second) < away(first)
+        if not _FEWEST <= sides.sum() <= len(sides) - _FEWEST:
+            return None
+        first, second = np.median(blocks[~sides], axis=0), np.median(blocks[sides], axis=0)
+    distances = np.sort([away(first), away(second)], axis=0)
+    is_clear = (distances[0] <= _OWN_SHARE * distances[1]).all()
+    by_metric = np.abs(first - second).mean(axis=1)
+    are_apart = by_metric.mean() >= _APART and (by_metric >= 1.0).sum() >= _FEWEST_METRICS
+    return np.asarray(away(second) < away(first)) if is_clear and are_apart else None
