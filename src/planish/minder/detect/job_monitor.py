@@ -102,10 +102,7 @@ class JobMonitor:
             # A job that restarts after a long time warms up again.
             ignored.append((start, stop + warmup * (stop - start >= warmup)))
         self._widen(frame, board)
-        if DEVICES in frame.values:
-            counts = np.nan_to_num(frame.values[DEVICES]).max(axis=0).astype(int).tolist()
-            for name, count in zip(frame.machines, counts, strict=True):
-                self._devices[name] = max(count, self._devices.get(name, 0))
+        self._count_devices(frame)
         self._suspects = {
             name: at for name, at in self._suspects.items() if at > now - _SUSPECT_SECONDS
         }
@@ -206,6 +203,12 @@ class JobMonitor:
         if old and old != self._scales:
             # What was learned is in units of the old limits.
             self._forget()
+
+    def _count_devices(self, frame: Frame) -> None:
+        if DEVICES in frame.values:
+            counts = np.nan_to_num(frame.values[DEVICES]).max(axis=0).astype(int).tolist()
+            for name, count in zip(frame.machines, counts, strict=True):
+                self._devices[name] = max(count, self._devices.get(name, 0))
 
     def _forget(self) -> None:
         self.baseline = Baseline(self.config.detect)
