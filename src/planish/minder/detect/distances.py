@@ -68,9 +68,14 @@ def comparison_groups(machines: Sequence[str], config: DetectConfig, job: Job) -
         return [everything]
     stages = [job.stages.get(name, "") for name in machines]
     groups = [np.flatnonzero([s == stage for s in stages]) for stage in sorted(set(stages))]
-    if len(groups) < 2 or min(map(len, groups)) < max(4, config.min_machines):
+    if len(groups) < 2 or min(map(len, groups)) < fewest_of_group(config):
         return [everything]
     return groups
+
+
+def fewest_of_group(config: DetectConfig) -> int:
+    """Return how many machines a part of a job must have to be compared with itself alone."""
+    return max(4, config.min_machines)
 
 
 def compared_values(

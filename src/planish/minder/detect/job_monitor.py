@@ -210,10 +210,14 @@ class JobMonitor:
             for name, count in zip(frame.machines, counts, strict=True):
                 self._devices[name] = max(count, self._devices.get(name, 0))
 
-    def _forget(self) -> None:
+    def _unlearn(self) -> None:
+        """Forget how machines differ when all is well."""
         self.baseline = Baseline(self.config.detect)
         self.usual = Baseline(self.config.detect, is_role=False)
         self._turns: dict[str, dict[str, int]] = {}
+
+    def _forget(self) -> None:
+        self._unlearn()
         self._roles = {}
         self._seen: dict[str, str] = {}
         """Machine to role in the last stretch that showed roles."""
@@ -237,9 +241,9 @@ class JobMonitor:
         if before == found and is_new and (self._roles or not result.findings):
             self._roles = found
             # What is known was learned from machines that do something else.
-            self._turns = {}
-            self.usual = Baseline(rules, is_role=False)
-            self.baseline = Baseline(rules)
+            suspects = self.baseline.suspects
+            self._unlearn()
+            self.baseline.suspects = suspects
             self.baseline.keep(prepared.frame.machines)
             groups = comparison_groups(prepared.frame.machines, rules, Job(stages=found))
             history = History(prepared.frame.ts, prepared.values, prepared.masked, groups)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from planish.minder.detect.config import DetectConfig
-from planish.minder.detect.distances import floor_of
+from planish.minder.detect.distances import fewest_of_group, floor_of
 from planish.minder.detect.frame import F64, Mask
 from planish.minder.detect.preprocess import Prepared
 from planish.minder.detect.two_modes import BLOCK_SECONDS, block_medians
@@ -28,8 +28,6 @@ _FARTHEST = 5.0
 """Larger differences, in floors, count no more: one metric must not decide alone."""
 _FEWEST_METRICS = 3
 """A difference in fewer metrics is no role: it may be a fault of a part, as of a switch."""
-_FEWEST = 4
-"""Machines of a role that can be compared."""
 _ROUNDS = 8
 
 
@@ -38,11 +36,11 @@ def find_roles(prepared: Prepared, config: DetectConfig) -> dict[str, str]:
 
     A role is named by the first machine that has it.
     """
-    frame = prepared.frame
-    if frame.num_seconds < ROLE_SECONDS or frame.num_machines < 2 * _FEWEST:
+    frame, fewest = prepared.frame, fewest_of_group(config)
+    if frame.num_seconds < ROLE_SECONDS or frame.num_machines < 2 * fewest:
         return {}
     blocks = _blocks(prepared, config)
-    sides = _two_sides(blocks) if blocks.size else None
+    sides = _two_sides(blocks, fewest) if blocks.size else None
     if sides is None:
         return {}
     names = np.array(frame.machines)
@@ -74,8 +72,11 @@ def _blocks(prepared: Prepared, config: DetectConfig) -> F64:
     return np.clip(np.nan_to_num(away), -_FARTHEST, _FARTHEST).transpose(2, 0, 1)
 
 
-def _two_sides(blocks: F64) -> Mask | None:
-    """Return [N], which machines lie on the second of two sides; None where there is one side."""
+def _two_sides(blocks: F64, fewest: int) -> Mask | None:
+    """Return [N], which machines lie on the second of two sides; None where there is one side.
+
+    `blocks` are those of `_blocks`; `fewest` machines are a side.
+    """
 
     def away(centre: F64) -> F64:
         distance: F64 = np.abs(blocks - centre).mean(axis=(1, 2))
@@ -85,11 +86,12 @@ def _two_sides(blocks: F64) -> Mask | None:
     second = blocks[away(first).argmax()]
     for _ in range(_ROUNDS):
         sides = away(second) < away(first)
-        if not _FEWEST <= sides.sum() <= len(sides) - _FEWEST:
+        if not fewest <= sides.sum() <= len(sides) - fewest:
             return None
         first, second = np.median(blocks[~sides], axis=0), np.median(blocks[sides], axis=0)
-    distances = np.sort([away(first), away(second)], axis=0)
-    is_clear = (distances[0] <= _OWN_SHARE * distances[1]).all()
+    to_first, to_second = away(first), away(second)
+    own, other = np.minimum(to_first, to_second), np.maximum(to_first, to_second)
+    is_clear = (own <= _OWN_SHARE * other).all()
     by_metric = np.abs(first - second).mean(axis=1)
     are_apart = by_metric.mean() >= _APART and (by_metric >= 1.0).sum() >= _FEWEST_METRICS
-    return np.asarray(away(second) < away(first)) if is_clear and are_apart else None
+    return np.asarray(to_second < to_first) if is_clear and are_apart else None

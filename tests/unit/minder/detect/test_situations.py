@@ -229,6 +229,15 @@ def test_samplers_and_trainers_are_each_compared_with_their_own(samplers, metric
     assert named(frame) == [f"n{machine:02d}"]
 
 
+def test_roles_need_as_many_machines_as_a_job_that_is_looked_at():
+    frame = ahead(HALVES[0])
+    rules = {"detect": {"metrics": [*LEVELS], "min_machines": 7}}
+    monitor = JobMonitor("job", MODELS, minder_config(rules))
+    for end in range(START + 60, START + 1201, 60):
+        monitor.call(frame.slice(end - 900, end))
+    assert monitor.known.stages == {}
+
+
 def test_roles_outlast_a_restart_and_not_a_machine_of_which_none_is_known():
     frame, config = ahead(HALVES[0]), minder_config({"detect": {"metrics": [*LEVELS]}})
     monitor = JobMonitor("job", MODELS, config)
