@@ -44,7 +44,9 @@ def server():
 
 
 @pytest.fixture(autouse=True)
-def _short_waits(monkeypatch):
+def _new_server(monkeypatch):
+    """Wait shortly, and know nothing of an earlier server that had the same port."""
+    monkeypatch.setattr(s3_client, "_spoken", set())
     monkeypatch.setattr(retry, "FIRST_WAIT_SECONDS", 0.001)
     monkeypatch.setattr(s3_client, "STRANGER_SECONDS", 0.01, raising=False)
 
