@@ -26,7 +26,7 @@ CEILINGS = {
     "base": 6_300,
     "checkpoint": 68_500,
     "engines": 48_300,
-    "minder": 47_300,
+    "minder": 47_320,
     "models": 14_150,
     "records": 11_500,
     "run": 12_450,

@@ -20,6 +20,7 @@ from planish.minder.detect.distances import (
     candidates,
     floor_of,
     floors_of,
+    of_group,
     threshold,
     thresholds,
     without,
@@ -262,13 +263,14 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
         rest = without(trace, gone, view.groups)
         share = activity(name, view.prepared, rules)
         floor = floors_of(name, view.frame.machines, share, rules, view.job)
-        named = candidates(rest, theta, floor, only_most_unlike=rules.only_most_unlike)
+        far = rest.present & (rest.above > floor)
+        named = candidates(rest, theta, far, only_most_unlike=rules.only_most_unlike)
         named[view.ignored] = False
-        masked = (~rest.present[:, ~gone]).mean(axis=1) if not gone.all() else np.ones(len(named))
-        unknown = (masked > rules.max_masked_share) | view.ignored
+        kept = np.count_nonzero(~gone)
+        absent = kept - rest.present.sum(axis=1)
+        unknown = (absent > rules.max_masked_share * kept) | view.ignored
         rule = Rule.of(name, view.prepared, share, rules)
         rule = replace(rule, resting=rule.resting & ~view.ignored)
-        far = rest.present & (rest.above > floor)
         result[name] = _Named(
             rest,
             named,
@@ -508,17 +510,18 @@ def _part_findings(view: View, turns: dict[str, dict[str, int]]) -> list[Finding
     # A window stands for its first second.
     ignored = np.append(view.ignored, np.zeros(WINDOW - 1, bool))
     for name in view.traces:
-        if name not in view.prepared.values or may_be_aliased(name, view):
+        if may_be_aliased(name, view):
             continue
-        unknown = view.job.unknown.get(name, ())
+        unknown = set(view.job.unknown.get(name, ()))
+        has_no_role = np.array([machine in unknown for machine in frame.machines])
         for columns in view.groups:
             # What has always been so is learned with the roles of the machines.
-            if 2 * sum(frame.machines[n] in unknown for n in columns) > len(columns):
+            if 2 * np.count_nonzero(has_no_role[columns]) > len(columns):
                 continue
             parts = find_parts(
                 frame.ts,
-                view.compared[name][:, columns],
-                view.prepared.masked[name][:, columns],
+                of_group(view.compared[name], columns),
+                of_group(view.prepared.masked[name], columns),
                 ignored,
                 gap=floor_of(name, rules),
                 smallest=view.job_wide_limit + 1,

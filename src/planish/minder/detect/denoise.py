@@ -19,8 +19,7 @@ T = TypeVar("T", bound=np.generic)
 
 WINDOW = 8
 """Samples of a window (section 4.2)."""
-"""The error of a model on current values is measured on about this number of windows."""
-_BLOCK_WINDOWS = 2_048
+_BLOCK_WINDOWS = 4_096
 """Windows that go through the network together: their gates stay in the cache."""
 
 
@@ -131,31 +130,29 @@ class _Lstm:
     sigmoid(x) = (1 + tanh(x / 2)) / 2, so that one call of tanh serves all gates.
     """
 
-    inputs: F32
-    """[4 * hidden, width]."""
-    state: F32
-    """[4 * hidden, hidden]."""
-    bias: F32
-    """[4 * hidden, 1]."""
+    weights: F32
+    """[4 * hidden, hidden + width + 1], of the state, of the inputs, and the bias."""
 
     @classmethod
     def of(cls, weights: Mapping[str, F32], part: str) -> _Lstm:
-        hidden = weights[f"{part}.weight_hh_l0"].shape[1]
+        state = weights[f"{part}.weight_hh_l0"]
+        hidden = state.shape[1]
         gates = np.arange(4 * hidden).reshape(4, hidden)
         order = gates[[0, 1, 3, 2]].ravel()
         scale = np.repeat(np.array([0.5, 1.0], np.float32), [3 * hidden, hidden])[:, None]
         bias = weights[f"{part}.bias_ih_l0"] + weights[f"{part}.bias_hh_l0"]
-        return cls(
-            weights[f"{part}.weight_ih_l0"][order] * scale,
-            weights[f"{part}.weight_hh_l0"][order] * scale,
-            bias[order, None] * scale,
-        )
+        whole = np.concatenate([state, weights[f"{part}.weight_ih_l0"], bias[:, None]], axis=1)
+        return cls(whole[order] * scale)
 
-    def step(self, h: F32, c: F32, inputs: F32, gates: F32) -> None:
-        """Advance h and c [hidden, M] in place; inputs [4 * hidden, M] are projected already."""
-        hidden = len(h)
-        np.matmul(self.state, h, out=gates)
-        gates += inputs
+    def step(self, seen: F32, c: F32, gates: F32) -> None:
+        """Advance the state, the first rows of `seen` [hidden + width + 1, M], in place.
+
+        Its other rows are the inputs and ones. The cells c are [hidden, M], the gates [4 * hidden,
+        M].
+        """
+        hidden = len(c)
+        h = seen[:hidden]
+        np.matmul(self.weights, seen, out=gates)
         np.tanh(gates, out=gates)
         open_ = gates[: 3 * hidden]
         open_ *= 0.5
@@ -189,29 +186,29 @@ class Vae:
 
     def embed(self, windows: F32) -> F32:
         """Return [M, 8] reconstructions, or latent means, of windows [M, 8]."""
-        width, hidden = (len(self._mean) if self.latent else WINDOW), self._encoder.state.shape[1]
-        result = np.empty((len(windows), width), np.float32)
+        latent, hidden = self._mean.shape
+        result = np.empty((len(windows), latent if self.latent else WINDOW), np.float32)
         for start in range(0, len(windows), _BLOCK_WINDOWS):
             block = slice(start, start + _BLOCK_WINDOWS)
             x = np.ascontiguousarray(windows[block].T, np.float32)
             count = x.shape[1]
-            h, c = np.zeros((hidden, count), np.float32), np.zeros((hidden, count), np.float32)
-            gates, inputs = (np.empty((4 * hidden, count), np.float32) for _ in range(2))
+            gates = np.empty((4 * hidden, count), np.float32)
+            c = np.zeros((hidden, count), np.float32)
+            seen = np.ones((hidden + 2, count), np.float32)
+            seen[:hidden] = 0.0
             for row in x:
-                np.multiply(self._encoder.inputs, row, out=inputs)
-                inputs += self._encoder.bias
-                self._encoder.step(h, c, inputs, gates)
-            z: F32 = self._mean @ h + self._mean_bias
+                seen[hidden] = row
+                self._encoder.step(seen, c, gates)
+            z: F32 = self._mean @ seen[:hidden] + self._mean_bias
             if self.latent:
                 result[block] = z.T
                 continue
             # The decoder sees the same vector at every step.
-            np.matmul(self._decoder.inputs, z, out=inputs)
-            inputs += self._decoder.bias
-            h[:], c[:] = 0.0, 0.0
+            seen = np.concatenate([np.zeros_like(c), z, np.ones((1, count), np.float32)])
+            c[:] = 0.0
             for row in x:
-                self._decoder.step(h, c, inputs, gates)
-                row[:] = (self._output @ h)[0]
+                self._decoder.step(seen, c, gates)
+                row[:] = (self._output @ seen[:hidden])[0]
                 row += self._output_bias
             result[block] = x.T
         return result

@@ -130,7 +130,6 @@ class Detector:
         """
         old, values = self._seen.get(name), seen.values
         changed = np.ones(values.shape, bool)
-        shift = 0
         if old is not None and old.values.shape[1] == values.shape[1]:
             shift = seen.first - old.first
             low, high = max(0, -shift), min(len(values), len(old.values) - shift)
@@ -138,11 +137,12 @@ class Detector:
                 mine, theirs = slice(low, high), slice(low + shift, high + shift)
                 changed[mine] = values[mine] != old.values[theirs]
                 changed[mine] |= seen.masked[mine] != old.masked[theirs]
+            high -= WINDOW - 1
+            if high > low:
+                mine, theirs = slice(low, high), slice(low + shift, high + shift)
+                for attribute in ("sums", "scores", "above", "embedded"):
+                    getattr(seen.trace, attribute)[mine] = getattr(old.trace, attribute)[theirs]
         touched = touching(changed)
-        if old is not None:
-            rows = np.flatnonzero(~touched.all(axis=1))
-            for attribute in ("sums", "scores", "above", "embedded"):
-                getattr(seen.trace, attribute)[rows] = getattr(old.trace, attribute)[rows + shift]
         self.windows_computed += int(touched.any(axis=1).sum())
         self._seen[name] = seen
         return touched

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planish.minder.detect.config import DetectConfig
-from planish.minder.detect.denoise import WINDOW, Denoiser, windows_of
+from planish.minder.detect.denoise import WINDOW, Denoiser, T, windows_of
 from planish.minder.detect.frame import F32, F64, I64, Job, Mask
 from planish.minder.detect.metrics_table import METRICS
 from planish.minder.detect.preprocess import Prepared
@@ -106,10 +107,13 @@ def away_from_peers(values: F32, masked: Mask, groups: Sequence[I64]) -> F32:
     return away
 
 
+def of_group(values: NDArray[T], columns: I64) -> NDArray[T]:
+    """Return the columns of a group of machines, which mostly is all of them."""
+    return values if len(columns) == values.shape[1] else values[:, columns]
+
+
 def fleet_median(values: F32, masked: Mask) -> F32:
     """Return [T], the median over the machines that are known; 0 where none is."""
-    if not masked.any():
-        return np.median(values, axis=1).astype(np.float32)
     return np.nan_to_num(median_of_known(values, ~masked))
 
 
@@ -146,16 +150,19 @@ def fill_trace(
     which = np.flatnonzero(touched.any(axis=1))
     for start in range(0, len(which), _BLOCK_WINDOWS):
         rows = which[start : start + _BLOCK_WINDOWS]
-        embedded, changed = trace.embedded[rows], touched[rows]
-        block = windows[rows][changed]
+        block, changed, embedded = windows[rows], touched[rows], trace.embedded[rows]
         begun = time.perf_counter()
-        embedded[changed] = denoiser.embed(block)
+        if changed.all():
+            embedded = denoiser.embed(block.reshape(-1, WINDOW)).reshape(embedded.shape)
+        else:
+            embedded[changed] = denoiser.embed(block[changed])
         seconds += time.perf_counter() - begun
         trace.embedded[rows] = embedded
         for columns in groups:
             cells = np.ix_(rows, columns)
             here, peers = trace.present[cells], peers_of(len(columns), config)
-            trace.put(cells, distance_sums(embedded[:, columns], config.distance, here, peers))
+            group = of_group(embedded, columns)
+            trace.put(cells, distance_sums(group, config.distance, here, peers))
     return seconds
 
 
@@ -216,13 +223,18 @@ def distance_sums(
 def _factors(x: F32, here: F32, peers: I64) -> tuple[F32, F32]:
     """Return [W, N, d + 2] and [W, d + 2, P] whose products are the squared distances."""
     weight = here[..., None]
-    x = x - (x * weight).sum(1, keepdims=True) / np.maximum(weight.sum(1, keepdims=True), 1)
-    x = (x * weight).astype(np.float32)
-    squares = np.einsum("wnd,wnd->wn", x, x)[..., None]
-    ones = np.ones_like(squares)
-    left = np.concatenate([-2 * x, squares, ones], axis=2)
-    right = np.concatenate([x, ones, squares], axis=2)[:, peers].transpose(0, 2, 1)
-    return left, np.ascontiguousarray(right)
+    width = x.shape[2]
+    centre = np.matmul(here[:, None], x) / np.maximum(weight.sum(1, keepdims=True), 1)
+    left = np.ones((*x.shape[:2], width + 2), np.float32)
+    x = np.subtract(x, centre, out=left[..., :width])
+    x *= weight
+    squares = np.einsum("wnd,wnd->wn", x, x)
+    left[..., width] = squares
+    right = np.empty((len(x), width + 2, len(peers)), np.float32)
+    np.multiply(x[:, peers].transpose(0, 2, 1), -2, out=right[:, :width])
+    right[:, width] = 1.0
+    right[:, width + 1] = squares[:, peers]
+    return left, right
 
 
 def _grid_distances(x: F32, peers: F32, distance: Distance) -> F32:
@@ -261,12 +273,7 @@ def distances_above_median(sums: F32, here: Mask) -> F32:
     The sum is divided by the number of peers and by the root of the samples in a window. Only
     machines `here` count.
     """
-    if here.all():
-        median = np.median(sums, axis=1, keepdims=True)
-    else:
-        # A window of which nothing is known has no median, and needs none.
-        known = here | ~here.any(axis=1, keepdims=True)
-        median = np.nanmedian(np.where(known, sums, np.nan), axis=1, keepdims=True)
+    median = np.nan_to_num(median_of_known(sums, here))[:, None]
     count = here.sum(axis=1, keepdims=True)
     peers = np.maximum(count - 1, 1) * np.float32(np.sqrt(WINDOW))
     return np.where(here, (sums - median) / peers, 0.0).astype(np.float32)
@@ -308,8 +315,6 @@ def activity(name: str, prepared: Prepared, config: DetectConfig) -> F64:
 
     Of a large job the `peers_of` it stand for all.
     """
-    if name not in prepared.values:
-        return np.ones(max(0, prepared.frame.num_seconds - WINDOW + 1))
     some = peers_of(prepared.frame.num_machines, config)
     median = fleet_median(prepared.values[name][:, some], prepared.masked[name][:, some])
     level = windows_of(median[:, None])[:, 0].mean(axis=1, dtype=np.float64)
@@ -325,7 +330,7 @@ def floors_of(
     It is the floor above the machine's usual distance, or above what its role may be as long as
     that is not known. GPUs at rest differ less, as `share` [W], the metric's `activity`, tells.
     """
-    if name not in METRICS or not METRICS[name].is_gpu:
+    if not METRICS[name].is_gpu:
         share = np.ones_like(share)
     unknown = set(job.unknown.get(name, ()))
     # A machine that is too far away for a role needs no time to show one.
@@ -333,18 +338,21 @@ def floors_of(
     usual = job.usual.get(name, {}) if config.usual_distance else {}
     lift = np.array([0.0 if m in unknown else max(0.0, usual.get(m, 0.0)) for m in machines])
     roles = np.array([config.role_distance(name) if m in open_ else 0.0 for m in machines])
-    floors: F64 = floor_of(name, config) + lift + share[:, None] * roles
+    least = floor_of(name, config) + lift
+    if not roles.any():
+        return np.broadcast_to(least, (len(share), len(least)))
+    floors: F64 = least + share[:, None] * roles
     return floors
 
 
-def candidates(trace: Trace, theta: F64, floor: F64, *, only_most_unlike: bool) -> Mask:
+def candidates(trace: Trace, theta: F64, far: Mask, *, only_most_unlike: bool) -> Mask:
     """Return [W, N], which machines are candidates in each window.
 
-    Their normal score lies above `theta` [N] and their distance above `floor` [W, N]. With
-    `only_most_unlike` it is at most one a window, with the highest score in units of its threshold;
-    of equal ones the first by name.
+    They are `far` [W, N] and their normal score lies above `theta` [N]. With `only_most_unlike` it
+    is at most one a window, with the highest score in units of its threshold; of equal ones the
+    first by name.
     """
-    over = trace.present & (trace.scores > theta) & (trace.above > floor)
+    over: Mask = far & (trace.scores > theta)
     if not only_most_unlike or not over.size:
         return over
     ratio = np.where(trace.present, trace.scores / theta, -np.inf)

@@ -337,8 +337,9 @@ def still_since(values: F32, real: Mask) -> I64:
 
 def last_rows(flags: Mask) -> I64:
     """Return [N], the last row of [T, N] in which the flag of a machine is set; -1 for none."""
-    rows: I64 = np.where(flags, np.arange(len(flags))[:, None], -1).max(axis=0, initial=-1)
-    return rows
+    counted = np.arange(1, len(flags) + 1, dtype=np.int32)[:, None]
+    last: I64 = (flags * counted).max(axis=0, initial=0).astype(np.int64) - 1
+    return last
 
 
 def _last_values(values: F32, real: Mask) -> F32:

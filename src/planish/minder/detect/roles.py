@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from planish.minder.detect.config import DetectConfig
-from planish.minder.detect.distances import fewest_of_group, floor_of
-from planish.minder.detect.frame import F64, Mask
+from planish.minder.detect.distances import fewest_of_group, floor_of, median_of_known
+from planish.minder.detect.frame import F32, Mask
 from planish.minder.detect.preprocess import Prepared
 from planish.minder.detect.two_modes import BLOCK_SECONDS, block_medians
 
@@ -57,29 +57,28 @@ def differ(old: Mapping[str, str], new: Mapping[str, str]) -> int:
     return min(moved, len(new) - moved)
 
 
-def _blocks(prepared: Prepared, config: DetectConfig) -> F64:
+def _blocks(prepared: Prepared, config: DetectConfig) -> F32:
     """Return [N, M, B], by how many floors each machine lies above the median one in each block."""
     count = ROLE_SECONDS // BLOCK_SECONDS
     first = prepared.frame.num_seconds - count * BLOCK_SECONDS
-    found = []
+    found: list[F32] = []
     for name, values in prepared.values.items():
         if name in config.metrics:
             medians = block_medians(values, prepared.masked[name], first, count)
-            known = np.isfinite(medians).any(axis=1, keepdims=True)
-            median = np.nanmedian(np.where(known, medians, 0.0), axis=1, keepdims=True)
-            found.append((medians - median) / max(floor_of(name, config), 1e-3))
-    away = np.stack(found) if found else np.zeros((0, 0, 0))
-    return np.clip(np.nan_to_num(away), -_FARTHEST, _FARTHEST).transpose(2, 0, 1)
+            median = np.nan_to_num(median_of_known(medians, np.isfinite(medians)))
+            found.append((medians - median[:, None]) / max(floor_of(name, config), 1e-3))
+    away: F32 = np.nan_to_num(np.stack(found)) if found else np.zeros((0, 0, 0), np.float32)
+    return np.clip(away, -_FARTHEST, _FARTHEST).transpose(2, 0, 1)
 
 
-def _two_sides(blocks: F64, fewest: int) -> Mask | None:
+def _two_sides(blocks: F32, fewest: int) -> Mask | None:
     """Return [N], which machines lie on the second of two sides; None where there is one side.
 
     `blocks` are those of `_blocks`; `fewest` machines are a side.
     """
 
-    def away(centre: F64) -> F64:
-        distance: F64 = np.abs(blocks - centre).mean(axis=(1, 2))
+    def away(centre: F32) -> F32:
+        distance: F32 = np.abs(blocks - centre).mean(axis=(1, 2))
         return distance
 
     first = blocks[away(np.median(blocks, axis=0)).argmax()]

@@ -137,15 +137,33 @@ def runs_of(
         present: [W, N], machines of which the whole window is known.
         far: [W, N], machines whose distance counts.
     """
-    result = {}
-    for machine in np.flatnonzero(np.count_nonzero(named, axis=0) >= FEWEST_WINDOWS).tolist():
-        mine, masked = named[:, machine], unknown
-        if rule.gap_tolerance:
-            masked = unknown | ~present[:, machine]
-            for start, stop in stretches(far[:, machine] & ~mine):
-                masked[start:stop] |= stop - start <= _MOMENT
-        result[machine] = rule.runs(machine, mine, masked)
-    return result
+    often = np.flatnonzero(np.count_nonzero(named, axis=0) >= FEWEST_WINDOWS)
+    # What is known of one machine lies together in memory.
+    mine, here, away = (np.ascontiguousarray(flags[:, often].T) for flags in (named, present, far))
+    masked = np.broadcast_to(unknown, mine.shape)
+    if rule.gap_tolerance:
+        masked = masked | ~here | short_stretches(away & ~mine, _MOMENT)
+    return {
+        machine: rule.runs(machine, mine[place], masked[place])
+        for place, machine in enumerate(often.tolist())
+    }
+
+
+def short_stretches(flags: Mask, longest: int) -> Mask:
+    """Return [N, W], the stretches of set flags that are no longer than `longest`.
+
+    Example:
+        >>> short_stretches(np.array([[True, True, True, False, True]]), 2)
+        array([[False, False, False, False,  True]])
+    """
+    edges = np.diff(flags.astype(np.int8), axis=1, prepend=0, append=0)
+    rows, starts = np.nonzero(edges > 0)
+    stops = np.nonzero(edges < 0)[1]
+    long = stops - starts > longest
+    edges[rows[long], starts[long]] = 0
+    edges[rows[long], stops[long]] = 0
+    short: Mask = edges.cumsum(axis=1, dtype=np.int8)[:, :-1] > 0
+    return short
 
 
 def long_runs(runs: Mapping[int, Sequence[Run]], rule: Rule) -> list[Run]:
@@ -159,6 +177,4 @@ def long_runs(runs: Mapping[int, Sequence[Run]], rule: Rule) -> list[Run]:
 def resting(share: F64, rules: DetectConfig) -> Mask:
     """Return [W], windows of short stretches in which the machines do less than they mostly do."""
     low = share < rules.rest_share
-    for start, stop in stretches(low):
-        low[start:stop] = stop - start <= rules.idle_seconds
-    return np.asarray(low)
+    return np.asarray(short_stretches(low[None], rules.idle_seconds)[0])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planish.minder.detect.distances import median_of_known
-from planish.minder.detect.frame import F32, F64, I64, Mask
+from planish.minder.detect.frame import F32, I64, Mask
 
 BLOCK_SECONDS = 30
 """Machines are compared by their medians over this time, which holds an iteration of most jobs."""
@@ -87,21 +87,19 @@ def find_parts(
     return parts
 
 
-def block_medians(values: F32, masked: Mask, first: int, blocks: int) -> F64:
+def block_medians(values: F32, masked: Mask, first: int, blocks: int) -> F32:
     """Return [B, N]; NaN where less than half of a block is known."""
     rows = slice(first, first + blocks * BLOCK_SECONDS)
     shape = (blocks, BLOCK_SECONDS, values.shape[1])
     pieces, unknown = values[rows].reshape(shape), masked[rows].reshape(shape)
-    if not unknown.any():
-        return np.median(pieces, axis=1).astype(np.float64)
     lines = pieces.transpose(0, 2, 1).reshape(-1, BLOCK_SECONDS)
     here = ~unknown.transpose(0, 2, 1).reshape(-1, BLOCK_SECONDS)
     medians = median_of_known(lines, here)
     medians[2 * here.sum(axis=1) < BLOCK_SECONDS] = np.nan
-    return medians.reshape(blocks, -1).astype(np.float64)
+    return medians.reshape(blocks, -1)
 
 
-def _sides(medians: F64, gap: float, smallest: int) -> tuple[I64, Mask]:
+def _sides(medians: F32, gap: float, smallest: int) -> tuple[I64, Mask]:
     """Cut each row at its widest gap: sides [B, N], 0 where unknown, and what is apart [B]."""
     ordered = np.sort(medians, axis=1)
     counts = np.isfinite(medians).sum(axis=1, keepdims=True)
