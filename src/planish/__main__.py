@@ -220,7 +220,7 @@ def _print_pieces(run: Callable[..., Lines], options: argparse.Namespace, consol
     """Print what a command yields, and how far long ones have come."""
     from rich.text import Text
 
-    from planish.checkpoint.cli.command import Ended
+    from planish.base.errors import Ended
     from planish.show.text import table
 
     with _Bar(bytes_=options.command == "checkpoint") as bar:

@@ -10,6 +10,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from planish import store
+from planish.checkpoint.reshard.retain import apply_retention
 from planish.records import layout
 from planish.stages.prepare.chain import Link
 from planish.stages.prepare.cluster import retries_under
@@ -18,7 +19,6 @@ from planish.stages.prepare.run_file import RunFile, StartPins
 from planish.stages.report.gather import gather
 from planish.stages.report.page import build_page
 from planish.stages.report.render import render_markdown
-from planish.stages.reshard.retain import apply_retention
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 from tests.unit.stages.curate.test_curate_stage import curate
 from tests.unit.stages.report.synthetic_run import build_run
@@ -114,4 +114,4 @@ def test_the_pages_of_a_reshard_are_clean(file_root, tmp_path):
         write_checkpoint(f"{file_root}/a_b/{step}", tiny_model(layers=1), step=step)
     for folder in (f"{file_root}/a_b", ""):
         outcome = apply_retention(folder, 1, 0)
-        assert faults(outcome.documents["summary"]) == []
+        assert faults(outcome.page) == []

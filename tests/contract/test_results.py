@@ -10,7 +10,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "tests/benchmarks/results"
 SOURCE = "src/planish"
 MEASURES = {
-    "gpu.json": ["algorithms", "checkpoint/save", "engines/transformers", "models", "stages/train"],
+    "gpu.json": [
+        "algorithms",
+        "checkpoint/saving",
+        "engines/transformers",
+        "models",
+        "stages/train",
+    ],
     "gpu_profile.json": ["engines/planner"],
 }
 """Results with the label `measured-1gpu`, to the folders whose speed they measure."""

@@ -3,11 +3,11 @@
 import torch.distributed as dist
 
 from planish.checkpoint.adapters.base import apply, collect
-from planish.checkpoint.load.agree import LoadOptions
-from planish.checkpoint.load.load import load_state, open_on_all
+from planish.checkpoint.loading.agree import LoadOptions
+from planish.checkpoint.loading.load import load_state, open_on_all
 from planish.checkpoint.ranks.control import control_of
-from planish.checkpoint.save.agree import SaveOptions
-from planish.checkpoint.save.engine import default_engine
+from planish.checkpoint.saving.agree import SaveOptions
+from planish.checkpoint.saving.engine import default_engine
 
 
 def groups():

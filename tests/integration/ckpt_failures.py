@@ -18,7 +18,7 @@ from pathlib import Path
 
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.commit.commit import read_commit
-from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.loading.reader import open_state
 from planish.checkpoint.watch.monitor import TIMINGS
 from planish.store import open_store
 from planish.store.processes import process_start

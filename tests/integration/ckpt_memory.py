@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.loading.reader import open_state
 from tests.integration import ckpt_engine as engine
 
 _numbers = itertools.count()

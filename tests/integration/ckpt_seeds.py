@@ -13,13 +13,13 @@ import torch
 from planish.checkpoint.adapters.loader_state import LoaderShard, LoaderState
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
-from planish.checkpoint.load.agree import LoadOptions
-from planish.checkpoint.load.load import load_state, open_on_all
+from planish.checkpoint.loading.agree import LoadOptions
+from planish.checkpoint.loading.load import load_state, open_on_all
 from planish.checkpoint.ranks.control import Control
-from planish.checkpoint.save import engine as save_engine
-from planish.checkpoint.save import upload
-from planish.checkpoint.save.agree import SaveOptions
-from planish.checkpoint.save.engine import default_engine
+from planish.checkpoint.saving import engine as save_engine
+from planish.checkpoint.saving import upload
+from planish.checkpoint.saving.agree import SaveOptions
+from planish.checkpoint.saving.engine import default_engine
 from planish.store import base
 from planish.store.s3 import S3Store, read_settings
 from tests.integration.ckpt_forks import get_ready, write_json

@@ -8,9 +8,9 @@ import torch
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
 from planish.checkpoint.format.small_objects import decode_extra
-from planish.checkpoint.load.reader import open_state
-from planish.checkpoint.load.slices import SliceReader
-from planish.checkpoint.load.verify import verify
+from planish.checkpoint.loading.reader import open_state
+from planish.checkpoint.loading.slices import SliceReader
+from planish.checkpoint.loading.verify import verify
 from planish.store import open_store
 
 NUMPY = {"F32": np.float32, "I64": np.int64, "U8": np.uint8}

@@ -10,7 +10,7 @@ import torch
 
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
-from planish.checkpoint.save.agree import SaveOptions
+from planish.checkpoint.saving.agree import SaveOptions
 from tests.integration.ckpt_seeds import saved, started, values
 
 TYPES = {"F32": np.float32, "I64": np.int64}

@@ -21,8 +21,8 @@ two jobs save one path                 races (one of them paused); stops
 paused job resumes after a commit      races; stops
 overwrite interrupted at each request  here (each kill is also done to an overwrite); stops
 collection and retention beside        races; stops
-object deleted, flipped, cut; COMMIT   `unit/checkpoint/load`; on the server's disk; on one rank of
-gone, LATEST dangling                  several: `test_ckpt_load_faults`
+object deleted, flipped, cut; COMMIT   `unit/checkpoint/loading`; on the server's disk; on one
+gone, LATEST dangling                  rank of several: `test_ckpt_load_faults`
 save N fails, N + 1 succeeds           training: seven causes, the jobs going on; save
 state changed right after save()       training: upload held back
 plan cache, change on rank 3 only      training

@@ -12,9 +12,9 @@ from planish.base.errors import CheckpointNotFound
 from planish.checkpoint.adapters.placement import TYPES
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import ITEM_BYTES, Collected, LocalItem, TensorSpec
-from planish.checkpoint.load.agree import LoadOptions
-from planish.checkpoint.load.fill import RAW
-from planish.checkpoint.load.load import load_state, open_on_all
+from planish.checkpoint.loading.agree import LoadOptions
+from planish.checkpoint.loading.fill import RAW
+from planish.checkpoint.loading.load import load_state, open_on_all
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.watch import monitor
 from tests.integration.ckpt_forks import run_ranks

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from planish.checkpoint.format.items import Collected
-from planish.checkpoint.load.agree import LoadOptions
-from planish.checkpoint.load.load import load_state, open_on_all
-from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.loading.agree import LoadOptions
+from planish.checkpoint.loading.load import load_state, open_on_all
+from planish.checkpoint.loading.reader import open_state
 from planish.store import open_store
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.test_ckpt_load import boxes_for, joined, raw_of, target, weights

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planish.checkpoint.load.reader import open_state
-from planish.checkpoint.load.slices import SliceReader
+from planish.checkpoint.loading.reader import open_state
+from planish.checkpoint.loading.slices import SliceReader
 from tests import thin
 from tests.integration import ckpt_engine as engine
 from tests.integration.ckpt_forks import run_ranks

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from planish.base.errors import CheckpointExists, LayoutMismatch, PlanMismatch, SaveFailed
 from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
-from planish.checkpoint.save.agree import SaveOptions
-from planish.checkpoint.save.engine import default_engine
+from planish.checkpoint.saving.agree import SaveOptions
+from planish.checkpoint.saving.engine import default_engine
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_states import (
     assert_holds,

@@ -12,8 +12,8 @@ import torch
 
 from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
 from planish.checkpoint.commit import catalog
-from planish.checkpoint.save.agree import SaveOptions
-from planish.checkpoint.save.engine import default_engine
+from planish.checkpoint.saving.agree import SaveOptions
+from planish.checkpoint.saving.engine import default_engine
 from planish.store import open_store
 from tests.integration.ckpt_states import (
     assert_holds,

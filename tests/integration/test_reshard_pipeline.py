@@ -9,9 +9,9 @@ from planish.checkpoint.convert.export_hf import encode_header
 from planish.checkpoint.convert.hf_names import Form
 from planish.checkpoint.convert.layouts import Layout
 from planish.checkpoint.format.items import ITEM_BYTES
-from planish.checkpoint.load.fill import RAW
-from planish.checkpoint.load.reader import open_state
-from planish.checkpoint.load.slices import SliceReader
+from planish.checkpoint.loading.fill import RAW
+from planish.checkpoint.loading.reader import open_state
+from planish.checkpoint.loading.slices import SliceReader
 from planish.records import fetch_files, layout, write_files
 from planish.store import open_store
 from planish.store.documents import read_json

@@ -5,9 +5,9 @@ import torch
 
 from planish.checkpoint import train_state as api
 from planish.checkpoint.convert.export_hf import export
+from planish.checkpoint.reshard.verify import compare_policy
 from planish.models.policy import load_policy
 from planish.stages.export.stage import run as run_export
-from planish.stages.reshard.verify import compare_policy
 from tests.integration.test_train_critic import critic_config, scalars_of
 from tests.integration.test_train_processes import largest_difference, trained_by_one_and_two
 from tests.integration.test_train_reference import reference_of

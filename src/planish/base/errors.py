@@ -255,3 +255,11 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, (StoreUnavailable, PeerLost, ClusterError, BackendUnavailable)):
         return EXIT_TRANSIENT
     return EXIT_FAILED
+
+
+class Ended(Exception):
+    """A command has printed all, and wants another exit code than 0."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code

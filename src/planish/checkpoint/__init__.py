@@ -43,9 +43,9 @@ if TYPE_CHECKING:
         verify,
     )
     from planish.checkpoint.checkpoint_manager import CheckpointManager, Resumed, Schedule
-    from planish.checkpoint.load.agree import LoadOptions
-    from planish.checkpoint.save.agree import SaveOptions
-    from planish.checkpoint.save.finish import SaveHandle
+    from planish.checkpoint.loading.agree import LoadOptions
+    from planish.checkpoint.saving.agree import SaveOptions
+    from planish.checkpoint.saving.finish import SaveHandle
     from planish.checkpoint.watch.monitor import CheckpointInfo
 
 __all__ = [
@@ -90,21 +90,16 @@ _MODULES = {
     "CheckpointManager": "planish.checkpoint.checkpoint_manager",
     "Consumed": "planish.checkpoint.adapters.loader_state",
     "FlatShard": "planish.checkpoint.adapters.placement",
-    "LoadOptions": "planish.checkpoint.load.agree",
+    "LoadOptions": "planish.checkpoint.loading.agree",
     "Loader": "planish.checkpoint.adapters.loader_state",
     "LoaderShard": "planish.checkpoint.adapters.loader_state",
     "RandomStreams": "planish.checkpoint.adapters.base",
     "Resumed": "planish.checkpoint.checkpoint_manager",
-    "SaveHandle": "planish.checkpoint.save.finish",
-    "SaveOptions": "planish.checkpoint.save.agree",
+    "SaveHandle": "planish.checkpoint.saving.finish",
+    "SaveOptions": "planish.checkpoint.saving.agree",
     "Schedule": "planish.checkpoint.checkpoint_manager",
 }
 """Name to its module; the functions are all in `api`."""
-
-for _room in ("load", "save"):
-    # The rooms have the names of two functions. Loaded here, once, they never hide these again.
-    importlib.import_module(f"planish.checkpoint.{_room}")
-    del globals()[_room]
 
 
 def __getattr__(name: str) -> Any:

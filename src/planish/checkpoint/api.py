@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.convert.diff import diff
-from planish.checkpoint.load.verify import verify
+from planish.checkpoint.loading.verify import verify
 from planish.store import open_store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from planish.checkpoint.save.finish import SaveHandle
+    from planish.checkpoint.saving.finish import SaveHandle
     from planish.checkpoint.watch.monitor import CheckpointInfo
     from planish.records.refs import Ref
     from planish.store import Store
@@ -77,8 +77,8 @@ def save(
         SaveFailed: a rank failed (`async_=False`); `result()` raises it otherwise.
     """
     from planish.checkpoint.adapters.base import collect_roles
-    from planish.checkpoint.save.agree import SaveOptions
-    from planish.checkpoint.save.engine import default_engine
+    from planish.checkpoint.saving.agree import SaveOptions
+    from planish.checkpoint.saving.engine import default_engine
 
     chosen = SaveOptions(path, step=step, is_async=async_, **options)
     return default_engine(process_group).save(
@@ -117,8 +117,8 @@ def load(
             has been touched.
     """
     from planish.checkpoint.adapters.base import apply, collect, split_roles
-    from planish.checkpoint.load.agree import LoadOptions
-    from planish.checkpoint.load.load import load_state, open_on_all
+    from planish.checkpoint.loading.agree import LoadOptions
+    from planish.checkpoint.loading.load import load_state, open_on_all
     from planish.checkpoint.ranks.control import control_of
 
     chosen = LoadOptions(**options)

@@ -24,9 +24,9 @@ from planish.base.errors import (
 )
 from planish.checkpoint.adapters.base import collect_roles
 from planish.checkpoint.commit import catalog
-from planish.checkpoint.save.agree import SaveOptions
-from planish.checkpoint.save.engine import SaveEngine, default_engine
-from planish.checkpoint.save.finish import SaveHandle
+from planish.checkpoint.saving.agree import SaveOptions
+from planish.checkpoint.saving.engine import SaveEngine, default_engine
+from planish.checkpoint.saving.finish import SaveHandle
 from planish.checkpoint.watch.monitor import CheckpointInfo
 from planish.store import Store, open_store, uri_of
 

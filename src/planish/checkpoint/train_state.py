@@ -31,7 +31,7 @@ from planish.records.manifest import MANIFEST, Manifest, manifest_uri, read_mani
 from planish.records.refs import Ref
 
 if TYPE_CHECKING:
-    from planish.checkpoint.load.reader import Opened
+    from planish.checkpoint.loading.reader import Opened
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ def checkpoint_place(place: str) -> str:
 
 def open_checkpoint(pin: str) -> Opened:
     """Open the checkpoint behind the pin of a train state, for reading by this process alone."""
-    from planish.checkpoint.load.reader import open_state
+    from planish.checkpoint.loading.reader import open_state
 
     return open_state(checkpoint_pin(pin))
 
@@ -298,8 +298,8 @@ def read_state_info(pin: str) -> dict[str, Any]:
     `read_record`.
     """
     from planish.checkpoint.format.small_objects import decode_extra
-    from planish.checkpoint.load.extras import names_of
-    from planish.checkpoint.load.reader import BlockReader
+    from planish.checkpoint.loading.extras import names_of
+    from planish.checkpoint.loading.reader import BlockReader
 
     opened = open_checkpoint(pin)
     key = names_of(opened.metadata.objects, POLICY).shared

@@ -6,8 +6,7 @@ import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from planish.base.errors import EXIT_FAILED, ConfigError
-from planish.checkpoint.cli.command import Ended
+from planish.base.errors import EXIT_FAILED, ConfigError, Ended
 from planish.verifiers import (
     VERIFIERS,
     VerifierOptions,

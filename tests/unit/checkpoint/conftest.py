@@ -3,7 +3,7 @@
 import pytest
 
 from planish.checkpoint.ranks.control import Control
-from planish.checkpoint.save.engine import SaveEngine
+from planish.checkpoint.saving.engine import SaveEngine
 
 
 @pytest.fixture(name="engine")

@@ -8,8 +8,8 @@ import torch
 from planish.checkpoint.adapters.placement import TYPES
 from planish.checkpoint.format.geometry import whole
 from planish.checkpoint.format.items import Collected, LocalItem
-from planish.checkpoint.load.fill import RAW
-from planish.checkpoint.load.reader import Opened
+from planish.checkpoint.loading.fill import RAW
+from planish.checkpoint.loading.reader import Opened
 from planish.store import open_store
 
 _numbers = itertools.count()

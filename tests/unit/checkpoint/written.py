@@ -9,7 +9,7 @@ from planish.checkpoint.format.geometry import whole
 from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec
 from planish.checkpoint.format.metafile import block_crcs
 from planish.checkpoint.format.small_objects import encode_extra
-from planish.checkpoint.load.fill import RAW
+from planish.checkpoint.loading.fill import RAW
 from planish.checkpoint.plan.save import plan_save
 from planish.store import open_store
 

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from planish import checkpoint, store
-from planish.base.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointNotFound, ConfigError
+from planish.base.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointNotFound, ConfigError, Ended
 from planish.base.text import Table, bytes_text, rate_text, seconds_text
-from planish.checkpoint.cli.command import Ended, Lines, Progress
+from planish.checkpoint.cli.command import Lines, Progress
 from planish.checkpoint.commit.catalog import CatalogVerdict, Entry
 from planish.checkpoint.format.geometry import volumes
 from planish.checkpoint.format.metafile import Metadata
-from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.loading.reader import open_state
 from planish.checkpoint.train_state import checkpoint_place
 from planish.records.manifest import manifest_uri, read_manifest
 from planish.store import normal_pin

@@ -39,14 +39,6 @@ Lines = Iterator[Table | str]
 """What a command prints, piece by piece; a text is one or more lines as they are."""
 
 
-class Ended(Exception):
-    """A command has printed all, and wants another exit code than 0."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add every command and its options to the parser of `planish checkpoint`."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")

@@ -44,12 +44,12 @@ from planish.checkpoint.format.geometry import Box, box_of, whole
 from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
 from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.format.small_objects import decode_extra
-from planish.checkpoint.load.extras import names_of
-from planish.checkpoint.load.reader import Opened, open_state
-from planish.checkpoint.load.slices import SliceReader
+from planish.checkpoint.loading.extras import names_of
+from planish.checkpoint.loading.reader import Opened, open_state
+from planish.checkpoint.loading.slices import SliceReader
 from planish.checkpoint.ranks.control import Control
-from planish.checkpoint.save.agree import SaveOptions
-from planish.checkpoint.save.engine import SaveEngine
+from planish.checkpoint.saving.agree import SaveOptions
+from planish.checkpoint.saving.engine import SaveEngine
 from planish.checkpoint.watch.monitor import CheckpointInfo
 from planish.store import Store
 

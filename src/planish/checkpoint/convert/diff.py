@@ -13,10 +13,10 @@ import numpy as np
 from planish.checkpoint.convert.hf_names import to_numbers
 from planish.checkpoint.format.geometry import flat_boxes, whole
 from planish.checkpoint.format.items import ITEM_BYTES, TensorSpec, quoted_name
-from planish.checkpoint.load.extras import names_of
-from planish.checkpoint.load.fill import Array
-from planish.checkpoint.load.reader import BlockReader, Opened, open_state
-from planish.checkpoint.load.slices import Slice, SliceReader, batches
+from planish.checkpoint.loading.extras import names_of
+from planish.checkpoint.loading.fill import Array
+from planish.checkpoint.loading.reader import BlockReader, Opened, open_state
+from planish.checkpoint.loading.slices import Slice, SliceReader, batches
 
 WINDOW_BYTES = 32 << 20
 """Of one side; a window holds many small tensors, or a part of a large one."""

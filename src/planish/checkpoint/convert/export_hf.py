@@ -25,8 +25,8 @@ from planish.base.errors import CheckpointError, ConfigError, LayoutMismatch, Ob
 from planish.checkpoint.convert.hf_names import Form, Sources, cast, read_weights, weights_of
 from planish.checkpoint.format.items import ITEM_BYTES
 from planish.checkpoint.format.safetensors_file import NewEntry, plan_header, read_header
-from planish.checkpoint.load.reader import Opened, open_state
-from planish.checkpoint.load.slices import SliceReader, batches
+from planish.checkpoint.loading.reader import Opened, open_state
+from planish.checkpoint.loading.slices import SliceReader, batches
 from planish.checkpoint.pinned import read_pinned
 from planish.checkpoint.ranks.control import Control
 from planish.models.headers import parse_config

@@ -20,9 +20,9 @@ import numpy as np
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import ITEM_BYTES, TensorSpec
-from planish.checkpoint.load.fill import Array
-from planish.checkpoint.load.reader import Opened
-from planish.checkpoint.load.slices import Slice, SliceReader
+from planish.checkpoint.loading.fill import Array
+from planish.checkpoint.loading.reader import Opened
+from planish.checkpoint.loading.slices import Slice, SliceReader
 from planish.models.adapters import DOWN, SCALE, UP, is_adapter
 from planish.models.experts import disk_tensors
 

@@ -27,10 +27,10 @@ from planish.checkpoint.format import metafile
 from planish.checkpoint.format.geometry import box_of, flat_boxes, shift
 from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem
 from planish.checkpoint.format.metafile import DEFAULT_CHECKSUM
-from planish.checkpoint.load.reader import BlockReader, Opened, open_state
-from planish.checkpoint.load.slices import Slice, SliceReader
+from planish.checkpoint.loading.reader import BlockReader, Opened, open_state
+from planish.checkpoint.loading.slices import Slice, SliceReader
 from planish.checkpoint.plan.save import plan_save
-from planish.checkpoint.save.upload import FileUpload, is_large, upload_files
+from planish.checkpoint.saving.upload import FileUpload, is_large, upload_files
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.monitor import Recorder, Timeline
 from planish.store import Store, open_store

@@ -19,9 +19,8 @@ from typing import Any
 from pydantic import Field
 
 from planish.base.config import Section, parse_section, read_toml
-from planish.base.errors import EXIT_FAILED, ConfigError, ObjectMissing, PlanishError
+from planish.base.errors import EXIT_FAILED, ConfigError, Ended, ObjectMissing, PlanishError
 from planish.base.text import Table
-from planish.checkpoint.cli.command import Ended
 from planish.stages.prepare.settings import flatten
 from planish.store import normal_uri
 from planish.store.documents import read_json, write_json

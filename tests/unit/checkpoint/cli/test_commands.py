@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from planish.__main__ import main
 from planish.checkpoint import train_state
 from planish.checkpoint.convert.layouts import Layout
-from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.loading.reader import open_state
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.monitor import Timeline, Timing
 from planish.records import fetch_files, parse_pin

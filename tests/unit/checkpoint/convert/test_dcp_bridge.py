@@ -23,9 +23,9 @@ from planish.checkpoint.convert.dcp_pickle import read_dcp_metadata
 from planish.checkpoint.convert.diff import diff
 from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.small_objects import decode_extra
-from planish.checkpoint.load.fill import RAW
-from planish.checkpoint.load.reader import open_state
-from planish.checkpoint.load.slices import SliceReader
+from planish.checkpoint.loading.fill import RAW
+from planish.checkpoint.loading.reader import open_state
+from planish.checkpoint.loading.slices import SliceReader
 from tests.thin import examples
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint

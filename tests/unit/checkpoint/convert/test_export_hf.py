@@ -22,7 +22,7 @@ from planish.checkpoint.convert import export_hf
 from planish.checkpoint.convert.hf_names import cast, to_bfloat16
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import TensorSpec
-from planish.checkpoint.load.fill import RAW
+from planish.checkpoint.loading.fill import RAW
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy, save_policy
 from planish.records import layout

@@ -12,9 +12,9 @@ from planish.checkpoint.convert.diff import diff
 from planish.checkpoint.convert.layouts import Layout, tensor_parallel_dim
 from planish.checkpoint.convert.rewrite import rewrite
 from planish.checkpoint.format.items import ITEM_BYTES, TensorSpec
-from planish.checkpoint.load.fill import RAW
-from planish.checkpoint.load.reader import BlockReader, check_objects, open_state
-from planish.checkpoint.load.slices import SliceReader
+from planish.checkpoint.loading.fill import RAW
+from planish.checkpoint.loading.reader import BlockReader, check_objects, open_state
+from planish.checkpoint.loading.slices import SliceReader
 from planish.store import open_store
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.planned import random_tiling

@@ -19,9 +19,9 @@ from planish.checkpoint.adapters.loader_state import LoaderShard
 from planish.checkpoint.adapters.placement import FlatShard
 from planish.checkpoint.format.items import TORCH_TYPES
 from planish.checkpoint.format.small_objects import decode_extra
-from planish.checkpoint.load.extras import names_of
-from planish.checkpoint.load.reader import BlockReader, open_state
-from planish.checkpoint.load.slices import SliceReader
+from planish.checkpoint.loading.extras import names_of
+from planish.checkpoint.loading.reader import BlockReader, open_state
+from planish.checkpoint.loading.slices import SliceReader
 
 FOLDER = Path(__file__).parent / "written_by_1"
 STATE_SHA256 = "ce0cb0ae676c8ff779e3fb4610f4fdfcc2325056417fbc31c3768eb244e62645"

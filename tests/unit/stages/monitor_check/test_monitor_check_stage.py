@@ -6,16 +6,13 @@ import numpy as np
 import pytest
 
 from planish import store
-from planish.base.errors import ConfigError
 from planish.minder.detect.frame import Frame
 from planish.minder.detect.result import Result
 from planish.minder.lab.files import write_frame
-from planish.minder.service.config import service_settings
 from planish.records import layout
 from planish.run.avoid import avoided
 from planish.run.stage import PathArtifact
-from planish.stages.monitor_check.stage import find, run, watch
-from planish.store.documents import write_json
+from planish.stages.monitor_check.stage import run
 from tests.unit.tiny_run import make_run
 
 NAMES = tuple(f"node-{i}" for i in range(8))
@@ -129,55 +126,3 @@ def test_wrong_settings_end_the_task_for_good(file_root, tmp_path, recorded):
     with pytest.raises(SystemExit) as error:
         check(file_root, tmp_path)
     assert error.value.code == 2
-
-
-def settings_of(port, *names, machines=("a", "b", "c", "d")):
-    jobs = [{"name": name, "machines": list(machines)} for name in names]
-    return service_settings(
-        {
-            "prometheus": {"url": f"http://127.0.0.1:{port}"},
-            "detect": {"metrics": ["cpu_usage"]},
-            "denoise": {"denoiser": "none"},
-            "jobs": jobs,
-        }
-    )
-
-
-def test_looking_goes_on_until_the_update_is_written(file_root, closed_port):
-    done = layout.update(file_root, 3)
-    pauses = []
-
-    def sleep(seconds):
-        pauses.append(seconds)
-        if len(pauses) == 2:
-            write_json(done, {})
-
-    watched = watch(
-        settings_of(closed_port, "pretrain"),
-        "pretrain",
-        seconds=1000.0,
-        is_over=lambda: store.exists(done),
-        sleep=sleep,
-    )
-    assert pauses == [60, 60]
-    assert (watched.result.status, watched.num_calls, watched.num_failed) == ("skipped", 3, 3)
-
-
-def test_a_job_of_one_machine_is_told_once_to_have_nothing_to_compare(closed_port, caplog):
-    pauses = []
-    watched = watch(
-        settings_of(closed_port, "train", machines=["a"]),
-        "train",
-        seconds=1000.0,
-        is_over=lambda: len(pauses) == 3,
-        sleep=pauses.append,
-    )
-    assert (watched.result.status, watched.result.n_machines) == ("too_few_machines", 1)
-    assert (watched.num_calls, watched.num_failed) == (4, 0)
-    assert caplog.messages == ["nothing to compare job=train machines=1 least=4"]
-
-
-def test_without_a_name_there_must_be_one_job(closed_port):
-    assert find(settings_of(closed_port, "one"), "").name == "one"
-    with pytest.raises(ConfigError, match=r"`job` must be named .* got \['one', 'two'\]"):
-        find(settings_of(closed_port, "one", "two"), "")

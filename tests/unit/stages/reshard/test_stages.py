@@ -10,13 +10,13 @@ from planish.base.errors import CheckpointCorrupt, CheckpointNotFound, ConfigErr
 from planish.checkpoint.convert.export_hf import encode_header, policy_role
 from planish.checkpoint.convert.hf_names import Form
 from planish.checkpoint.convert.layouts import Layout
-from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.loading.reader import open_state
+from planish.checkpoint.reshard.verify import verify
 from planish.records import fetch_files, layout, read_manifest, write_files
 from planish.records.manifest import manifest_uri, seal
 from planish.records.refs import Ref
 from planish.run.stage import PathArtifact
 from planish.stages.reshard.stage import run as reshard
-from planish.stages.reshard.verify import verify
 from planish.store.documents import read_json
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 

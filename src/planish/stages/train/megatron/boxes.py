@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from planish.base.parallel import Grid
-from planish.checkpoint.adapters.placement import FlatShard
+from planish.checkpoint import FlatShard
 from planish.checkpoint.convert.hf_names import LAYER_NAMES, TOP_NAMES
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

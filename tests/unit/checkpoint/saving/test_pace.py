@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from planish.base.errors import SaveFailed
-from planish.checkpoint.save import uploader
-from planish.checkpoint.save.staging import SharedBuffer
-from planish.checkpoint.save.upload import FileUpload, UploadJob
-from planish.checkpoint.save.uploader import Uploader
+from planish.checkpoint.saving import uploader
+from planish.checkpoint.saving.staging import SharedBuffer
+from planish.checkpoint.saving.upload import FileUpload, UploadJob
+from planish.checkpoint.saving.uploader import Uploader
 from planish.run import signals
 from planish.run.signals import Terminated, stops_with
 from planish.stages.train.ranks import boundaries

@@ -15,9 +15,9 @@ import numpy as np
 from planish.base.errors import MissingKeys
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec
-from planish.checkpoint.load.fill import RAW, Array, numpy_targets
-from planish.checkpoint.load.read_pool import ReadPool
-from planish.checkpoint.load.reader import BlockReader, Opened
+from planish.checkpoint.loading.fill import RAW, Array, numpy_targets
+from planish.checkpoint.loading.read_pool import ReadPool
+from planish.checkpoint.loading.reader import BlockReader, Opened
 from planish.checkpoint.plan.match import match
 from planish.checkpoint.plan.share import share_reads
 from planish.checkpoint.watch.monitor import Recorder

@@ -29,10 +29,10 @@ from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.format.small_objects import Claim, list_objects
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.ranks.messages import joined_error
-from planish.checkpoint.save.agree import Agreed, SaveOptions
-from planish.checkpoint.save.staging import SharedBuffer, StagingPool
-from planish.checkpoint.save.upload import UploadJob
-from planish.checkpoint.save.uploader import Uploader
+from planish.checkpoint.saving.agree import Agreed, SaveOptions
+from planish.checkpoint.saving.staging import SharedBuffer, StagingPool
+from planish.checkpoint.saving.upload import UploadJob
+from planish.checkpoint.saving.uploader import Uploader
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.monitor import CheckpointInfo, Recorder, Timeline, Timing
 from planish.store import Store

@@ -25,7 +25,7 @@ from planish.base.errors import (
 )
 from planish.checkpoint.format.items import PARTS, Columns, LocalItem, quoted_name
 from planish.checkpoint.format.metafile import Metadata
-from planish.checkpoint.load.reader import Opened, check_objects
+from planish.checkpoint.loading.reader import Opened, check_objects
 from planish.checkpoint.plan.match import ShardIndex, match
 from planish.checkpoint.plan.reads import RankPart, RankReads, assemble
 from planish.checkpoint.plan.share import SharedReads, share_reads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planish.checkpoint.commit.catalog import CatalogVerdict, gc, retain
-from planish.run.stage import Outcome
+from planish.checkpoint.reshard.job import Page
 from planish.store import open_store
 
 GRACE_SECONDS = 86400.0
@@ -11,26 +11,22 @@ GRACE_SECONDS = 86400.0
 _MAX_LISTED = 200
 
 
-def apply_retention(folder: str, keep_last: int, keep_every: int) -> Outcome:
+def apply_retention(folder: str, keep_last: int, keep_every: int) -> Page:
     """Remove the checkpoints below a folder that no rule keeps; without a folder or rule none."""
     if not folder or keep_last == 0:
-        return Outcome(
-            documents={"summary": "# Retention\n\nNothing was removed: it was not asked for.\n"},
-            metrics={"kept": 0.0, "deleted": 0.0},
-        )
+        page = "# Retention\n\nNothing was removed: it was not asked for.\n"
+        return Page(page, {"kept": 0.0, "deleted": 0.0})
     storage, key = open_store(folder)
     verdicts = retain(storage, key, keep_last=keep_last, keep_every=keep_every)
     leftovers = gc(storage, key, grace_s=GRACE_SECONDS)
     gone = [verdict for verdict in leftovers if verdict.action == "delete"]
     deleted = sum(verdict.action == "delete" for verdict in verdicts)
-    return Outcome(
-        documents={"summary": _summary(folder, [*verdicts, *gone])},
-        metrics={
-            "kept": float(len(verdicts) - deleted),
-            "deleted": float(deleted),
-            "leftovers_cleared": float(len(gone)),
-        },
-    )
+    metrics = {
+        "kept": float(len(verdicts) - deleted),
+        "deleted": float(deleted),
+        "leftovers_cleared": float(len(gone)),
+    }
+    return Page(_summary(folder, [*verdicts, *gone]), metrics)
 
 
 def _summary(folder: str, verdicts: list[CatalogVerdict]) -> str:

@@ -18,10 +18,10 @@ from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.items import LocalItem, TensorSpec
 from planish.checkpoint.format.metafile import block_crcs
 from planish.checkpoint.plan.files import FilePlan, RankPlan
-from planish.checkpoint.save import uploader as module
-from planish.checkpoint.save.staging import SharedBuffer, StagingPool, copy_tensors, part_of
-from planish.checkpoint.save.upload import FileUpload, UploadJob
-from planish.checkpoint.save.uploader import Uploader
+from planish.checkpoint.saving import uploader as module
+from planish.checkpoint.saving.staging import SharedBuffer, StagingPool, copy_tensors, part_of
+from planish.checkpoint.saving.upload import FileUpload, UploadJob
+from planish.checkpoint.saving.uploader import Uploader
 from planish.store import open_store
 from tests.integration.waiting import wait_for
 from tests.processes import shared_memory_of

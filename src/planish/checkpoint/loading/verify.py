@@ -17,7 +17,7 @@ from planish.base.errors import CheckpointCorrupt, CheckpointError, CheckpointIn
 from planish.checkpoint.format.geometry import box_of
 from planish.checkpoint.format.metafile import BLOCK
 from planish.checkpoint.format.safetensors_file import entry_name, read_header
-from planish.checkpoint.load.reader import BlockReader, check_objects, open_state
+from planish.checkpoint.loading.reader import BlockReader, check_objects, open_state
 from planish.store import Store
 
 Level = Literal["meta", "size", "crc"]

@@ -24,13 +24,13 @@ from planish.base.errors import (
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import LocalItem, TensorSpec
 from planish.checkpoint.format.metafile import BLOCK
-from planish.checkpoint.load import verify as module
-from planish.checkpoint.load.agree import LoadOptions
-from planish.checkpoint.load.load import load_state, open_on_all
-from planish.checkpoint.load.read_pool import RING, Rounds
-from planish.checkpoint.load.reader import BlockReader, open_state
-from planish.checkpoint.load.slices import SliceReader
-from planish.checkpoint.load.verify import Fault, verify
+from planish.checkpoint.loading import verify as module
+from planish.checkpoint.loading.agree import LoadOptions
+from planish.checkpoint.loading.load import load_state, open_on_all
+from planish.checkpoint.loading.read_pool import RING, Rounds
+from planish.checkpoint.loading.reader import BlockReader, open_state
+from planish.checkpoint.loading.slices import SliceReader
+from planish.checkpoint.loading.verify import Fault, verify
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.watch import monitor
 from planish.store import open_store
@@ -325,7 +325,7 @@ def test_memory_stays_within_the_state_and_320_mib(tmp_path, what):
             "import torch\n"
             "from planish.checkpoint.format.geometry import whole\n"
             "from planish.checkpoint.ranks.control import Control\n"
-            "from planish.checkpoint.load.load import load_state, open_on_all\n"
+            "from planish.checkpoint.loading.load import load_state, open_on_all\n"
             "from planish.checkpoint.format.items import Collected, LocalItem\n"
             "from planish.checkpoint.format.items import TensorSpec\n"
             f"specs = [TensorSpec('main', 'model', f'w{{n}}', 'F32', {shape}) for n in range(6)]\n"
@@ -334,7 +334,7 @@ def test_memory_stays_within_the_state_and_320_mib(tmp_path, what):
             "{'main': Collected(items)}, Control.single())\n"
         ),
         "verify": (
-            "from planish.checkpoint.load.verify import verify\nrun = lambda: verify(place)\n"
+            "from planish.checkpoint.loading.verify import verify\nrun = lambda: verify(place)\n"
         ),
         "export": (
             "from planish.checkpoint.convert.export_hf import export\n"

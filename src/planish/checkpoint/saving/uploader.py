@@ -1,6 +1,6 @@
 """The worker beside each rank, which writes staged bytes to the store, and the trainer's end of it.
 
-`Uploader` starts `python -m planish.checkpoint.save.uploader FD` once and keeps that process. It
+`Uploader` starts `python -m planish.checkpoint.saving.uploader FD` once and keeps that process. It
 never imports torch nor the user's main script, so that needs no `__main__` guard; it lets the
 trainer's threads run first, and ends when the trainer does. Where a process is not worth its start,
 or can not reach the store, a thread does the same work behind the same connection.
@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any
 from planish.base.errors import SaveFailed
 from planish.base.startup import ENDING
 from planish.checkpoint.ranks.messages import decode_errors, encode_errors, joined_error
-from planish.checkpoint.save.upload import FileUpload, UploadJob, run_job
+from planish.checkpoint.saving.upload import FileUpload, UploadJob, run_job
 from planish.store import Store, open_store
 
 if TYPE_CHECKING:
-    from planish.checkpoint.save.staging import SharedBuffer
+    from planish.checkpoint.saving.staging import SharedBuffer
 
 STORE_SETTINGS = ("MINIO_", "AWS_", "PLANISH_")
 """The process is started anew when environment variables that begin so have changed."""
@@ -82,7 +82,7 @@ class Uploader:
         package = str(Path(__file__).resolve().parents[3])
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         # Not the main script and not its folder: only this package and what it imports.
-        command = [sys.executable, "-P", "-m", "planish.checkpoint.save.uploader"]
+        command = [sys.executable, "-P", "-m", "planish.checkpoint.saving.uploader"]
         with theirs:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())],

@@ -22,12 +22,12 @@ from planish.base.errors import PeerLost
 from planish.checkpoint.commit.commit import Commit
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.items import Collected
-from planish.checkpoint.load.agree import JobPlan, LoadOptions, fit_items, plan_job
-from planish.checkpoint.load.exchange import Exchange, Stopped
-from planish.checkpoint.load.extras import Extras, read_extras
-from planish.checkpoint.load.fill import Targets, tensor_targets
-from planish.checkpoint.load.read_pool import ReadPool
-from planish.checkpoint.load.reader import (
+from planish.checkpoint.loading.agree import JobPlan, LoadOptions, fit_items, plan_job
+from planish.checkpoint.loading.exchange import Exchange, Stopped
+from planish.checkpoint.loading.extras import Extras, read_extras
+from planish.checkpoint.loading.fill import Targets, tensor_targets
+from planish.checkpoint.loading.read_pool import ReadPool
+from planish.checkpoint.loading.reader import (
     MAX_DECODED_BYTES,
     BlockReader,
     Opened,

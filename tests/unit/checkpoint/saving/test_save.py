@@ -16,10 +16,10 @@ from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import Collected, Columns, LocalItem, TensorSpec
 from planish.checkpoint.format.small_objects import Claim, choose_writers, differing, list_objects
 from planish.checkpoint.ranks.control import Control
-from planish.checkpoint.save import engine as save_engine
-from planish.checkpoint.save import upload
-from planish.checkpoint.save.agree import MOST_PLANS, SaveOptions, plan_key
-from planish.checkpoint.save.engine import SaveEngine
+from planish.checkpoint.saving import engine as save_engine
+from planish.checkpoint.saving import upload
+from planish.checkpoint.saving.agree import MOST_PLANS, SaveOptions, plan_key
+from planish.checkpoint.saving.engine import SaveEngine
 from planish.checkpoint.watch import monitor
 from planish.store import SINGLE_PUT_BYTES, open_store
 from tests.integration.ckpt_states import assert_holds, attempts, commit_json, read_back, state_of

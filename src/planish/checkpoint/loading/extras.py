@@ -14,8 +14,8 @@ from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.adapters.loader_state import LoaderState, sources
 from planish.checkpoint.format.items import Collected
 from planish.checkpoint.format.small_objects import decode_extra, encode_extra
-from planish.checkpoint.load.agree import LoadOptions
-from planish.checkpoint.load.reader import BlockReader
+from planish.checkpoint.loading.agree import LoadOptions
+from planish.checkpoint.loading.reader import BlockReader
 
 if TYPE_CHECKING:
     from planish.checkpoint.ranks.control import Control

@@ -15,17 +15,16 @@ from planish.checkpoint.convert.export_hf import CONFIG
 from planish.checkpoint.convert.hf_names import WeightPart, cast, read_weights, weights_of
 from planish.checkpoint.format.items import ITEM_BYTES, quoted_name
 from planish.checkpoint.format.safetensors_file import StoredEntry, read_header
-from planish.checkpoint.load.fill import RAW
-from planish.checkpoint.load.reader import open_state
-from planish.checkpoint.load.slices import SliceReader
-from planish.checkpoint.load.verify import verify as verify_blocks
+from planish.checkpoint.loading.fill import RAW
+from planish.checkpoint.loading.reader import open_state
+from planish.checkpoint.loading.slices import SliceReader
+from planish.checkpoint.loading.verify import verify as verify_blocks
+from planish.checkpoint.reshard.job import CHECKPOINT_SCHEMA, Page, facts_page
+from planish.checkpoint.reshard.write import log_tenths
 from planish.models.headers import parse_config
 from planish.records.files import hash_object
 from planish.records.manifest import read_manifest
 from planish.records.refs import Ref
-from planish.run.stage import Outcome
-from planish.stages.reshard.job import CHECKPOINT_SCHEMA, facts_page
-from planish.stages.reshard.reshard import log_tenths
 
 _MAX_LISTED = 50
 WINDOW_BYTES = 16 << 20
@@ -46,7 +45,7 @@ class Findings:
     """One sentence for each object, block or tensor that differs."""
 
 
-def verify(ref: Ref, source_pin: str) -> Outcome:
+def verify(ref: Ref, source_pin: str) -> Page:
     """Check a checkpoint or policy, and compare it with its source.
 
     Raises:
@@ -74,7 +73,7 @@ def verify(ref: Ref, source_pin: str) -> Outcome:
         rows["equal"] = f"{found.num_tensors} tensors, {size}, bit by bit, to `{source}`"
         metrics["compared_tensors"] = float(found.num_tensors)
         metrics["compared_bytes"] = float(found.num_compared_bytes)
-    return Outcome(documents={"summary": facts_page("Verified", rows)}, metrics=metrics)
+    return Page(facts_page("Verified", rows), metrics)
 
 
 def compare_checkpoint(ref: Ref, source_pin: str) -> Findings:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planish.checkpoint.load.fill import Bytes, PieceList, Targets, rows_by_request
-from planish.checkpoint.load.reader import BlockReader
+from planish.checkpoint.loading.fill import Bytes, PieceList, Targets, rows_by_request
+from planish.checkpoint.loading.reader import BlockReader
 from planish.checkpoint.plan.reads import RankReads
 from planish.checkpoint.watch.monitor import Recorder, Timing
 

@@ -23,8 +23,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from planish.base.errors import PeerLost
 from planish.checkpoint.format.geometry import I64
 from planish.checkpoint.format.metafile import as_bytes
-from planish.checkpoint.load.fill import Bytes, PieceList, Targets
-from planish.checkpoint.load.read_pool import RING, ReadPool, Rounds
+from planish.checkpoint.loading.fill import Bytes, PieceList, Targets
+from planish.checkpoint.loading.read_pool import RING, ReadPool, Rounds
 from planish.checkpoint.plan.reads import Pieces, RankReads
 from planish.checkpoint.watch.monitor import Recorder
 

@@ -25,11 +25,11 @@ from planish.base import telemetry
 from planish.base.errors import SaveFailed
 from planish.checkpoint.commit.journal import attempt_folder
 from planish.checkpoint.ranks.control import Control, control_of
-from planish.checkpoint.save.agree import Planner, Roles, SaveOptions, Skipped
-from planish.checkpoint.save.finish import AfterCommit, Save, SaveHandle, commit, end, write
-from planish.checkpoint.save.staging import StagingPool, copy_tensors
-from planish.checkpoint.save.upload import FileUpload, UploadJob
-from planish.checkpoint.save.uploader import Uploader
+from planish.checkpoint.saving.agree import Planner, Roles, SaveOptions, Skipped
+from planish.checkpoint.saving.finish import AfterCommit, Save, SaveHandle, commit, end, write
+from planish.checkpoint.saving.staging import StagingPool, copy_tensors
+from planish.checkpoint.saving.upload import FileUpload, UploadJob
+from planish.checkpoint.saving.uploader import Uploader
 from planish.checkpoint.watch.monitor import CheckpointInfo, Recorder
 from planish.store import Store, open_store, uri_of
 

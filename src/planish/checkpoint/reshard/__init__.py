@@ -1,0 +1,1 @@
+"""Write a checkpoint anew for another layout, check it, and keep the newest of a folder."""
