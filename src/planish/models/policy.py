@@ -6,6 +6,7 @@ written last. Weights are safetensors only; no model brings its own code.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import tempfile
@@ -272,9 +273,11 @@ def _without_storage(_: nn.Module, __: str, param: nn.Parameter | None) -> nn.Pa
     return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
 
 
-# It stays: torch does not bear that a hook comes or goes while another thread builds a module. The
-# hook may return another parameter, which its type does not say.
-register_module_parameter_registration_hook(_without_storage)  # type: ignore[arg-type]
+@functools.cache
+def _install_hook() -> None:
+    """Install the hook once; it stays, since torch fails where one goes while a thread builds."""
+    # The hook may return another parameter, which its type does not say.
+    register_module_parameter_registration_hook(_without_storage)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -283,6 +286,7 @@ def without_weights() -> Iterator[None]:
 
     Modules keep the buffers that they compute, as under `include_buffers=False` of accelerate.
     """
+    _install_hook()
     _blank.is_on = True
     try:
         yield

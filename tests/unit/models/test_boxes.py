@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -91,6 +93,16 @@ def test_adapters_of_a_frame_are_drawn_as_those_of_a_model(pin):
         assert parameter.is_meta != is_adapter(name)
         assert parameter.requires_grad == drawn[name].requires_grad
         assert not is_adapter(name) or torch.equal(parameter, drawn[name])
+
+
+def test_an_import_of_the_policy_leaves_torch_as_it_is():
+    code = (
+        "import planish.models.policy\n"
+        "from torch.nn.modules import module\n"
+        "print(len(module._global_parameter_registration_hooks))"
+    )
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert seen.stdout == "0\n"
 
 
 def test_what_threads_build_without_weights_leaves_other_modules_theirs():
