@@ -1,7 +1,7 @@
-"""Checkpoints that load under any layout: everything that a training of one's own needs.
+"""Checkpoints that load under any layout; the public API for a training program of your own.
 
-Each name is imported when it is first used, so that `import planish.checkpoint` is light.
-`docs/checkpoint.md` shows all of it with an example; `train_state` is the pipeline's use of it.
+Each name is imported on first use, so that `import planish.checkpoint` is light.
+`docs/checkpoint.md` has an example of every function; the pipeline uses `train_state`.
 
 Source: ByteCheckpoint, arXiv 2407.20143.
 """

@@ -85,8 +85,8 @@ def save(
 ) -> Ref:
     """Write a train state; it becomes visible as a whole or not at all.
 
-    Every rank calls it with its own shards; tensors that all ranks hold are written once. What lay
-    there before is replaced once this state is whole; a save that fails leaves it.
+    Every rank calls it with its own shards; tensors that all ranks hold are written once. An older
+    state at the same place is replaced when the new one is complete; a failed save keeps it.
 
     Args:
         state: `{"model": {name: tensor}, "optimizer": {...}, "random": {...}, "extra": {...}}`.
@@ -141,13 +141,13 @@ def begin_save(
         digest = handle.result().sha256
         manifest, data = seal(STATE_SCHEMA, 0, (), parents, {**attributes, _DIGEST: digest})
         if ranks.is_first:
-            # Until now an older record was that of a whole state; killed here, it names another.
+            # A kill before this line leaves an older record, which names the replaced state.
             _write_record(uri, data, digest)
             try:
-                # Beside it lie what killed saves of other steps have left.
+                # Killed saves of other steps may have left files beside it.
                 api.gc(uri.rpartition("/")[0], grace_s=GARBAGE_SECONDS)
             except (StoreError, CheckpointError) as error:
-                # The state is saved; what killed and replaced saves left is cleared another time.
+                # The state is saved; a later save clears the leftovers.
                 logger.warning("leftovers of saves stay uri=%s error=%s", uri, error)
         return manifest.ref(uri)
 
@@ -223,7 +223,7 @@ def load(
     chosen = (*(kind for part, kind in KINDS.items() if part in wanted), "extra")
     api.load(place, roles, framework, parts=tuple(dict.fromkeys(chosen)))
     ranks.barrier()
-    # The load has brought it along with the policy; a critic alone has none.
+    # A load of the policy brings `extra` along; a load of the critic alone does not.
     extra: dict[str, Any] | None = roles.get(POLICY, {}).get("extra")
     return read_state_info(pin) if extra is None else extra
 

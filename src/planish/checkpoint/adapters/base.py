@@ -1,7 +1,8 @@
-"""What every framework's state looks like to the engine: `collect` before, `apply` after a load.
+"""The framework-neutral view of a state: `collect` before a save or load, `apply` after a load.
 
-Kind `model` has parameters and saved buffers by their names without wrappers, kind `optim` has
-`<parameter>.<state>`, kind `extra` has tensors of one rank. Nothing is copied or sent here.
+Kind `model` holds parameters and persistent buffers under their names without wrappers, kind
+`optim` holds `<parameter>.<state>`, kind `extra` holds tensors of one rank. No tensor is copied or
+sent here.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3 (one planner per framework, one engine).
 """
@@ -101,7 +102,7 @@ def collect(
             `apply`).
         metadata: of the checkpoint to load; without it a load fills only what exists.
         map_fqn: name of a parameter or buffer here to its name in the checkpoint.
-        parts: of model, optim, extra and loader; what is of others stays as it is.
+        parts: some of model, optim, extra and loader; the other parts keep their values.
 
     Raises:
         TypeError: a tensor cannot be stored: sparse, quantised, meta, nested ...
@@ -197,7 +198,7 @@ def apply(
     *,
     loader_policy: str = "exact",
 ) -> dict[str, str]:
-    """Finish a load: all but the tensors that were filled in place.
+    """Finish a load: restore everything except the tensors, which were filled in place.
 
     Args:
         collected: what `collect(..., for_load=True)` returned, its items filled.

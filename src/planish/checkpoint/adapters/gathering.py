@@ -107,7 +107,7 @@ class Gathering:
         data = target = placed.data
         check_not_expanded(fqn, data)
         if data.is_conj() or data.is_neg():
-            # Its conjugation or sign is still to be taken.
+            # A lazy view: torch has not applied the conjugation or the sign yet.
             data = target.resolve_conj().resolve_neg()
 
             def put(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -130,7 +130,7 @@ class Gathering:
             self.result.finish.append(finish)
 
     def share(self, part: str, **values: Any) -> None:
-        """Add small values that all ranks agree on, unless they say nothing; lists go on."""
+        """Merge small values that every rank has; empty values are skipped, lists are extended."""
         said = {name: value for name, value in values.items() if value}
         if not said or self.for_load:
             return

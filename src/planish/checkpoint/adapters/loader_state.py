@@ -1,8 +1,8 @@
-"""Data-loader state: what each reader holds, and how it is dealt out to another number of ranks.
+"""Data-loader state: the shard of each reader, and its redistribution to another number of ranks.
 
-Nothing is lost and nothing comes twice: for every source, the samples taken before, those in
-buffers and those still to come are the same multiset before and after. Which sample an index means
-(permutation, tokenizer, packing) is the loader's business and is never looked at.
+Redistribution neither loses nor repeats a sample: for every source, the consumed, the buffered and
+the remaining samples form the same multiset before and after. The loader alone knows which sample
+an index stands for (permutation, tokenizer, packing).
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (replicated and sharded loader state, buffers
 split and merged); readers, uneven numbers of ranks and the rule for cursors are ours.
@@ -116,7 +116,7 @@ class Consumed:
 
 @dataclass
 class LoaderShard:
-    """What one reader holds."""
+    """The state of one reader."""
 
     dp_rank: int
     reader: int
@@ -316,7 +316,7 @@ def _buffers(saved: LoaderState, wanted: LoaderState) -> list[list[Any]]:
         found, before = [], 0
         for reader in range(readers):
             stream = [x for shard in chosen if shard.reader == reader for x in shard.buffer]
-            # One reader's longer runs follow on those of the last, so that ranks get equally many.
+            # Each reader continues where the last one stopped, so that ranks get equal shares.
             found.append(stream[runs(len(stream), spread, before)[place]])
             before += len(stream)
         return found

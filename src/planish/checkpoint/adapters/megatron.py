@@ -113,7 +113,7 @@ class MegatronSite:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of that tensor."""
+        """Global shape of that tensor."""
         return tuple(self._built(self.entry.data)[0].global_shape)
 
     @property

@@ -64,7 +64,7 @@ def _gather_module(gathering: Gathering, named: NamedTensors) -> Sites:
     for name, tensor in named.tensors.items():
         placed, stored = place(name, tensor), gathering.stored
         if name in stored.aliases and stored.find("model", name) is None:
-            # The checkpoint has it under the name alone that it was tied to.
+            # The checkpoint stores a tied tensor once, under its other name.
             gathering.add_alias("model", stored.aliases[name], placed)
         else:
             gathering.add("model", name, placed)
@@ -334,7 +334,7 @@ def _walk(
 
 
 def _place_of(tensor: Tensor) -> Any:
-    """Return what is equal for tensors that are the same values in the same memory."""
+    """Return a key that is equal for tensors of the same values in the same memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     dense = local.layout is torch.strided and not local.is_nested and not local.is_meta
     if not dense or not local.numel():

@@ -34,14 +34,14 @@ class ParameterSite(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, as it is stored."""
+        """Stored shape of the whole parameter."""
 
     @property
     def scalar_shape(self) -> tuple[int, ...]:
-        """Of a per-parameter number, as it is stored; () where a name is of one parameter only."""
+        """Stored shape of a number per parameter; () where a name stands for one parameter."""
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a stored shape is that of the whole, be it under another padding."""
+        """Return whether a stored shape is that of the whole parameter, whatever its padding."""
 
     def gather(self, gathering: Gathering, key: str, value: Tensor) -> None:
         """Collect a moment or a single number."""
@@ -63,7 +63,7 @@ class PlainSite:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return tuple(self.parameter.shape)
 
     @property
@@ -72,7 +72,7 @@ class PlainSite:
         return ()
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether it is the same."""
+        """Return whether the two shapes are equal."""
         return shape == self.shape
 
     def gather(self, gathering: Gathering, key: str, value: Tensor) -> None:

@@ -161,7 +161,7 @@ class StagingPool:
     def warm_one_more(self) -> None:
         """Allocate the second buffer, if there may be one and memory suffices."""
         if self.num_buffers < self.limit:
-            # Without the lock: nobody is to wait for it.
+            # The allocation takes no lock, so that no other thread waits for it.
             with contextlib.suppress(MemoryError):
                 spare = SharedBuffer(self._size)
                 with self._changed:
@@ -248,7 +248,7 @@ def _data_of(item: LocalItem) -> torch.Tensor:
 def part_of(data: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return the elements of a tensor whose row-major bytes are [start, stop), without a copy.
 
-    Only a range that is no run of whole rows of a non-contiguous tensor costs one.
+    A copy is made only where the tensor is not contiguous and the range cuts a row.
     """
     width = data.element_size()
     if start == 0 and stop == data.numel() * width:

@@ -69,7 +69,7 @@ class _File:
 
 @dataclass
 class _Run:
-    """What the threads of one call share."""
+    """State that the threads of one call share."""
 
     storage: Store
     files: list[_File]
@@ -102,16 +102,16 @@ def upload_files(
     """Write objects under write-once keys; all of them or an error, `Cancelled` once `stop` is set.
 
     Args:
-        storage: Where.
-        files: What.
-        source: The bytes.
-        journal: This process's, begun with the keys of large files; the uploads are added to it.
+        storage: Store that gets the files.
+        files: Files to write.
+        source: Source of their bytes.
+        journal: Journal of this process, which names the large files; the uploads are added to it.
         recorder: Gets the stages `serialise` (checksums) and `upload` of each file.
         stop: Setting it ends the upload.
         num_threads: Requests in flight.
-        in_turns: Write a part of each neighbouring file of one state, then the next part of each,
-            in place of one file after the other.
-        pace_s: Begin the last part so many seconds after the first, those between in proportion.
+        in_turns: Interleave the neighbouring files of one state: one part of each, then the next.
+            Otherwise files follow one another.
+        pace_s: Seconds over which the starts of the parts are spread.
         hurry: Setting it ends the pace; whoever sets `stop` sets it too.
     """
     states = [_File(file, None, 1, np.zeros(-(-file.size // BLOCK), np.uint32)) for file in files]

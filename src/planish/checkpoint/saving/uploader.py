@@ -136,7 +136,7 @@ class Uploader:
         return answer
 
     def give_up(self) -> None:
-        """End a job that has not answered, so that nothing is written once it is cleared away."""
+        """Stop a job that has not answered; it must write nothing after its files are removed."""
         connection, self._working = self._working, None
         if connection is None:
             return
@@ -192,8 +192,8 @@ def _leave(connection: Connection) -> None:
 def serve(connection: Connection, store: Store | None = None, parent: int = 0) -> None:
     """Do jobs until the other end leaves, in `store` or the store of each job's URI.
 
-    Once `parent` is not this process's parent any more, the other end is gone, whoever has
-    inherited it, and what it has still sent is not begun.
+    When this process no longer has `parent` as its parent, the training process is dead. Jobs that
+    it had still queued are then dropped, whoever holds its end of the connection.
     """
     stop, hurry, thread = threading.Event(), threading.Event(), threading.Thread()
     with connection:

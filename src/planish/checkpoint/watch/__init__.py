@@ -1,1 +1,1 @@
-"""What saves and loads cost: metrics, timing records and their page."""
+"""Cost of saves and loads: metrics and timing records."""

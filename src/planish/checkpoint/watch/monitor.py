@@ -1,8 +1,8 @@
-"""What each stage of a save or load cost on each rank: records, metrics, stragglers, stored files.
+"""Timings of each stage of a save or load on each rank: records, metrics, stragglers, files.
 
-A save's records lie beside its data, as JSON lines written after the commit, and so do those of
-the last load that was asked to keep them; they are no part of the checkpoint, and their absence is
-no fault. Nothing here fails a save or load.
+A save writes its records beside its data, as JSON lines, after the commit; a load does so where it
+is asked to. The records are no part of the checkpoint, which is complete without them. A fault of
+this module never fails a save or load.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a save has made visible, or a load has read."""
+    """The checkpoint that a save has committed or a load has read."""
 
     uri: str
     step: int
@@ -301,7 +301,7 @@ def store_timings(
 ) -> None:
     """Write the records of a committed save, or of a load, beside the data of the checkpoint.
 
-    Failing to is only logged: a checkpoint may be loaded from where nothing can be written.
+    A failed write is only logged, since a checkpoint may be loaded from a read-only place.
     """
     key = timings_key(folder, attempt, op)
     try:

@@ -1,4 +1,4 @@
-"""What each rank and each stage of a save or load cost, as text.
+"""Report of the time that each rank and each stage of a save or load took, as text.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 5 (heat map of ranks, timeline of one rank).
 """
