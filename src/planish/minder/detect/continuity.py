@@ -26,7 +26,7 @@ from planish.minder.detect.distances import (
     without,
 )
 from planish.minder.detect.frame import COARSE_SECONDS, F32, F64, I64, Frame, Job, Mask
-from planish.minder.detect.metrics_table import BUSY, DEVICES, METRICS
+from planish.minder.detect.metrics_table import BUSY, DEVICES, METRICS, WORK
 from planish.minder.detect.preprocess import Prepared
 from planish.minder.detect.result import Candidate, Evidence, Finding, Kind, Result
 from planish.minder.detect.runs import FEWEST_WINDOWS, Rule, Run, long_runs, runs_of
@@ -37,6 +37,11 @@ _NEXT_SHARE = 0.2
 one, and at most for this share of the time."""
 _ALIKE_SHARE = 0.35
 """And only a machine that is at least this share as far away counts."""
+_WORK_SHARE = 0.2
+"""Where a sample shows another part of an iteration, tensor cores differ by more than this share of
+what another metric of the GPU does."""
+_PAIR_SHARE = 0.5
+"""Where it can show no other part, the next machine is at most this share as far away."""
 _THIRD_SHARE = 0.12
 """The third machine is at most this share as far away as a faulty one."""
 _OTHER_SHARE = 0.5
@@ -284,6 +289,19 @@ def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
     return result
 
 
+def may_be_phase(run: Run, name: str, named: Mapping[str, _Named]) -> bool:
+    """Return whether a machine may differ only by the part of an iteration that its samples show.
+
+    Its tensor cores then differ as well, since they rest in every part in which a GPU does less.
+    """
+    work = named.get(name.replace(METRICS[name].name, WORK))
+    if work is None or work is named[name]:
+        return True
+    rows = slice(run.first, run.last + 1)
+    theirs = work.trace.above[rows, run.machine].mean()
+    return bool(theirs > _WORK_SHARE * _away(run, named[name])[run.machine])
+
+
 def is_alone(
     run: Run,
     name: str,
@@ -294,17 +312,21 @@ def is_alone(
     """Return whether no other machine is nearly as far away, nor a candidate for nearly as long.
 
     Others may have their turns in the `aliased` metrics. Where another metric shows the machine
-    too, only those that differ alike speak against it. A run that was over at the last call,
-    `interval` seconds ago, is not asked about again: what lay before it leaves the window, and a
-    machine that was alone has been found while its run went on.
+    too, only those that differ alike speak against it; where it can show no other part of an
+    iteration, turns do not. A run that was over at the last call, `interval` seconds ago, is not
+    asked about again: what lay before it leaves the window, and a machine that was alone has been
+    found while its run went on.
     """
     metric, rows = named[name], slice(run.first, run.last + 1)
+    away, is_phase = _away(run, metric), may_be_phase(run, name, named)
+    others = np.arange(len(away)) != run.machine
+    share = _NEXT_SHARE if is_phase else _PAIR_SHARE
+    if (away[others] > share * away[run.machine]).any():
+        return False
+    if not is_phase:
+        return True
     since = len(metric.trace.scores) - 1 - run.last
     if since > interval + metric.rule.samples[run.machine]:
-        return False
-    away = _away(run, metric)
-    others = np.arange(len(away)) != run.machine
-    if (away[others] > _NEXT_SHARE * away[run.machine]).any():
         return False
     rest = named.keys() - aliased
     shown = [named[key].candidates[rows, run.machine].mean() for key in rest]
@@ -343,14 +365,17 @@ def is_one_of_many(run: Run, metric: _Named) -> bool:
     """
     away = _away(run, metric)
     others = np.sort(np.delete(away, run.machine))[::-1]
-    least = max(metric.least, _THIRD_SHARE * away[run.machine])
+    # A window of held samples is one sample, whose noise is not averaged.
+    noise = np.sqrt(max(1.0, metric.rule.samples[run.machine] / WINDOW))
+    least = max(noise * metric.least, _THIRD_SHARE * away[run.machine])
     return len(others) > 1 and bool(others[1] > least)
 
 
-def _is_ramp(run: Run, trace: Trace, busy: Iterable[_Named]) -> bool:
+def _is_ramp(run: Run, trace: Trace, busy: Iterable[_Named], held: float) -> bool:
     """Return whether a machine came to differ little by little, as one whose rows run out.
 
     It then draws less power long before it is less `busy`, while a fault shows in all at once.
+    Held samples lengthen that by `held` seconds.
     """
     for metric in busy:
         theirs = metric.runs.get(run.machine, ())
@@ -368,7 +393,7 @@ def _is_ramp(run: Run, trace: Trace, busy: Iterable[_Named]) -> bool:
     few, many = (int((during > share * most).argmax()) for share in (0.25, 0.75))
     rise = (1 - _RAMP_SHARE) * (first - usual)
     is_near = len(before) > WINDOW and before.mean() - usual > rise
-    return bool(is_near or many - few > FEWEST_WINDOWS)
+    return bool(is_near or many - few > FEWEST_WINDOWS + held)
 
 
 def _is_beside(run: Run, name: str, view: View, named: Mapping[str, _Named]) -> bool:
@@ -447,10 +472,13 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
             usual = turn_of(name, known, frame.machines[run.machine], is_again=times > 1)
             # Of a young job it is not known how its machines differ in turn.
             is_slight = _away(run, metric)[run.machine] < 1.75 * metric.least
-            is_new = view.job.is_young and run.first == 0 and is_slight
-            is_gradual = METRICS[name].is_gpu and (is_new or _is_ramp(run, trace, busy))
+            is_from_start = run.first <= metric.rule.samples[run.machine]
+            is_new = view.job.is_young and is_from_start and is_slight
+            needed = metric.rule.needed[run.machine]
+            held = needed - rules.continuity_seconds
+            is_gradual = METRICS[name].is_gpu and (is_new or _is_ramp(run, trace, busy, held))
             if is_gradual or is_split:
-                usual = max(usual, _BEYOND_TURNS * metric.rule.needed[run.machine])
+                usual = max(usual, _BEYOND_TURNS * needed)
             if rules.exhaustive and (run.length <= usual * times or is_one_of_many(run, metric)):
                 continue
             if rules.exhaustive and _is_beside(run, name, view, named):
@@ -472,7 +500,7 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
                 metric=name,
                 kind="dissimilar",
                 run_start=start,
-                confirmed_at=start + int(metric.rule.needed[run.machine]) + WINDOW - 1,
+                confirmed_at=start + int(needed) + WINDOW - 1,
                 duration_s=float(run.last - run.first + WINDOW),
                 score_mean=float(trace.scores[cells][trace.present[cells]].mean()),
                 evidence=evidence,

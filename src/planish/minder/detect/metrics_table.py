@@ -19,6 +19,8 @@ WORST = "_worst"
 """Ends the name of a column with the worst device of each machine, beside that of their mean."""
 BUSY = ("gpu_duty_cycle", "gpu_graphics_engine_activity")
 """Metrics that say whether GPUs do anything."""
+WORK = "gpu_tensor_core_activity"
+"""Metric that falls wherever GPUs do less than most of an iteration asks for."""
 DEVICES = "gpu_count"
 """Column with the number of GPUs of each machine that give samples."""
 JOB_SELECTOR = "$job_selector"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from planish.minder.detect.config import minder_config
+from planish.minder.detect.denoise import Identity, Models
 from planish.minder.detect.detector import Detector
 from planish.minder.detect.frame import Frame, Job
 from tests.unit.minder.waves import METRICS, MODELS, START, detect, waves
@@ -72,6 +73,40 @@ def test_a_scrape_as_slow_as_an_iteration_names_nobody_but_the_odd_machine(machi
     odd.values["gpu_duty_cycle"][500:840, 2] -= 40
     (finding,) = detect(scraped(odd, 20), MODELS, gpu).findings
     assert finding.machine == "node-002"
+
+
+@pytest.mark.parametrize("shown", [0.0, 0.004])
+def test_a_slow_scrape_shows_another_part_of_an_iteration_in_the_tensor_cores_too(shown):
+    work = "gpu_tensor_core_activity"
+    frame = waves(8, 900, swing=5)
+    values = {**frame.values, work: frame.values["gpu_duty_cycle"] / 100}
+    frame = dataclasses.replace(frame, values=values, mask={})
+    # One machine has its turn, another differs for longer: in all that its GPUs do, or in one.
+    for machine, rows, share in ((5, slice(400, 500), 0.01), (2, slice(500, 840), shown)):
+        frame.values["gpu_duty_cycle"][rows, machine] -= 40
+        frame.values[work][rows, machine] -= 40 * share
+    models = Models({name: Identity(name) for name in frame.values})
+    gpu = config(metrics=["gpu_duty_cycle", work])
+    findings = detect(scraped(frame, 20), models, gpu).findings
+    assert [finding.machine for finding in findings] == ["node-002"] * (shown == 0)
+
+
+def test_a_slow_scrape_shows_a_fault_in_two_steps():
+    frame = waves(8, 900, swing=5)
+    frame.values["gpu_duty_cycle"][500:540, 2] -= 18
+    frame.values["gpu_duty_cycle"][540:880, 2] -= 40
+    (finding,) = detect(scraped(frame, 20), MODELS, config()).findings
+    assert finding.machine == "node-002"
+
+
+@pytest.mark.parametrize(("is_young", "named"), [(True, []), (False, ["node-002"])])
+def test_a_slight_difference_from_the_second_sample_on_names_nobody_in_a_young_job(is_young, named):
+    frame = waves(8, 450, swing=1)
+    noise = np.random.default_rng(0).normal(0, 0.2, (450, 8))
+    frame.values["gpu_duty_cycle"][:] = 60 + noise
+    frame.values["gpu_duty_cycle"][20:, 2] -= 7
+    findings = detect(scraped(frame, 20), MODELS, config(), Job(is_young=is_young)).findings
+    assert [finding.machine for finding in findings] == named
 
 
 @pytest.mark.parametrize(
