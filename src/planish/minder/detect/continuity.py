@@ -465,18 +465,25 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
         is_asked = is_first and rules.exhaustive and name not in aliased
         again = metric.again(both, is_young=view.job.is_young) if is_asked else []
         for run in [*long_runs(metric.runs, metric.rule), *again]:
-            if name in aliased and not is_alone(run, name, named, aliased, interval):
+            is_aliased = name in aliased
+            is_phase = is_aliased and may_be_phase(run, name, named)
+            is_from_start = run.first <= metric.rule.samples[run.machine] and view.job.is_young
+            if is_phase and is_from_start:
+                # A young job does not tell this from another part of an iteration.
+                continue
+            if is_aliased and not is_alone(run, name, named, aliased, interval):
                 continue
             times = sum(run.first <= one.first <= run.last for one in metric.runs[run.machine])
             known = view.job.turns.get(name, {})
             usual = turn_of(name, known, frame.machines[run.machine], is_again=times > 1)
             # Of a young job it is not known how its machines differ in turn.
             is_slight = _away(run, metric)[run.machine] < 1.75 * metric.least
-            is_from_start = run.first <= metric.rule.samples[run.machine]
-            is_new = view.job.is_young and is_from_start and is_slight
+            is_new = is_from_start and is_slight
             needed = metric.rule.needed[run.machine]
             held = needed - rules.continuity_seconds
-            is_gradual = METRICS[name].is_gpu and (is_new or _is_ramp(run, trace, busy, held))
+            # The tensor cores of a machine whose rows run out do less as well.
+            is_ramp = (is_phase or not is_aliased) and _is_ramp(run, trace, busy, held)
+            is_gradual = METRICS[name].is_gpu and (is_new or is_ramp)
             if is_gradual or is_split:
                 usual = max(usual, _BEYOND_TURNS * needed)
             if rules.exhaustive and (run.length <= usual * times or is_one_of_many(run, metric)):

@@ -75,20 +75,42 @@ def test_a_scrape_as_slow_as_an_iteration_names_nobody_but_the_odd_machine(machi
     assert finding.machine == "node-002"
 
 
-@pytest.mark.parametrize("shown", [0.0, 0.004])
-def test_a_slow_scrape_shows_another_part_of_an_iteration_in_the_tensor_cores_too(shown):
-    work = "gpu_tensor_core_activity"
-    frame = waves(8, 900, swing=5)
-    values = {**frame.values, work: frame.values["gpu_duty_cycle"] / 100}
-    frame = dataclasses.replace(frame, values=values, mask={})
-    # One machine has its turn, another differs for longer: in all that its GPUs do, or in one.
-    for machine, rows, share in ((5, slice(400, 500), 0.01), (2, slice(500, 840), shown)):
-        frame.values["gpu_duty_cycle"][rows, machine] -= 40
-        frame.values[work][rows, machine] -= 40 * share
+WORK = "gpu_tensor_core_activity"
+
+
+def with_work(*differ, seconds=900):
+    """A job with tensor cores; (machine, rows, GPU activity, tensor cores) say what is missing."""
+    frame = waves(8, seconds, swing=5)
+    values = {**frame.values, WORK: frame.values["gpu_duty_cycle"] / 100}
+    for machine, rows, activity, work in differ:
+        values["gpu_duty_cycle"][rows, machine] -= activity
+        values[WORK][rows, machine] -= work
+    return scraped(dataclasses.replace(frame, values=values, mask={}), 20)
+
+
+def of_gpus(frame, **job):
+    """Machines that are named by GPU metrics."""
     models = Models({name: Identity(name) for name in frame.values})
-    gpu = config(metrics=["gpu_duty_cycle", work])
-    findings = detect(scraped(frame, 20), models, gpu).findings
-    assert [finding.machine for finding in findings] == ["node-002"] * (shown == 0)
+    gpu = config(metrics=["gpu_duty_cycle", WORK])
+    return [finding.machine for finding in detect(frame, models, gpu, Job(**job)).findings]
+
+
+@pytest.mark.parametrize(("work", "named"), [(0.0, ["node-002"]), (0.16, [])])
+def test_a_slow_scrape_shows_another_part_of_an_iteration_in_the_tensor_cores_too(work, named):
+    # One machine has its turn, another differs for longer: in all that its GPUs do, or in one.
+    frame = with_work((5, slice(400, 500), 40, 0.4), (2, slice(500, 840), 40, work))
+    assert of_gpus(frame) == named
+
+
+@pytest.mark.parametrize(("is_young", "named"), [(True, []), (False, ["node-002"])])
+def test_another_part_of_an_iteration_may_last_since_a_young_job_began(is_young, named):
+    frame = with_work((2, slice(0, 450), 40, 0.4), seconds=450)
+    assert of_gpus(frame, is_young=is_young) == named
+
+
+def test_a_gpu_that_does_less_little_by_little_has_no_fewer_rows_where_its_tensor_cores_go_on():
+    steps = ((2, slice(400, 500), 9, 0), (2, slice(500, 860), 20, 0))
+    assert of_gpus(with_work(*steps)) == ["node-002"]
 
 
 def test_a_slow_scrape_shows_a_fault_in_two_steps():
