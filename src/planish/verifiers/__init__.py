@@ -203,7 +203,6 @@ def verify_many(
         with ThreadPoolExecutor(workers) as pool:
             verdicts = list(pool.map(judge, listed))
     judged = zip(listed, verdicts, strict=True)
-    judged = zip(listed, verdicts, strict=True)
     late = [row[1] for row, verdict in judged if verdict.timeout and not verdict.error]
     if late:
         logger.warning(

@@ -1,8 +1,8 @@
 """Which faults the calls of a job name, and since when.
 
-Prometheus waits and holds by `monitoring/rules`, and Alertmanager tells people; here is only what
-makes the findings of many calls one alert. A book reads no clock, so that a replay and the service
-raise the same alerts.
+The rules of `monitoring/rules` keep an alert firing, and Alertmanager sends it to people. This
+module makes one alert of the findings of many calls. A book reads no clock, so that a replay and
+the service raise the same alerts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Alert:
     """One machine that stays unlike its peers, or an event of the whole job."""
 
     id: str
-    """16 hexadecimal digits from job, machine, kind and start: equal after a restart."""
+    """16 hexadecimal digits from job, machine or event, and start: equal after a restart."""
     job: str
     machine: str
     """Node name; empty for an event of the whole job."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,6 @@ class JobMonitor:
         self._idle: list[tuple[int, int]] = []
         self._asked = 0
         self._suspects: dict[str, int] = {}
-        """Machine to the unix second at which it was named."""
         self._named: tuple[str, ...] = ()
         self._started = 0
 
@@ -72,7 +71,7 @@ class JobMonitor:
         stages: Mapping[str, str] | None = None,
         waiting: Stretches | None = None,
         board: str = "",
-        suspects: Collection[str] = (),
+        suspects: Mapping[str, int] | None = None,
     ) -> Result:
         """Look at the job.
 
@@ -82,8 +81,8 @@ class JobMonitor:
             stages: machine to pipeline stage.
             waiting: when each machine only waits for others; it is compared with nobody meanwhile.
             board: model of its boards; empty when not known.
-            suspects: machines that were named within a day, in any job: none has a role. Those that
-                this job names are known.
+            suspects: machines that any job has named, and the unix second; none of the last day has
+                a role. Those that this job names are known.
         """
         begun = time.perf_counter()
         if not frame.num_seconds:
@@ -103,10 +102,10 @@ class JobMonitor:
             ignored.append((start, stop + warmup * (stop - start >= warmup)))
         self._widen(frame, board)
         self._count_devices(frame)
-        self._suspects = {
-            name: at for name, at in self._suspects.items() if at > now - _SUSPECT_SECONDS
+        last_named = {**(suspects or {}), **self._suspects}
+        self.baseline.suspects = {
+            name for name, at in last_named.items() if at > now - _SUSPECT_SECONDS
         }
-        self.baseline.suspects = {*self._suspects, *suspects}
         self.baseline.keep(frame.machines)
         self.usual.keep(frame.machines)
         metrics = columns_of(rules.metrics, frame.values) if rules.role_baseline else ()
@@ -143,6 +142,11 @@ class JobMonitor:
         if stages or self._roles == job.stages:
             self._learn(result, now, ignored)
         return result
+
+    @property
+    def suspects(self) -> Mapping[str, int]:
+        """Machine to the unix second at which this job named it last."""
+        return self._suspects
 
     def _follow(self, frame: Frame, started: int, now: int) -> None:
         """Note which machines have joined and left; a job on other nodes is a new one."""

@@ -47,6 +47,8 @@ class Shared:
     clock: Callable[[], float] = time.monotonic
     has_succeeded: threading.Event = field(default_factory=threading.Event)
     """Set by the first successful call."""
+    suspects: Mapping[str, int] = field(default_factory=dict)
+    """Machine to the unix second at which a job named it last."""
     lacking: set[str] = field(default_factory=set)
     """Metrics without any sample in some job; each is logged once, not for every job."""
 
@@ -143,6 +145,7 @@ class JobWatch:
             stages=info.stages,
             waiting=self._source.waiting(frame, deadline),
             board=board,
+            suspects=shared.suspects,
         )
         asked = suspects(result)
         failed = self._source.failed_boards(sorted(asked), deadline) if asked else set()
@@ -154,6 +157,7 @@ class JobWatch:
             deadline.left()
             if self.is_over:
                 raise BackendUnavailable("the job is watched no longer", code="stopped")
+            shared.suspects = {**shared.suspects, **self.monitor.suspects}
             shared.metrics.pulled(frame, self._source.intervals)
             metrics = shared.settings.detect.metrics
             lacking = {name for name in metrics if not frame.mask[name].any()}

@@ -111,7 +111,7 @@ def test_a_machine_that_was_named_within_a_day_has_no_role():
     frame = job(seconds=900)
     frame.values["cpu_usage"][:, 4] -= 10
     assert named(frame) == []
-    assert named(frame, suspects=["n04"]) == ["n04"]
+    assert named(frame, suspects={"n04": int(frame.ts[0])}) == ["n04"]
 
 
 @pytest.mark.parametrize("pause", [15, 40, 60])

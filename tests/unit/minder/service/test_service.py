@@ -93,6 +93,15 @@ def test_a_fault_is_told_once_acted_upon_and_resolved(caplog):
     assert {alert.machine for _, _, alert in heard.told} == {"a-0"}
 
 
+def test_a_machine_that_one_job_named_has_no_role_in_the_next():
+    watch, clock, shared = watched()
+    run(watch, clock, FAULT + 480)
+    following = JobWatch(replace(watch.info, name="next"), watch._source, shared)
+    assert following.monitor.baseline.suspects == ()
+    following.call()
+    assert following.monitor.baseline.suspects == {"a-0"}
+
+
 def test_failures_are_tried_again_after_1_2_4_to_60_seconds_and_keep_alerts():
     watch, clock, shared = watched()
     run(watch, clock, FAULT + 400)
