@@ -99,7 +99,7 @@ _MODULES = {
     "SaveOptions": "planish.checkpoint.saving.agree",
     "Schedule": "planish.checkpoint.checkpoint_manager",
 }
-"""Name to its module; the functions are all in `api`."""
+"""Name -> its module; the functions are all in `api`."""
 
 
 def __getattr__(name: str) -> Any:

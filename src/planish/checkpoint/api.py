@@ -63,17 +63,17 @@ def save(
 
     Args:
         path: `s3://bucket/prefix`, `file:///folder` or a path.
-        framework: how tensors are spread over ranks.
+        framework: framework that spreads the tensors over ranks.
         async_: return when the state is staged; else when it is committed.
         role: name of the only role; `main` without it.
         process_group: ranks that save; the default group, or this process alone without one.
-        storage: in place of the one that the path names.
+        storage: store to use instead of the one that the path names.
         **options: further fields of `SaveOptions`; equal on all ranks.
 
     Raises:
         TypeError: a value can not be stored; nothing has been written.
-        LayoutMismatch: the shares of the ranks make no whole.
-        PlanMismatch: the ranks do not save the same, or one did not come in time.
+        LayoutMismatch: the shards of the ranks do not tile a tensor.
+        PlanMismatch: the ranks' arguments differ, or a rank did not take part in time.
         SaveFailed: a rank failed (`async_=False`); `result()` raises it otherwise.
     """
     from planish.checkpoint.adapters.base import collect_roles
@@ -97,7 +97,7 @@ def load(
     storage: Store | None = None,
     **options: Any,
 ) -> CheckpointInfo:
-    """Fill a state in place from a checkpoint, whatever ranks and framework saved it.
+    """Fill a state in place from a checkpoint that any ranks and framework have saved.
 
     Args:
         path: place of the checkpoint, or its pin `<uri>#sha256=<digest>`.
@@ -106,7 +106,7 @@ def load(
         **options: fields of `LoadOptions`; equal on all ranks. The rest is as for `save`.
 
     Returns:
-        Which checkpoint it was; `facts` has rng, loader, missing, unexpected, bytes read and
+        Loaded checkpoint; its `facts` has rng, loader, missing, unexpected, bytes read and
         `sharing`.
 
     Raises:
@@ -165,12 +165,12 @@ def list_checkpoints(root: str) -> list[catalog.Entry]:
 
 
 def info(path: str) -> catalog.Entry:
-    """Return what is committed at `path`; raises `CheckpointNotFound` if nothing is."""
+    """Return the checkpoint at `path`; raises `CheckpointNotFound` if there is none."""
     return catalog.info(*open_store(path))
 
 
 def delete(path: str) -> None:
-    """Remove the checkpoint at `path`: from the first request on nothing is visible."""
+    """Remove the checkpoint at `path`; the first request makes it invisible."""
     catalog.delete(*open_store(path))
 
 
@@ -190,7 +190,7 @@ def retain(
 def gc(
     root: str, *, grace_s: float = 86_400.0, dry_run: bool = False
 ) -> list[catalog.CatalogVerdict]:
-    """Clear away what unfinished and replaced saves have left at and below `root`."""
+    """Remove the leftovers of unfinished and replaced saves at and below `root`."""
     return catalog.gc(*open_store(root), grace_s=grace_s, dry_run=dry_run)
 
 
@@ -211,7 +211,7 @@ def export_hf(
 
 
 def import_dcp(folder: str | Path, path: str, *, step: int | None = None) -> CheckpointInfo:
-    """Turn a folder of torch.distributed.checkpoint into a checkpoint, running nothing of it."""
+    """Convert a folder of torch.distributed.checkpoint into a checkpoint; run no code from it."""
     from planish.checkpoint.convert import dcp_bridge
 
     return dcp_bridge.import_dcp(folder, path, step=step)

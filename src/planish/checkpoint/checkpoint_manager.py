@@ -1,4 +1,4 @@
-"""The checkpoints of one training run: saved every so often, kept by rule, resumed from.
+"""Checkpoints of one training run: saves on a schedule, retention by rules, and resume.
 
 The loop calls `step` after every training step; on SIGTERM all ranks save at the same step before
 the machine goes away.
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DAMAGED = (CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound)
-"""What makes `resume` go on to an older checkpoint."""
+"""Errors after which `resume` tries the next older checkpoint."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on."""
+    """Checkpoint from which a run continues."""
 
     info: CheckpointInfo
     skipped: tuple[tuple[str, str], ...] = ()
@@ -50,19 +50,19 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Schedule:
-    """When to save, and what to keep."""
+    """Rules for saves and for retention."""
 
     interval: int
     """Steps between saves, at least 1."""
     keep_last: int = 3
-    """So many of the newest checkpoints stay, at least 1."""
+    """Number of the newest checkpoints that stay, at least 1."""
     keep_every: int = 0
-    """Those whose step is a multiple stay; 0 for no such rule."""
+    """Checkpoints whose step is a multiple of it stay; 0 for no such rule."""
     pins: tuple[int | str, ...] = ()
     grace_s: float = 30.0
-    """After SIGTERM the last save gets so long, seconds."""
+    """Time limit of the last save, after SIGTERM, seconds."""
     max_failures: int = 2
-    """Training goes on after so many failed saves in a row; one more is raised."""
+    """Number of failed saves in a row that training tolerates; the next one is raised."""
 
     def __post_init__(self) -> None:
         least = {"interval": 1, "keep_last": 1, "keep_every": 0, "grace_s": 0, "max_failures": 0}
@@ -92,7 +92,7 @@ class CheckpointManager:
         """Use `root` for this run; a collective of the ranks of the group.
 
         Args:
-            engine: use this instead of the group's own.
+            engine: engine to use instead of the group's own.
             hear_sigterm: on SIGTERM save at the next step and set `should_stop`; only from the main
                 thread.
             options: further fields of `SaveOptions` (`inflight`, `timeout_s`, ...).
@@ -103,7 +103,7 @@ class CheckpointManager:
         self.failures: deque[tuple[str, BaseException]] = deque(maxlen=16)
         """Place and error of the saves that failed, latest last."""
         self.should_stop = False
-        """Whether the last save after SIGTERM has been made: leave the loop."""
+        """True once the last save after SIGTERM has been staged: leave the loop."""
         self._options = options
         self._handles: deque[SaveHandle] = deque()
         self._failed_in_a_row = 0
@@ -139,7 +139,7 @@ class CheckpointManager:
     def save(self, step: int, state: Mapping[str, Any], **options: Any) -> SaveHandle:
         """Save now; a collective. Retention follows once the checkpoint is visible.
 
-        A save that is skipped (`inflight="skip"`) is no failure: nothing waits for it.
+        A skipped save (`inflight="skip"`) does not count as a failure.
         """
         options = {"step": step, **self._options, **options}
         handle = self.engine.save(
@@ -152,7 +152,7 @@ class CheckpointManager:
         return handle
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for all saves under way; raises what the newest one raises, or `TimeoutError`."""
+        """Wait for all saves under way; raise the error of the newest one, or `TimeoutError`."""
         limit = None if timeout is None else time.monotonic() + timeout
         newest = self._handles[-1] if self._handles else None
         for handle in list(self._handles):
@@ -164,15 +164,14 @@ class CheckpointManager:
             newest.result()
 
     def resume(self, state: Mapping[str, Any], **options: Any) -> Resumed | None:
-        """Load the newest checkpoint that is whole; a collective. None if nothing has been
-        committed.
+        """Load the newest intact checkpoint; a collective. Return None if nothing is committed.
 
-        Rank 0 chooses, and all ranks load exactly that state. A damaged one is reported and the
-        next older one is taken. `options` are further arguments of `api.load`.
+        Rank 0 lists the checkpoints, and all ranks load the same one. If one is damaged, the error
+        is logged and the next older one is tried. `options` are further arguments of `api.load`.
 
         Raises:
             CheckpointCorrupt: there are checkpoints, but none can be loaded.
-            LayoutMismatch: the newest whole one does not fit the state.
+            LayoutMismatch: the newest intact one does not fit the state.
         """
         from planish.checkpoint import api
 
@@ -183,7 +182,7 @@ class CheckpointManager:
                 info = api.load(pin, state, self.framework, process_group=self.group, **options)
             except DAMAGED as error:
                 fault = f"{type(error).__name__}: {error}"
-            # A checkpoint that one rank finds damaged is skipped by all of them.
+            # If one rank finds a checkpoint damaged, all ranks skip it.
             call = self.engine.control.call(f"loaded {pin}", 300.0)
             faults = call.gather(fault.encode(), "faults")
             first = next(filter(None, faults), b"") if faults is not None else None
@@ -210,8 +209,8 @@ class CheckpointManager:
     def _must_stop(self, step: int) -> bool:
         """Return whether all ranks are to make their last save at this step.
 
-        The rank that hears the signal first names the next step: every rank sees that name before
-        it gets there, as a step needs all ranks.
+        The first rank with the signal publishes the number of the next step. Every rank reads it by
+        that step at the latest, because a training step needs all ranks.
         """
         control = self.engine.control
         if self._stop_at < 0:
@@ -222,7 +221,7 @@ class CheckpointManager:
         return 0 <= self._stop_at <= step and not self.should_stop
 
     def _look(self) -> None:
-        """Note what has become of saves; too many failures in a row are raised."""
+        """Record the outcomes of ended saves; raise after too many failures in a row."""
         while self._handles and self._handles[0].done():
             handle = self._handles.popleft()
             try:

@@ -1,4 +1,4 @@
-"""Record sets that stand for a checkpoint, read by their pins."""
+"""Reads of the manifest of a train state or policy by its pin."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from planish.records.refs import parse_pin
 def read_pinned(pin: str, schema: str, *, remedy: str) -> tuple[str, Manifest]:
     """Return the folder and the manifest of a finished set.
 
-    `remedy` says what to do if there is no such set.
+    `remedy` is the advice in the error if there is no such set.
 
     Raises:
-        CheckpointIncomplete: no manifest there; its writer never finished.
-        CheckpointError: a set of another schema.
-        RecordError: another manifest than the pinned one.
+        CheckpointIncomplete: there is no manifest; its writer never finished.
+        CheckpointError: the set has another schema.
+        RecordError: the manifest is not the pinned one.
     """
     uri, digest = parse_pin(pin)
     try:

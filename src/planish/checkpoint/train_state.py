@@ -1,8 +1,8 @@
-"""Train states: checkpoints that are records of a run, with parents and a digest like every other.
+"""Train states: checkpoints that are records of a run, with a manifest like every other record.
 
-The manifest beside a checkpoint is written after its COMMIT; it names the checkpoint by the digest
-of its metadata, so a pin of the manifest pins every byte. Policy and critic are two roles of one
-checkpoint. What needs no tensors needs no torch.
+The manifest beside a checkpoint is written after its COMMIT. It names the digest of the metadata,
+so a pin of the manifest pins every byte. Policy and critic are two roles of one checkpoint.
+Functions that need no tensors import no torch.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ PARTS: dict[str, tuple[str, str]] = {
     "critic": (CRITIC, "model"),
     "critic_optimizer": (CRITIC, "optimizer"),
 }
-"""Part of a train state to (role, part of the role)."""
+"""Part of a train state -> (role, part of the role)."""
 
 KINDS: dict[str, str] = {"model": "model", "optimizer": "optim", "random": "extra"}
-"""Part of a role to the kind of its tensors in a checkpoint."""
+"""Part of a role -> kind of its tensors in a checkpoint."""
 
 State = Mapping[str, Any]
-"""Parts of `PARTS` as name -> this rank's part of a tensor, in any form that the framework has
-(`api.save`), and `extra` as JSON. Names are those of transformers, whatever the framework, so that
-every trainer loads what any other has saved."""
+"""Part, of `PARTS` -> name -> this rank's tensor, in any form of the framework (`api.save`); and
+`extra` as JSON. Every framework uses the names of transformers, so that a trainer loads the states
+of any other."""
 
 
 class HeldState(NamedTuple):
-    """What a trainer has in memory of a train state."""
+    """Train state in the memory of a trainer."""
 
     parts: dict[str, Mapping[str, Any]]
     framework: str
-    """How the tensors say which part of the whole they are, as `api.save` names it."""
+    """Framework of the tensors, as for `api.save`: how they are spread over ranks."""
 
 
 GARBAGE_SECONDS = 3600.0
-"""Objects of an attempt that was never committed, or was replaced, are kept for so long."""
+"""Seconds for which objects of an uncommitted or replaced attempt are kept."""
 
 MOST_PACE_SECONDS = 600.0
-"""Longest that an upload is spread over: a save has a limit."""
+"""Most seconds over which an upload is spread, below the time limit of a save."""
 
 _DIGEST = "checkpoint_sha256"
 _STEP = re.compile(r"/step-\d{8}/")
@@ -85,14 +85,14 @@ def save(
 ) -> Ref:
     """Write a train state; it becomes visible as a whole or not at all.
 
-    Every rank calls it with its own shards; tensors that all ranks hold are written once. An older
-    state at the same place is replaced when the new one is complete; a failed save keeps it.
+    Every rank calls it with its own shards; one copy of replicated tensors is written. The new
+    state replaces an older one at the same place when it is complete; a failed save keeps the old.
 
     Args:
         state: `{"model": {name: tensor}, "optimizer": {...}, "random": {...}, "extra": {...}}`.
         parents: name of each input to the sha256 of its manifest.
-        attributes: of the manifest: step, policy_version, config_sha256 ...
-        framework: of the tensors, as `HeldState.framework`.
+        attributes: attributes of the manifest: step, policy_version, config_sha256 ...
+        framework: as `HeldState.framework`.
 
     Raises:
         TypeError: a value is neither a tensor nor a small value of JSON.
@@ -116,15 +116,15 @@ def begin_save(
     ranks: Ranks,
     pace_seconds: float | None = None,
 ) -> Callable[[], Ref]:
-    """Begin to write a train state, as `save` does.
+    """Begin to write a train state; for other arguments and errors see `save`.
 
     Args:
-        pace_seconds: return once the state is staged, and spread its upload over so long; None
-            returns when it is uploaded.
+        pace_seconds: seconds over which the upload is spread, after `begin_save` has returned with
+            the state staged; None: return once the state is committed.
 
     Returns:
         A function that waits until the state is committed, and returns its Ref. Every rank calls it
-        once, from any thread; the state is a record when the first rank's has returned.
+        once, from any thread; the state is a record once the call on the first rank has returned.
     """
     from planish.checkpoint import api
 
@@ -141,7 +141,7 @@ def begin_save(
         digest = handle.result().sha256
         manifest, data = seal(STATE_SCHEMA, 0, (), parents, {**attributes, _DIGEST: digest})
         if ranks.is_first:
-            # A kill before this line leaves an older record, which names the replaced state.
+            # A kill before this line leaves the older manifest, which names the replaced state.
             _write_record(uri, data, digest)
             try:
                 # Killed saves of other steps may have left files beside it.
@@ -157,8 +157,8 @@ def begin_save(
 def _write_record(uri: str, manifest: bytes, digest: str) -> None:
     """Write the manifest of a state that is committed, unless another save has replaced it.
 
-    The order decides: whoever writes over the manifest that was there before a save's commit was
-    still seen can not hide a newer one.
+    It reads the manifest's tag, then COMMIT, then replaces only the manifest of that tag. This
+    order prevents a write over the manifest of a newer save.
 
     Raises:
         CheckpointExists: another save has been committed there since.
@@ -188,13 +188,12 @@ def load(
     ranks: Ranks = SINGLE,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """Fill the tensors of `state` in place from a saved one, whatever ranks saved it.
+    """Fill the tensors of `state` in place from a state that any number of ranks saved.
 
     Args:
         pin: `<uri>#sha256=<digest>`.
-        framework: of the tensors of `state`, whatever saved them.
-        strict: also refuse a saved part that `state` has no place for; per-rank random states never
-            count.
+        framework: framework of the tensors of `state`; another one may have saved them.
+        strict: also refuse saved parts that `state` lacks, except `random`.
 
     Returns:
         The JSON part of the saved state, as `read_state_info`.
@@ -203,7 +202,7 @@ def load(
         LayoutMismatch: names, shapes or types differ; every offender is named and no tensor has
             been touched.
         CheckpointIncomplete: the save never finished.
-        CheckpointError: damaged.
+        CheckpointError: the state is damaged.
     """
     from planish.checkpoint import api
 
@@ -223,7 +222,7 @@ def load(
     chosen = (*(kind for part, kind in KINDS.items() if part in wanted), "extra")
     api.load(place, roles, framework, parts=tuple(dict.fromkeys(chosen)))
     ranks.barrier()
-    # A load of the policy brings `extra` along; a load of the critic alone does not.
+    # A load of the policy also fills `extra`; a load of the critic alone does not.
     extra: dict[str, Any] | None = roles.get(POLICY, {}).get("extra")
     return read_state_info(pin) if extra is None else extra
 
@@ -248,13 +247,13 @@ def read_record(pin: str) -> tuple[str, Manifest]:
 
 
 def checkpoint_pin(pin: str) -> str:
-    """Return the pin of the checkpoint behind that of a train state; errors as `read_record`."""
+    """Return the checkpoint's pin for a train state's pin; errors as `read_record`."""
     uri, manifest = read_record(pin)
     return f"{uri}#sha256={manifest.attributes[_DIGEST]}"
 
 
 def checkpoint_place(place: str) -> str:
-    """Return a place as `reader.open_state` takes it: for a train state's pin its checkpoint's."""
+    """Return a place for `reader.open_state`: of a train state's pin, the checkpoint's pin."""
     uri, mark, digest = place.partition("#sha256=")
     if not mark:
         return place
@@ -267,7 +266,7 @@ def checkpoint_place(place: str) -> str:
 
 
 def open_checkpoint(pin: str) -> Opened:
-    """Open the checkpoint behind the pin of a train state, for reading by this process alone."""
+    """Open the checkpoint of a train state by the state's pin, for reading by one process."""
     from planish.checkpoint.loading.reader import open_state
 
     return open_state(checkpoint_pin(pin))
@@ -284,7 +283,7 @@ def latest(root: str) -> Ref | None:
         manifest = read_manifest(found)
         if manifest.schema != STATE_SCHEMA:
             return manifest.ref(found)
-        # The checkpoint that the manifest names may have been replaced since.
+        # Another save may have replaced the checkpoint that the manifest names.
         commit = read_commit(*store.open_store(found))
         if commit is not None and commit.meta_sha256 == manifest.attributes.get(_DIGEST):
             return manifest.ref(found)
@@ -313,6 +312,6 @@ def read_state_info(pin: str) -> dict[str, Any]:
 
 
 def parts(pin: str) -> set[str]:
-    """Return which parts of `PARTS` a state holds, without reading a tensor."""
+    """Return the parts, of `PARTS`, that a state has, without reading a tensor."""
     held = {key[:2] for key in open_checkpoint(pin).metadata.tensor_ids}
     return {part for part, (role, name) in PARTS.items() if (role, KINDS[name]) in held}

@@ -1,1 +1,1 @@
-"""Adapters: how the state of each training framework becomes boxes of whole tensors, and back."""
+"""Adapters from the state of each training framework to boxes of whole tensors, and back."""

@@ -1,8 +1,7 @@
 """The framework-neutral view of a state: `collect` before a save or load, `apply` after a load.
 
-Kind `model` holds parameters and persistent buffers under their names without wrappers, kind
-`optim` holds `<parameter>.<state>`, kind `extra` holds tensors of one rank. No tensor is copied or
-sent here.
+Kind `model` has parameters and persistent buffers, under names without wrappers; kind `optim` has
+`<parameter>.<state>`; kind `extra` has tensors of one rank. The module copies and sends no tensor.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3 (one planner per framework, one engine).
 """
@@ -31,7 +30,7 @@ FRAMEWORKS: dict[str, Callable[[Gathering, Mapping[str, Any]], None]] = {
     **dict.fromkeys(("plain", "ddp", "fsdp2", "flat"), models.gather_tensors),
     "megatron": megatron.gather_tensors,
 }
-"""Name of `framework` to what collects the tensors of a role's state."""
+"""Name of a framework -> function that collects the tensors of a role's state."""
 PARTS = ("model", "optimizer", "scheduler", "dataloader", "random", "extra")
 """Keys of one role's state."""
 MAIN = "main"
@@ -45,7 +44,7 @@ def split_roles(
 ) -> dict[str, tuple[Mapping[str, Any], str]]:
     """Return role -> (its state, its framework); `ValueError` for unknown parts or frameworks.
 
-    A state has several roles when none of its keys is a part; the only role is `role` or `main`.
+    A state has several roles if none of its keys is a part; else its only role is `role` or `main`.
     """
     parts = [key for key in state if key in PARTS]
     many = bool(state) and not parts and all(isinstance(v, Mapping) for v in state.values())
@@ -98,16 +97,16 @@ def collect(
     """Return a role's tensors and small values on this rank, without copying any.
 
     Args:
-        for_load: items are destinations; what an optimizer lacks is created (it takes its place in
-            `apply`).
-        metadata: of the checkpoint to load; without it a load fills only what exists.
-        map_fqn: name of a parameter or buffer here to its name in the checkpoint.
+        for_load: items are destinations; `collect` creates optimizer states that are missing, and
+            `apply` puts them into the optimizer.
+        metadata: metadata of the checkpoint to load; without it a load fills only existing tensors.
+        map_fqn: function from a parameter's or buffer's name here to its name in the checkpoint.
         parts: some of model, optim, extra and loader; the other parts keep their values.
 
     Raises:
         TypeError: a tensor cannot be stored: sparse, quantised, meta, nested ...
         ValueError: names are ambiguous, or a parameter of an optimizer has none.
-        LayoutMismatch: a shard is no box.
+        LayoutMismatch: a shard is not a box.
     """
     split_roles(state, framework, role)
     gathering = Gathering(
@@ -123,7 +122,7 @@ def collect(
 
 
 def _gather_values(gathering: Gathering, state: Mapping[str, Any]) -> None:
-    """Collect scheduler and extra: equal on all ranks."""
+    """Collect scheduler and extra, which are equal on all ranks."""
     for part in ("scheduler", "extra"):
         value = state.get(part)
         if value is not None and not gathering.for_load:
@@ -143,7 +142,7 @@ def _gather_values(gathering: Gathering, state: Mapping[str, Any]) -> None:
 
 
 def _gather_random(gathering: Gathering, value: Any) -> None:
-    """Collect the random streams of this rank, as streams or as tensors by name."""
+    """Collect the random states of this rank: `RandomStreams`, or tensors by name."""
     if isinstance(value, RandomStreams):
         if not gathering.for_load:
             gathering.result.own["random"] = value.capture()
@@ -164,7 +163,7 @@ def _gather_random(gathering: Gathering, value: Any) -> None:
 
 
 def _loader_of(loader: Any, *, for_load: bool) -> LoaderState:
-    """Return the state of a data loader, or (load) what its rank wants."""
+    """Return the state of a data loader; for a load only its rank and sizes."""
     if hasattr(loader, "ckpt_shards"):
         wanted = LoaderState(
             dp_rank=loader.dp_rank, dp_size=loader.dp_size, num_readers=loader.num_readers
@@ -198,16 +197,16 @@ def apply(
     *,
     loader_policy: str = "exact",
 ) -> dict[str, str]:
-    """Finish a load: restore everything except the tensors, which were filled in place.
+    """Finish a load: restore everything except the tensors, which are already filled in place.
 
     Args:
-        collected: what `collect(..., for_load=True)` returned, its items filled.
+        collected: result of `collect(..., for_load=True)`, with filled items.
         shared: small values of the role.
-        own: small values that the rank of the same number saved; {} without one.
-        loader: loader state of all ranks as read; None without one.
+        own: small values that the rank of the same number saved; {} if there was none.
+        loader: saved loader state of all ranks; None if there is none.
 
     Returns:
-        `rng`: exact or reseeded, `loader`: exact, resharded or restarted; where there is one.
+        `rng`: exact or reseeded; `loader`: exact, resharded or restarted; if the state has them.
     """
     for finish in collected.finish:
         finish(shared, own)
@@ -230,20 +229,20 @@ def apply(
 
 @dataclass
 class RandomStreams:
-    """The generators of this process: of Python, NumPy, torch and the accelerator."""
+    """Random generators of this process: Python, NumPy, torch and the accelerator."""
 
     seed: int
     step: int = 0
-    """Optimizer steps done: streams that are derived differ from step to step."""
+    """Number of optimizer steps done; derived streams depend on it."""
     coordinate: Mapping[str, int] = field(default_factory=dict)
     """Axis of the layout -> this rank's index on it."""
     layout: Mapping[str, int] = field(default_factory=dict)
     """Axis of the layout -> its size."""
     outcome: str = "absent"
-    """What the last load did: `exact`, `reseeded`, or `absent` before any."""
+    """Outcome of the last load: `exact`, `reseeded`, or `absent` before any."""
 
     def capture(self) -> dict[str, Any]:
-        """Return the state of every generator and where it belongs."""
+        """Return the state of every generator, with coordinate and layout of this rank."""
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         streams: dict[str, Any] = {
             "python": random.getstate(),
@@ -259,9 +258,9 @@ class RandomStreams:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> str:
-        """Set the generators; returns `exact` or `reseeded`.
+        """Set the generators to the saved states, or reseed them; return `exact` or `reseeded`.
 
-        Exact needs the saved layout and coordinate, and the same kinds of generators.
+        `exact` needs the saved layout and coordinate, and the same kinds of generators.
         """
         streams = saved.get("streams", {})
         here = (dict(self.coordinate), dict(self.layout))
@@ -280,7 +279,7 @@ class RandomStreams:
         return self.outcome
 
     def derive(self) -> None:
-        """Begin new streams from (seed, step, coordinate)."""
+        """Reseed all generators from (seed, step, coordinate)."""
         place = zlib.crc32(repr(sorted(self.coordinate.items())).encode())
         words = np.random.SeedSequence([self.seed, self.step, place]).generate_state(6, np.uint32)
         wide = [int(words[k]) << 32 | int(words[k + 1]) for k in (0, 2)]

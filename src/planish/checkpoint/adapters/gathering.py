@@ -1,4 +1,4 @@
-"""One role's state as an adapter gathers it: items, small values, and the end of a load."""
+"""Collection of one role's state by an adapter: items, small values, and the end of a load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIMIZER = "optimizer"
 class Stored:
     """The tensors of one role in the checkpoint to load; none without `metadata`.
 
-    `rename` turns the name of a parameter or buffer here into the stored one.
+    `rename` maps the name of a parameter or buffer in the state to the stored name.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Stored:
         aliases = mine.get("aliases", {}) if isinstance(mine, Mapping) else {}
         known = isinstance(aliases, Mapping) and rename is None
         self.aliases: dict[str, str] = dict(aliases) if known else {}
-        """Further name of a tied tensor -> the name it is stored under."""
+        """Further name of a tied tensor -> its stored name."""
         self._states: dict[str, list[str]] | None = None
-        """Stored name of a parameter -> keys of its optimizer state; None: not looked up yet."""
+        """Stored name of a parameter -> keys of its optimizer state; None before the first use."""
 
     def find(self, kind: str, fqn: str) -> TensorSpec | None:
-        """Return a stored tensor, None without it."""
+        """Return the stored tensor for a name in the state, None if there is none."""
         if self._metadata is None:
             return None
         if kind == "optim":
@@ -64,7 +64,7 @@ class Stored:
 
     @functools.cached_property
     def names(self) -> dict[str, list[str]]:
-        """Kind -> names."""
+        """Kind -> stored names."""
         found: dict[str, list[str]] = {}
         if self._metadata is not None:
             for role, kind, fqn in self._metadata.tensor_ids:
@@ -74,7 +74,7 @@ class Stored:
 
 
 class Gathering:
-    """Collects one role's state into `result`; what a load ends with belongs to `part`."""
+    """Collects one role's state into `result`; `after` adds functions for the part `part`."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Gathering:
         data = target = placed.data
         check_not_expanded(fqn, data)
         if data.is_conj() or data.is_neg():
-            # A lazy view: torch has not applied the conjugation or the sign yet.
+            # The tensor is a lazy view: torch has not applied the conjugation or the sign yet.
             data = target.resolve_conj().resolve_neg()
 
             def put(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -118,19 +118,19 @@ class Gathering:
         self._items.append(LocalItem(spec, placed.boxes, data if placed.boxes else None))
 
     def add_alias(self, kind: str, fqn: str, placed: Placed) -> None:
-        """Add a further place for a stored tensor that is also loaded elsewhere."""
+        """Add a destination for a stored tensor that another item may load, too."""
         if kind not in self.parts:
             return
         spec = TensorSpec(self.role, kind, fqn, name_of(placed.data.dtype, fqn), placed.shape)
         self._items.append(LocalItem(spec, placed.boxes, placed.data))
 
     def after(self, finish: Finish, part: str = "") -> None:
-        """Remember what is to be done once items of the part are filled; nothing for a save."""
+        """Register a function for the end of a load of the part; ignore it for a save."""
         if self.for_load and (part or self.part) in self.parts:
             self.result.finish.append(finish)
 
     def share(self, part: str, **values: Any) -> None:
-        """Merge small values that every rank has; empty values are skipped, lists are extended."""
+        """Add small values that all ranks share; skip empty values and extend lists."""
         said = {name: value for name, value in values.items() if value}
         if not said or self.for_load:
             return
@@ -140,7 +140,7 @@ class Gathering:
 
 
 def unite(values: Iterable[Any]) -> list[Any]:
-    """Return modules or optimizers as a list, whether given as one, a list or a dict."""
+    """Return modules or optimizers as one list; each value is one, a list or a dict of them."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, Mapping):
@@ -153,6 +153,6 @@ def unite(values: Iterable[Any]) -> list[Any]:
 
 
 def torch_optimizers(value: Any) -> list[torch.optim.Optimizer]:
-    """Return torch optimizers given as one, a list or a dict, unwrapped; [] for anything else."""
+    """Return one torch optimizer, a list or a dict of them as a list, unwrapped; else []."""
     found = [getattr(one, "optimizer", one) for one in unite([value])]
     return found if all(isinstance(one, torch.optim.Optimizer) for one in found) else []

@@ -18,31 +18,31 @@ from typing import Any, Protocol
 from planish.base.errors import CheckpointCorrupt, LayoutMismatch
 
 CONSUMED = "consumed"
-"""Key of `LoaderState.common` under which the consumed set of each source lies."""
+"""Key in `LoaderState.common` of the consumed sets by source."""
 
 
 class Loader(Protocol):
-    """What a data loader offers so that its position becomes part of a train state."""
+    """Interface of a data loader whose position is part of a train state."""
 
     dp_rank: int
     """Data-parallel rank of this process, 0 .. dp_size - 1."""
     dp_size: int
     num_readers: int
-    """Readers (worker processes) per data-parallel rank."""
+    """Number of readers (worker processes) per data-parallel rank."""
 
     def ckpt_common(self) -> dict[str, Any]:
-        """Return what all ranks agree on: sources, sampling ratios, seed, `consumed`."""
+        """Return the values that all ranks share: sources, sampling ratios, seed, `consumed`."""
 
     def ckpt_shards(self) -> list[LoaderShard]:
         """Return the state of this rank's readers."""
 
     def ckpt_restore(self, common: dict[str, Any], shards: list[LoaderShard]) -> None:
-        """Go on from here: `shards` are those of this rank's readers."""
+        """Continue from this state; `shards` are those of this rank's readers."""
 
 
 @dataclass
 class Consumed:
-    """Which indices of a source have been taken: all below `count`, and those in `ahead`."""
+    """Set of the taken indices of a source: all below `count`, and those in `ahead`."""
 
     count: int = 0
     """First index that is not taken."""
@@ -54,12 +54,12 @@ class Consumed:
         return index < self.count or index in self.ahead
 
     def to_data(self) -> dict[str, Any]:
-        """Return what `from_data` reads."""
+        """Return the plain values that `from_data` reads."""
         return {"count": self.count, "ahead": list(self.ahead)}
 
     @classmethod
     def from_data(cls, raw: object) -> Consumed:
-        """Check a consumed set that was read; `CheckpointCorrupt` if it is none."""
+        """Undo `to_data`; raises `CheckpointCorrupt` if `raw` is not a consumed set."""
         if isinstance(raw, Mapping) and {"count", "ahead"} <= set(raw):
             count, ahead = raw["count"], raw["ahead"]
             if isinstance(ahead, (list, tuple)):
@@ -76,7 +76,7 @@ class Consumed:
 
     @classmethod
     def of(cls, indices: Iterable[int]) -> Consumed:
-        """Build the set of some indices.
+        """Return the set of the given indices.
 
         Example:
             >>> Consumed.of([4, 0, 1])
@@ -87,11 +87,11 @@ class Consumed:
         return cls(count, tuple(taken[count:]))
 
     def after(self, positions: Sequence[int]) -> Consumed:
-        """Return the set once every worker has gone on to its position.
+        """Return the set after every worker has advanced to its position.
 
         Args:
-            positions: [w] first index that worker w has not taken; it takes the indices i with
-                `i % w == its number` that this set lacks, in rising order.
+            positions: [workers], first index that worker k has not taken. It takes, in rising
+                order, the indices i with `i % workers == k` that this set lacks.
 
         Example:
             >>> Consumed().after([4, 1])   # worker 0 took 0 and 2, worker 1 took nothing
@@ -108,7 +108,7 @@ class Consumed:
         return Consumed(count, tuple(i for i in above if i > count))
 
     def left(self, worker: int, num_workers: int) -> Iterator[int]:
-        """Return the endless indices that one worker is to take, rising."""
+        """Return an endless iterator of the indices that one worker takes next, rising."""
         skip = set(self.ahead)
         first = self.count + (worker - self.count) % num_workers
         return (i for i in itertools.count(first, num_workers) if i not in skip)
@@ -122,18 +122,18 @@ class LoaderShard:
     reader: int
     """Number of the reader within its rank."""
     order_key: Any = 0
-    """Orders the shards of one reader where it has several (int, str or tuple of them)."""
+    """Sort key of a reader's shards, if it has several (int, str or tuple of them)."""
     buffer: list[Any] = field(default_factory=list)
-    """Samples that were taken from a source and not handed out yet, in order."""
+    """Samples taken from a source but not yet delivered, in order."""
     cursor: dict[str, int] = field(default_factory=dict)
     """Source -> first index that this reader has not taken."""
     opaque: Any = None
-    """State of a loader that says nothing about itself: good for the same layout only."""
+    """`state_dict` of a loader without the `ckpt_*` methods; it fits only the same layout."""
     num_samples: int = -1
-    """Length of `buffer` where the buffer has not been read; -1: it has."""
+    """Length of a `buffer` that has not been read; -1 if `buffer` is complete."""
 
     def index(self) -> dict[str, Any]:
-        """Return all but the samples: what metadata says of the shard."""
+        """Return the fields that the metadata list: all except samples and opaque state."""
         return {
             "dp_rank": self.dp_rank,
             "reader": self.reader,
@@ -143,12 +143,12 @@ class LoaderShard:
         }
 
     def to_data(self) -> dict[str, Any]:
-        """Return what `from_data` reads; samples as they are."""
+        """Return the values that `from_data` reads, with the samples unchanged."""
         return {**self.index(), "buffer": list(self.buffer), "opaque": self.opaque}
 
     @classmethod
     def from_data(cls, raw: object) -> LoaderShard:
-        """Check a shard that was read from a checkpoint; without `buffer` only its index."""
+        """Undo `to_data`, or `index` if `raw` has no `buffer`; raises `CheckpointCorrupt`."""
         if isinstance(raw, Mapping):
             numbers = [raw.get("dp_rank"), raw.get("reader"), raw.get("num_samples")]
             cursor = raw.get("cursor")
@@ -183,21 +183,21 @@ class LoaderState:
     """Loader state of one rank (save), of all ranks (as read) or wanted by one rank (load)."""
 
     common: dict[str, Any] = field(default_factory=dict)
-    """What all ranks agree on; `consumed` maps a source to what was taken at the last restore."""
+    """Values that all ranks share; `consumed` maps a source to its set at the last restore."""
     shards: list[LoaderShard] = field(default_factory=list)
-    """Save: this rank's, none unless its rank is 0 in every axis but dp. Read: all."""
+    """Save: shards of this rank, [] unless its index is 0 on every axis but dp. Read: all."""
     dp_rank: int = 0
     dp_size: int = 1
-    """Data-parallel ranks that the shards are of, or (load) are wanted for."""
+    """Number of data-parallel ranks: of the saved shards, or (load) of the wanted layout."""
     num_readers: int = 1
 
     def common_data(self) -> dict[str, Any]:
-        """Return the replicated part, for one object per role."""
+        """Return the part that all ranks share; each role stores it as one object."""
         return {"common": self.common, "dp_size": self.dp_size, "num_readers": self.num_readers}
 
     @classmethod
     def from_data(cls, common: object, shards: Iterable[object]) -> LoaderState:
-        """Put together what was read; shards may come without their `buffer`."""
+        """Build the state from `common_data()` and shards, which may lack their `buffer`."""
         good = isinstance(common, Mapping) and isinstance(common.get("common"), Mapping)
         sizes = [common.get("dp_size"), common.get("num_readers")] if good else []  # type: ignore[attr-defined]
         if not good or not all(type(n) is int and n > 0 for n in sizes):
@@ -227,7 +227,7 @@ class LoaderState:
 
 
 def sources(saved_dp_size: int, dp_rank: int, dp_size: int) -> range:
-    """Return which saved data-parallel ranks' buffers one rank of the new layout needs."""
+    """Return the saved data-parallel ranks whose buffers one rank of the new layout needs."""
     if dp_size % saved_dp_size == 0:
         first = dp_rank * saved_dp_size // dp_size
         return range(first, first + 1)
@@ -248,11 +248,11 @@ def runs(count: int, parts: int, first: int = 0) -> list[slice]:
 
 
 def reshard(saved: LoaderState, wanted: LoaderState, *, policy: str = "exact") -> LoaderState:
-    """Deal saved loader state out to one rank of another layout.
+    """Return the part of a saved loader state for one rank, of the same or another layout.
 
     Args:
-        saved: of all ranks; buffers outside `sources(...)` may be unread.
-        wanted: `dp_rank`, `dp_size` and `num_readers` say who asks.
+        saved: state of all ranks; buffers outside `sources(...)` may be unread.
+        wanted: `dp_rank`, `dp_size` and `num_readers` of the wanted rank.
         policy: "exact", or "restart": a loader that cannot be resharded begins anew, without
             shards.
 
@@ -284,7 +284,7 @@ def reshard(saved: LoaderState, wanted: LoaderState, *, policy: str = "exact") -
 
 
 def _merged(saved: LoaderState) -> tuple[dict[str, Any], dict[str, Consumed]]:
-    """Return the common part brought up to date, and what was taken of each source."""
+    """Return the updated common part, and the consumed set of each source."""
     before = saved.common.get(CONSUMED, {})
     names = sorted({*before, *(source for shard in saved.shards for source in shard.cursor)})
     consumed = {}
@@ -303,10 +303,10 @@ def _merged(saved: LoaderState) -> tuple[dict[str, Any], dict[str, Consumed]]:
 
 
 def _buffers(saved: LoaderState, wanted: LoaderState) -> list[list[Any]]:
-    """Return the samples of each reader of the rank that asks."""
+    """Return the samples of each reader of the wanted rank."""
     rank, size, readers = wanted.dp_rank, wanted.dp_size, wanted.num_readers
     block = sources(saved.dp_size, rank, size)
-    # The block of saved ranks goes to the block of new ranks that has the same samples.
+    # `spread` new ranks share the samples of one block of saved ranks.
     spread = max(1, size // saved.dp_size) if len(block) == 1 else size if _odd(saved, size) else 1
     place = rank % spread
     chosen = [shard for shard in saved.shards if shard.dp_rank in block]
@@ -316,7 +316,7 @@ def _buffers(saved: LoaderState, wanted: LoaderState) -> list[list[Any]]:
         found, before = [], 0
         for reader in range(readers):
             stream = [x for shard in chosen if shard.reader == reader for x in shard.buffer]
-            # Each reader continues where the last one stopped, so that ranks get equal shares.
+            # Longer runs begin where those of the last reader end, so that shares are equal.
             found.append(stream[runs(len(stream), spread, before)[place]])
             before += len(stream)
         return found

@@ -1,8 +1,8 @@
-"""Megatron-core: the boxes that a module's `sharded_state_dict()` names.
+"""Adapter of Megatron-core: boxes from a module's `sharded_state_dict()`.
 
-Layers that are stacked in one tensor (a prepended axis) are boxes like any other. Fused tensors
-(gate and up of SwiGLU) come as factories: built before a save or load, merged after a load where
-the built parts are copies. The library's own checkpointing needs an accelerator and gathers.
+Layers stacked in one tensor (a prepended axis) are boxes like any other. Fused tensors (gate and up
+of SwiGLU) are factories: the adapter builds their parts before a save or load, and merges them
+after a load if they are copies. Megatron's own checkpointing needs an accelerator and gathers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from planish.checkpoint.format.geometry import Box, intersect, shift, whole
 from planish.checkpoint.format.small_objects import decode_extra, encode_extra
 
 MAX_OBJECT_BYTES = 64 << 20
-"""A sharded object beyond this is refused on load."""
+"""Largest sharded object that a load reads."""
 
 
 def gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ def _entries_of(chunk: Any) -> tuple[Any, Iterator[tuple[tuple[Any, ...], Any]]]
 
 
 def _flat(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Return the leaves of a sharded state dict; lists hold entries like dicts do."""
+    """Yield paths and leaves of a sharded state dict; lists may contain entries, like dicts."""
     if isinstance(value, Mapping):
         for key, child in value.items():
             yield from _flat(child, (*path, key))
@@ -90,7 +90,7 @@ def _flat(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 
 def _kind(entry: Any) -> str:
-    """Return what an entry of a sharded state dict is; "" for an ordinary value."""
+    """Return the class name of a sharded entry, `local` for a local object, "" for other values."""
     from megatron.core.dist_checkpointing import mapping
 
     for name in ("ShardedTensor", "ShardedTensorFactory", "ShardedObject"):
@@ -101,14 +101,14 @@ def _kind(entry: Any) -> str:
 
 @dataclass(frozen=True)
 class MegatronSite:
-    """A parameter as Megatron shards it: a tensor, or a factory that makes several of it."""
+    """Site of a Megatron parameter: one sharded tensor, or a factory that builds several."""
 
     entry: Any
     gathering: Gathering
 
     @property
     def fqn(self) -> str:
-        """Name of the first tensor that the parameter becomes."""
+        """Name of the parameter's first sharded tensor."""
         return str(self._built(self.entry.data)[0].key)
 
     @property
@@ -118,17 +118,17 @@ class MegatronSite:
 
     @property
     def scalar_shape(self) -> tuple[int, ...]:
-        """One number for each stacked layer."""
+        """Shape of one number for each stacked layer."""
         first = self._built(self.entry.data)[0]
         return tuple(first.global_shape[: first.prepend_axis_num])
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a stored shape is that of the tensor, be it under another padding."""
+        """Return whether a stored shape is that of the tensor, or may differ by padding."""
         may_differ = bool(getattr(self.entry, "allow_shape_mismatch", False))
         return shape == self.shape or (may_differ and len(shape) == len(self.shape))
 
     def gather(self, gathering: Gathering, key: str, value: Tensor) -> None:
-        """Collect the parts of a moment, or a number for this parameter's layer."""
+        """Collect the parts of a moment, or a number at the place of this parameter's layer."""
         if value.dim() or not self.entry.data.dim():
             for name, placed in self.parts("optim", f".{key}", value):
                 gathering.add("optim", f"{name}.{key}", placed)
@@ -156,7 +156,7 @@ class MegatronSite:
         return found
 
     def _fitted(self, kind: str, name: str, part: Any) -> Placed:
-        """Place a part; where padding may differ, in the shape that is stored."""
+        """Place a part; if padding may differ, clip it to the stored shape, with zeros outside."""
         axes = part.prepend_axis_num
         data = part.data.detach().reshape((1,) * axes + tuple(part.local_shape))
         box = Box(tuple(map(int, part.global_offset)), tuple(data.shape))
@@ -184,7 +184,7 @@ class MegatronSite:
         return [part for _, part in _flat(built)]
 
     def _merge_after(self, value: Tensor, built: Sequence[Any]) -> None:
-        """Merge what a factory built, where it built copies and not views."""
+        """After a load, merge the parts of a factory into `value` if they are copies, not views."""
         if _kind(self.entry) == "ShardedTensor":
             return
         home = value.untyped_storage().data_ptr()
@@ -209,7 +209,7 @@ def _mapped(structure: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _clipped(placed: Placed, stored: tuple[int, ...]) -> tuple[Placed, list[Tensor]]:
-    """Return the part of a box inside the stored shape, and what lies outside."""
+    """Return the part of a value inside the stored shape, and the tensors outside it."""
     kept, outside = placed.data, []
     if not placed.boxes:
         return placed._replace(shape=stored), []
@@ -226,7 +226,7 @@ def _clipped(placed: Placed, stored: tuple[int, ...]) -> tuple[Placed, list[Tens
 
 
 def _gather_object(gathering: Gathering, module: Any, path: tuple[Any, ...], entry: Any) -> None:
-    """Collect a sharded object as bytes; one that holds nothing is not stored."""
+    """Collect a sharded object as bytes; an object without data is not stored."""
     place_of = ".".join(map(str, entry.global_offset))
     form = ".".join(map(str, entry.global_shape))
     name = f"{entry.key}/shard_{place_of}_{form}"
@@ -271,7 +271,7 @@ def _gather_object(gathering: Gathering, module: Any, path: tuple[Any, ...], ent
 
 
 def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer whose parameters are the model's own."""
+    """Return the torch optimizer over the model's own parameters."""
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, torch.optim.Optimizer) or hasattr(optimizer, "float16_groups"):
         raise TypeError(

@@ -1,7 +1,7 @@
 """Models as modules or state dicts: in one process, DDP, FSDP2, tensor parallel, flat ZeRO shards.
 
-Names are canonical: what wrappers (DDP, FSDP1, torch.compile, activation checkpointing) add is left
-out. Tied weights have one name, the first in the order of the module tree; others are aliases.
+Names are canonical: they lack the components that wrappers (DDP, FSDP1, torch.compile, activation
+checkpointing) add. Tied weights have one name, the first in the module tree; others are aliases.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
 
 
 def gather_model(gathering: Gathering, model: Any) -> Sites:
-    """Collect a model and return where its parameters' optimizer state lies."""
+    """Collect a model and return the sites of its parameters."""
     is_module = isinstance(model, nn.Module)
     if is_module and not saves_more(model):
         return _gather_module(gathering, named_tensors(model))
     if hasattr(model, "state_dict") and hasattr(model, "load_state_dict"):
-        # The parameters themselves, by which an optimizer knows them.
+        # `keep_vars` returns the parameters themselves, which are the keys of optimizer states.
         held = model.state_dict(keep_vars=True) if is_module else model.state_dict()
         sites = gather_mapping(gathering, "model", held)
         gathering.after(lambda shared, own: model.load_state_dict(held))
@@ -64,7 +64,7 @@ def _gather_module(gathering: Gathering, named: NamedTensors) -> Sites:
     for name, tensor in named.tensors.items():
         placed, stored = place(name, tensor), gathering.stored
         if name in stored.aliases and stored.find("model", name) is None:
-            # The checkpoint stores a tied tensor once, under its other name.
+            # The checkpoint stores this tied tensor under its other name only.
             gathering.add_alias("model", stored.aliases[name], placed)
         else:
             gathering.add("model", name, placed)
@@ -74,7 +74,7 @@ def _gather_module(gathering: Gathering, named: NamedTensors) -> Sites:
 
 
 def gather_ties(gathering: Gathering, named: NamedTensors) -> None:
-    """Note which names are tied; a load refuses stored values that differ where they are tied."""
+    """Store which names are tied; a load refuses stored values that differ between tied names."""
     if named.aliases and not gathering.for_load:
         gathering.result.facts["aliases"] = dict(named.aliases)
     for alias, name in named.aliases.items():
@@ -91,7 +91,7 @@ def _comparison(alias: str, name: str, second: Tensor, first: Tensor) -> Finish:
         return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1)
 
     def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        # Shards, not wholes: nothing is sent, and every element is some rank's.
+        # Each rank compares its own shards: together they cover all elements, without messages.
         ours, theirs = place(name, first).data, place(alias, second).data
         if not torch.equal(bits(ours), bits(theirs)):
             raise LayoutMismatch(
@@ -103,7 +103,7 @@ def _comparison(alias: str, name: str, second: Tensor, first: Tensor) -> Finish:
 
 
 def gather_extra_state(gathering: Gathering, modules: Mapping[str, nn.Module]) -> None:
-    """Collect what modules return from `get_extra_state`."""
+    """Collect the results of modules' `get_extra_state`."""
     if not modules:
         return
     if not gathering.for_load:
@@ -160,7 +160,7 @@ def gather_mapping(gathering: Gathering, kind: str, value: Any) -> Sites:
 def gather_rest(
     gathering: Gathering, part: str, value: Any, rest: list[tuple[tuple[Any, ...], Any]]
 ) -> None:
-    """Collect the values of a state dict that are no tensors; a faulty one is named by its path."""
+    """Collect the values of a state dict that are not tensors; an error names the value's path."""
     if not gathering.for_load:
         for path, leaf in rest:
             encode_extra(leaf, place=name_of_path((part, *path)))
@@ -172,7 +172,7 @@ def gather_rest(
                 return
             key = path[0]
             if key not in value and isinstance(key, str):
-                # The state dict holds the canonical name under that of a wrapper.
+                # The state dict may have this canonical name with the components of wrappers.
                 held = (k for k in value if isinstance(k, str))
                 key = next((k for k in held if clean(k).removeprefix("module.") == key), key)
             put(value, (key, *path[1:]), leaf, restore)
@@ -207,7 +207,7 @@ def gather_optimizer(gathering: Gathering, optimizer: Any, sites: Sites) -> None
 
 
 def _with_own_names(optimizers: list[Any], sites: Sites) -> Sites:
-    """Return sites that also know the names an optimizer was built with."""
+    """Return sites that also use the names from an optimizer's `named_parameters()`."""
     names = {
         id(parameter): clean(name)
         for optimizer in optimizers
@@ -225,13 +225,13 @@ def _with_own_names(optimizers: list[Any], sites: Sites) -> Sites:
 
 
 WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
-"""Components that only wrappers add, wherever they stand."""
+"""Components of names that only wrappers add, at any position."""
 _HOLDERS = ("DistributedDataParallel", "DataParallel", "Float16Module", "FullyShardedDataParallel")
 """Classes whose child `module` is the wrapped module."""
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard."
 _QUIET = ("torch.distributed.", "torch.nn.utils.")
-"""Hooks of these on `state_dict` add no value."""
+"""Prefixes of modules whose hooks on `state_dict` add no value."""
 
 
 @dataclass
@@ -239,7 +239,7 @@ class NamedTensors:
     """Parameters and saved buffers of a module."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Canonical name -> tensor; tied ones once."""
+    """Canonical name -> tensor; a tied tensor has one entry."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Further name of a tied tensor -> its canonical name."""
     alias_tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -249,7 +249,7 @@ class NamedTensors:
 
     @property
     def by_id(self) -> dict[int, str]:
-        """Identity of a tensor -> its canonical name, tied ones under every identity."""
+        """`id` of a tensor -> canonical name, for every tensor object of a tied tensor."""
         found = {id(tensor): self.aliases[name] for name, tensor in self.alias_tensors.items()}
         return found | {id(tensor): name for name, tensor in self.tensors.items()}
 
@@ -278,8 +278,8 @@ def clean_mapping(named: Mapping[str, Any], framework: str) -> dict[str, Any]:
 
 def named_tensors(module: nn.Module) -> NamedTensors:
     """Return the tensors of a module tree that belong to its saved state."""
-    # A forward of FSDP2 may leave copies that it gathered and rounded. Its hooks put the shards
-    # back, as before every `state_dict`, sending nothing.
+    # A forward of FSDP2 may leave gathered and rounded copies. Its hooks, which also run before
+    # every `state_dict`, put the shards back without messages.
     for inner in module.modules():
         for hook in inner._state_dict_pre_hooks.values():
             if str(getattr(hook, "__module__", "")).startswith(_FSDP2):
@@ -298,7 +298,7 @@ def named_tensors(module: nn.Module) -> NamedTensors:
 
 
 def saves_more(module: nn.Module) -> bool:
-    """Return whether `state_dict` of a module has more than `named_tensors`."""
+    """Return whether `state_dict` of a module has names that `named_tensors` lacks."""
     inner = list(module.modules())
     hooks = chain.from_iterable(
         (*m._state_dict_hooks.values(), *m._state_dict_pre_hooks.values()) for m in inner
@@ -334,7 +334,7 @@ def _walk(
 
 
 def _place_of(tensor: Tensor) -> Any:
-    """Return a key that is equal for tensors of the same values in the same memory."""
+    """Return a key that is equal for tied tensors: same memory, type, shape and strides."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     dense = local.layout is torch.strided and not local.is_nested and not local.is_meta
     if not dense or not local.numel():

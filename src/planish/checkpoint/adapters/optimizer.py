@@ -1,7 +1,7 @@
 """Optimizers by parameter name: moments, step counters and the options of parameter groups.
 
-A fresh optimizer has no state; what the checkpoint holds is created before the load is planned, and
-takes its place after the load, so that a failed load leaves the optimizer as it was.
+A fresh optimizer has no state. A load creates tensors for stored states before it plans. It puts
+them into the optimizer once they are filled, so a failed load does not change the optimizer.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from planish.checkpoint.adapters.gathering import OPTIMIZER, Gathering
 from planish.checkpoint.adapters.placement import TYPES, place, restore
 
 GROUP = "param_group"
-"""Key of the number of a parameter's group, where no rank knows all parameters."""
+"""State key for the number of a parameter's group, used if no rank knows all parameters."""
 KERNELS = {"foreach", "fused", "capturable", "differentiable"}
-"""Options that choose a kernel, not a result: those of the loading optimizer stay."""
+"""Options that choose a kernel, not a result; a load keeps those of the loading optimizer."""
 
 
 class ParameterSite(Protocol):
-    """Where the state of one parameter lies."""
+    """Place of one parameter's optimizer state in stored tensors."""
 
     @property
     def fqn(self) -> str:
@@ -38,10 +38,10 @@ class ParameterSite(Protocol):
 
     @property
     def scalar_shape(self) -> tuple[int, ...]:
-        """Stored shape of a number per parameter; () where a name stands for one parameter."""
+        """Stored shape of one number per parameter (`step`); () unless layers are stacked."""
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a stored shape is that of the whole parameter, whatever its padding."""
+        """Return whether a stored shape is that of the whole parameter, up to padding."""
 
     def gather(self, gathering: Gathering, key: str, value: Tensor) -> None:
         """Collect a moment or a single number."""
@@ -51,7 +51,7 @@ class ParameterSite(Protocol):
 
 
 Sites = Callable[[Tensor], ParameterSite | None]
-"""Parameter -> where its state lies; None for a parameter without a name."""
+"""Parameter -> its site; None for a parameter without a name."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PlainSite:
 
     @property
     def scalar_shape(self) -> tuple[int, ...]:
-        """A single number."""
+        """(), the shape of a single number."""
         return ()
 
     def fits(self, shape: tuple[int, ...]) -> bool:
@@ -76,7 +76,7 @@ class PlainSite:
         return shape == self.shape
 
     def gather(self, gathering: Gathering, key: str, value: Tensor) -> None:
-        """Collect it."""
+        """Collect a moment or a single number."""
         name = f"{self.fqn}.{key}"
         sharded = isinstance(self.parameter, DTensor) and not isinstance(value, DTensor)
         if sharded and value.dim():
@@ -92,7 +92,7 @@ class PlainSite:
 
 
 def gather_optimizers(gathering: Gathering, optimizers: Sequence[Any], sites: Sites) -> None:
-    """Collect the state of torch optimizers, created where a load needs it."""
+    """Collect the states of torch optimizers; a load creates states that are missing."""
     names, numbers = _gather_states(gathering, optimizers, sites)
     counts = Counter(name for members in names for name in members)
     twice = sorted(name for name, count in counts.items() if count > 1)
@@ -119,8 +119,8 @@ def gather_optimizers(gathering: Gathering, optimizers: Sequence[Any], sites: Si
 def gather_stacked(gathering: Gathering, optimizers: Sequence[Any], sites: Sites) -> None:
     """Collect the state of torch optimizers whose parameters may be layers stacked in one tensor.
 
-    No rank of a pipeline knows all members of a group, so that each parameter's group is stored as
-    a number beside its state.
+    No rank of a pipeline knows all members of a group. Therefore the number of a parameter's group
+    is stored beside its state.
     """
     _, numbers = _gather_states(gathering, optimizers, sites)
     for name, values in numbers.items():
@@ -162,7 +162,7 @@ def _groups(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
 def _gather_states(
     gathering: Gathering, optimizers: Sequence[Any], sites: Sites
 ) -> tuple[list[list[str]], dict[str, dict[str, Any]]]:
-    """Collect all tensors; return each group's names, and parameter -> what is no tensor."""
+    """Collect all tensors; return each group's names, and parameter -> its other values."""
     names: list[list[str]] = []
     numbers: dict[str, dict[str, Any]] = {}
     for optimizer in optimizers:
@@ -179,7 +179,7 @@ def gather_groups(
 ) -> None:
     """Collect the options of parameter groups with the names of their members.
 
-    On load a group gets the options that its members were saved with, in whatever group.
+    On load a group gets the saved options of its members, also if it has other members than before.
     """
     members = zip(names, _all_options(groups), strict=True)
     gathering.share(OPTIMIZER, groups=[{"params": list(p), "options": o} for p, o in members])
@@ -220,7 +220,7 @@ def _gather_state(
     site: ParameterSite,
     numbers: dict[str, dict[str, Any]],
 ) -> None:
-    """Collect one parameter's state; for a load also what the checkpoint has and it lacks."""
+    """Collect one parameter's state; a load also collects stored states that it lacks."""
     state = optimizer.state.get(parameter, {})
     if gathering.for_load and gathering.stored.is_known:
         state = _wanted(gathering, group, parameter, site, state)
@@ -250,7 +250,7 @@ def _wanted(
 ) -> dict[str, Tensor]:
     """Return a tensor for every stored state of a parameter: the present one, or zeros."""
     wanted: dict[str, Tensor] = {}
-    # In the order in which torch creates them, so that a resumed save plans like the one before.
+    # Use torch's order of creation, so that a save after a resume has the plan of the one before.
     for key in sorted(gathering.stored.states_of(site.fqn), key=lambda k: (k != "step", k)):
         spec = gathering.stored.find("optim", f"{site.fqn}.{key}")
         if spec is None or key == GROUP:
@@ -260,7 +260,7 @@ def _wanted(
             wanted[key] = present
             continue
         dtype = TYPES[spec.dtype]
-        # A parameter that is itself a number has moments of the shape of its step counter.
+        # A scalar parameter has moments of the same shape as its step counter.
         scalar = spec.shape == site.scalar_shape and (spec.shape != site.shape or key == "step")
         if scalar:
             on_device = group.get("capturable") or group.get("fused")
@@ -276,7 +276,7 @@ def _wanted(
 def _set_options(
     group: dict[str, Any], found: Sequence[Mapping[str, Any]], members: Sequence[str]
 ) -> None:
-    """Give a group the options of its members, which must have been saved with equal ones."""
+    """Set the options of a group to its members' saved ones; refuse members that differ."""
     if not found:
         return
     first = found[0]

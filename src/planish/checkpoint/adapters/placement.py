@@ -1,8 +1,8 @@
-"""The values of a state: where each lies in its whole tensor, by what name, and which are refused.
+"""Placement of a state's values: the boxes in the whole tensor, the names, and the refused types.
 
-A plain tensor is one box, the whole of it. A DTensor is the box that follows from its mesh and
-placements alone; ranks along a replicating axis hold equal boxes. A flat shard of ZeRO is a
-row-major range that is cut into boxes. Nothing is sent, gathered or copied.
+A plain tensor is one box, all of it. A shard of a DTensor is the box that follows from its mesh and
+placements alone; ranks along a replicating axis have equal boxes. A flat shard of ZeRO is a
+row-major range, which is cut into boxes. The module sends, gathers and copies nothing.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (a planner per framework turns its sharding
 specification into boxes; irregular tensor decomposition).
@@ -28,7 +28,7 @@ from planish.checkpoint.format.items import TORCH_TYPES
 TYPES: dict[str, torch.dtype] = {
     name: getattr(torch, attribute) for name, attribute in TORCH_TYPES.items()
 }
-"""Name of a type in a checkpoint -> the type."""
+"""Name of a type in a checkpoint -> type of torch."""
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TYPES.items()}
 
 _whole = functools.lru_cache(maxsize=65536)(whole)
@@ -39,13 +39,13 @@ class Placed(NamedTuple):
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
-    """As `LocalItem.boxes`; none where this rank holds nothing."""
+    """As `LocalItem.boxes`; () if this rank has no elements."""
     data: Tensor
-    """Shape of the one box, or 1-D contiguous over all boxes; shares memory with the state."""
+    """Tensor of the one box's shape, or contiguous 1-D over all boxes, in the state's memory."""
 
 
 def name_of(dtype: torch.dtype, key: str) -> str:
-    """Return the name of a type."""
+    """Return the name of a type in a checkpoint; `key` names the tensor in the error."""
     name = NAMES.get(dtype)
     if name is None:
         raise TypeError(
@@ -70,7 +70,7 @@ def place_dtensor(key: str, tensor: DTensor) -> Placed:
     """Place a rank's shard of a DTensor."""
     local = tensor._local_tensor
     if hasattr(local, "wait"):
-        local = local.wait()  # An AsyncCollectiveTensor: a gather is under way.
+        local = local.wait()  # It is an AsyncCollectiveTensor: a gather is under way.
     local = local.detach()
     check_dense(key, local)
     spec, shape = tensor._spec, tuple(tensor._spec.shape)
@@ -100,7 +100,7 @@ def shard_box(
     placements: tuple[Any, ...],
     order: tuple[tuple[int, tuple[int, ...]], ...],
 ) -> tuple[Box, str]:
-    """Return the box of a coordinate and "", or any box and what stands against it."""
+    """Return the box of a mesh coordinate and "", or any box and the fault as text."""
     offsets, lengths = [0] * len(shape), list(shape)
     if any(isinstance(placement, Partial) for placement in placements):
         return Box(tuple(offsets), tuple(lengths)), "sums that are still pending (Partial)"
@@ -118,11 +118,11 @@ def shard_box(
 def _cut_order(
     mesh: Sequence[int], placements: Sequence[Any]
 ) -> list[tuple[int, tuple[int, ...] | None]]:
-    """Return per tensor dim which axes of the mesh cut it, in the order in which they do.
+    """Return (tensor dim, axes of the mesh that cut it, in the order of the cuts).
 
     Axes cut from left to right, but a strided shard comes after the axes to its right whose sizes
     multiply to its split factor: tensor parallelism cuts before FSDP though its axis is the inner
-    one. None for stripes that no order of cuts makes.
+    one. The axes are None if the shard is stripes that no order of cuts makes.
     """
     axes: dict[int, list[int] | None] = {}
     for axis in reversed(range(len(placements))):
@@ -156,9 +156,9 @@ class FlatShard:
     """Name of the value: `layer.weight` in a model, `layer.weight.exp_avg` in an optimizer."""
     global_shape: tuple[int, ...]
     tp_offset: tuple[int, ...]
-    """Where the shard that was flattened begins in the whole tensor; zeros without such."""
+    """Offsets in the whole tensor of the flattened tensor-parallel shard; zeros without one."""
     tp_shape: tuple[int, ...]
-    """Shape of the shard that was flattened; `global_shape` without such."""
+    """Shape of the flattened tensor-parallel shard; `global_shape` without one."""
     flat_start: int
     """First element, row-major within the flattened shard."""
     flat_stop: int
@@ -193,7 +193,7 @@ def _boxes(
     start: int,
     stop: int,
 ) -> tuple[Box, ...]:
-    """Cut a flat range of a shard that lies inside its tensor."""
+    """Return the boxes of a flat range of a shard, in the coordinates of the tensor."""
     ends = [a + b for a, b in zip(tp_offset, tp_shape, strict=False)]
     sizes = {len(shape), len(tp_offset), len(tp_shape)}
     inside = all(low >= 0 for low in tp_offset) and all(
@@ -212,7 +212,7 @@ _NO_DISPATCH = {Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_imp
 
 
 def check_dense(key: str, value: Any) -> None:
-    """Refuse tensors whose bytes are not their values."""
+    """Refuse tensors that are not dense, or have no plain values in memory."""
     fault = ""
     if value.is_nested:
         fault = "a nested tensor"
@@ -232,7 +232,7 @@ def check_dense(key: str, value: Any) -> None:
 
 
 def check_not_expanded(key: str, tensor: Tensor) -> None:
-    """Refuse tensors of which several elements share one place in memory (`expand`)."""
+    """Refuse tensors whose elements share memory (`expand`)."""
     shared = zip(tensor.stride(), tensor.shape, strict=True)
     if tensor.numel() and any(step == 0 and length > 1 for step, length in shared):
         raise TypeError(
@@ -252,7 +252,7 @@ def name_of_path(path: Path) -> str:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Return the leaves of mappings and lists with their paths; empty containers are leaves."""
+    """Yield paths and leaves of mappings, and of lists with tensors; an empty mapping is a leaf."""
     if isinstance(value, Mapping) and value:
         for key, child in value.items():
             yield from leaves(child, (*path, key))
@@ -264,7 +264,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def has_tensor(value: Any) -> bool:
-    """Return whether a tensor or flat shard lies anywhere in a nested value."""
+    """Return whether a nested value contains a tensor or flat shard."""
     if isinstance(value, Mapping):
         return any(has_tensor(child) for child in value.values())
     if isinstance(value, (list, tuple)):
@@ -273,7 +273,7 @@ def has_tensor(value: Any) -> bool:
 
 
 def unpacked(value: Any) -> Any:
-    """Return a value with every object that has a `state_dict` replaced by it."""
+    """Return a nested value in which objects are replaced by their `state_dict()`, with a mark."""
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return {_STATE: value.state_dict()}
     if isinstance(value, Mapping):
@@ -285,11 +285,11 @@ def unpacked(value: Any) -> Any:
 
 
 _STATE = "\0state_dict"
-"""Key that marks the state of an object; no caller's key begins so."""
+"""Key that marks the state of an object; its NUL keeps it apart from the keys of callers."""
 
 
 def restore(target: Any, saved: Any) -> Any:
-    """Return what belongs in the target's place: objects load their state, containers filled."""
+    """Return the value for the target's place; an object loads its state, a container is filled."""
     if isinstance(saved, Mapping) and set(saved) == {_STATE}:
         if hasattr(target, "load_state_dict"):
             target.load_state_dict(saved[_STATE])
@@ -323,7 +323,7 @@ def _without_marks(saved: Any) -> Any:
 
 
 def put(container: Any, path: Path, value: Any, restored: Callable[[Any, Any], Any]) -> None:
-    """Set the value at a path of nested mappings, making what is missing."""
+    """Set the value at a path of nested mappings; add mappings that are missing."""
     for part in path[:-1]:
         if isinstance(container, MutableMapping):
             container = container.setdefault(part, {})

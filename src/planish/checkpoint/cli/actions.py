@@ -1,4 +1,4 @@
-"""What each command of `planish checkpoint` does; the functions have the names of the commands."""
+"""Functions of the commands of `planish checkpoint`, each under the name of its command."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def latest(options: argparse.Namespace, _: Progress) -> Lines:
 
 
 def info(options: argparse.Namespace, _: Progress) -> Lines:
-    """Yield what COMMIT and the metadata say."""
+    """Yield the facts in COMMIT and in the metadata."""
     opened = open_state(_checkpoint(options.path))
     facts = _facts(Entry(opened.path, opened.uri, opened.commit))
     header = opened.metadata.header
@@ -97,7 +97,7 @@ def inspect(options: argparse.Namespace, _: Progress) -> Lines:
 
 
 def rm(options: argparse.Namespace, _: Progress) -> Lines:
-    """Remove one checkpoint; without `--yes` only say so."""
+    """Remove one checkpoint; without `--yes` only announce it and exit with an error."""
     place = normal_pin(options.path).partition("#")[0]
     entry = checkpoint.info(place)
     what = f"`{entry.uri}`: step {entry.step}, {bytes_text(entry.commit.total_bytes)}"
@@ -128,7 +128,7 @@ def gc(options: argparse.Namespace, _: Progress) -> Lines:
 
 
 def verify(options: argparse.Namespace, progress: Progress) -> Lines:
-    """Check a checkpoint; yield every fault, and exit with 1 if there is one."""
+    """Check a checkpoint; yield every fault, and exit with 1 if there is any."""
     place, report = _checkpoint(options.path), partial(progress, "verify")
     result = checkpoint.verify(place, options.level, progress=report)
     if not result.is_intact:
@@ -227,7 +227,7 @@ def report(options: argparse.Namespace, _: Progress) -> Lines:
 
 
 def import_dcp(options: argparse.Namespace, progress: Progress) -> Lines:
-    """Turn a folder of torch.distributed.checkpoint into a checkpoint; yield its pin."""
+    """Convert a folder of torch.distributed.checkpoint into a checkpoint; yield its pin."""
     from planish.checkpoint.convert.dcp_bridge import import_dcp as convert
 
     progress("import", 0, 0)
@@ -238,7 +238,7 @@ def import_dcp(options: argparse.Namespace, progress: Progress) -> Lines:
 
 
 def export_dcp(options: argparse.Namespace, progress: Progress) -> Lines:
-    """Turn a checkpoint into a folder that torch.distributed.checkpoint reads."""
+    """Convert a checkpoint into a folder that torch.distributed.checkpoint reads."""
     from planish.checkpoint.convert.dcp_bridge import export_dcp as convert
     from planish.checkpoint.convert.export_hf import policy_role
 
@@ -252,7 +252,7 @@ def export_dcp(options: argparse.Namespace, progress: Progress) -> Lines:
 
 @contextlib.contextmanager
 def _dcp_errors() -> Iterator[None]:
-    """Raise what a user can mend as an error of the configuration."""
+    """Turn `FileExistsError` and `TypeError`, which a user can correct, into `ConfigError`."""
     try:
         yield
     except (FileExistsError, TypeError) as error:
@@ -260,7 +260,7 @@ def _dcp_errors() -> Iterator[None]:
 
 
 def _checkpoint(text: str) -> str:
-    """Return the URI or pin of a checkpoint for what a user typed, also for a train state's pin."""
+    """Return the checkpoint's URI or pin for a user's argument, which may pin a train state."""
     return checkpoint_place(normal_pin(text))
 
 

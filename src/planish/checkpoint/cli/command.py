@@ -1,7 +1,7 @@
-"""The command line `planish checkpoint ...`: its options, and which function does what.
+"""Command line `planish checkpoint ...`: its options, and the dispatch to a command's function.
 
-Nothing heavier than argparse is imported before a command is known, and torch only to exchange
-with its format. Commands yield plain tables and lines; the caller prints them.
+The module imports nothing heavier than argparse before a command is known; only the commands of
+torch's format import torch. Commands yield plain tables and lines; the caller prints them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from planish.base.text import Table
 
 Progress = Callable[[str, int, int], None]
-"""Called with what goes on, bytes done and bytes in all (0: unknown)."""
+"""Called with the name of the work, bytes done and bytes in all (0: unknown)."""
 
 COMMANDS: dict[str, str] = {
     "ls": "list the committed checkpoints below a root",
@@ -32,11 +32,11 @@ COMMANDS: dict[str, str] = {
     "import-dcp": "turn a torch.distributed.checkpoint folder into one",
     "export-dcp": "turn one into a torch.distributed.checkpoint folder",
 }
-"""Command to its line of help; `cli.actions` has a function of the same name for each."""
+"""Command -> its line of help; `cli.actions` has a function of the same name for each."""
 
 
 Lines = Iterator[Table | str]
-"""What a command prints, piece by piece; a text is one or more lines as they are."""
+"""Output of a command, piece by piece; a text is one or more complete lines."""
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +94,6 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, progress: Progress) -> Lines:
-    """Do what the parsed options ask for, and yield what to print."""
+    """Run the command of the parsed options, and yield its output."""
     actions = importlib.import_module("planish.checkpoint.cli.actions")
     yield from getattr(actions, options.action.replace("-", "_"))(options, progress)

@@ -1,1 +1,1 @@
-"""When a checkpoint exists: its commit, the journal of each attempt, the list of all."""
+"""Existence of checkpoints: the commit, the journal of each attempt, the catalog of all."""

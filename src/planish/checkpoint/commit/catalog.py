@@ -1,8 +1,8 @@
-"""Which checkpoints there are below a root, and which leftovers may go.
+"""Catalog of the checkpoints below a root, and removal of old ones and of leftovers.
 
-A checkpoint is a folder with a COMMIT, the root itself or at most two levels below it; nothing else
-is believed. Whatever is cleared away loses its COMMIT first, and an attempt is fenced before its
-data go, so that no save can commit to missing bytes.
+A checkpoint is a folder with a COMMIT: the root itself, or a folder at most two levels below it. A
+removal deletes COMMIT first, and fences an attempt before it deletes its data, so that no save can
+commit to missing bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Entry:
 
     @property
     def step(self) -> int:
-        """The training step that the save was given."""
+        """Training step of the save."""
         return self.commit.step
 
     @property
@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class CatalogVerdict:
-    """What is done with a checkpoint or a leftover, and why."""
+    """Decision on a checkpoint or a leftover, and its reason."""
 
     key: str
     """Folder of the checkpoint or the attempt, or `key@upload-id` of an upload."""
@@ -85,7 +85,7 @@ class _Place:
 
 
 def _places(storage: Store, root: str) -> list[_Place]:
-    """Find every folder with a commit or attempts, at most `_DEPTH` levels below `root`."""
+    """Return every folder with a commit or attempts, at most `_DEPTH` levels below `root`."""
     places: list[_Place] = []
     level = [root]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -104,7 +104,7 @@ def _places(storage: Store, root: str) -> list[_Place]:
 def list_checkpoints(storage: Store, root: str) -> list[Entry]:
     """Return the committed checkpoints at and below `root`, oldest step first.
 
-    One whose COMMIT can not be read is left out with a warning.
+    A checkpoint with a damaged COMMIT is left out, with a warning.
     """
     places = _places(storage, root)
     committed = [place.path for place in places if place.commit_modified() is not None]
@@ -137,9 +137,9 @@ def info(storage: Store, path: str) -> Entry:
 
 
 def delete(storage: Store, path: str) -> None:
-    """Remove the checkpoint at a path: from the first request on nothing is visible.
+    """Remove the checkpoint at a path; the first request makes it invisible.
 
-    One that a save has replaced meanwhile stays, and is `CheckpointExists`.
+    Raises `CheckpointExists`, and removes nothing, if a save has replaced it meanwhile.
     """
     commit = require_commit(storage, path)
     if not _remove(storage, path, commit):
@@ -165,8 +165,8 @@ def retain(
 ) -> list[CatalogVerdict]:
     """Remove the checkpoints at and below `root` that no rule keeps.
 
-    `keep_last` of the newest stay, those whose step is a multiple of `keep_every` (0 for no such
-    rule), and `pins`: steps, and keys or URIs of folders. `dry_run` only returns the verdicts.
+    These stay: the newest `keep_last`; steps that are multiples of `keep_every` (0: no such rule);
+    `pins`, which are steps, keys or URIs of folders. `dry_run` only returns the verdicts.
 
     Returns:
         A verdict for each checkpoint, newest first.
@@ -196,12 +196,12 @@ def retain(
 def gc(
     storage: Store, root: str, *, grace_s: float = GRACE_SECONDS, dry_run: bool = False
 ) -> list[CatalogVerdict]:
-    """Clear away what saves, retention and crashes have left at and below `root`.
+    """Remove the leftovers of saves, retention and crashes at and below `root`.
 
-    May run beside saves and loads, be killed at any time and run again. An attempt that was written
-    to, or replaced, within `grace_s` seconds stays: less than the longest save or load takes makes
-    these fail, though never wrong. Returns a verdict for each attempt, and each upload that nothing
-    names.
+    It may run beside saves and loads, and again after a kill at any time. An attempt that was
+    written to, or replaced, within `grace_s` seconds stays. If that is less than the duration of a
+    save or load, this save or load may fail, but never gives a wrong result. Return a verdict for
+    each attempt, and for each upload of a COMMIT or LATEST.
     """
     verdicts: list[CatalogVerdict] = []
     places = _places(storage, root)
@@ -234,7 +234,7 @@ def _collect_place(
 def _judge(
     storage: Store, place: _Place, attempt: str, commit: Commit | None, grace_s: float
 ) -> CatalogVerdict:
-    """Decide whether an attempt, or the journals that a commit should have removed, may go."""
+    """Return the verdict on an attempt, or on journals that its commit should have removed."""
     folder = attempt_folder(place.path, attempt)
     objects = list(storage.list(folder))
     now = storage.now()
@@ -244,10 +244,10 @@ def _judge(
         if journals and max(0.0, now - max(journals)) >= grace_s:
             return CatalogVerdict(start + "*", "delete", "journals of a save that is committed")
         return CatalogVerdict(folder, "keep", f"committed as step {commit.step}")
-    # Readers of a replaced checkpoint have as long as writers of a new one.
+    # The age counts from the last write or the replacement, so readers also get `grace_s`.
     touched = [stat.modified for stat in objects]
     touched += [started(attempt), place.commit_modified() or 0.0]
-    age = max(0.0, now - max(touched))  # the store's clock may have whole seconds only
+    age = max(0.0, now - max(touched))  # the store's clock may have a resolution of 1 s
     if age < grace_s:
         return CatalogVerdict(
             folder, "keep", f"written or replaced {age:.0f} s ago, less than {grace_s}"
@@ -261,7 +261,7 @@ def _judge(
 def _collect_uploads(
     storage: Store, place: _Place | None, key: str, grace_s: float, dry_run: bool
 ) -> list[CatalogVerdict]:
-    """Abort the uploads of one key that no journal names: who began them died at once."""
+    """Abort old uploads of one key that no journal names, because their process died early."""
     uploads = storage.open_uploads(key)
     if not uploads:
         return []

@@ -1,8 +1,8 @@
-"""COMMIT: the one object that makes a checkpoint exist, how it comes into being and how it is read.
+"""COMMIT, the object that makes a checkpoint exist: its format, its writes and its reads.
 
-It is written as an upload of one part which the coordinator's journal has announced: completing it
-is the single step that makes the checkpoint visible, aborting it makes that step impossible for
-ever. A process that was paused for hours can not do harm by resuming.
+The coordinator writes it as an upload of one part that its journal announces. To complete the
+upload is the single step that makes the checkpoint visible; after an abort this step is impossible.
+Therefore a process that resumes after hours of pause can do no harm.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from planish.store import Store, tag, upload
 logger = logging.getLogger(__name__)
 
 LATEST = "LATEST"
-"""A hint for people beside the checkpoints; nothing here believes it."""
+"""Name of a hint for people beside the checkpoints; no code reads it."""
 FORMAT = 2
-"""Of a checkpoint; 1 and 2 are read."""
+"""Format of a checkpoint that is written; 1 and 2 are read."""
 META_KEY = "meta/global.bin"
 MAX_COMMIT_BYTES = 1 << 20
 MAX_META_BYTES = 4 << 30
@@ -60,13 +60,13 @@ class Commit:
 
     attempt: str
     meta_key: str
-    """Where the metadata lies, relative to the checkpoint's folder."""
+    """Key of the metadata, relative to the checkpoint's folder."""
     meta_size: int
     meta_sha256: str
     n_objects: int
-    """Objects of the attempt, the metadata included."""
+    """Number of objects of the attempt, the metadata included."""
     total_bytes: int
-    """Their sizes summed."""
+    """Sum of their sizes."""
     step: int
     roles: tuple[str, ...] = ()
     created_at: float = 0.0
@@ -75,7 +75,7 @@ class Commit:
     tags: Mapping[str, str] = field(default_factory=dict)
     format: int = FORMAT
     etag: str = field(default="", compare=False)
-    """Entity tag of the object that this was read from; not stored."""
+    """Entity tag of COMMIT as it was read; not stored in it."""
 
     def encode(self) -> bytes:
         """Return JSON, with a checksum of all fields as the last one."""
@@ -85,7 +85,7 @@ class Commit:
 
     @staticmethod
     def decode(data: bytes, *, etag: str = "", uri: str = COMMIT) -> Commit:
-        """Read a commit; anything odd, or of a newer version, is `CheckpointCorrupt`."""
+        """Parse a commit; `CheckpointCorrupt` if a field is invalid or the format is newer."""
         try:
             fields = json.loads(data.decode(), parse_constant=lambda _: math.nan)
         except (ValueError, RecursionError):
@@ -150,7 +150,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 def read_commit(storage: Store, path: str) -> Commit | None:
-    """Return what is committed at a path, None if nothing is; `CheckpointCorrupt` if unreadable."""
+    """Return the commit at a path, None if there is none; `CheckpointCorrupt` if it is damaged."""
     key = join(path, COMMIT)
     try:
         data, etag = storage.get(key, MAX_COMMIT_BYTES)
@@ -162,7 +162,7 @@ def read_commit(storage: Store, path: str) -> Commit | None:
 
 
 def require_commit(storage: Store, path: str) -> Commit:
-    """Return what is committed at a path; raises `CheckpointNotFound` if nothing is."""
+    """Return the commit at a path; raises `CheckpointNotFound` if there is none."""
     commit = read_commit(storage, path)
     if commit is None:
         raise CheckpointNotFound(
@@ -197,7 +197,7 @@ def read_meta(storage: Store, path: str, commit: Commit) -> bytes:
 
 
 def standing(storage: Store, path: str) -> str:
-    """Return the entity tag of COMMIT at a path, "" for nothing."""
+    """Return the entity tag of COMMIT at a path, "" if there is none."""
     return tag(storage, join(path, COMMIT))
 
 
@@ -216,20 +216,20 @@ def publish(
     journal: Journal,
     is_newest: bool = True,
 ) -> Commit:
-    """Make an attempt, all of whose objects are written, the checkpoint at `path`.
+    """Make an attempt the checkpoint at `path`; all its objects except the metadata are written.
 
     Args:
-        files: every object but the metadata, relative to the attempt's folder, and its size in
-            bytes; all are checked.
-        replaces: `standing()` at the start of the save, to be replaced; empty for nothing.
-        journal: the coordinator's, begun before anybody wrote data.
-        is_newest: of its run, so that the hint beside it names it.
+        files: key, relative to the attempt's folder, -> size in bytes, for all objects except the
+            metadata; all are checked.
+        replaces: entity tag, from `standing()`, of the COMMIT to replace; empty if there was none.
+        journal: journal of the coordinator, which exists since before any data was written.
+        is_newest: True if `LATEST` should name this checkpoint.
 
     Raises:
         CheckpointExists: another attempt has committed first; this one is garbage.
         CheckpointIncomplete: an object is missing or has another size.
         SaveFailed: the attempt was cleared away.
-        StoreUnavailable: the store can not be asked whether it is committed; it may be.
+        StoreUnavailable: the store does not answer; the attempt may be committed or not.
     """
     folder = attempt_folder(path, attempt)
     digest = _put_meta(storage, join(folder, META_KEY), meta)
@@ -284,7 +284,7 @@ def _check_objects(
         if sizes.get(name) != size
     ]
     if faults:
-        journal.refresh()  # raises if the attempt was cleared away: that is why then
+        journal.refresh()  # raises SaveFailed if a collection has removed the objects
         raise CheckpointIncomplete(
             f"`{storage.uri(folder)}` must hold all objects of the save, but {len(faults)} differ: "
             + ", ".join(faults[:5])
@@ -304,7 +304,7 @@ def _commit(storage: Store, path: str, commit: Commit, replaces: str, journal: J
         journal.add([(parts.key, parts.upload_id)])
         return parts.complete(if_none_match=not replaces, if_match=replaces)
     except StoreError as error:
-        # Whatever was answered or lost: once the upload is gone, what COMMIT says is final.
+        # After the abort nothing can complete the upload, so COMMIT decides the outcome.
         parts.abort()
         standing = read_commit(storage, path)
         if standing is not None and standing.attempt == commit.attempt:
@@ -328,7 +328,7 @@ def _commit(storage: Store, path: str, commit: Commit, replaces: str, journal: J
 def _tidy(
     storage: Store, path: str, commit: Commit, journals: list[str], *, is_newest: bool
 ) -> None:
-    """Write the hint and remove the journals; a checkpoint without these is as good."""
+    """Write the hint and remove the journals; the checkpoint is valid even if this fails."""
     root, _, name = path.rpartition("/")
     hint = {"path": name, "attempt": commit.attempt, "step": commit.step}
     try:
@@ -340,11 +340,11 @@ def _tidy(
 
 
 def discard(storage: Store, path: str, attempt: str) -> bool:
-    """Clear an attempt away; returns False if it is the checkpoint at its path, which stays.
+    """Remove an attempt; return False if it is the checkpoint at its path, which stays.
 
-    Safe at any time, from any process, again and again: the attempt is fenced first, and from then
-    on can not be committed. `SaveFailed` if its owner keeps writing, `CheckpointCorrupt` if COMMIT
-    can not be read, so that nothing may be removed.
+    Any process may call it at any time, also repeatedly: a fence first makes sure that the attempt
+    can not be committed any more. Raises `SaveFailed` if the owner keeps writing, and
+    `CheckpointCorrupt`, without removing anything, if COMMIT can not be read.
     """
     for key, upload_id in fence(storage, path, attempt):
         storage.abort_upload(key, upload_id)

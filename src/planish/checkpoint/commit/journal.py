@@ -1,10 +1,10 @@
-"""The journal of an attempt: a lease, what must be undone, and the fence of the collection.
+"""Journal of an attempt: a lease, a list of uploads to abort, and a fence against its owner.
 
 An attempt is one try to save a checkpoint; its objects lie below `<path>/a-<attempt>/`. Each
-process that writes there keeps one small object, `journal/<name>.json`: its age is the lease, and
-it names the uploads that somebody must abort should the process die. A journal is rewritten only
-over the version that its owner wrote last; whoever clears the attempt away marks it as fenced
-first. From then on the owner can not announce anything more, so it can not commit either.
+process that writes there keeps one small object, `journal/<name>.json`. Its age is the lease, and
+it names the uploads that a collection aborts if the process dies. The owner replaces only its own
+last version of the journal; a collection first writes a version that is marked as fenced. From then
+on the owner can not announce an upload, so it can not commit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 60.0
 COORDINATOR = "commit"
-"""Name of the journal that the committing process keeps; the fence that decides."""
+"""Name of the committing process's journal; its fence prevents the commit."""
 COMMIT = "COMMIT"
 _LIMIT_BYTES = 16 << 20
 _DIGITS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
@@ -51,12 +51,12 @@ def new_attempt() -> str:
 
 
 def is_attempt(text: object) -> bool:
-    """Return whether `text` could be an attempt."""
+    """Return whether `text` has the form of an attempt."""
     return isinstance(text, str) and _ATTEMPT.fullmatch(text) is not None
 
 
 def started(attempt: str) -> float:
-    """Return when an attempt was minted, seconds since 1970 by the clock of its coordinator."""
+    """Return the start of an attempt, seconds since 1970 by the clock of its coordinator."""
     number = 0
     for digit in attempt[:10]:
         number = number << 5 | _DIGITS.index(digit)
@@ -84,7 +84,7 @@ class JournalContent:
     pid: int = 0
     started: float = 0.0
     fenced: bool = False
-    """Whether the attempt is being cleared away."""
+    """True once a process has begun to remove the attempt."""
 
     def encode(self) -> bytes:
         """Return JSON."""
@@ -92,7 +92,7 @@ class JournalContent:
 
     @staticmethod
     def decode(data: bytes, attempt: str) -> JournalContent:
-        """Read a journal; a damaged one is empty: its attempt is cleared by age alone."""
+        """Parse a journal; a damaged one counts as empty: its attempt is removed by age alone."""
         try:
             fields = json.loads(data.decode())
             keys = tuple(key for key in fields["keys"] if _is_own(key, attempt))
@@ -118,7 +118,7 @@ def _is_own(key: object, attempt: str) -> bool:
 
 
 class Journal:
-    """One process's hold on an attempt; safe to use from several threads."""
+    """Journal of one process for an attempt; several threads may use it."""
 
     def __init__(self, storage: Store, path: str, attempt: str, *, name: str = COORDINATOR):
         self._storage = storage
@@ -134,9 +134,9 @@ class Journal:
         self._thread: threading.Thread | None = None
 
     def begin(self, keys: Iterable[str] = ()) -> None:
-        """Write the journal before all else, with the full keys of what is written in parts.
+        """Write the journal, before any data; `keys` are the full keys of multipart objects.
 
-        `SaveFailed` if the attempt is being cleared away, or another process has this name.
+        Raises `SaveFailed` if the attempt is fenced, or another process uses this name.
         """
         self._write(keys=keys)
 
@@ -149,30 +149,30 @@ class Journal:
         self._write()
 
     def keep(self, seconds: float = REFRESH_SECONDS) -> None:
-        """Renew the lease from a thread every so often, until `close`."""
+        """Renew the lease from a thread every `seconds`, until `close`."""
 
         def renew() -> None:
             while not self._closed.wait(seconds):
                 try:
                     self.refresh()
                 except SaveFailed:
-                    return  # the next `add` says so to the caller
+                    return  # the next `add` raises it for the caller
                 except StoreError as error:
-                    # The lease is far longer than one renewal: the next one may succeed.
+                    # The lease is far longer than `seconds`, and the next renewal may succeed.
                     logger.warning("%s", telemetry.event("journal_not_renewed", reason=str(error)))
 
         self._thread = threading.Thread(target=renew, name="journal", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop renewing; the object stays until the attempt is committed or cleared away."""
+        """Stop renewals; the journal stays until the attempt is committed or removed."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _write(self, keys: Iterable[str] = (), uploads: Iterable[tuple[str, str]] = ()) -> None:
-        """Write the journal with further keys and uploads, over the version written last only."""
+        """Add keys and uploads, and write the journal if the stored version is our last one."""
         with self._lock:
             old, start = self._record, join(self._path, "")
             record = replace(
@@ -194,7 +194,7 @@ class Journal:
 
 
 def announced(storage: Store, path: str, attempt: str) -> list[tuple[str, str]]:
-    """Return full key and upload id of all that the journals of an attempt name."""
+    """Return (full key, upload id) of all uploads that the journals of an attempt name."""
     uploads: list[tuple[str, str]] = []
     for stat in storage.list(join(attempt_folder(path, attempt), "journal")):
         with contextlib.suppress(ObjectMissing, ObjectTooLarge):
@@ -205,14 +205,14 @@ def announced(storage: Store, path: str, attempt: str) -> list[tuple[str, str]]:
 
 
 def fence(storage: Store, path: str, attempt: str) -> list[tuple[str, str]]:
-    """Keep an attempt from ever being committed by an upload that is not returned.
+    """Fence an attempt: no upload except the returned ones can commit it any more.
 
     Returns:
-        Full key and upload id of all that its journals name and that the store remembers of their
-        keys; when they are aborted and COMMIT does not name the attempt, it never will.
+        (full key, upload id) of all uploads that its journals name or the store lists for their
+        keys. Once these are aborted, an attempt that COMMIT does not name stays uncommitted.
 
     Raises:
-        SaveFailed: the owner keeps writing; the attempt is alive.
+        SaveFailed: the owner keeps writing, so the attempt is alive.
     """
     folder = attempt_folder(path, attempt)
     decider = join(folder, f"journal/{COORDINATOR}.json")
@@ -251,7 +251,7 @@ def _fence_one(storage: Store, key: str, attempt: str) -> JournalContent:
 def journaled(
     storage: Store, path: str, attempt: str, keys: Iterable[str] = ()
 ) -> Iterator[Journal]:
-    """Hold an attempt as its committing process for the length of a block."""
+    """Keep the coordinator's journal of an attempt while the body runs."""
     journal = Journal(storage, path, attempt)
     journal.begin(keys)
     journal.keep()

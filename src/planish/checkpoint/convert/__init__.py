@@ -1,1 +1,1 @@
-"""Checkpoints rewritten, merged, compared, imported and exported."""
+"""Rewrite, merge, comparison, import and export of checkpoints."""

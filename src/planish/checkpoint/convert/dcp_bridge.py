@@ -1,8 +1,8 @@
-"""Checkpoints of torch.distributed.checkpoint turned into ours, and ours into such folders.
+"""Import from and export to folders of torch.distributed.checkpoint (DCP).
 
-Tensors are mapped from the files, or written box by box by torch's own writer, so no tensor need
-fit into memory. Folders are untrusted: metadata comes through `dcp_pickle`, all else through
-torch's loader of plain weights. Neither DCP's safetensors nor its compressed variants are read.
+An import maps tensors from the files, and an export writes box by box with torch's own writer, so
+a tensor need not fit into memory. An import trusts no file: `dcp_pickle` reads the metadata, and
+`torch.load(weights_only=True)` the rest. It reads neither DCP's safetensors nor compressed files.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ logger = logging.getLogger(__name__)
 
 METADATA = ".metadata"
 CHUNK_BYTES = 256 << 20
-"""Larger stored boxes are written to a DCP folder in parts."""
+"""Bytes of a stored box above which an export cuts it."""
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return kind and fqn of a DCP name as torch's state-dict functions make them."""
+    """Return (kind, fqn) of a DCP name from torch's state-dict functions."""
     first, _, rest = name.partition(".")
     if first == "model" and rest:
         return "model", rest
@@ -79,16 +79,16 @@ def import_dcp(
     overwrite: bool = False,
     storage: Store | None = None,
 ) -> CheckpointInfo:
-    """Turn a DCP folder into a checkpoint of ours; in one process.
+    """Convert a DCP folder into a checkpoint, in one process.
 
-    Options of parameter groups, and states of parameters that are no tensors, become those of the
+    Options of parameter groups, and parameter states that are not tensors, become those of the
     checkpoint's optimizer. Other values become the shared value `dcp`, by their names.
 
-    `step` None is the value `step` of the folder, else 0.
+    Without `step`, the step is the folder's value `step`, else 0.
 
     Raises:
         CheckpointIncomplete: the folder lacks its metadata or a file.
-        CheckpointCorrupt: a file is not what DCP writes; nothing in it has been run.
+        CheckpointCorrupt: a file is not of DCP; none of its code has run.
         TypeError: a tensor or a value is of a kind that checkpoints do not hold.
     """
     source = _Folder(Path(folder))
@@ -141,7 +141,7 @@ class _Folder:
                 yield LocalItem(spec, (box,), data)
 
     def values(self) -> dict[str, Any]:
-        """Return what is no tensor, by name."""
+        """Return name -> value, for values that are not tensors."""
         values: dict[str, Any] = {}
         for name in self.metadata.values:
             _, view = self._part(name, ())
@@ -153,7 +153,7 @@ class _Folder:
         return values
 
     def _tensor(self, name: str, offsets: tuple[int, ...]) -> Tensor:
-        """Return a tensor whose storage is the mapped file: nothing is read yet."""
+        """Return a tensor whose storage is the mapped file, without reading its bytes."""
         stream, view = self._part(name, offsets)
         try:
             with FakeTensorMode():
@@ -184,7 +184,7 @@ class _Folder:
                 raise CheckpointIncomplete(f"`{path}` must be there, as `{METADATA}` names it")
             file = path.open("rb")
             size = os.fstat(file.fileno()).st_size
-            # Private, hence writable as torch wants it; nobody writes.
+            # A private map is writable, as torch requires; nothing is written to it.
             pages = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
             self._files[place.file] = file, memoryview(pages)
         stored, mapped = self._files[place.file]
@@ -203,9 +203,9 @@ class _Folder:
 
 
 def _shared(values: Mapping[str, Any], parameters: Collection[str]) -> dict[str, Any]:
-    """Return values of a DCP folder as a checkpoint shares them.
+    """Return the values of a DCP folder as the shared values of a checkpoint.
 
-    Options of an optimizer that knows its parameters by number stay among the other values.
+    If groups name their parameters by number, all values, optimizer options included, go to `dcp`.
     """
     rest: dict[str, Any] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -219,7 +219,7 @@ def _shared(values: Mapping[str, Any], parameters: Collection[str]) -> dict[str,
         if place["part"] == "state":
             numbers.setdefault(owner, {})[key] = value
         else:
-            # Where torch flattens groups, each parameter has options of its own.
+            # torch may flatten groups: each parameter then has its own options.
             own = {"params": [owner]} if owner in parameters else {}
             groups.setdefault(owner, own)[key] = value
     members = [group.get("params") for group in groups.values()]
@@ -238,9 +238,9 @@ def _shared(values: Mapping[str, Any], parameters: Collection[str]) -> dict[str,
 
 
 _OF_OPTIMIZER = re.compile(r"optim(izer)?\.(?P<part>state|param_groups)\.(?P<path>.+)")
-"""Name of a value of an optimizer."""
+"""Pattern of the name of an optimizer's value."""
 TYPES_OF_TORCH = {str(dtype).removeprefix("torch."): name for dtype, name in NAMES.items()}
-"""Name of a type in torch to ours."""
+"""Name of a type in torch -> name in checkpoints."""
 
 
 def export_dcp(
@@ -248,11 +248,11 @@ def export_dcp(
 ) -> None:
     """Write a role of a checkpoint as a folder that `torch.distributed.checkpoint.load` reads.
 
-    Names are `model.<fqn>` and `optim.state.<parameter>.<state>`, chunks are the stored boxes;
-    shared values are `shared.<name>`. The metadata comes last.
+    Names are `model.<fqn>` and `optim.state.<parameter>.<state>`; shared values are
+    `shared.<name>`. Chunks are the stored boxes. The metadata file is written last.
 
     Raises:
-        FileExistsError: the folder holds something.
+        FileExistsError: the folder is not empty.
         LayoutMismatch: the checkpoint has no such role.
         CheckpointError: the checkpoint is damaged.
     """
@@ -275,7 +275,7 @@ def export_dcp(
         source.add_value(("shared", name), value)
     if not source.items:
         raise LayoutMismatch(f"`{opened.uri}` must hold the role `{role}`; see `info`")
-    # A file for each item: within one file torch keeps all tensors in memory.
+    # Each item gets a file, because torch keeps all tensors of one file in memory.
     writer = FileSystemWriter(target, single_file_per_rank=False)
     writer.set_up_storage_writer(True)
     plans, metadata = create_default_global_save_plan([SavePlan(source.items)])
@@ -286,7 +286,7 @@ def export_dcp(
 
 
 class _Source:
-    """What a DCP folder gets, read when torch writes it: the part of a planner that it asks."""
+    """Items of a DCP export, read when torch's writer calls `resolve_data`, as on a planner."""
 
     def __init__(self, opened: Opened) -> None:
         self.opened, self.reader = opened, SliceReader(opened)
@@ -323,7 +323,7 @@ class _Source:
 
 
 def _boxes(meta: Metadata, row: int, spec: TensorSpec) -> Iterator[Box]:
-    """Yield the stored boxes of a tensor, large ones cut along their first dimension."""
+    """Yield the stored boxes of a tensor; large ones are cut along their first dimension."""
     rows, dims = meta.shards_of(row), len(spec.shape)
     for shard in rows.tolist():
         offsets, lengths = box_of(meta.shards.offsets[shard], meta.shards.lengths[shard], dims)

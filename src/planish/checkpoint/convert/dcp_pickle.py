@@ -1,8 +1,8 @@
-"""The pickled `.metadata` of a torch DCP folder, read without running anything that it names.
+"""Reader of the pickled `.metadata` of a torch DCP folder that runs no code named in the file.
 
-torch reads it by plain `pickle`, and its unpickler of weights knows older pickles only. Here every
-class that such a file may name becomes an inert record, every torch type its name; a file that
-names anything else is refused.
+torch reads it by plain `pickle`, because its unpickler of weights knows older pickles only. Here
+each allowed class becomes a record of fields without methods, and each torch type becomes its name.
+A file that names anything else is refused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.items import TORCH_TYPES
 
 MAX_METADATA_BYTES = 1 << 30
-"""A larger file is refused; torch itself writes about 150 bytes for each shard."""
+"""Largest file that is read; torch writes about 150 bytes for each shard."""
 _MAX_TUPLES = 10_000
-"""Between two containers; beyond it lie only tuples nested so deep that to hash one overflows."""
+"""Most tuples without a list or dict between; more may be nested so deep that a hash overflows."""
 
 
 class DcpTensor(NamedTuple):
@@ -32,7 +32,7 @@ class DcpTensor(NamedTuple):
 
 
 class DcpPlace(NamedTuple):
-    """Where the bytes of a value or of a box lie."""
+    """Byte range of a value or of a box in a file."""
 
     file: str
     start: int
@@ -40,21 +40,21 @@ class DcpPlace(NamedTuple):
 
 
 class DcpMetadata(NamedTuple):
-    """What a DCP folder holds."""
+    """Content of a DCP folder."""
 
     tensors: dict[str, DcpTensor]
     values: list[str]
-    """Names of what is no tensor."""
+    """Names of values that are not tensors."""
     places: dict[tuple[str, tuple[int, ...]], DcpPlace]
     """(name, offsets of the box) -> place; offsets are () for values."""
 
 
 class _Record:
-    """What an object of torch has left in the file: its fields, and no behaviour."""
+    """The pickled fields of a torch object, without its methods."""
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, tuple):
-            # The properties of a tensor.
+            # `TensorProperties` pickles as a tuple that begins with the type.
             state = {"dtype": state[0]}
         vars(self).update(state)
 
@@ -75,7 +75,7 @@ def _size(items: Any = ()) -> tuple[int, ...]:
 
 
 def _nothing(*parts: Any) -> None:
-    """Stand for what a file names and nobody reads: paths, layouts, memory formats."""
+    """Replace a callable whose result is not needed: paths, layouts, memory formats."""
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -101,27 +101,27 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     },
     **{("torch", name): name for name in TORCH_TYPES.values()},
 }
-"""(module, name) in the file -> what stands for it here."""
+"""(module, name) in the file -> its replacement."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for a name; nothing is ever imported."""
+        """Return the replacement of a name, without an import."""
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"the name `{module}.{name}`")
         return _ALLOWED[module, name]
 
 
 def read_dcp_metadata(data: bytes, *, name: str = ".metadata") -> DcpMetadata:
-    """Decode the file `.metadata` of a DCP checkpoint, which errors call `name`.
+    """Decode the file `.metadata` of a DCP checkpoint; errors call it `name`.
 
-    `CheckpointCorrupt` if it is none, or names what metadata never need; nothing of it has run.
+    Raises `CheckpointCorrupt` if it is no such file, or names a class that is not allowed.
     """
     try:
         _check_size(data)
         return _plain(_Unpickler(io.BytesIO(data)).load())
     except Exception as error:
-        # A hostile stream can raise anything from the unpickler; all of it means the same here.
+        # The unpickler can raise any error on a hostile stream; all become one error here.
         raise CheckpointCorrupt(
             f"`{name}` must be the metadata of a torch DCP checkpoint, got {error!s:.200}; "
             "nothing in it has been run",
@@ -130,7 +130,7 @@ def read_dcp_metadata(data: bytes, *, name: str = ".metadata") -> DcpMetadata:
 
 
 def _check_size(data: bytes) -> None:
-    """Refuse memo numbers that would allocate much, and tuples that can not be hashed."""
+    """Refuse memo numbers beyond the size of `data`, and tuples too deep to be hashed."""
     tuples = 0
     for opcode, argument, _ in pickletools.genops(data):
         name = opcode.name
@@ -143,7 +143,7 @@ def _check_size(data: bytes) -> None:
 
 
 def _plain(record: Any) -> DcpMetadata:
-    """Take what is needed out of the records; whatever is of another form raises something."""
+    """Return the needed fields of the records; records of another form raise any error."""
     found = DcpMetadata({}, [], {})
     for name, entry in record.state_dict_metadata.items():
         if not isinstance(name, str) or not isinstance(entry, (_Tensor, _Bytes)):

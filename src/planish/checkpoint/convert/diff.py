@@ -1,4 +1,4 @@
-"""Two checkpoints compared tensor by tensor, bit by bit, window by window; without torch."""
+"""Bitwise comparison of two checkpoints, tensor by tensor in windows of bytes; without torch."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from planish.checkpoint.loading.reader import BlockReader, Opened, open_state
 from planish.checkpoint.loading.slices import Slice, SliceReader, batches
 
 WINDOW_BYTES = 32 << 20
-"""Of one side; a window holds many small tensors, or a part of a large one."""
+"""Bytes in memory of each checkpoint: many small tensors, or a part of a large one."""
 
 
 class TensorDiff(NamedTuple):
-    """How one tensor differs."""
+    """Difference of one tensor."""
 
     name: str
     reason: str
-    """`values`, or what its shape or type is on both sides."""
+    """`values`, or the types and shapes of both sides if these differ."""
     num_elements: int = 0
-    """Elements whose bits differ."""
+    """Number of elements whose bits differ."""
     first: tuple[int, ...] = ()
     max_abs: float = math.nan
-    """Largest absolute difference of numbers; NaN where one is no number, or for odd types."""
+    """Largest absolute difference; NaN if an element is NaN, or if numpy lacks the type."""
 
 
 @dataclass
 class Diff:
-    """How two checkpoints differ."""
+    """Differences of two checkpoints."""
 
     only_a: list[str] = field(default_factory=list)
     """Names of tensors that only the first one has."""
@@ -46,9 +46,9 @@ class Diff:
     values: list[str] = field(default_factory=list)
     """Roles whose shared small values differ."""
     num_equal: int = 0
-    """Tensors that are equal bit by bit."""
+    """Number of tensors that are equal bit by bit."""
     num_bytes: int = 0
-    """Of tensors that both have, compared."""
+    """Bytes compared of one checkpoint: of the tensors that both have."""
 
     @property
     def is_equal(self) -> bool:
@@ -84,9 +84,9 @@ def diff(
     Args:
         a: URI or pin of the first.
         b: URI or pin of the second.
-        parts: kinds of tensors to compare: `model`, `optim`, `extra` (of single ranks: they differ
-            between layouts by design).
-        progress: called with bytes compared and bytes in all.
+        parts: kinds of tensors to compare: `model`, `optim`, `extra` (tensors of single ranks,
+            which differ between layouts by design).
+        progress: called with the bytes compared so far and the bytes in all.
     """
     sides = open_state(a), open_state(b)
     result = Diff()
@@ -118,7 +118,7 @@ def diff(
 def _common(
     sides: tuple[Opened, Opened], parts: Sequence[str], result: Diff
 ) -> Iterator[TensorSpec]:
-    """Yield the tensors that both have in one form; note the others."""
+    """Yield the tensors that both have with equal type and shape; add the others to `result`."""
     ids = [side.metadata.tensor_ids for side in sides]
     for key in sorted({*ids[0], *ids[1]}):
         if key[1] not in parts:
@@ -145,7 +145,7 @@ def _windows(tensors: Sequence[TensorSpec]) -> Iterator[_Window]:
 
 
 def _compare(window: _Window, x: Array, y: Array, faults: dict[str, TensorDiff]) -> None:
-    # Complex numbers are compared as what they consist of, since equal bits may be unequal NaNs.
+    # View complex numbers as integers, because a NaN is unequal to a NaN of the same bits.
     width = x.dtype.itemsize
     bits = [side.view(np.uint64 if width == 16 else side.dtype) for side in (x, y)]
     places = np.flatnonzero(bits[0] != bits[1]) // (2 if width == 16 else 1)

@@ -1,8 +1,8 @@
-"""The model of a checkpoint written as a Hugging Face folder, tensor by tensor, by plain bytes.
+"""Export of a checkpoint's model as a Hugging Face folder, without torch or transformers.
 
-Low-rank adapters are merged into their weights. Neither torch nor transformers is needed. Files are
-written side by side, on local disk first; of each one tensor and a few buffers of 16 MiB are in
-memory.
+The export merges low-rank adapters into their weights. Threads write the files at the same time,
+to local disk first. For each file one tensor, or a group of small ones, and a few buffers of 16 MiB
+are in memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CONFIG = "config.json"
 """File of a Hugging Face folder that describes its model."""
 GROUP_BYTES = 64 << 20
 CHUNK_BYTES = 16 << 20
-"""Elements are converted in pieces of this size."""
+"""Bytes of a tensor that are converted at a time."""
 MAX_FILE_BYTES = 5 << 30
 WORKERS = 4
 INDEX_FILE = "model.safetensors.index.json"
@@ -57,9 +57,9 @@ _WEIGHT_FILES = (".safetensors", ".safetensors.index.json")
 Progress = Callable[[int, int], None]
 """Called with the bytes of weights done and in all."""
 FilePlan = Mapping[str, list[str]]
-"""Weight file to the names of its tensors."""
+"""Weight file -> names of its tensors."""
 Written = tuple[dict[str, Path], dict[str, int]]
-"""Weight file to its local place, and tensor to its CRC-32C."""
+"""Weight file -> local path; tensor -> CRC-32C."""
 
 
 def export(
@@ -79,24 +79,24 @@ def export(
 ) -> Ref:
     """Write the model of a checkpoint as a policy (`policy/1`) that engines load.
 
-    Configuration, tokenizer and types are those of an earlier policy, or the files of a local
-    folder with each tensor's own type. Tensors of Megatron are taken apart as `config.json` says.
+    Configuration, tokenizer and types come from an earlier policy; or the files come from a local
+    folder, and each tensor keeps its type. `config.json` determines the split of Megatron tensors.
 
     Args:
         place: URI or pin of the checkpoint.
         out: folder of the new policy, as a URI or a path.
         policy: pin of an earlier policy of the same model; empty for none.
         folder: local folder with `config.json` and tokenizer; None for weights alone.
-        dtype: without a policy the float type of all float weights (`BF16`, ...).
-        role: whose model; empty for `policy`, `main` or the only one.
+        dtype: float type of all float weights (`BF16`, ...); only without `policy`.
+        role: role of the model; empty for `policy`, `main` or the only one.
         parents: name of each input to its sha256; None for the checkpoint and the policy.
-        attributes: of the manifest; None for role and step.
-        progress: the last call comes before the files are stored.
+        attributes: attributes of the manifest; None for role and step.
+        progress: gets the bytes of weights done and in all; the files are stored after that.
         call: an operation of several ranks, each of which writes some of the files.
 
     Raises:
-        ConfigError: no such role.
-        LayoutMismatch: no weights, or others than those of the earlier policy.
+        ConfigError: the checkpoint has no such role.
+        LayoutMismatch: the role has no weights, or other ones than the earlier policy.
         CheckpointError: the checkpoint or the earlier policy is damaged.
     """
     opened = open_state(place, storage)
@@ -150,10 +150,10 @@ def _in_ranks(
     write: Callable[[FilePlan], Written],
     publish: Callable[[dict[str, Shard], dict[str, int]], Ref],
 ) -> Ref:
-    """Write and store the share of this rank; the first one publishes what all have stored."""
+    """Write and store this rank's files; rank 0 then publishes the files of all ranks."""
 
     def clear() -> bytes:
-        # No reader may see files of two exports under one manifest.
+        # Delete an old manifest first: it must never name files of a new export.
         opened, key = store.open_store(uri)
         found = tags(opened, key)
         if MANIFEST in found:
@@ -181,7 +181,7 @@ def _in_ranks(
 
 
 def policy_role(roles: Sequence[str], wanted: str = "") -> str:
-    """Return which role a policy is made of: `wanted`, else `policy`, `main`, or the only one."""
+    """Return the role to export: `wanted`, else `policy`, `main`, or the only one."""
     usual = [name for name in ("policy", "main") if name in roles]
     candidates = [wanted] if wanted else usual[:1] or list(roles)
     if len(candidates) != 1 or candidates[0] not in roles:
@@ -192,7 +192,7 @@ def policy_role(roles: Sequence[str], wanted: str = "") -> str:
 def _earlier_policy(pin: str) -> tuple[dict[str, Path | bytes], dict[str, Form]]:
     """Return the verified small files of a policy, and types and shapes of its weights.
 
-    The headers of weight files are not verified: the checkpoint is only compared with them.
+    The headers of weight files are not verified: they are only compared with the checkpoint.
     """
     uri, manifest = read_pinned(pin, POLICY_SCHEMA, remedy="export it again")
     small: dict[str, Path | bytes] = {}
@@ -256,7 +256,7 @@ def _write(
             for group in batches(names, lambda name: sources[name].form.nbytes, GROUP_BYTES):
                 weights = read_weights(reader, [sources[name] for name in group])
                 for name in group:
-                    # Taken out of the list, so that a written tensor is not kept.
+                    # `pop` drops the list's reference, so that a written tensor is freed.
                     array, stored = weights.pop(0)
                     types = stored, forms[name].dtype
                     step, checksum = CHUNK_BYTES // array.dtype.itemsize, 0
@@ -277,7 +277,7 @@ def _write(
 
 
 def _index(files: FilePlan, forms: Mapping[str, Form]) -> dict[str, bytes]:
-    """Return the file that says which file has which weight; none where there is one file."""
+    """Return the index file, which maps weights to files; {} if there is only one weight file."""
     if len(files) == 1:
         return {}
     index = {
@@ -288,9 +288,9 @@ def _index(files: FilePlan, forms: Mapping[str, Form]) -> dict[str, bytes]:
 
 
 def plan_files(forms: Mapping[str, Form], max_file_bytes: int) -> dict[str, list[str]]:
-    """Return file name to tensor names, in an order that keeps every tensor aligned.
+    """Return file name -> tensor names, in an order that keeps every tensor aligned.
 
-    Wide types first, then by name; a tensor larger than `max_file_bytes` has a file of its own.
+    Order: wide types first, then by name. A tensor above `max_file_bytes` has its own file.
     """
     order = sorted(forms, key=lambda name: (-ITEM_BYTES[forms[name].dtype], name))
     groups = list(batches(order, lambda name: forms[name].nbytes, max_file_bytes))

@@ -1,10 +1,9 @@
-"""Which stored tensors make up each weight of a Hugging Face model, and their elements as numbers.
+"""Map from each weight of a Hugging Face model to stored tensors, and casts of their elements.
 
 A weight is one stored tensor, or boxes of one: Megatron keeps queries, keys and values of a group
 next to each other, gate and up projection in one matrix, all layers in one tensor and a padded
-vocabulary. All of that is a choice of boxes. Beside a weight may lie low-rank adapters, whose
-product is added to it in float32 as the trainer computes it. Elements are rounded from one float
-type to another here as well. No torch.
+vocabulary. A weight may have a low-rank adapter; its product is added in float32, as the trainer
+computes it. The module also rounds elements from one float type to another. It needs no torch.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from planish.models.experts import disk_tensors
 
 @dataclass(frozen=True)
 class Form:
-    """Type and shape of a tensor in a file."""
+    """Type and shape of a tensor in a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Number of bytes in the file."""
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 class AdapterPart(NamedTuple):
-    """What is added to a weight: scale x up x down."""
+    """Low-rank adapter of a weight, which adds scale x up x down."""
 
     down: Slice
     """[rank, columns]"""
@@ -51,17 +50,17 @@ class AdapterPart(NamedTuple):
 
 
 class WeightPart(NamedTuple):
-    """What a weight is made of."""
+    """Stored tensors of one weight."""
 
     slice: Slice
     form: Form
     """Stored type, and the shape of the weight."""
     adapter: AdapterPart | None = None
-    """None for weights without one."""
+    """Adapter of the weight; None without one."""
 
 
 Sources = dict[str, WeightPart]
-"""Name of a weight to what it is made of."""
+"""Name of a weight -> its stored tensors."""
 
 _MEGATRON = "decoder.layers."
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
@@ -70,7 +69,7 @@ TOP_NAMES = {
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
 }
-"""Names in transformers of the tensors outside the layers of megatron-core's GPTModel."""
+"""Name in megatron-core's GPTModel -> name in transformers, for tensors outside the layers."""
 LAYER_NAMES = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
@@ -82,18 +81,18 @@ LAYER_NAMES = {
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
     "mlp.router.weight": "mlp.gate.weight",
 }
-"""Names in transformers of a layer's tensors that keep their rows."""
+"""The same for those tensors of a layer that become one weight with the same rows."""
 
 
 def weights_of(opened: Opened, role: str, config: Mapping[str, Any]) -> Sources:
-    """Return what each weight of a role's model is made of.
+    """Return the stored tensors of each weight of a role's model.
 
     Tensors of Megatron-core's GPTModel become the weights of a Llama- or Qwen-like model: fused
-    projections are taken apart, the padding of the vocabulary and a tied head are left out. All
-    others, and those of Megatron without a config, keep their names.
+    projections are split; the padding of the vocabulary and a tied head are left out. Tensors of
+    other models, and those of Megatron without a config, keep their names.
 
-    `config` is the content of the model's `config.json`, empty without one. `LayoutMismatch` if a
-    tensor of Megatron has no place in such a model.
+    `config` is the content of the model's `config.json`, empty without one. Raises `LayoutMismatch`
+    if a tensor of Megatron has no place in such a model.
     """
     table = opened.metadata.tensors
     tensors = {
@@ -165,7 +164,7 @@ def _weights(
 
 
 def _rows_of(spec: TensorSpec, runs: list[tuple[int, int]], layer: int | None = None) -> WeightPart:
-    """Return runs `[start, stop)` of rows, of one layer where layers are stacked."""
+    """Return runs `[start, stop)` of a tensor's rows; `layer` is an index of stacked layers."""
     lead = () if layer is None else (layer,)
     rest = spec.shape[len(lead) + 1 :]
     boxes = tuple(
@@ -179,7 +178,7 @@ def _rows_of(spec: TensorSpec, runs: list[tuple[int, int]], layer: int | None = 
 def _runs(
     name: str, rows: int, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Yield the weights of one layer that a tensor becomes, as runs of its rows."""
+    """Yield each weight of one layer that a tensor contains, as runs of its rows."""
     if name in LAYER_NAMES:
         yield LAYER_NAMES[name], [(0, rows)]
     elif name == "mlp.linear_fc1.weight":
@@ -208,9 +207,9 @@ _COMPLEX = {"C64": np.complex64, "C128": np.complex128}
 
 
 def to_numbers(elements: Array, dtype: str) -> Array | None:
-    """Return [n] elements, whose bits are of `dtype`, as numbers; None for types that numpy lacks.
+    """Return [n] elements of type `dtype` as a numpy array of numbers; None if numpy lacks it.
 
-    BF16 becomes float32, integers become float64.
+    `elements` are raw bits of the item size. BF16 becomes float32, integers become float64.
     """
     bits = np.ascontiguousarray(elements)
     if dtype == "BF16":
@@ -228,8 +227,8 @@ def to_numbers(elements: Array, dtype: str) -> Array | None:
 def cast(elements: Array, stored: str, wanted: str) -> Array:
     """Return [n] elements, whose bits are of the type `stored`, in the float type `wanted`.
 
-    They are rounded to nearest, ties to even. `LayoutMismatch` if the types differ and are not both
-    floats that numpy can read.
+    Numbers are rounded to nearest, ties to even. Raises `LayoutMismatch` if the types differ and
+    are not both of F64, F32, F16 and BF16.
     """
     if stored == wanted:
         return elements

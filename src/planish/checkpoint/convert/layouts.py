@@ -1,9 +1,9 @@
-"""Layouts that a checkpoint can be rewritten for, and which boxes of a tensor each rank gets.
+"""Layouts of a rewritten checkpoint, and the boxes of a tensor that each rank gets.
 
-A layout is text: `merged`, or degrees such as `fsdp=4,tp=2`. Nothing here knows models beyond the
-names that their linear layers usually have; a tensor without a known name is whole on every rank
-of `tp`. Whatever the layout, a checkpoint loads under every other one: rewriting only decides which
-bytes lie side by side.
+A layout is text: `merged`, or degrees such as `fsdp=4,tp=2`. The module knows the usual names of
+linear layers, and nothing else of a model; a tensor without a known name is whole on every rank
+of `tp`. A checkpoint of any layout loads under every other one: a rewrite only decides which bytes
+are neighbours.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from planish.checkpoint.format.geometry import Box, flat_boxes, shift, whole
 from planish.checkpoint.format.items import TensorSpec
 
 MERGED = "merged"
-"""One rank, as a Hugging Face folder that engines load."""
+"""Layout of one rank, written as a Hugging Face folder that engines load."""
 AXES = ("dp", "fsdp", "flat", "tp")
-"""Whole copies, rows, runs of elements, and the dimension that tensor parallelism cuts."""
+"""Axes: whole copies, rows, runs of elements, and the dimension that tensor parallelism cuts."""
 MAX_RANKS = 65_536
 
 _SPLIT_ROWS = frozenset(
@@ -31,25 +31,25 @@ _SPLIT_ROWS = frozenset(
 )
 """Layers that tensor parallelism cuts along dimension 0, with their biases."""
 _SPLIT_COLUMNS = frozenset(["o_proj", "down_proj", "linear_proj", "linear_fc2"])
-"""Layers that it cuts along dimension 1; their biases are whole."""
+"""Layers that tensor parallelism cuts along dimension 1; their biases stay whole."""
 _STACKED = re.compile(r"(?:^|\.)decoder\.layers\.(?!\d)")
 _AXIS = re.compile(r"(?P<name>[a-z]+)=(?P<degree>[0-9]{1,6})")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks of a rewritten checkpoint share its tensors."""
+    """Split of the tensors of a rewritten checkpoint over its ranks."""
 
     dp: int = 1
-    """Ranks that hold the same."""
+    """Number of replicas."""
     fsdp: int = 1
-    """Ranks that share the rows of every tensor."""
+    """Number of ranks that split the rows of every tensor."""
     flat: int = 1
-    """Ranks that share the elements of every tensor, wherever rows end."""
+    """Number of ranks that split the row-major elements of every tensor, also within rows."""
     tp: int = 1
-    """Ranks that share linear layers and embeddings."""
+    """Number of ranks that split linear layers and embeddings."""
     is_merged: bool = False
-    """A Hugging Face folder in place of a checkpoint."""
+    """True for a Hugging Face folder in place of a checkpoint."""
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -79,7 +79,7 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the layout."""
+        """Number of ranks of the layout."""
         return self.dp * self.fsdp * self.flat * self.tp
 
     def __str__(self) -> str:
@@ -89,10 +89,10 @@ class Layout:
         return ",".join(f"{name}={n}" for name, n in degrees.items() if n > 1) or "dp=1"
 
     def boxes(self, tensor: TensorSpec, rank: int) -> tuple[Box, ...]:
-        """Return what a rank gets of a tensor; empty where others get all of it.
+        """Return the boxes of a tensor that a rank gets; () if it gets none.
 
-        `tp` is the fastest axis of the rank's number, then `fsdp` or `flat`, then `dp`. Cuts are
-        those of `torch.chunk`: the first ranks get the longer parts.
+        `tp` is the fastest axis of the rank's number, then `fsdp` or `flat`, then `dp`. Parts are
+        as of `torch.chunk`: the first ranks get the longer ones.
         """
         tp, data = rank % self.tp, rank // self.tp
         box: Box | None = whole(tensor.shape)
@@ -116,7 +116,7 @@ class Layout:
 
 
 def _chunk(box: Box, dim: int, parts: int, number: int) -> Box | None:
-    """Return one of `parts` runs of a box along a dimension; None for an empty one."""
+    """Return part `number` of `parts` of a box along a dimension; None if it is empty."""
     length = box.lengths[dim]
     step = -(-length // parts)
     start = min(length, number * step)
@@ -132,10 +132,10 @@ def _chunk(box: Box, dim: int, parts: int, number: int) -> Box | None:
 def tensor_parallel_dim(fqn: str, num_dims: int) -> int | None:
     """Return the dimension that tensor parallelism cuts, None for a tensor that stays whole.
 
-    Moments of an optimizer (`<fqn>.exp_avg`) are cut as their parameter.
+    A moment of an optimizer (`<fqn>.exp_avg`) is cut like its parameter.
     """
     names = fqn.split(".")
-    # Megatron may keep one parameter of all layers as one tensor, and norms inside linear layers.
+    # Megatron may stack one parameter of all layers in one tensor, and has norms in linear layers.
     lead = 1 if _STACKED.search(fqn) else 0
     if any(name.startswith("layer_norm") for name in names):
         return None

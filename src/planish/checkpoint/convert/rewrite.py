@@ -1,10 +1,10 @@
-"""A committed checkpoint written anew for another layout, by one process and without torch.
+"""Rewrite of a committed checkpoint for another layout, by one process and without torch.
 
 Bytes stream from the old objects to the new ones through a few parts of 16 MiB. Small values and
-the positions of data loaders are copied as they are: a load derives from them what its own ranks
-need. The result is committed like every other save.
+the positions of data loaders are copied unchanged: a load adapts them to its own ranks. The result
+is committed like every other save.
 
-Source: ByteCheckpoint, arXiv 2407.20143, section 1 (scripts that reshard offline, made a plan).
+Source: ByteCheckpoint, arXiv 2407.20143, section 1 (scripts that reshard offline; here a plan).
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ logger = logging.getLogger(__name__)
 NUM_THREADS = 4
 WINDOW_BYTES = 16 << 20
 NUM_WINDOWS = 16
-"""Windows of the source that are kept in memory."""
+"""Number of windows of the source in the cache."""
 
 Parts = Literal["all", "model"]
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What a rewrite has made visible."""
+    """Result of a rewrite."""
 
     commit: Commit
     uri: str
     bytes_read: int = 0
-    """From the store, all requests together; 0 if it stood there already."""
+    """Bytes read from the store; 0 if the result was there already."""
     already_done: bool = False
-    """An earlier call had committed the same."""
+    """True if an earlier call had committed the same."""
     timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def pin(self) -> str:
-        """Place and identity as one text."""
+        """Pin: `<uri>#sha256=<digest>`."""
         return f"{self.uri}#sha256={self.commit.meta_sha256}"
 
 
@@ -73,16 +73,16 @@ def rewrite(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Rewritten:
-    """Write the state at `source` (URI or pin) anew at `target`.
+    """Write the state at `source` (URI or pin) at `target`, under another layout.
 
-    Calling it again with the same arguments finds the committed result and writes nothing.
+    A second call with the same arguments finds the committed result and writes nothing.
 
     Args:
-        layout: not `merged`, which is an export.
+        layout: layout of the result, except `merged`, which is an export.
         parts: `model` leaves out optimizers, small values and loader positions.
-        roles: which to keep; empty for all.
+        roles: roles to keep; empty for all.
         overwrite: replace another checkpoint at `target`.
-        progress: called with the bytes made so far and those of all objects, from any thread.
+        progress: called from any thread with the bytes made so far and those of all objects.
 
     Raises:
         CheckpointNotFound: nothing is committed at `source`, or it lacks a role.
@@ -117,7 +117,7 @@ def rewrite(
         try:
             discard(storage, path, attempt)
         except PlanishError as error:
-            # The collection of leftovers clears it later.
+            # A later `gc` clears the attempt.
             logger.warning("attempt not cleared uri=%s error=%s", storage.uri(path), error)
         raise
     timeline = recorder.timeline()
@@ -127,7 +127,7 @@ def rewrite(
 
 
 class _WindowReader(BlockReader):
-    """Keeps the last windows of files: several ranks of the new layout want parts of the same."""
+    """Caches windows of files, because several ranks of the new layout need parts of one window."""
 
     def __init__(self, opened: Opened) -> None:
         super().__init__(opened)
@@ -143,7 +143,7 @@ class _WindowReader(BlockReader):
             target[low - start : high - start] = window[low - first : high - first]
 
     def check(self, file: int, start: int, target: memoryview) -> None:
-        """Do nothing: what `fetch` returns has been verified."""
+        """Do nothing: `fetch` returns verified bytes."""
 
     def _window(self, file: int, first: int) -> memoryview:
         key = file, first
@@ -202,14 +202,14 @@ class _Work:
         self.objects: dict[str, Any] = {}
         """Small objects by role, as the metadata lists them."""
         self.copied: list[int] = []
-        """Rows of the old file table that are copied byte by byte."""
+        """Rows, in the old file table, of files that are copied byte by byte."""
         if parts == "all":
             objects = opened.metadata.objects
             self.objects = {role: objects[role] for role in objects if role in roles}
             named = set(_texts(self.objects))
             self.copied = [row for row in range(len(files)) if files.keys[row] in named]
         self.keys = [*self.plan.keys, *(files.keys[row] for row in self.copied)]
-        """Every object, relative to the attempt: planned ones, then copied ones."""
+        """Keys of all objects, relative to the attempt: planned ones, then copied ones."""
         self.sizes = [*self.plan.sizes.tolist(), *(files.sizes[row] for row in self.copied)]
         self._heads = [file.header for rank in ranks for file in self.plan.rank(rank).files]
         self._made, self._total, self._lock = 0, sum(self.sizes), threading.Lock()
@@ -233,7 +233,7 @@ class _Work:
         return memory
 
     def _fill_boxes(self, file: int, start: int, stop: int, memory: memoryview) -> None:
-        """Write bytes behind the header, from the boxes that reach into the range."""
+        """Fill `memory` with bytes `[start, stop)`, counted from the end of the header."""
         boxes = self.plan.boxes
         first, last = self.plan.file_boxes[file : file + 2].tolist()
         begin = first + int(np.searchsorted(boxes.stop[first:last], start, side="right"))
@@ -263,7 +263,7 @@ def _texts(value: Any) -> list[str]:
 def _standing(
     storage: Store, path: str, header: dict[str, Any], *, overwrite: bool
 ) -> Commit | None:
-    """Return what is committed at the target if it is what this rewrite would write."""
+    """Return the commit at the target if it is the result of this rewrite; None if it is free."""
     try:
         earlier = open_state(storage.uri(path), storage)
     except CheckpointNotFound:
@@ -285,7 +285,7 @@ def _write(
     folder = attempt_folder(path, attempt)
     sizes = dict(zip(work.keys, work.sizes, strict=True))
     files = [FileUpload(join(folder, key), size, key.split("/")[1]) for key, size in sizes.items()]
-    # Ranks in turns, state by state: what one needs of a tensor lies where its neighbour's does.
+    # Order by state, then by rank: ranks of one state need neighbouring parts of the same windows.
     order = sorted(range(len(files)), key=lambda row: (files[row].state, row))
     large = [file.key for file in files if is_large(file.size)]
     with journaled(storage, path, attempt, large) as journal:

@@ -1,1 +1,1 @@
-"""What lies in the store: records, tensor files, metadata, checksums."""
+"""Formats of the stored objects: tensor files, small values, metadata, checksums."""

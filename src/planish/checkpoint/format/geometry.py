@@ -1,6 +1,6 @@
-"""Boxes inside tensors: moved, cut and intersected; and what planning does with arrays of them.
+"""Geometry of boxes inside tensors: shifts, cuts, intersections; and array functions for planning.
 
-No torch, and no word about ranks or files. Where boxes of tensors with different numbers of
+The module needs no torch and knows neither ranks nor files. If boxes with different numbers of
 dimensions share one array, missing dimensions are padded with offset 0 and length 1.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (shards as boxes).
@@ -20,11 +20,11 @@ I64 = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 """One truth value for each row."""
 MAX_ELEMENTS = 1 << 62
-"""A tensor of more elements is refused, so that sums of volumes fit into int64."""
+"""Upper bound of the elements of a tensor, so that sums of volumes fit into int64."""
 
 
 class Box(NamedTuple):
-    """A half-open box in the coordinates of a tensor; no dimensions: a scalar's one element."""
+    """A half-open box in the coordinates of a tensor; without dimensions: the scalar's element."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -56,7 +56,7 @@ def shift(box: Box, offsets: Sequence[int]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the elements in both boxes, None when there are none."""
+    """Return the intersection of two boxes, None if it is empty."""
     low = tuple(map(max, a.offsets, b.offsets))
     high = tuple(map(min, a.ends, b.ends))
     lengths = tuple(h - o for o, h in zip(low, high, strict=True))
@@ -66,8 +66,8 @@ def intersect(a: Box, b: Box) -> Box | None:
 def flat_boxes(lengths: Sequence[int], start: int, stop: int) -> list[Box]:
     """Cut the row-major range `[start, stop)` of a box of `lengths` into boxes relative to it.
 
-    The boxes are consecutive: written one after the other they are exactly the range, so a flat
-    slice is stored without gather or copy. At most `2 n - 1` of them for n > 0 dimensions.
+    The boxes are consecutive: one after the other they are exactly the range, so a flat slice is
+    stored without gather or copy. There are at most `2 n - 1` boxes for n > 0 dimensions.
 
     Example:
         >>> flat_boxes((3, 2), 0, 3)
@@ -102,20 +102,20 @@ def _cut(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def _under(index: int, boxes: list[Box]) -> list[Box]:
-    """Put boxes of a sub-tensor under index `index` of one more leading dimension."""
+    """Return boxes of a sub-tensor as boxes at `index` of an added leading dimension."""
     return [Box((index, *box.offsets), (1, *box.lengths)) for box in boxes]
 
 
 def volumes(lengths: I64) -> I64:
-    """Return [k]: elements of each box of `lengths` [k, n]; 1 for n = 0."""
+    """Return [k]: number of elements of each box of `lengths` [k, n]; 1 for n = 0."""
     result: I64 = np.multiply.reduce(lengths, axis=1, dtype=np.int64)
     return result
 
 
 def order_by(*columns: I64) -> I64:
-    """Return the stable order of rows by non-negative columns, the first one most important.
+    """Return the stable order of rows by non-negative columns; the first column is the major key.
 
-    Columns are packed into one word where they fit, which sorts several times faster.
+    Columns that fit together into one int64 are packed, which sorts several times faster.
     """
     spans = [int(column.max(initial=0)) + 1 for column in columns]
     if math.prod(spans) >= MAX_ELEMENTS:
@@ -136,7 +136,7 @@ def ranges(starts: I64, counts: I64) -> I64:
 
 
 def fresh(*columns: I64) -> Flags:
-    """Return [k]: whether a row differs from the one before in any column."""
+    """Return [k]: True if a row differs from the one before in any column; row 0 is True."""
     result = np.ones(len(columns[0]), bool)
     if len(result):
         result[1:] = False
@@ -146,19 +146,19 @@ def fresh(*columns: I64) -> Flags:
 
 
 def run_sums(values: I64, starts: I64) -> I64:
-    """Return the sum of `values` from each start to the next; exact, and 0 rows are fine."""
+    """Return the exact sum of `values` from each start to the next; [] for no starts."""
     if not len(starts):
         return np.zeros(0, np.int64)
     return np.add.reduceat(values, starts).astype(np.int64)
 
 
 def before(counts: I64) -> I64:
-    """Return [k]: the sum of all counts before each row."""
+    """Return [k]: the sum of the counts before each row (exclusive cumulative sum)."""
     return np.cumsum(counts) - counts
 
 
 def strides_of(lengths: I64) -> I64:
-    """Return [k, n]: elements from one index to the next in row-major boxes of `lengths` [k, n]."""
+    """Return [k, n]: row-major strides, in elements, of boxes of `lengths` [k, n]."""
     strides = np.ones_like(lengths)
     for dim in range(lengths.shape[1] - 2, -1, -1):
         strides[:, dim] = strides[:, dim + 1] * lengths[:, dim + 1]

@@ -1,7 +1,7 @@
-"""What one rank holds: its tensors as items, and the same items as columns without their data.
+"""Tensors of one rank: as items, and as columns, which are the items without their data.
 
-A save takes items as its source, a load fills them. Columns are what ranks send each other to plan;
-their tensors are one table of names, types and shapes, which global metadata hold too.
+Items are the source of a save and the destination of a load. Ranks send columns to rank 0, which
+plans; their tensors are one table of names, types and shapes, as in the global metadata.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (tensor, basic and byte metadata).
 """
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 KINDS = ("model", "optim", "extra")
 PARTS = (*KINDS, "loader")
-"""What a role's state consists of: tensors of the model and of the optimizer, small values, and
-the position of the data loader. A load may be restricted to some of them."""
+"""Parts of a role's state: tensors of the model, tensors of the optimizer, small values, and the
+position of the data loader. `LoadOptions.parts` selects some of them."""
 _TYPES = {
     "F64": (8, "float64"),
     "F32": (4, "float32"),
@@ -53,21 +53,21 @@ _TYPES = {
     "C64": (8, "complex64"),
     "C128": (16, "complex128"),
 }
-"""Type names of safetensors, and ours where it has none (C128) -> bytes, attribute of `torch`."""
+"""Type name in safetensors (C128 is ours) -> (bytes of one element, attribute of `torch`)."""
 ITEM_BYTES: dict[str, int] = {name: size for name, (size, _) in _TYPES.items()}
 """Name of a type -> bytes of one element."""
 TORCH_TYPES: dict[str, str] = {name: attribute for name, (_, attribute) in _TYPES.items()}
 """Name of a type -> name of the attribute of `torch`."""
 MAX_DIMS = 64
-"""More dimensions than any array library holds are refused."""
+"""Most dimensions of a tensor; array libraries support no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A whole tensor, whoever holds which part of it."""
+    """Name, type and shape of a whole tensor, independent of its shards."""
 
     role: str
-    """Which model of the state; `main` where there is only one."""
+    """Model of the state; `main` if there is only one."""
     kind: str
     fqn: str
     """Canonical name, without the prefixes of wrappers."""
@@ -80,7 +80,7 @@ _KEY = attrgetter("role", "kind", "fqn")
 
 @dataclass(frozen=True)
 class TensorTable:
-    """Tensors as columns [t]; a tensor is named by (role, kind, fqn), and by its row."""
+    """Tensors as columns [t]; (role, kind, fqn) is the name of a tensor, its row the number."""
 
     roles: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -93,8 +93,8 @@ class TensorTable:
 
     @classmethod
     def from_specs(cls, specs: Sequence[TensorSpec]) -> tuple[TensorTable, I64]:
-        """Return a table of the different tensors, and [len(specs)] the row of each spec."""
-        # Usually every name is there once, and no triple need be made.
+        """Return a table of the distinct tensors, and [len(specs)] the row of each spec."""
+        # Fast path: if each fqn appears once, the triples are not needed.
         if len({spec.fqn for spec in specs}) == len(specs):
             return cls._of(specs), np.arange(len(specs), dtype=np.int64)
         first: dict[tuple[str, str, str], TensorSpec] = {}
@@ -130,7 +130,7 @@ class TensorTable:
 
     @property
     def max_dims(self) -> int:
-        """Columns of padded shapes and boxes: the most dimensions of any tensor here."""
+        """Number of columns of padded shapes and boxes: the most dimensions of any tensor here."""
         return int(self.shapes.shape[1])
 
     @functools.cached_property
@@ -151,18 +151,18 @@ class TensorTable:
         return TensorSpec(*names, shape)
 
     def quoted(self, row: int) -> str:
-        """Return a tensor's name as messages have it."""
+        """Return a tensor's name for messages."""
         return quoted_name(self.roles[row], self.kinds[row], self.fqns[row])
 
     def pad(self, sides: Sequence[tuple[int, ...]], owners: I64, value: int) -> I64:
-        """Return [k, max_dims]: offsets or lengths of boxes, a tuple each, of tensors `owners`."""
+        """Return [k, max_dims]: padded offsets or lengths; box i is of tensor `owners[i]`."""
         return padded(sides, self.dims[owners], value, width=self.max_dims)
 
 
 def padded(
     rows: Sequence[tuple[int, ...]], dims: I64, value: int, *, width: int | None = None
 ) -> I64:
-    """Return [len(rows), width] int64, the missing columns of shorter rows filled with `value`."""
+    """Return [len(rows), width] int64; `value` fills the missing columns of shorter rows."""
     widest = int(dims.max(initial=0)) if width is None else width
     return pad(
         np.fromiter(chain.from_iterable(rows), np.int64, int(dims.sum())), dims, widest, value
@@ -170,7 +170,7 @@ def padded(
 
 
 def pad(flat: I64, dims: I64, width: int, value: int) -> I64:
-    """Return [len(dims), width] int64: rows of `dims` numbers each, filled up with `value`."""
+    """Return [len(dims), width] int64: row i is the next `dims[i]` numbers of `flat`, padded."""
     if len(dims) and int(dims.min()) == width:
         return flat.reshape(len(dims), width)
     result = np.full((len(dims), width), value, np.int64)
@@ -181,9 +181,9 @@ def pad(flat: I64, dims: I64, width: int, value: int) -> I64:
 def refuse_beyond(
     max_bytes: int, shards: int, tensors: int, files: int, width: int, other_bytes: int
 ) -> None:
-    """Refuse tables that may need more than `max_bytes`, before they are made.
+    """Refuse tables that may need more than `max_bytes`, before they are allocated.
 
-    `width` is the most dimensions of a tensor; `other_bytes` are those of names, checksums, JSON.
+    `width` is the most dimensions of a tensor; `other_bytes` counts names, checksums and JSON.
     """
     needed = shards * (128 + 32 * width) + tensors * (704 + 8 * width) + 640 * files
     needed += JSON_GROWTH * other_bytes
@@ -195,28 +195,28 @@ def refuse_beyond(
 
 
 def quoted_name(role: str, kind: str, fqn: str) -> str:
-    """Return a tensor's name as messages have it; a state of one role does not name it."""
+    """Return a tensor's name for messages, without the role if it is `main`."""
     return f"`{kind}.{fqn}`" if role == "main" else f"`{role}: {kind}.{fqn}`"
 
 
 Finish = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
-"""(shared, own) of the checkpoint -> nothing; puts loaded values into the state."""
+"""Called with the loaded (shared, own) values; puts them into the state."""
 
 
 @dataclass(slots=True)
 class LocalItem:
     """One local value of a rank: source of a save, destination of a load.
 
-    Replicas are items of different ranks with equal tensor and equal boxes. Boxes that overlap
-    without being equal are refused when a save is planned.
+    Replicas are items of different ranks with equal tensor and equal boxes. `plan_save` refuses
+    boxes that overlap without being equal.
     """
 
     tensor: TensorSpec
     boxes: tuple[Box, ...]
     """Consecutive row-major pieces: one box for a regular shard, several for a flat slice."""
     data: torch.Tensor | None = None
-    """Shape of the single box, any strides; or 1-D contiguous of the summed volume, in the order
-    of the boxes. None in simulations."""
+    """One box: a tensor of its shape, with any strides. Several boxes: a contiguous 1-D tensor of
+    the summed volume, box after box. None in simulations."""
 
     @property
     def volume(self) -> int:
@@ -226,29 +226,29 @@ class LocalItem:
 
 @dataclass
 class Collected:
-    """What an adapter finds in one role's state on this rank."""
+    """Result of an adapter for one role's state on this rank."""
 
     items: Sequence[LocalItem]
     shared: dict[str, Any] = field(default_factory=dict)
     """Small values equal on all ranks; written once for the role."""
     own: dict[str, Any] = field(default_factory=dict)
-    """Small values of this rank alone: generators' states."""
+    """Small values of this rank alone: states of random generators."""
     loader: Any = None
     """`loader_state.LoaderState` of ranks that read data, else None."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """JSON that a load needs before it plans (`aliases` of tied weights); rank 0's counts."""
+    """JSON that a load needs before it plans (`aliases` of tied weights); rank 0's is stored."""
     finish: list[Finish] = field(default_factory=list)
-    """What ends a load, in this order, once every item has been filled."""
+    """Functions that a load calls in order, once every item has been filled."""
     report: dict[str, str] = field(default_factory=dict)
-    """Filled by `finish`: whether parts are exact (`rng` is exact, reseeded or absent)."""
+    """Outcomes that `finish` adds, by name (`rng`: exact, reseeded or absent)."""
 
 
 @dataclass(frozen=True)
 class Columns:
     """The items of one rank as arrays, without their data.
 
-    Row i of the item columns is `items[i]` of the list that `from_items` took; boxes without
-    elements are dropped, so an item may have no box.
+    Row i of the item columns is `items[i]` of the argument of `from_items`. Empty boxes are left
+    out, so an item may have no box.
     """
 
     tensors: TensorTable
@@ -323,7 +323,7 @@ class Columns:
     def decode(cls, data: bytes, known: dict[bytes, TensorTable] | None = None) -> Columns:
         """Undo `encode`.
 
-        Ranks that hold the same tensors share a table in `known`, by its bytes, which is added to.
+        `known` is a cache, bytes -> table, so that ranks with equal tensors share one table.
         """
         _, columns = unpack_columns(data)
         key, known = columns["tensors"].tobytes(), {} if known is None else known
@@ -346,7 +346,7 @@ class Columns:
         )
 
     def signature(self) -> bytes:
-        """Return 32 bytes that differ when anything but the data differs."""
+        """Return the SHA-256 of `encode()`."""
         return hashlib.sha256(self.encode()).digest()
 
 
@@ -355,7 +355,7 @@ def pack_columns(
 ) -> bytes:
     """Return JSON, and columns of numbers or texts of any lengths, as one Arrow message.
 
-    Equal content gives equal bytes. This is what our own ranks send each other to plan.
+    Equal content gives equal bytes. Ranks send each other such messages to plan.
     """
     import pyarrow as pa
 

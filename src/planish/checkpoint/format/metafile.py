@@ -2,13 +2,13 @@
 
 Format 2 is an Arrow file (`version_2`); format 1 (`version_1`) is read as well.
 
-The bytes follow from the content alone: no time, no random id, no machine. Nothing in the file is
-executed, and nothing is allocated before its size has been checked. That nobody has changed it is
-known before it is read: COMMIT has its SHA-256.
+The bytes depend on the content alone: no time, no random id, no machine. A reader executes nothing
+in the file, and checks each size before it allocates. COMMIT has the SHA-256 of the file, so a
+change is found before the file is parsed.
 
-Checksums of blocks of 1 MiB let a part of an object be checked without the rest: CRC-32C in C where
-the package `google-crc32c` brings its C module, else zlib's CRC-32; which one is recorded per file.
-They find accidents, not forgeries: what must not be forged is bound by the SHA-256 of the metadata.
+A checksum for each block of 1 MiB lets a reader check a part of an object without the rest. It is
+CRC-32C if `google-crc32c` has its C module, else zlib's CRC-32; each file names its algorithm. The
+checksums find accidents, not forgeries; the SHA-256 in COMMIT protects the metadata from these.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (global metadata file, byte metadata).
 """
@@ -34,19 +34,19 @@ from planish.checkpoint.format.strict_json import FormatFault
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
 BLOCK = 1 << 20
-"""Bytes of a block; the last one of a file may be shorter."""
+"""Bytes of a block; the last block of a file may be shorter."""
 
 _Extend = Callable[[int, Any], int]
 ALGORITHMS: dict[str, _Extend] = {
     "crc32c": google_crc32c.extend,
     "crc32": lambda crc, data: zlib.crc32(data, crc),
 }
-"""Name in the metadata -> checksum of bytes that follow bytes with a known checksum (0: none)."""
+"""Name in the metadata -> function that extends a checksum (0 at the start) by further bytes."""
 DEFAULT_CHECKSUM = "crc32c" if google_crc32c.implementation == "c" else "crc32"
 
 
 def block_crcs(buffer: Buffer, algorithm: str = DEFAULT_CHECKSUM) -> NDArray[np.uint32]:
-    """Return the checksum of every block of contiguous bytes of any type, without copying them."""
+    """Return [blocks]: the checksum of every block of a contiguous buffer, without copying it."""
     extend = ALGORITHMS[algorithm]
     data = as_bytes(buffer)
     crcs = [extend(0, data[start : start + BLOCK]) for start in range(0, len(data), BLOCK)]
@@ -54,9 +54,9 @@ def block_crcs(buffer: Buffer, algorithm: str = DEFAULT_CHECKSUM) -> NDArray[np.
 
 
 def joined_crc(crcs: NDArray[np.uint32], buffer: Buffer, algorithm: str = DEFAULT_CHECKSUM) -> int:
-    """Return the checksum of `buffer` as a whole from those of its blocks.
+    """Return the checksum of the whole `buffer`, computed from those of its blocks.
 
-    Only a last block that is shorter is read again; `crcs` is `block_crcs(buffer, algorithm)`.
+    `crcs` is `block_crcs(buffer, algorithm)`. Only the bytes of a shorter last block are read.
     """
     data, columns, found = as_bytes(buffer), _shift_by_a_block(algorithm), 0
     full = len(data) // BLOCK
@@ -71,7 +71,7 @@ def joined_crc(crcs: NDArray[np.uint32], buffer: Buffer, algorithm: str = DEFAUL
 
 @functools.cache
 def _shift_by_a_block(algorithm: str) -> list[int]:
-    """Return what each bit of a checksum becomes when a block of any content follows.
+    """Return [32]: `shift` of each single bit of a checksum, for a following block of 1 MiB.
 
     A checksum is linear in the one before it: crc(a + b) = shift(crc(a)) ^ crc(b).
     """
@@ -88,7 +88,7 @@ def as_bytes(buffer: Buffer) -> NDArray[np.uint8]:
 
 
 def widen(start: int, stop: int, size: int) -> tuple[int, int]:
-    """Return the smallest range of whole blocks of a file of `size` that holds `[start, stop)`."""
+    """Return the smallest range of whole blocks that contains `[start, stop)`, cut at `size`."""
     return start // BLOCK * BLOCK, min(size, -(-stop // BLOCK) * BLOCK)
 
 
@@ -126,7 +126,7 @@ def check_blocks(
 NAME = "meta/global.bin"
 """Key of the file, relative to the folder of an attempt."""
 MAX_BYTES = 4 << 30
-"""Default bound of what `decode` may hold."""
+"""Default bound of the bytes that `decode` allocates."""
 U32 = NDArray[np.uint32]
 
 _KEY = re.compile(r"(?!\.{1,2}(/|$))[^/\\\x00-\x1f\x7f]+(/(?!\.{1,2}(/|$))[^/\\\x00-\x1f\x7f]+)*")
@@ -137,7 +137,7 @@ class FileTable:
     """The objects of a checkpoint."""
 
     keys: list[str] = field(default_factory=list)
-    """Relative to the attempt's folder."""
+    """Keys relative to the attempt's folder."""
     sizes: list[int] = field(default_factory=list)
     algorithms: list[str] = field(default_factory=list)
     """Checksum of each file: a key of `ALGORITHMS`."""
@@ -156,7 +156,7 @@ class FileTable:
         return len(self.keys) - 1
 
     def num_blocks(self, row: int) -> int:
-        """Return how many checksums a file has."""
+        """Return the number of blocks, and checksums, of a file."""
         return -(-self.sizes[row] // BLOCK)
 
 
@@ -171,7 +171,7 @@ class Shards:
     start: I64
     """[k], first byte in the file."""
     nbytes: I64
-    """[k], the box's elements in row-major order."""
+    """[k], number of bytes: the box's elements in row-major order."""
     offsets: I64
     """[k, n], padded with 0."""
     lengths: I64
@@ -188,13 +188,13 @@ class Metadata:
     """All of a checkpoint but its data: the content of `meta/global.bin`."""
 
     header: dict[str, Any]
-    """JSON: step, roles, layout, parents, attributes, versions. No time, no attempt, no process:
-    equal states give equal bytes."""
+    """JSON: step, roles, layout, parents, attributes, versions. It has no time, attempt or process,
+    so that equal states give equal bytes."""
     tensors: TensorTable
     files: FileTable
     shards: Shards
     objects: dict[str, Any] = field(default_factory=dict)
-    """JSON, by role: keys of the shared extra file, the ranks' own ones, the loader's."""
+    """JSON: role -> keys of its small objects, as in `small_objects`."""
 
     @property
     def tensor_ids(self) -> dict[tuple[str, str, str], int]:
@@ -202,7 +202,7 @@ class Metadata:
         return self.tensors.ids
 
     def shards_of(self, tensor: int) -> I64:
-        """Return, ascending, the rows of `shards` that belong to a tensor."""
+        """Return the rows of `shards` that belong to a tensor, ascending."""
         order, bounds = self._by_tensor
         return order[bounds[tensor] : bounds[tensor + 1]]
 
@@ -216,8 +216,8 @@ class Metadata:
 
 
 def encode(meta: Metadata) -> bytes:
-    """Return the file; equal metadata, with checksums of all files, gives equal bytes."""
-    # Only where a checkpoint is written or read is Arrow needed.
+    """Return the bytes of the file; equal metadata gives equal bytes."""
+    # Import Arrow only here and in `decode`, because other users do not need it.
     from planish.checkpoint.format import version_2
 
     return version_2.write(meta)
@@ -226,11 +226,11 @@ def encode(meta: Metadata) -> bytes:
 def decode(data: bytes, *, max_bytes: int = MAX_BYTES, file: str = NAME) -> Metadata:
     """Read an untrusted file of format 1 or 2; `file` is its key, for errors.
 
-    No more than `max_bytes` are held, besides `data`. A tensor whose shards do not tile it is not
-    found here but by `coverage.cover_faults`.
+    It allocates at most `max_bytes` besides `data`. It does not check that the shards of a tensor
+    tile it; `coverage.cover_faults` does.
 
     Raises:
-        CheckpointCorrupt: not what `encode` writes, or too large.
+        CheckpointCorrupt: the file violates the format, or is too large.
     """
     try:
         if data.startswith(version_1.MAGIC):
@@ -250,7 +250,7 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES, file: str = NAME) -> Meta
 
 
 def _check(meta: Metadata) -> None:
-    """Refuse tables that `encode` could not have been given."""
+    """Raise `FormatFault` for tables that are inconsistent or have invalid values."""
     tensors, files, shards = meta.tensors, meta.files, meta.shards
     if not isinstance(meta.header, dict) or not isinstance(meta.objects, dict):
         raise FormatFault("`header` and `objects` must be objects")

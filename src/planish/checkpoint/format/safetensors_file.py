@@ -1,7 +1,7 @@
-"""Headers of safetensors files: planned before a byte is copied, and read without trust.
+"""Headers of safetensors files: planned before any bytes are copied, and parsed without trust.
 
 A file is a length word, a JSON header, and the entries' bytes without gaps: any safetensors library
-reads it. An entry is one box of a tensor and is named `<fqn>|<offsets>|<lengths>`.
+reads it. An entry is one box of a tensor; its name is `<fqn>|<offsets>|<lengths>`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from planish.checkpoint.format.items import ITEM_BYTES, MAX_DIMS
 from planish.checkpoint.format.strict_json import FormatFault, dump_json, load_json
 
 MAX_HEADER_BYTES = 100_000_000
-"""What safetensors libraries accept."""
+"""Largest header that safetensors libraries accept."""
 ALIGNMENT = 64
-"""The first entry begins at a multiple of it; a file sorted by item size stays aligned."""
+"""The first entry begins at a multiple of it, bytes; entries sorted by item size stay aligned."""
 
 _LENGTH = struct.Struct("<Q")
 _STORED = {
@@ -33,7 +33,7 @@ _STORED = {
 """Types that readers of safetensors may not know -> (the type to store, values per element)."""
 _PLAIN = re.compile(r"[A-Za-z0-9_.\-/:@+=()\[\] ]*")
 _PRINTED = re.compile(r"[ !#-\[\]-~]*")
-"""What JSON writes as it is."""
+"""Characters that JSON does not escape."""
 _SAFE = "_.-/:@+=()[] "
 
 
@@ -47,7 +47,7 @@ class NewEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Number of bytes of the box."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -62,12 +62,12 @@ class StoredEntry:
 
 
 def quote_fqn(fqn: str) -> str:
-    """Return a name without the characters that mean something in entry names and keys."""
+    """Return a name with percent codes for characters that have a meaning in entry names, keys."""
     return fqn if _PLAIN.fullmatch(fqn) else quote(fqn, safe=_SAFE, errors="surrogatepass")
 
 
 def entry_name(fqn: str, box: Box) -> str:
-    """Return the name of a box of a tensor inside its file, as `w|0,2|1,4` or `step||`."""
+    """Return the name of a box of a tensor inside its file: `w|0,2|1,4`, or `step||` (scalar)."""
     sides = ",".join(map(str, box.offsets)), ",".join(map(str, box.lengths))
     return f"{quote_fqn(fqn)}|{sides[0]}|{sides[1]}"
 
@@ -90,7 +90,7 @@ def plan_header(
     sizes = np.fromiter(map(nbytes.__getitem__, forms), np.int64, len(entries))
     ends = np.cumsum(sizes)
     rows = [f'"__metadata__":{dump_json(dict(notes)).decode()}'] if notes else []
-    # JSON writes most names as they are.
+    # JSON does not escape most names.
     is_plain = _PRINTED.fullmatch("".join([entry.name for entry in entries]))
     forms_as_json = {}
     for dtype, shape in set(forms):
@@ -107,7 +107,7 @@ def plan_header(
 
 
 def header_bytes(word: bytes, file_size: int, *, file: str = "") -> int:
-    """Return how many bytes of a file `parse_header` needs, from its first 8 bytes."""
+    """Return the number of bytes that `parse_header` needs, from the first 8 bytes of a file."""
     if len(word) < _LENGTH.size or file_size < _LENGTH.size:
         raise _corrupt(file, f"must have at least {_LENGTH.size} bytes, got {file_size}")
     size: int = _LENGTH.unpack_from(word)[0]
@@ -119,7 +119,7 @@ def header_bytes(word: bytes, file_size: int, *, file: str = "") -> int:
 def read_header(
     read: Callable[[int], bytes], file_size: int, *, file: str
 ) -> dict[str, StoredEntry]:
-    """Do as `parse_header`; `read` returns the first bytes of the file, as many as it is asked."""
+    """Read and parse a header; `read(n)` returns the first n bytes. See `parse_header`."""
     size = header_bytes(read(min(_LENGTH.size, file_size)), file_size, file=file)
     return parse_header(read(size), file_size, file=file)
 
@@ -127,7 +127,7 @@ def read_header(
 def parse_header(data: bytes, file_size: int, *, file: str = "") -> dict[str, StoredEntry]:
     """Return the entries of an untrusted file of `file_size` bytes, in order, from its header.
 
-    `CheckpointCorrupt` if it is none, or if its entries do not fill the file exactly.
+    Raises `CheckpointCorrupt` if the header is invalid or the entries do not fill the file exactly.
     """
     data_start = header_bytes(data[: _LENGTH.size], file_size, file=file)
     if len(data) < data_start:

@@ -1,7 +1,7 @@
 """Small values of a state (counters, generators, schedules, buffers) as objects beside its tensors.
 
-`encode_extra` makes bytes of a value without pickle. What plain JSON cannot say is an object with a
-single key that begins with `!`; bytes, arrays and tensors follow the JSON in its order::
+`encode_extra` encodes a value without pickle, as JSON. A value that JSON lacks is an object with
+one key that begins with `!`; bytes, arrays and tensors follow the JSON text in its order::
 
     magic      8 bytes, `PLNSHEXT`
     version    u32
@@ -39,26 +39,26 @@ if TYPE_CHECKING:
 
 
 class Claim(NamedTuple):
-    """That a rank could write a small object: what the coordinator needs to know."""
+    """A rank's offer to write a small object, as the coordinator gets it."""
 
     key: str
-    """Relative to the folder of the attempt."""
+    """Key relative to the folder of the attempt."""
     place: str
     """`shared`, `own`, `common` or `shard`."""
     role: str
     size: int
     digest: str
     listed: Mapping[str, Any] | None = None
-    """Of a shard: what metadata says of it beside the key."""
+    """`LoaderShard.index()` of a shard, which the metadata list beside the key; else None."""
 
     @property
     def state(self) -> str:
-        """The state dict that the object is part of."""
+        """Role and kind of the object, for timings."""
         return f"{self.role}.{'loader' if self.place in ('common', 'shard') else 'extra'}"
 
 
 class SmallObject(NamedTuple):
-    """One small object that a rank could write."""
+    """One small object that a rank offers to write, and its bytes."""
 
     claim: Claim
     data: bytes
@@ -67,7 +67,7 @@ class SmallObject(NamedTuple):
 def encode_objects(
     rank: int, roles: Mapping[str, Collected], *, allow_pickle: bool = False
 ) -> list[SmallObject]:
-    """Return the small objects of a rank; what they hold may change afterwards."""
+    """Encode the small objects of a rank; later changes of the values do not matter."""
     found = []
 
     def add(role: str, place: str, key: str, value: Any, listed: Any = None) -> None:
@@ -100,10 +100,10 @@ def encode_objects(
 
 
 def choose_writers(claims: Sequence[Sequence[Claim]]) -> dict[str, int]:
-    """Return key -> the lowest rank, for every small object that several ranks could write.
+    """Return key -> lowest rank, for every small object that several ranks offer to write.
 
-    `claims` are those of rank r at position r. `LayoutMismatch` names the loader shards that ranks
-    claim with different contents.
+    `claims[r]` are those of rank r. `LayoutMismatch` names the loader shards that several ranks
+    offer with different contents.
     """
     claimed: dict[str, dict[int, Claim]] = {}
     for rank, mine in enumerate(claims):
@@ -124,7 +124,7 @@ def choose_writers(claims: Sequence[Sequence[Claim]]) -> dict[str, int]:
 
 
 def differing(claims: Sequence[Sequence[Claim]]) -> list[str]:
-    """Return the keys of replicated values that ranks do not agree about."""
+    """Return the keys of replicated objects whose contents differ between ranks."""
     digests: dict[str, set[str]] = {}
     for mine in claims:
         for claim in mine:
@@ -134,7 +134,7 @@ def differing(claims: Sequence[Sequence[Claim]]) -> list[str]:
 
 
 def list_objects(written: Mapping[int, Sequence[Claim]]) -> dict[str, Any]:
-    """Return `Metadata.objects` of what each rank has written."""
+    """Return `Metadata.objects` for rank -> the small objects that it has written."""
     found: dict[str, Any] = {}
     claims = [(claim, rank) for rank, mine in written.items() for claim in mine]
     for claim, rank in sorted(claims, key=lambda pair: (pair[0].key, pair[1])):
@@ -153,7 +153,7 @@ def list_objects(written: Mapping[int, Sequence[Claim]]) -> dict[str, Any]:
 
 
 MAX_DEPTH = 64
-"""Deeper nesting is refused: most likely a value that contains itself."""
+"""Most levels of nesting; a deeper value most likely contains itself."""
 
 _FIXED = struct.Struct("<8sII")
 _MAGIC, _VERSION = b"PLNSHEXT", 1
@@ -168,8 +168,8 @@ def encode_extra(value: Any, *, allow_pickle: bool = False, place: str = "the va
     Args:
         value: None, bool, int, float, complex, str, bytes, numpy scalars and arrays of numbers,
             dense torch tensors, and lists, tuples, dicts (keys: str, int, float, bool, None, tuples
-            of these) and OrderedDicts of them. Other kinds of lists, tuples and mappings come back
-            as these.
+            of these) and OrderedDicts of them. Other kinds of lists, tuples and mappings are
+            decoded as list, tuple or dict.
         allow_pickle: write any other object with pickle; else it is refused by its place.
         place: name of the value in errors.
     """
@@ -184,10 +184,10 @@ def decode_extra(
     allow_pickle: bool = False,
     file: str = "",
 ) -> Any:
-    """Read what `encode_extra` wrote, from an untrusted source; `file` is its key, for errors.
+    """Undo `encode_extra`, for bytes from an untrusted source; `file` is their key, for errors.
 
-    With `allow_pickle` pickled objects are read too: whoever wrote them can then run code here.
-    Without it they are a `CheckpointError`; anything that `encode_extra` would not write is
+    With `allow_pickle` pickled objects are read too, so their author can run code in this process.
+    Without it they raise `CheckpointError`. Bytes that `encode_extra` does not write raise
     `CheckpointCorrupt`.
     """
     try:
@@ -304,7 +304,7 @@ class _Writer:
 class _Reader:
     """Turns plain JSON and blobs into values; blobs are taken in order.
 
-    A text of another form raises whatever it does; `decode_extra` words it.
+    Malformed JSON raises any error here; `decode_extra` turns it into `CheckpointCorrupt`.
     """
 
     def __init__(self, data: bytes, place: int, allow_pickle: bool) -> None:
@@ -379,7 +379,7 @@ class _Reader:
         """Take the blob of an array, which must fit its shape."""
         if not all(type(side) is int and side >= 0 for side in shape):
             raise FormatFault(f"a shape must hold counts, got {shape!r:.80}")
-        # The product without zeros: libraries refuse empty arrays of impossible extents.
+        # Leave out zeros: libraries refuse an empty array whose other extents are too large.
         full = math.prod(side for side in shape if side) * item_bytes
         if size != math.prod(shape) * item_bytes or full >= 1 << 62 or len(shape) > MAX_DIMS:
             raise FormatFault(f"shape {shape!r:.80} in {size!r:.80} bytes")

@@ -1,4 +1,4 @@
-"""JSON of untrusted files, read strictly; and the fault that every reader of a format raises."""
+"""Strict reads of JSON from untrusted files, and the error that every reader of a format raises."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 JSON_GROWTH = 48
-"""Upper bound of memory per byte of JSON, once parsed."""
+"""Upper bound of the bytes in memory per byte of parsed JSON."""
 
 
 class FormatFault(ValueError):
-    """Bytes are not what a format says; readers turn it into `CheckpointCorrupt`."""
+    """Bytes violate a format; readers turn it into `CheckpointCorrupt`."""
 
 
 def dump_json(value: Any) -> bytes:
@@ -22,7 +22,7 @@ def dump_json(value: Any) -> bytes:
 
 
 def load_json(data: bytes) -> Any:
-    """Parse JSON; a name may appear once in an object."""
+    """Parse JSON; refuse a name that appears twice in an object, and NaN and infinities."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) != len(pairs):
@@ -33,7 +33,7 @@ def load_json(data: bytes) -> Any:
         raise ValueError(f"number {name}")
 
     try:
-        # As text: of bytes, `json` guesses the encoding and may import a codec for it.
+        # Decode first: `json` guesses the encoding of bytes and may import a codec for it.
         return json.loads(data.decode(), object_pairs_hook=once, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise FormatFault(f"must be JSON, got {error!r:.200}") from None

@@ -1,4 +1,4 @@
-"""Reads the metadata of format 1, which this program wrote before format 2; see `metafile`.
+"""Reader of metadata of format 1, which this program wrote before format 2; see `metafile`.
 
 ::
 
@@ -36,7 +36,7 @@ _WIDTHS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
 
 def read(data: bytes, max_bytes: int) -> dict[str, Any]:
-    """Return the fields of `metafile.Metadata` as its parts take them; values are unchecked."""
+    """Return unchecked fields of `metafile.Metadata`, as `version_2.read`."""
     body = memoryview(data)[:-_DIGEST_BYTES]
     if len(body) < _FIXED.size:
         raise FormatFault(f"must have at least {_FIXED.size + _DIGEST_BYTES} bytes")
@@ -100,7 +100,7 @@ def _tables(head: dict[str, Any], columns: _Columns, max_bytes: int) -> dict[str
 
 
 class _Columns(dict[str, NDArray[Any]]):
-    """The columns by name, as they lie in the file."""
+    """The columns of the file by name."""
 
     def __init__(self, listed: Any, data: memoryview) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Format 2 of the metadata: one Arrow file; see `metafile`, which checks what is read.
+"""Format 2 of the metadata: one Arrow file; `metafile` checks the values.
 
 It is an Arrow IPC file, compressed with zstd, of one row::
 
@@ -6,7 +6,7 @@ It is an Arrow IPC file, compressed with zstd, of one row::
     tensors  list of {role, kind, fqn, dtype, shape}
     files    list of {key, size, algorithm, crcs}: one checksum for each MiB
     shards   list of {tensor, file, start}: rows of the lists above, first byte in the file
-    offset, length  the sides of the boxes of all shards in a row, as many as their tensor has
+    offset, length  the sides of all shards' boxes, concatenated: one number per dimension
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _COLUMNS = _SCHEMA.serialize().to_pybytes()
 
 
 def write(meta: Metadata) -> bytes:
-    """Return the file."""
+    """Return the bytes of the file."""
     tensors, files, shards = meta.tensors, meta.files, meta.shards
     num_crcs = np.array([len(crcs) for crcs in files.crcs], np.int64)
     crcs = np.concatenate([np.zeros(0, np.uint32), *files.crcs])
@@ -104,15 +104,15 @@ def _sides(padded: I64, dims: I64) -> I64:
 
 
 def read(data: bytes, max_bytes: int) -> dict[str, Any]:
-    """Return the fields of `metafile.Metadata` as its parts take them; values are unchecked."""
+    """Return unchecked fields of `Metadata`; `files`, `shards` are arguments of their classes."""
     if not data.startswith(_START):
         raise FormatFault(f"must begin with {_START!r}, got {data[: len(_START)]!r}")
-    # Arrow follows what a schema says before it checks it: a changed one can end the process.
+    # Arrow uses a schema before it checks it, and a damaged one can end the process.
     rows = len(_START) + len(_COLUMNS)
     if data[len(_START) : rows] != _COLUMNS:
         raise FormatFault(f"has other columns than {_SCHEMA.names}")
     try:
-        # The message behind the schema is enough: the footer only repeats where they lie.
+        # The message after the schema is enough: the footer only repeats the positions of both.
         message = pa.ipc.read_message(pa.py_buffer(data)[rows:])
         needed = unpacked_bytes(message)
         if needed > max_bytes:
@@ -184,11 +184,11 @@ def _has_nulls(array: pa.Array) -> bool:
 
 
 def unpacked_bytes(message: pa.Message) -> int:
-    """Return what the columns of an Arrow message take once decompressed.
+    """Return the bytes of an Arrow message's columns after decompression.
 
-    Arrow would allocate what each compressed buffer says of itself in its first 8 bytes. Where the
-    buffers lie is read from the message as Arrow's Message.fbs and flatbuffers lay it out; Arrow
-    has verified it.
+    Arrow allocates for each compressed buffer the size that its first 8 bytes name. The positions
+    of the buffers come from the message, in the layout of Arrow's Message.fbs and of flatbuffers;
+    Arrow has verified the message.
     """
     text, body = bytes(message.metadata), memoryview(message.body)
 

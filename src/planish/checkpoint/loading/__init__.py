@@ -1,1 +1,1 @@
-"""From the bytes in the store to the tensors of every rank."""
+"""Loads: from the bytes in the store to the tensors of every rank."""

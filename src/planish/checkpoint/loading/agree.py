@@ -1,7 +1,7 @@
-"""What all ranks of a load agree on: options, that the checkpoint fits the state, who reads what.
+"""Agreement of all ranks on a load: options, fit of checkpoint and state, and who reads what.
 
-Every rank compares its own items with the metadata. Rank 0 puts the findings together, plans the
-reads of all ranks and sends each rank its part. No tensor is touched here.
+Every rank compares its own items with the metadata. Rank 0 joins the results, plans the reads of
+all ranks and sends each rank its part. This module changes no tensor.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How to load; equal on all ranks but for `map_fqn`, which may be any function."""
+    """Options of a load; `map_fqn`, `timeout_s` and `allow_pickle` may differ between ranks."""
 
     strict: bool = True
-    """Refuse tensors that only one side has; otherwise they stay as they are and are reported."""
+    """Refuse tensors that only the state or only the checkpoint has; else report and skip them."""
     parts: tuple[str, ...] = PARTS
-    """Which of `PARTS` to load; the bytes of others are never read."""
+    """Parts to load, of `PARTS`; a load never reads the bytes of others."""
     verify: Literal["crc", "none"] = "crc"
-    """Whether each block is checked against its checksum before it is used."""
+    """`crc`: compare each block with its checksum before its bytes are used."""
     map_fqn: Callable[[str], str] | None = None
-    """Name in the target to name in the checkpoint, of model and optimizer tensors alike."""
+    """Parameter or buffer name in the state -> name in the checkpoint; optimizer state follows."""
     dtype_policy: Literal["exact", "cast"] = "exact"
     """`cast` converts where the types differ; the default refuses."""
     redundancy: Literal["auto", "off"] = "auto"
-    """`auto`: bytes that several ranks need are read once and exchanged, unless all ranks run on
+    """`auto`: one rank reads the bytes that several need and sends them on, unless all ranks run on
     one machine and read from a folder; `off`: each rank reads all that it needs."""
     timeout_s: float = 1800.0
     store_timings: bool = False
     """Keep the timings of all ranks beside those of the save, if the store can be written;
     `planish checkpoint report --load` shows them."""
     allow_pickle: bool = False
-    """Whether small values that were saved with `allow_pickle` may be read."""
+    """True: unpickle small values that were saved with `allow_pickle`; else refuse them."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.parts) - set(PARTS))
@@ -77,28 +77,28 @@ Key = tuple[str, str, str]
 """(role, kind, fqn)"""
 _COMPLEX = ("C64", "C128")
 _NAMED = 8
-"""Faults of one rank that `per_rank` lists."""
+"""Most faults of one rank that `per_rank` lists."""
 _FAULTS: dict[str, tuple[type[LayoutMismatch], str]] = {
     "missing": (MissingKeys, "the checkpoint lacks "),
     "unexpected": (UnexpectedKeys, "nothing asks for "),
     "shape": (ShapeMismatch, ""),
     "dtype": (DtypeMismatch, ""),
 }
-"""Kind of a fault to its error, and what an error says before all faults of the kind."""
+"""Kind of a fault -> its error, and the text in front of all faults of the kind."""
 
 
 @dataclass
 class Fit:
-    """What one rank finds when it compares its items with a checkpoint."""
+    """Result of one rank's comparison of its items with a checkpoint."""
 
     items: list[LocalItem] = field(default_factory=list)
-    """To fill: their tensors are those of the checkpoint, with its names and types."""
+    """Items to fill; their `tensor` has the checkpoint's name and type."""
     faults: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """By kind, `missing`, `shape` or `dtype`: a sentence for each tensor."""
+    """Kind (`missing`, `shape` or `dtype`) -> one text for each tensor."""
     absent: list[str] = field(default_factory=list)
-    """Tensors of this rank alone (generators) that the checkpoint lacks: never an error."""
+    """Tensors of kind `extra` (random generators) that the checkpoint lacks: never an error."""
     unfit: list[Key] = field(default_factory=list)
-    """Tensors of the checkpoint that were asked for in another shape or type."""
+    """Tensors of the checkpoint whose shape or type differs from that of the state."""
 
 
 def fit_items(metadata: Metadata, items: Iterable[LocalItem], options: LoadOptions) -> Fit:
@@ -112,7 +112,7 @@ def fit_items(metadata: Metadata, items: Iterable[LocalItem], options: LoadOptio
         if rename is not None and spec.kind == "model":
             fqn = rename(fqn)
         elif rename is not None and spec.kind == "optim" and "." in fqn:
-            # An optimizer's tensors are named by their parameter, which is what callers know.
+            # `map_fqn` maps names of parameters; an optimizer's tensor is `<parameter>.<state>`.
             parameter, _, state = fqn.rpartition(".")
             fqn = f"{rename(parameter)}.{state}"
         row = metadata.tensor_ids.get((spec.role, spec.kind, fqn))
@@ -143,9 +143,9 @@ def judge(
     wanted: Iterable[Key],
     options: LoadOptions,
 ) -> tuple[list[str], list[str]]:
-    """Put the findings of all ranks together, on rank 0; all faults are listed in one error.
+    """Join the findings of all ranks, on rank 0; one error lists all faults.
 
-    Returns the tensors that the checkpoint lacks, and those that nothing asks for.
+    Return the tensors that the checkpoint lacks, and its tensors that no rank wants.
     """
     refuse_different("load", [{"options": f["options"], "roles": f["roles"]} for f in findings])
     used = {*wanted, *(tuple(key) for fact in findings for key in fact["unfit"])}
@@ -189,17 +189,17 @@ def judge(
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What one rank is to do in a load."""
+    """Plan of one rank for a load."""
 
     reads: RankReads
     members: list[int]
-    """The ranks that this one exchanges bytes with, itself included."""
+    """Ranks with which this one exchanges bytes, itself included."""
     tag: str
     """Random name of the exchange, equal on all ranks."""
     facts: dict[str, Any]
-    """What all ranks have found out together: `missing` tensors of the state, `unexpected` ones of
-    the checkpoint, `sharing` of bytes among `all` ranks or `none`, and `replication`: how many
-    ranks need a block on average."""
+    """Equal on all ranks: `missing` tensors of the state, `unexpected` ones of the checkpoint,
+    `sharing` (`all`: ranks exchange bytes; `none`), and `replication`: mean number of ranks that
+    need a block."""
 
 
 def plan_job(
@@ -210,7 +210,7 @@ def plan_job(
     Raises:
         LayoutMismatch: names, shapes, types or layouts do not fit; every offender is listed.
         CheckpointIncomplete: objects are missing or short; every one is listed.
-        PlanMismatch: the ranks want different things.
+        PlanMismatch: the options or roles differ between ranks.
     """
     columns = Columns.from_items(fit.items)
     compared = {**vars(options), "map_fqn": options.map_fqn is not None}
@@ -245,9 +245,9 @@ def _plan_for_all(
     findings: Sequence[Mapping[str, Any]],
     wishes: Sequence[bytes],
 ) -> list[bytes]:
-    """Return each rank's plan: a line of JSON, and its reads where it does not plan them alone."""
+    """Return each rank's plan: a line of JSON, then its `RankPart` if ranks share reads."""
     metadata = opened.metadata
-    # Replicas want the same, in equal bytes, which are decoded and matched once.
+    # Replicas send equal bytes; each distinct message is decoded and matched once.
     wanted = {data: Columns.decode(data) for data in dict.fromkeys(wishes)}
     keys = {key for columns in wanted.values() for key in columns.tensors.ids}
     missing, unexpected = judge(metadata, findings, keys, options)
@@ -262,7 +262,7 @@ def _plan_for_all(
             f"{'; '.join(faults)}; load an earlier checkpoint"
         )
     shared = share_reads(metadata, reads, hosts=hosts)
-    # Processes of one machine share its memory of files, which costs less than messages.
+    # Processes of one machine share its page cache, which costs less than messages.
     is_near = opened.storage.in_memory or (opened.uri.startswith("file:") and len({*hosts}) == 1)
     is_shared = options.redundancy == "auto" and not is_near and shared.replication > 1.0
     members = members_of(shared) if is_shared else [[rank] for rank in range(len(reads))]
@@ -284,7 +284,7 @@ def _plan_for_all(
 
 
 def members_of(shared: SharedReads) -> list[list[int]]:
-    """Return, for each rank, the ranks that it exchanges bytes with, directly or through others."""
+    """Return, for each rank, its connected component of ranks that exchange bytes."""
     leader = list(range(shared.ranks))
 
     def find(rank: int) -> int:

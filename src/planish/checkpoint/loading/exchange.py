@@ -1,8 +1,8 @@
-"""Bytes that several ranks need, handed on round by round by the rank that has read them.
+"""Exchange of bytes that several ranks need: the rank that reads them sends them, in rounds.
 
-Ranks ask each other for pieces, then send them packed, over a gloo group of their own. One thread
-goes through the rounds in the same order on every rank; each begins with a reduction of one number,
-which says that all buckets are full and that nobody has failed.
+Ranks request pieces from each other, then send them packed, over a gloo group of their own. One
+thread per rank goes through the rounds, in the same order everywhere. Each round begins with a
+reduction of one number: it waits until all buckets are full, and says if a rank has failed.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 4.1 (all-to-all overlapped with reads).
 """
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from planish.checkpoint.ranks.control import Control
 
 BUCKET_BYTES = 16 << 20
-"""Of one rank in one round: four ranks move 64 MiB in a round. Larger ones were not faster."""
+"""Bucket of one rank in one round: four ranks move 64 MiB. Larger ones were not faster."""
 
 
 class Stopped(Exception):
-    """Another rank of the exchange has failed, and says itself why."""
+    """Another rank of the exchange has failed, and reports its own error."""
 
 
 @contextlib.contextmanager
 def _peers() -> Iterator[None]:
-    """Turn what gloo says of members that are gone or late into an error of ours."""
+    """Raise `PeerLost` for gloo's error about members that are gone or late."""
     try:
         yield
     except RuntimeError as error:
@@ -68,13 +68,13 @@ class Exchange:
     """The exchange of one load, on one rank."""
 
     def __init__(self, control: Control, members: list[int], tag: str, reads: RankReads) -> None:
-        """Meet the other `members`, under an equal `tag`, and ask them for pieces: a collective."""
+        """Connect the `members` under an equal `tag` and request pieces from them: a collective."""
         self._members, self._own = members, members.index(control.rank)
         store = PrefixStore(f"exchange/{tag}/{members[0]}", control.rendezvous())
         limit = datetime.timedelta(seconds=max(1.0, control.remaining_s))
         self._group: Any = ProcessGroupGloo(store, self._own, len(members), limit)
         self.num_bytes = 0
-        """Received from other ranks so far."""
+        """Bytes received from other ranks so far."""
         asked = {peer: self._ask(peer, source, reads) for peer, source in self._steps()}
         shared = np.unique(np.concatenate([pieces.request for pieces in asked.values()]))
         sizes = (reads.requests.stop - reads.requests.start)[shared]
@@ -93,7 +93,7 @@ class Exchange:
             self._in[source] = _Messages(mine, heard)
 
     def run(self, pool: ReadPool, targets: Targets, recorder: Recorder, control: Control) -> None:
-        """Go through all rounds; the pool reads meanwhile."""
+        """Run all rounds, while the threads of `pool` read."""
         try:
             for turn in range(self._num_rounds):
                 is_read = pool.wait_round(turn, control.check)
@@ -105,11 +105,11 @@ class Exchange:
                     self._swap_messages(turn, peer, source, pool, targets, recorder)
                 pool.open_rounds(turn + 1 + RING)
         finally:
-            # Members that still wait for this one fail at once.
+            # Without the group, members that still wait for this one fail at once.
             self._group = None
 
     def _steps(self) -> list[tuple[int, int]]:
-        """Return (rank to send to, rank to receive from) of each step, in one order for all."""
+        """Return (rank to send to, rank to receive from) of each step; steps match on all ranks."""
         own, size = self._own, len(self._members)
         return [
             (self._members[(own + k) % size], self._members[(own - k) % size])
@@ -117,7 +117,7 @@ class Exchange:
         ]
 
     def _ask(self, peer: int, source: int, reads: RankReads) -> Pieces:
-        """Ask `source` for what it reads for this rank; return what `peer` asks for."""
+        """Send `source` the pieces that it reads for this rank; return those that `peer` wants."""
         mine = reads.asks.take(reads.readers == source).asked()
         count = np.zeros(1, np.int64)
         self._swap(source, np.array([len(mine)]).view(np.uint8), peer, count.view(np.uint8))
@@ -147,7 +147,7 @@ class Exchange:
             self._in[source].pieces.unpack(into, received, targets)
 
     def _swap(self, peer: int, sent: Bytes, source: int, received: Bytes, tag: int = 0) -> None:
-        """Send to one member while receiving from another, where there is something to send."""
+        """Send to one member while receiving from another; an empty message is not sent."""
         works = []
         with _peers():
             if len(received):
@@ -160,7 +160,7 @@ class Exchange:
                 work.wait()
 
     def _highest(self, value: int) -> int:
-        """Return the highest of all members' values, on each of them."""
+        """Return the maximum of the members' values, on every member."""
         number = torch.tensor([value])
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.MAX)

@@ -1,7 +1,7 @@
 """Small values of a checkpoint: shared ones, each rank's own, the data loader's.
 
-Rank 0 reads what all ranks need and hands it on; each rank reads what it alone needs: its own
-values and the buffers of its data loader. See `small_objects` for how metadata lists them.
+Rank 0 reads the shared values and broadcasts them. Each rank reads its own values and the buffers
+of its data loader. `small_objects` describes their list in the metadata.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Extras:
     """Decoded small values, by role."""
 
     shared: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Equal on all ranks."""
+    """Role -> values that are equal on all ranks."""
     own: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Values that the rank with this rank's number saved; empty if fewer ranks saved."""
+    """Role -> values saved by the rank of the same number; empty if there was none."""
     loader: dict[str, LoaderState] = field(default_factory=dict)
-    """Loader state of all saving ranks, where there is one."""
+    """Role -> loader state of all saving ranks; without the role if there is none."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """Keys of the small objects of one role, empty where there is none."""
+    """Keys of the small objects of one role; a key is empty if there is no object."""
 
     shared: str
     own: Mapping[str, str]
@@ -45,7 +45,7 @@ class Names:
 
 
 def names_of(objects: Mapping[str, Any], role: str) -> Names:
-    """Return which small objects the metadata of a checkpoint names for a role."""
+    """Return the keys of a role's small objects, from `Metadata.objects`."""
     listed = objects.get(role, {})
     try:
         own, loader = listed.get("own", {}), listed.get("loader", {})
@@ -92,7 +92,7 @@ def read_extras(
                 ranks = [shard.get("dp_rank") for shard in mine.shards]
                 saved = 1 + max((rank for rank in ranks if type(rank) is int), default=0)
                 needed = sources(saved, loader.dp_rank, loader.dp_size)
-                # Shards whose buffers this rank needs are read, of the others the index is enough.
+                # Read the shards whose buffers this rank needs; the index suffices for the others.
                 shards[role] = [
                     decoded(shard["key"], reader.read_file(shard["key"]))
                     if rank in needed
@@ -100,7 +100,7 @@ def read_extras(
                     for shard, rank in zip(mine.shards, ranks, strict=True)
                 ]
         if call.rank == 0:
-            # Options of parameter groups lie among the shared values, too.
+            # The shared values also include the options of parameter groups.
             wants_shared = not {"model", "optim", "extra"}.isdisjoint(options.parts)
             keys = [mine.shared for mine in names.values() if wants_shared]
             keys += [mine.common for mine in names.values() if "loader" in options.parts]

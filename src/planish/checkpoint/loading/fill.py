@@ -1,7 +1,7 @@
-"""Pieces of tensors copied between bytes and their places, by plans; nothing is read or sent here.
+"""Copies of pieces of tensors between buffers and their boxes; no store, no messages.
 
-Bytes become elements without being looked at: the types on both sides are stood in for by unsigned
-integers of the same size, so that NaNs, signs of zeros and exotic floats come through unchanged.
+A copy does not interpret elements: views of unsigned integers of the same size replace the types
+on both sides, so that NaNs, signs of zeros and exotic floats stay bit by bit the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 RAW: dict[int, np.dtype[Any]] = {
     size: np.dtype(name) for size, name in ((1, "u1"), (2, "u2"), (4, "u4"), (8, "u8"), (16, "c16"))
 }
-"""Bytes of an element to the type that stands in for it."""
+"""Bytes of an element -> numpy type that represents it."""
 
 Array: TypeAlias = NDArray[Any]
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -35,7 +35,7 @@ Targets: TypeAlias = Sequence[Sequence[Any]]
 
 
 class PieceList:
-    """The rows of `Pieces` as plain Python values, ready to be copied one by one."""
+    """The rows of `Pieces` as plain Python values, because each row is copied on its own."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.item, self.box = pieces.item.tolist(), pieces.box.tolist()
@@ -44,7 +44,7 @@ class PieceList:
         self.itemsize = pieces.itemsize.tolist()
 
     def scatter(self, row: int, buffer: Bytes, base: int, targets: Targets) -> None:
-        """Copy a piece from the request at byte `base` of `buffer` to its place."""
+        """Copy a piece to its target, from its request at byte `base` of `buffer`."""
         self._put(row, self._strided(row, buffer, base), targets)
 
     def pack(self, rows: range, buffer: Bytes, out: Bytes) -> None:
@@ -56,7 +56,7 @@ class PieceList:
             filled += size
 
     def unpack(self, rows: range, data: Bytes, targets: Targets) -> None:
-        """Copy densely packed pieces to their places."""
+        """Copy densely packed pieces to their targets."""
         base = 0
         for row in rows:
             packed, size = self._packed(row, data, base)
@@ -74,13 +74,13 @@ class PieceList:
         )
 
     def _packed(self, row: int, buffer: Bytes, base: int) -> tuple[Array, int]:
-        """Return a piece as a view of densely packed bytes at byte `base`, and its bytes."""
+        """Return a piece as a dense view from byte `base` of `buffer`, and its number of bytes."""
         size = math.prod(self.lengths[row]) * self.itemsize[row]
         dtype = RAW[self.itemsize[row]]
         return np.ndarray(self.lengths[row], dtype, buffer=buffer, offset=base), size
 
     def _put(self, row: int, value: Array, targets: Targets) -> None:
-        """Copy the elements of a piece to their place in the wanted box."""
+        """Copy the elements of a piece into the wanted box."""
         target = targets[self.item[row]][self.box[row]]
         dims = len(target.shape)
         start, extent = self.target[row], self.lengths[row]
@@ -95,7 +95,7 @@ def rows_by_request(pieces: Pieces, num_requests: int) -> list[range]:
 
 
 def numpy_targets(arrays: Sequence[Array], boxes: Sequence[Sequence[Box]]) -> Targets:
-    """Return targets for an array per item: in the shape of its box, or 1-D box after box."""
+    """Return targets for one array per item, in the shape of its box or 1-D, box after box."""
     return [
         list(_parts(array.view(RAW[array.dtype.itemsize]), mine))
         for array, mine in zip(arrays, boxes, strict=True)
@@ -125,7 +125,7 @@ def tensor_targets(items: Sequence[LocalItem]) -> Targets:
 
 
 def _parts(data: Any, boxes: Sequence[Box]) -> Iterator[Any]:
-    """Return each box as a view of an array or a tensor that holds all of them."""
+    """Yield each box as a view of the array or tensor that has all boxes of an item."""
     if len(boxes) == 1:
         yield data.reshape(boxes[0].lengths)
         return
@@ -136,7 +136,7 @@ def _parts(data: Any, boxes: Sequence[Box]) -> Iterator[Any]:
 
 
 class TensorTarget:
-    """A wanted box on a device, or of another type than the stored one."""
+    """Target that is a tensor on a device, or of another type than the stored one."""
 
     def __init__(self, tensor: Tensor, stored: torch.dtype) -> None:
         self.tensor, self.stored = tensor, stored

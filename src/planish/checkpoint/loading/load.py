@@ -1,8 +1,8 @@
-"""Load a train state in place, whatever ranks saved it: plan together, read once, exchange.
+"""Load of a train state in place, saved by any ranks: plan together, read once, exchange.
 
-Rank 0 reads the metadata and plans for all; every rank reads its share, copies what it wants into
-its tensors and hands on what others want. Either all ranks return or all raise; what is wrong with
-names, shapes, types or layouts is found before any tensor is touched.
+Rank 0 reads the metadata and plans for all. Every rank reads its share, copies the pieces that it
+wants into its tensors and sends on those that others want. Either all ranks return or all raise.
+Errors in names, shapes, types or layouts are found before any tensor changes.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3.3 (six steps of a load) and 4.1.
 """
@@ -69,16 +69,16 @@ def load_state(
 ) -> tuple[CheckpointInfo, Extras]:
     """Fill the tensors of a state in place; a collective of all ranks of `control`.
 
-    `opened` is what `open_on_all` returned on this rank; the tensors of `collected`, by role, are
-    filled, and nothing else is changed.
+    `opened` is the result of `open_on_all` on this rank; `collected` is by role. Only the tensors
+    of its items change.
 
     Returns:
-        Which checkpoint it was, with `JobPlan.facts` and the bytes that all ranks together have
-        read (`bytes_from_store`) and received from others (`bytes_over_network`); small values.
+        Loaded checkpoint, whose facts are `JobPlan.facts` and the bytes that all ranks together
+        have read (`bytes_from_store`) and received (`bytes_over_network`); small values.
 
     Raises:
-        PeerLost: a rank went away; for other errors see `api.load`. Whatever is raised, its
-            `target_modified` says whether a tensor of this rank may have changed.
+        PeerLost: a rank has ended; for other errors see `api.load`. An error of the transfer has
+            `target_modified`: True if a tensor of this rank may have changed.
     """
     options = options or LoadOptions()
     call = control.call(f"load {opened.pin}", options.timeout_s)
@@ -101,7 +101,7 @@ def _load(
     options: LoadOptions,
     recorder: Recorder,
 ) -> tuple[CheckpointInfo, Extras]:
-    """Go through all steps of a load; every rank leaves each of them, or none does."""
+    """Run all steps of a load; either all ranks complete a step, or none does."""
     # 1. Compare what this rank wants with the checkpoint; rank 0 plans the reads of all ranks.
     with recorder.stage("plan"):
         roles = sorted(collected)
@@ -126,10 +126,10 @@ def _load(
         lost = found
     except Exception as caught:
         error = caught
-    # 4. Leave with the error of any rank.
+    # 4. Raise the error of any rank on all ranks.
     with recorder.stage("barrier"):
         try:
-            # A rank that only lost its peers must not hide why they went.
+            # Errors of ranks go first: a rank that only lost its peers must not hide the cause.
             call.settle(error, "loaded")
             call.settle(lost, "reached")
         except Exception as raised:
@@ -187,8 +187,8 @@ def _sums(call: Control, *counts: int) -> list[int]:
 
 
 def _end(opened: Opened, call: Control, timeline: Timeline, *, is_kept: bool) -> None:
-    """Wait for all ranks, and keep their timings beside the checkpoint where that was asked for."""
-    # Rank 0, which keeps the messages, stays until everybody has read the last one.
+    """Wait for all ranks, and store their timings beside the checkpoint if `is_kept`."""
+    # The message store is on rank 0, which stays until every rank has read the last message.
     timelines = call.gather(timeline.encode() if is_kept else b"", "end")
     if timelines is None or not is_kept:
         return

@@ -1,7 +1,7 @@
-"""Threads that read requests: those that others wait for in rounds, the rest in between.
+"""Threads that read requests: those that other ranks need go first, in rounds; the rest between.
 
-The bytes of round r lie in a ring of buckets, so a round is read once the one that held its bucket
-before has been sent to everybody. Memory is the ring and one buffer for each thread.
+The bytes of round r lie in bucket `r % RING` of a ring. Its read starts once round `r - RING` has
+been sent to all ranks. The memory is the ring and one buffer for each thread.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 4.1 (reads overlapped with the exchange).
 """
@@ -23,13 +23,13 @@ from planish.checkpoint.plan.reads import RankReads
 from planish.checkpoint.watch.monitor import Recorder, Timing
 
 RING = 4
-"""Buckets of a ring: reading is ahead of the slowest rank by three."""
+"""Buckets of a ring: reads are at most three rounds ahead of the exchange."""
 WAIT_SECONDS = 0.5
-"""How often a waiting thread looks whether the load still goes on."""
+"""Seconds after which a waiting thread checks again whether the load still goes on."""
 
 
 class Place(NamedTuple):
-    """Where the bytes of a shared request go."""
+    """Round of a shared request, and the first byte of its place in the ring."""
 
     round: int
     base: int
@@ -53,7 +53,7 @@ class Rounds:
                 turn, filled = turn + 1, 0
             places[request] = Place(turn, turn % RING * bucket_bytes + filled)
             ring_bytes = max(ring_bytes, places[request].base + size)
-            # Aligned, so that no element is copied from an odd address.
+            # Align to 16 bytes, so that every element has an aligned address.
             filled += -(-size // 16) * 16
         return cls(places, turn + 1 if places else 0, ring_bytes)
 
@@ -66,7 +66,7 @@ class ReadPool:
     ) -> None:
         self.reader, self.reads, self.targets, self.recorder = reader, reads, targets, recorder
         self.modified = False
-        """Whether an element of the targets may have changed."""
+        """True once an element of the targets may have changed."""
         self.ring: Bytes = np.zeros(0, np.uint8)
         self._error: BaseException | None = None
         self._copies = PieceList(reads.copies)
@@ -75,7 +75,7 @@ class ReadPool:
         self._threads: list[threading.Thread] = []
 
     def start(self, num_threads: int, rounds: Rounds | None = None) -> None:
-        """Begin to read; requests of `rounds` are read in their turn, into the ring."""
+        """Start the threads; they read the requests of `rounds` into the ring, round by round."""
         rounds = rounds or Rounds()
         self.ring = np.zeros(rounds.ring_bytes, np.uint8)
         self._places, self._open_rounds = rounds.places, RING
@@ -90,9 +90,9 @@ class ReadPool:
             self._threads[-1].start()
 
     def wait_round(self, turn: int, check: Callable[[], None]) -> bool:
-        """Return True once the bytes of a round are in the ring, False if reading has failed.
+        """Return True once the bytes of a round are in the ring, False if a read has failed.
 
-        `check` is called now and then; it raises if another rank has given up.
+        `check` is called at least every `WAIT_SECONDS`; it raises if another rank has failed.
         """
         while True:
             with self._change:
@@ -104,26 +104,26 @@ class ReadPool:
             check()
 
     def open_rounds(self, count: int) -> None:
-        """Let rounds below `count` be read."""
+        """Allow the threads to read rounds below `count`."""
         with self._change:
             self._open_rounds = count
             self._change.notify_all()
 
     def finish(self) -> None:
-        """Wait for all threads, and raise what one of them raised."""
+        """Wait for all threads, and raise the first error of a thread."""
         for thread in self._threads:
             thread.join()
         if self._error is not None:
             raise self._error
 
     def stop(self, error: BaseException) -> None:
-        """Let no thread begin another request."""
+        """Stop all threads before their next request."""
         with self._change:
             self._error = self._error or error
             self._change.notify_all()
 
     def _next(self) -> int:
-        """Return the next request that may be read; -1 when there will be none."""
+        """Wait for the next request whose read may start and return it; -1 if none is left."""
         with self._change:
             while self._error is None:
                 if self._shared and self._places[self._shared[0]].round < self._open_rounds:
@@ -155,7 +155,7 @@ class ReadPool:
             self.stop(error)
 
     def _handle(self, request: int, buffer: Bytes, base: int, size: int) -> None:
-        """Read one request to byte `base` of `buffer`, verify it, and copy what this rank wants."""
+        """Read one request to byte `base` of `buffer`, verify it, and copy this rank's pieces."""
         requests = self.reads.requests
         file, start = int(requests.file[request]), int(requests.start[request])
         clock = [time.time()]

@@ -1,7 +1,7 @@
-"""Committed checkpoints opened, and their bytes read in blocks that are each verified.
+"""Opening of committed checkpoints, and verified reads of their bytes.
 
-A ranged read is always widened to blocks of 1 MiB, so that the checksums of the metadata cover
-every byte that leaves this module. Knows neither tensors nor ranks, and needs no torch.
+A range is widened to blocks of 1 MiB, so that the checksums in the metadata cover every byte that
+leaves this module. The module knows neither tensors nor ranks, and needs no torch.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3.3 (global metadata first, then byte ranges).
 """
@@ -25,7 +25,7 @@ from planish.checkpoint.format.metafile import BLOCK, Metadata, check_blocks, wi
 from planish.store import Store, open_store
 
 MAX_DECODED_BYTES = 16 << 30
-"""Metadata that would take more memory is refused: that of about 100 million shards."""
+"""Most bytes of decoded metadata, enough for about 100 million shards; more is refused."""
 _TRIES = 3
 
 
@@ -41,12 +41,12 @@ class Opened:
 
     @property
     def uri(self) -> str:
-        """Place as a user writes it."""
+        """URI of the checkpoint."""
         return self.storage.uri(self.path)
 
     @property
     def pin(self) -> str:
-        """Place and identity as one text."""
+        """Pin: `<uri>#sha256=<digest>`."""
         return f"{self.uri}#sha256={self.commit.meta_sha256}"
 
     def key(self, file: int) -> str:
@@ -79,7 +79,7 @@ def read_metadata(place: str, storage: Store | None = None) -> tuple[Store, str,
         try:
             return store, path, commit, read_meta(store, path, commit)
         except CheckpointIncomplete:
-            # Between the two reads another save may have replaced this one and swept it away.
+            # Between the two reads another save may have replaced and cleared away this one.
             newer = read_commit(store, path)
             if newer is None or newer.attempt == commit.attempt:
                 raise
@@ -87,7 +87,7 @@ def read_metadata(place: str, storage: Store | None = None) -> tuple[Store, str,
 
 
 def locate(uri: str, storage: Store | None = None) -> tuple[Store, str]:
-    """Return the storage of a URI, or the given one, and the key of the folder in it."""
+    """Return `storage` or else the store of the URI, and the key of the folder in it."""
     found, path = open_store(uri)
     return found if storage is None else storage, path
 
@@ -95,21 +95,21 @@ def locate(uri: str, storage: Store | None = None) -> tuple[Store, str]:
 def open_state(place: str, storage: Store | None = None) -> Opened:
     """Open a committed checkpoint for reading by this process alone.
 
-    `storage` is used in place of the one that the URI names.
+    `storage` replaces the store that the URI names.
 
     Raises:
         CheckpointNotFound: nothing is committed there.
         CheckpointIncomplete: an object that COMMIT names is missing or short.
-        CheckpointCorrupt: damaged, or not the state that the pin names.
+        CheckpointCorrupt: COMMIT or metadata are damaged, or the pin names another state.
     """
     store, path, commit, data = read_metadata(place, storage)
     return Opened(store, path, commit, metafile.decode(data, max_bytes=MAX_DECODED_BYTES))
 
 
 def check_objects(opened: Opened, files: set[int] | None = None) -> list[str]:
-    """Return a sentence for each object that is missing or has another size, by one listing.
+    """Return a text for each object that is missing or has another size, by one listing.
 
-    Only the rows `files` of its file table are looked at; None for all.
+    `files` are the rows of the file table to check; None for all.
     """
     table = opened.metadata.files
     sizes = {stat.key: stat.size for stat in opened.storage.list(opened.folder_key("data"))}
@@ -125,10 +125,10 @@ def check_objects(opened: Opened, files: set[int] | None = None) -> list[str]:
 
 @dataclass
 class ReadCounters:
-    """What one process has read from the store; any thread may add."""
+    """Reads of one process from the store; any thread may add."""
 
     num_bytes: int = 0
-    """Blocks that were read again are included."""
+    """Bytes read, second reads of a block included."""
     requests: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -147,14 +147,14 @@ class BlockReader:
         self.counters = ReadCounters()
 
     def fetch(self, file: int, start: int, target: memoryview) -> None:
-        """Fill `target` with whole blocks of a file from byte `start`, not verified.
+        """Fill `target` with whole blocks of a file from byte `start`, without verification.
 
-        `CheckpointIncomplete` if the object is missing or short.
+        Raises `CheckpointIncomplete` if the object is missing or short.
         """
         self._read(file, start, target)
 
     def check(self, file: int, start: int, target: memoryview) -> None:
-        """Verify what `fetch` has brought; what differs is read again, once."""
+        """Verify blocks that `fetch` has read; if one differs, read all of them once more."""
         if not self.verify:
             return
         table = self.opened.metadata.files
@@ -163,12 +163,12 @@ class BlockReader:
         try:
             check_blocks(target, crcs, file=name, algorithm=algorithm, first=first)
         except CheckpointCorrupt:
-            # Once more: bytes may have been flipped on the way and be right in the store.
+            # The bytes in the store may be right, and the transfer may have changed them.
             self._read(file, start, target)
             check_blocks(target, crcs, file=name, algorithm=algorithm, first=first)
 
     def read(self, file: int, start: int, stop: int) -> memoryview:
-        """Return bytes `[start, stop)` of a file; whole blocks are read and verified."""
+        """Return bytes `[start, stop)` of a file, from whole blocks that are verified."""
         if start == stop:
             return memoryview(b"")
         first, last = widen(start, stop, self.opened.metadata.files.sizes[file])
@@ -178,7 +178,7 @@ class BlockReader:
         return data[start - first : stop - first]
 
     def read_file(self, name: str, limit: int = 1 << 30) -> bytes:
-        """Return a whole file by its name relative to the attempt, verified."""
+        """Return the verified bytes of a whole file; `name` is relative to the attempt."""
         table = self.opened.metadata.files
         row = table.keys.index(name) if name in table.keys else -1
         if row < 0 or table.sizes[row] > limit:
@@ -189,7 +189,7 @@ class BlockReader:
         return bytes(self.read(row, 0, table.sizes[row]))
 
     def _read(self, file: int, start: int, target: memoryview) -> None:
-        """Read; if the bytes are gone because another save has replaced this checkpoint, say so."""
+        """Read; an error says if another save has replaced this checkpoint meanwhile."""
         opened, key = self.opened, self.opened.key(file)
         self.counters.add(len(target))
         uri = opened.storage.uri(key)

@@ -1,7 +1,7 @@
-"""Any part of any tensor of a checkpoint as a numpy array, by one process, without torch.
+"""Reads of any part of any tensor of a checkpoint as a numpy array, by one process, without torch.
 
-Only the blocks that hold the wanted elements are read, each verified. For exports, comparisons and
-evaluation; a training state is loaded by `load`.
+A read fetches and verifies only the blocks that have the wanted elements. Exports, comparisons and
+evaluation use it; `load` loads a training state.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SliceReader:
         return self.opened.metadata.tensors.spec(row)
 
     def read(self, tensor: TensorSpec, box: Box | None = None) -> Array:
-        """Return one box of a tensor (None: all of it), as unsigned integers of its items' size."""
+        """Return one box (None: all) of a tensor, in the `RAW` type of its item size."""
         part = box or whole(tensor.shape)
         return self.read_many([Slice(tensor, (part,))])[0].reshape(part.lengths)
 

@@ -1,6 +1,6 @@
-"""Whether a committed checkpoint is all there: its objects, their blocks, their headers.
+"""Verification of a committed checkpoint: its objects, their blocks, their headers.
 
-Needs no torch; memory is a few buffers of 16 MiB, whatever the size of the checkpoint.
+It needs no torch. Its memory is a few buffers of 16 MiB, for a checkpoint of any size.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from planish.store import Store
 
 Level = Literal["meta", "size", "crc"]
 LEVELS: tuple[Level, ...] = ("meta", "size", "crc")
-"""Depths of verification, each with those before it: COMMIT and metadata; size of every object;
-checksum of every block."""
+"""Levels of verification; each includes those before it. `meta`: COMMIT and metadata; `size`: the
+size of every object; `crc`: the checksum of every block."""
 REQUEST_BYTES = 16 << 20
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong."""
+    """One damaged or missing object or block."""
 
     file: str
     block: int
@@ -43,15 +43,15 @@ class Report:
     uri: str
     level: Level
     faults: list[Fault] = field(default_factory=list)
-    """In the order of the file table, all of them."""
+    """All faults."""
     num_objects: int = 0
-    """Looked at, the metadata included."""
+    """Number of objects checked, the metadata included."""
     num_tensors: int = 0
     num_bytes: int = 0
 
     @property
     def is_intact(self) -> bool:
-        """Return whether nothing is wrong."""
+        """Return whether there are no faults."""
         return not self.faults
 
 
@@ -62,13 +62,12 @@ def verify(
     storage: Store | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Check a committed checkpoint; faults are reported, not raised.
+    """Check a committed checkpoint; its faults are in the report and do not raise.
 
-    `level` is one of `LEVELS`, each of which includes those before it; `progress` is called with
-    bytes checked and bytes in all.
+    `level` is one of `LEVELS`; `progress` gets the bytes checked so far and the bytes in all.
 
     Raises:
-        ValueError: an unknown level.
+        ValueError: the level is unknown.
         CheckpointNotFound: nothing is committed there.
         StoreUnavailable: the store does not answer.
     """
@@ -120,7 +119,7 @@ def _check_range(reader: BlockReader, file: int, start: int, stop: int) -> list[
         reader.check(file, start, data.data)
         return []
     except CheckpointCorrupt:
-        # Which blocks: every one of them alone.
+        # Check each block alone, to list all that are damaged.
         faults = []
         for offset in range(0, len(data), BLOCK):
             try:
@@ -133,7 +132,7 @@ def _check_range(reader: BlockReader, file: int, start: int, stop: int) -> list[
 
 
 def _check_header(reader: BlockReader, file: int) -> list[Fault]:
-    """Compare the header of a data file with what the metadata says of it."""
+    """Compare the entries in the header of a data file with the metadata."""
     meta = reader.opened.metadata
     name, size = meta.files.keys[file], meta.files.sizes[file]
     try:

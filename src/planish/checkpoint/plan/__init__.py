@@ -1,1 +1,1 @@
-"""Who writes which bytes where, and who reads them: plans, made from boxes alone; no torch."""
+"""Plans, made from boxes alone: which rank writes or reads which bytes, and where; no torch."""

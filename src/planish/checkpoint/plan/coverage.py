@@ -1,9 +1,9 @@
-"""Whether boxes tile their tensors: no overlap, no hole.
+"""Check that boxes tile their tensors: no overlap, no hole.
 
-Boxes of all tensors together are separated along one dimension after the other, so that grids and
-cuts of flat ranges fall apart into single boxes after a few sorts; what no straight cut separates
-is swept. Never quadratic in the number of boxes. Boxes without overlap that hold as many elements
-as their tensor leave no hole.
+Straight cuts along one dimension after the other separate the boxes of all tensors together. Grids
+and cuts of flat ranges become single boxes after a few sorts; a sweep compares groups of boxes
+that no straight cut separates. Boxes without overlap leave no hole if they have together as many
+elements as their tensor.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from planish.base.errors import LayoutMismatch
 from planish.checkpoint.format.geometry import I64, MAX_ELEMENTS, Box, volumes
 
 _MAX_PASSES = 16
-"""Boxes that fall apart one by one only, like a spiral, are better swept."""
+"""Most passes of cuts; a sweep is faster for boxes that cuts separate one by one, like a spiral."""
 
 
 def refuse_gaps(
     shapes: I64, owners: I64, sides: tuple[I64, I64], dims: I64, name: Callable[[int], str]
 ) -> None:
-    """Refuse boxes that do not tile what they belong to; the first overlap and hole are named.
+    """Refuse boxes that do not tile their tensors; the error names the first overlap and hole.
 
-    Arguments are as for `cover_faults`; `name` is that of a row of `shapes`, for the error.
+    Arguments are as for `cover_faults`; `name(row)` names a row of `shapes` in the error.
     """
     shown: dict[bool, str] = {}
     for row, fault in sorted(cover_faults(shapes, owners, *sides, dims=dims).items()):
@@ -39,7 +39,7 @@ def refuse_gaps(
 def cover_faults(
     shapes: I64, owners: I64, offsets: I64, lengths: I64, *, dims: I64 | None = None
 ) -> dict[int, str]:
-    """Say for which tensors boxes that lie inside of them do not tile.
+    """Return the tensors that their boxes do not tile; each box must lie inside its tensor.
 
     Args:
         shapes: [t, n], padded with 1; each must be tiled.
@@ -49,7 +49,7 @@ def cover_faults(
         dims: [t], true number of dimensions; None: n.
 
     Returns:
-        Tensor index -> an overlap, or else the first hole; tensors that are tiled are absent.
+        Row of `shapes` -> text of an overlap, or else of the first hole; tiled tensors are absent.
     """
     true = np.full(len(shapes), shapes.shape[1]) if dims is None else dims
 
@@ -61,7 +61,7 @@ def cover_faults(
         owner = int(owners[pair[0]])
         texts = [box_text(offsets[box], lengths[box], int(true[owner])) for box in sorted(pair)]
         faults[owner] = f"the boxes {' and '.join(texts)} of shape {shape(owner)} overlap"
-    # Boxes that do not overlap leave elements out where they hold too few.
+    # Boxes without overlap leave a hole if they have fewer elements than the tensor.
     held = np.zeros(len(shapes), np.int64)
     np.add.at(held, owners, volumes(lengths))
     order = np.argsort(owners, kind="stable")
@@ -76,16 +76,16 @@ def cover_faults(
 
 
 def box_text(offsets: I64, lengths: I64, dims: int) -> str:
-    """Return a padded box without its padding, as slices."""
+    """Return a box as text, in slices without the padding."""
     sides = zip(offsets[:dims].tolist(), lengths[:dims].tolist(), strict=True)
     return f"[{', '.join(f'{offset}:{offset + length}' for offset, length in sides)}]"
 
 
 def _first_hole(shape: I64, offsets: I64, lengths: I64) -> Box:
-    """Return a box that no box meets, of boxes that do not overlap and do not fill `shape`."""
+    """Return the first empty box of `shape`, given boxes that neither overlap nor fill it."""
     found: list[tuple[int, int]] = []
     for dim in range(len(shape)):
-        # Area that the boxes cover in each slab between two cuts of this dimension.
+        # Compute the area that boxes cover in each slab between two cuts of this dimension.
         starts, ends = offsets[:, dim], offsets[:, dim] + lengths[:, dim]
         cuts = np.unique(np.concatenate([starts, ends, [0, shape[dim]]]))
         area = volumes(lengths[:, dim + 1 :])
@@ -123,7 +123,7 @@ def _overlaps(groups: I64, offsets: I64, ends: I64) -> list[tuple[int, int]]:
 
 
 def _crowded(ids: I64, groups: I64) -> tuple[I64, I64]:
-    """Drop the groups of a single box, which has nothing left to overlap; number the rest anew."""
+    """Drop groups of a single box, which can not overlap; number the other groups anew."""
     if not len(groups):
         return ids, groups
     is_crowded = np.bincount(groups) > 1
@@ -151,7 +151,7 @@ def _separate(groups: I64, starts: I64, ends: I64) -> I64:
 
 
 def _sweep(offsets: I64, ends: I64) -> tuple[int, int] | None:
-    """Return the first overlapping pair along the most-cut dimension, None when there is none."""
+    """Return the first overlapping pair along the dimension with most offsets, None without one."""
     if not offsets.shape[1]:
         return (0, 1)
     dim = int(np.argmax([len(np.unique(column)) for column in offsets.T]))

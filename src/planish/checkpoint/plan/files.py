@@ -1,7 +1,7 @@
-"""What planning a save yields: the files of each rank, their headers, and where every shard lies.
+"""Result of planning a save: the files of each rank, their headers, and the place of every shard.
 
 A data file is a safetensors file with one entry for each stored box, named by tensor, offsets and
-lengths. Planning needs only how long a header gets; the text is the work of each rank.
+lengths. The plan needs only the size of a header; each rank writes the text of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from planish.checkpoint.format.safetensors_file import (
 )
 
 PAGE = 4096
-"""Files begin at multiples of this in a staging buffer, bytes."""
+"""Alignment of files in a staging buffer, bytes."""
 _POWERS = 10 ** np.arange(1, 19, dtype=np.int64)
 
 
@@ -67,7 +67,7 @@ def header(names: Sequence[str], dtypes: Sequence[str], rows: Rows) -> bytes:
 
 
 def header_sizes(names: Sequence[str], dtypes: Sequence[str], rows: Rows, files: I64) -> I64:
-    """Return [f]: the bytes of the headers that `header` would write for rows from `files` on."""
+    """Return [f]: sizes of the headers that `header` writes; file f begins at row `files[f]`."""
     fixed = {dtype: _fixed(dtype) for dtype in dict.fromkeys(dtypes)}
     lengths = np.array([len(name) for name in names], np.int64)
     scalar, sided = np.array([fixed[dtype] for dtype in dtypes], np.int64).reshape(-1, 2).T
@@ -77,13 +77,13 @@ def header_sizes(names: Sequence[str], dtypes: Sequence[str], rows: Rows, files:
     for dim in range(rows.offsets.shape[1]):
         count = digits(rows.offsets[:, dim]) + 2 * digits(rows.lengths[:, dim])
         size += np.where(rows.dims > dim, count, 0)
-    # The length word and two braces; one comma less than entries.
+    # Add the length word and two braces; there is one comma less than entries.
     total = run_sums(size, files) + 8 + 2 - 1
     return np.asarray(-(-total // ALIGNMENT) * ALIGNMENT)
 
 
 def _fixed(dtype: str) -> tuple[int, int]:
-    """Return the characters of an entry besides name and numbers: of a scalar, and of others."""
+    """Return the length of an entry without name and numbers: for a scalar, and for other boxes."""
     known = len("{}") + len(f"0{ITEM_BYTES[dtype]}")
     scalar, sided = (
         len(plan_header([NewEntry(name, dtype, shape)])[0][8:].rstrip()) - known
@@ -93,7 +93,7 @@ def _fixed(dtype: str) -> tuple[int, int]:
 
 
 def digits(values: I64) -> I64:
-    """Return how many decimal digits non-negative numbers have."""
+    """Return the number of decimal digits of non-negative numbers."""
     return np.searchsorted(_POWERS, values, side="right").astype(np.int64) + 1
 
 
@@ -106,16 +106,16 @@ class FilePlan:
     header: bytes
     size: int
     items: I64
-    """[e], which of the rank's items each entry comes from."""
+    """[e], the rank's item that has each entry."""
     starts: I64
-    """[e], first byte of the entry in the item's row-major bytes (all its boxes in a row)."""
+    """[e], first byte of the entry in the item's row-major bytes (box after box)."""
     stops: I64
     offsets: I64
-    """[e], where the entry begins in the file, ascending and without gaps."""
+    """[e], first byte of the entry in the file, ascending and without gaps."""
 
     @classmethod
     def of(cls, key: str, header: bytes, items: I64, starts: I64, stops: I64) -> FilePlan:
-        """Put the entries one after the other behind the header."""
+        """Return the file whose entries follow the header without gaps."""
         offsets = len(header) + before(stops - starts)
         size = len(header) + int((stops - starts).sum())
         return cls(key, header, size, items, starts, stops, offsets)
@@ -123,15 +123,15 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank writes."""
+    """Files that one rank writes."""
 
     rank: int
     files: tuple[FilePlan, ...]
-    """Ascending by role, kind and number; none where others write all that the rank holds."""
+    """Files by role, kind and number; () if other ranks write all of this rank's items."""
 
     @functools.cached_property
     def starts(self) -> list[int]:
-        """Where each file begins in a staging buffer, one behind the other."""
+        """First byte of each file in a staging buffer, in which the files follow each other."""
         starts: list[int] = (before(self._pages) * PAGE).tolist()
         return starts
 
@@ -146,7 +146,7 @@ class RankPlan:
 
     @classmethod
     def decode(cls, data: bytes, columns: Columns) -> RankPlan:
-        """Read what `GlobalPlan.wire` wrote, with the columns that were planned."""
+        """Undo `GlobalPlan.wire`; `columns` are those of this rank in the plan."""
         head, entries = unpack_columns(data)
         names = [quote_fqn(name) for name in columns.tensors.fqns]
         files = []
@@ -159,7 +159,7 @@ class RankPlan:
 
 
 def entry_rows(columns: Columns, items: I64, starts: I64, stops: I64) -> Rows:
-    """Return the boxes that entries consist of: all of an item's, or a part of one of them."""
+    """Return the boxes of entries: all boxes of an item, or a part of one box."""
     counts = np.diff(columns.item_starts)[items]
     rows = ranges(columns.item_starts[items], counts)
     entry = np.repeat(np.arange(len(items)), counts)
@@ -169,7 +169,7 @@ def entry_rows(columns: Columns, items: I64, starts: I64, stops: I64) -> Rows:
     nbytes = volumes(lengths) * width
     behind = before(nbytes)
     low = behind - behind[before(counts)][entry] if len(entry) else behind
-    # What of each box lies in the entry's range, in bytes of the box.
+    # Intersect each box with the entry's range, in bytes of the box.
     first = np.maximum(starts[entry] - low, 0)
     last = np.minimum(stops[entry] - low, nbytes)
     kept = np.flatnonzero(last > first)
@@ -190,7 +190,7 @@ def entry_rows(columns: Columns, items: I64, starts: I64, stops: I64) -> Rows:
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """What all ranks write, as columns; entries file by file, files rank by rank.
+    """Files of all ranks as columns: entries file by file, files rank by rank.
 
     Equal columns of all ranks give equal plans, byte by byte.
     """
@@ -198,26 +198,26 @@ class GlobalPlan:
     ranks: int
     tensors: TensorTable
     keys: tuple[str, ...]
-    """[f], relative to the folder of the attempt."""
+    """[f], keys relative to the folder of the attempt."""
     sizes: I64
     headers: I64
     """[f], bytes of the header alone."""
     rank_files: I64
     """[ranks + 1], files of rank r are rows `rank_files[r] : rank_files[r + 1]`."""
     file_entries: I64
-    """[f + 1], likewise the entries of a file."""
+    """[f + 1], entries of file f are rows `file_entries[f] : file_entries[f + 1]`."""
     items: I64
     """[e], the writing rank's item."""
     starts: I64
     """[e], first byte in the item's row-major bytes."""
     stops: I64
     file_boxes: I64
-    """[f + 1], likewise the boxes of a file."""
+    """[f + 1], boxes of file f are rows `file_boxes[f] : file_boxes[f + 1]`."""
     boxes: Rows
-    """All stored boxes, file by file; bytes counted from the end of the file's header."""
+    """All stored boxes, file by file; their bytes count from the end of the file's header."""
 
     def rank(self, rank: int) -> RankPlan:
-        """Return what one rank writes, with the headers of its files."""
+        """Return the plan of one rank, with the headers of its files."""
         files = []
         for row in range(*self.rank_files[rank : rank + 2].tolist()):
             span = slice(*self.file_boxes[row : row + 2].tolist())
@@ -228,7 +228,7 @@ class GlobalPlan:
         return RankPlan(rank, tuple(files))
 
     def wire(self, rank: int) -> bytes:
-        """Return what one rank writes as bytes, without headers: the rank can write them."""
+        """Return the plan of one rank as bytes, without headers: the rank computes them."""
         first, last = self.rank_files[rank : rank + 2].tolist()
         bounds = self.file_entries[first : last + 1]
         low, high = int(bounds[0]), int(bounds[-1])
@@ -240,7 +240,7 @@ class GlobalPlan:
         )
 
     def metadata(self, header: Mapping[str, Any], *, algorithm: str = "crc32c") -> Metadata:
-        """Return the metadata of the checkpoint, the files' checksums still to come."""
+        """Return the metadata of the checkpoint, without the checksums of the files."""
         count = len(self.keys)
         files = FileTable(
             list(self.keys),
@@ -256,7 +256,7 @@ class GlobalPlan:
 
     @functools.cached_property
     def _shards(self) -> Shards:
-        """The stored boxes, ascending by tensor and place in it."""
+        """The stored boxes, ascending by tensor and by place in the tensor."""
         boxes = self.boxes
         place = np.einsum("kn,kn->k", boxes.offsets, strides_of(self.tensors.shapes)[boxes.tensor])
         order = order_by(boxes.tensor, place)

@@ -1,6 +1,6 @@
-"""From what one rank wants to the stored shards that it consists of.
+"""Match of the boxes that one rank wants with the stored shards.
 
-One index over the shards of all tensors finds them for all wanted boxes at once.
+One index over the shards of all tensors serves all wanted boxes at once.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3.3 (local load plan of one rank).
 """
@@ -27,13 +27,13 @@ from planish.checkpoint.plan.coverage import box_text, refuse_gaps
 from planish.checkpoint.plan.reads import LocalReads
 
 _CHUNK = 1 << 20
-"""Candidate pairs that are held in memory at a time."""
+"""Number of candidate pairs in memory at a time."""
 
 
 class ShardIndex:
-    """The stored shards of all tensors, sorted along the most-cut dimension of each tensor.
+    """The stored shards, sorted for each tensor along the dimension with most distinct offsets.
 
-    Tensors lie one behind the other on one number line, which one binary search serves.
+    Tensors follow each other on one number line, so one binary search serves all.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -44,7 +44,7 @@ class ShardIndex:
         shapes = fit(shapes, self.width, 1)
         if shapes.astype(np.float64).sum() >= MAX_ELEMENTS:
             raise LayoutMismatch("all shapes of a state together must stay below 2**62 indices")
-        # Of each tensor the dimension with the most different offsets.
+        # Choose for each tensor the dimension with the most distinct offsets.
         cuts = np.zeros((self.width, len(shapes)), np.int64)
         for dim in range(self.width):
             order = order_by(shards.tensor, offsets[:, dim])
@@ -62,7 +62,7 @@ class ShardIndex:
         self._low, self._high = offsets, offsets + lengths
 
     def meeting(self, tensor: I64, offsets: I64, lengths: I64) -> tuple[I64, I64, I64, I64]:
-        """Return the pairs of boxes and shards that have an element in common.
+        """Return the pairs of a box and a shard that overlap.
 
         Args:
             tensor: [w], row of the tensor of each box.
@@ -71,7 +71,7 @@ class ShardIndex:
 
         Returns:
             [m] the box, [m] the shard, ascending by both; [m, width] first element and extent of
-            what they have in common.
+            their intersection.
         """
         rows, dims = np.arange(len(tensor)), self._dim[tensor]
         low = self._base[tensor] + offsets[rows, dims]
@@ -109,17 +109,17 @@ def _chunks(counts: I64) -> Iterator[slice]:
 def match(
     metadata: Metadata, items: Columns | Sequence[LocalItem], *, index: ShardIndex | None = None
 ) -> LocalReads:
-    """Find the stored pieces of every wanted box; types are not looked at.
+    """Return the stored pieces of every wanted box, without regard to types.
 
-    `items` are tensors that the checkpoint has, with the same shapes; calls may share an `index`.
+    The checkpoint must have the tensors of `items`, in equal shapes; calls may share an `index`.
 
     Returns:
-        One row for each wanted box and stored shard that share elements, ascending by item, box
-        and shard; together exactly the wanted boxes.
+        One row for each overlap of a wanted box and a stored shard, ascending by item, box and
+        shard; together they tile the wanted boxes.
 
     Raises:
         LayoutMismatch: wanted elements lie outside of their tensor, are not stored, or are stored
-            twice; the first is named.
+            twice; the error names the first.
     """
     wanted = items if isinstance(items, Columns) else Columns.from_items(items)
     rows = np.array([metadata.tensor_ids[name] for name in wanted.tensors.ids], np.int64)

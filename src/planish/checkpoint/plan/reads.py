@@ -1,8 +1,8 @@
-"""What one rank reads, copies and asks other ranks for in a load, and how it works that out.
+"""Plan of one rank for a load: its reads, its copies, and the pieces that it wants from others.
 
-A rank knows its own pieces; the coordinator sends it a `RankPart`: the requests that hold them, and
-who reads each. Pieces are cut at the bounds of requests; those that others read are asked for in
-the words of the request, so a reader need not know what tensors they are. All coordinates are
+A rank knows its own pieces. The coordinator sends it a `RankPart`: the requests that contain them,
+and the reader of each. The rank cuts its pieces at the bounds of requests. It describes pieces to
+their reader by bytes of a request, so a reader need not know their tensors. All coordinates are
 padded to the same number of dimensions with offset 0 and length 1.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3.3 (load workflow) and 4.1 (redundant reads).
@@ -34,12 +34,12 @@ from planish.checkpoint.format.metafile import BLOCK, Metadata
 
 @dataclass(frozen=True)
 class LocalReads:
-    """What one rank wants: one row for each wanted box and stored shard that share elements."""
+    """Pieces that one rank wants: the intersections of a wanted box with a stored shard."""
 
     item: I64
-    """[m], which of the rank's items."""
+    """[m], number of the item on the rank."""
     box: I64
-    """[m], which box of that item."""
+    """[m], number of the box in the item."""
     shard: I64
     """[m], row of the stored shard in the metadata."""
     offsets: I64
@@ -67,13 +67,13 @@ class ReadRequests:
         return len(self.file)
 
     def take(self, rows: I64) -> ReadRequests:
-        """Return some of the requests, in the order of `rows`."""
+        """Return the requests of `rows`, in this order."""
         return ReadRequests(self.file[rows], self.start[rows], self.stop[rows])
 
     def meeting(self, base: I64, first: I64, last: I64) -> tuple[I64, I64]:
-        """Return [k] the first request that each byte range meets, and how many it meets.
+        """Return [k] the first request that overlaps each byte range, and [k] their number.
 
-        Ranges `[first, last)` lie on the number line on which file f begins at `base[f]`.
+        A range is `[first, last)` on a number line on which file f begins at `base[f]`.
         """
         low, high = base[self.file] + self.start, base[self.file] + self.stop
         begin = np.searchsorted(high, first, side="right").astype(np.int64)
@@ -83,14 +83,14 @@ class ReadRequests:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Regular parts of tensors inside the bytes of one request each.
+    """Strided parts of tensors, each inside the bytes of one request.
 
     Element `i` of a piece lies at byte `source + sum(i * strides)` of its request, and goes to
     `target + i` of box `box` of item `item`.
     """
 
     request: I64
-    """[p], which of its reader's requests."""
+    """[p], number of the request among its reader's."""
     item: I64
     box: I64
     source: I64
@@ -108,21 +108,21 @@ class Pieces:
 
     @property
     def nbytes(self) -> I64:
-        """[p], bytes of all elements, densely packed."""
+        """[p], number of bytes of the densely packed piece."""
         return np.asarray(volumes(self.lengths) * self.itemsize)
 
     def take(self, rows: I64 | Flags) -> Pieces:
-        """Return some of the pieces."""
+        """Return the pieces of `rows`."""
         return Pieces(*(column[rows] for column in vars(self).values()))
 
     def asked(self) -> I64:
-        """Return [p, 3 + 2 d]: what their reader must know to send them."""
+        """Return [p, 3 + 2 d]: the columns that the reader needs to send the pieces."""
         columns = self.request, self.source, self.itemsize, self.strides, self.lengths
         return np.column_stack(columns).astype(np.int64)
 
     @classmethod
     def from_asked(cls, asked: I64) -> Pieces:
-        """Return what `asked` says; where the pieces go is their receiver's business."""
+        """Undo `asked`; item, box and target are 0, because only the receiver needs them."""
         strides, lengths = np.hsplit(asked[:, 3:], 2)
         nowhere = np.zeros(len(asked), np.int64)
         request, source, itemsize = asked[:, :3].T
@@ -131,15 +131,15 @@ class Pieces:
 
 @dataclass(frozen=True)
 class RankReads:
-    """What one rank executes: read its requests, copy, and ask other ranks for the rest."""
+    """Reads of one rank: its requests, its copies, and the pieces that it gets from other ranks."""
 
     requests: ReadRequests
     copies: Pieces
-    """From the rank's own requests into its own items, ascending by request."""
+    """Pieces in the rank's own requests, ascending by request."""
     asks: Pieces
-    """What other ranks read, ascending by reader and request."""
+    """Pieces in other ranks' requests, ascending by reader and request."""
     readers: I64
-    """[p of `asks`], who reads it."""
+    """[p of `asks`], the rank that reads each piece."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ class RankPart:
     requests: ReadRequests
     """[q], ascending by file and start."""
     reader: I64
-    """[q], who reads each."""
+    """[q], the rank that reads each."""
     number: I64
-    """[q], which of the reader's requests it is."""
+    """[q], number of the request among its reader's."""
 
     def encode(self) -> bytes:
         """Return the part as bytes."""
@@ -170,7 +170,7 @@ class RankPart:
 def spans(
     metadata: Metadata, shard: I64, offsets: I64, lengths: I64
 ) -> tuple[I64, I64, I64, I64, I64]:
-    """Return pieces' file, first byte, last + 1 [k], strides in bytes [k, d] and item bytes [k]."""
+    """Return of each piece: file, first byte, last + 1, strides [k, d] in bytes, item bytes."""
     shards = metadata.shards
     width = offsets.shape[1]
     itemsize = metadata.tensors.item_bytes[shards.tensor[shard]]
@@ -184,12 +184,11 @@ def spans(
 def _cut(
     metadata: Metadata, requests: ReadRequests, rows: I64, pieces: tuple[I64, I64, I64]
 ) -> tuple[I64, I64, I64, I64, I64, I64]:
-    """Cut pieces (shard, offsets, lengths), one of the requests `rows` for each, at its bounds.
+    """Cut piece i of (shard, offsets, lengths) at the bounds of request `rows[i]`.
 
     Returns:
-        [c] row of what was cut, byte of the first element in the request, [c, d] bytes from one
-        element to the next, first element counted from that of the piece, extent, [c] bytes of an
-        element.
+        [c] row i of the piece, [c] byte of the first element in the request, [c, d] strides in
+        bytes, [c, d] first element relative to that of the piece, [c, d] lengths, [c] item bytes.
     """
     shard, offsets, lengths = pieces
     _, first, last, strides, itemsize = spans(metadata, shard, offsets, lengths)
@@ -230,9 +229,9 @@ def _cut(
 
 
 def _between(shape: tuple[int, ...], region: Box, low: int, high: int) -> list[Box]:
-    """Return the boxes of `region` whose elements are number `low` to `high` of a box of `shape`.
+    """Return the boxes of `region` with elements `low` to `high` (row-major) of a box of `shape`.
 
-    They are counted from the corner of the region, in increasing row-major order.
+    Their offsets are relative to the corner of `region`; they ascend in row-major order.
     """
     total = int(np.multiply.reduce(np.array(shape, np.int64)))
     result = []
@@ -245,9 +244,9 @@ def _between(shape: tuple[int, ...], region: Box, low: int, high: int) -> list[B
 
 
 def assemble(metadata: Metadata, part: RankPart, mine: LocalReads) -> RankReads:
-    """Return what a rank executes, by what the coordinator sent it and by its own reads.
+    """Return the reads of one rank from the coordinator's `part` and its own pieces.
 
-    `CheckpointCorrupt` if elements of a shard lie across blocks.
+    Raises `CheckpointCorrupt` if an element of a shard crosses the bound of a request.
     """
     own = np.flatnonzero(part.reader == part.rank)
     own = own[np.argsort(part.number[own], kind="stable")]
@@ -274,5 +273,5 @@ def assemble(metadata: Metadata, part: RankPart, mine: LocalReads) -> RankReads:
 
 
 def line_bases(sizes: I64) -> I64:
-    """Return [f]: where each file begins on one number line, at multiples of a block."""
+    """Return [f]: the start of each file on one number line, at multiples of a block."""
     return before(-(-sizes // BLOCK) * BLOCK)

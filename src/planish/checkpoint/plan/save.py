@@ -1,12 +1,12 @@
-"""From the columns of all ranks to the files of all ranks.
+"""Plan of a save: from the columns of all ranks to the files of all ranks.
 
-Pure and deterministic. A million items take seconds, as every step is a few passes over arrays;
-only the choice of writers loops, over parts that several ranks hold. Each element of the whole
-state has a place on one number line: tensors one behind the other in the order of their names, each
-row-major. As items may not overlap, those that begin at one place must be replicas.
+The plan is a pure function of its arguments. A million items take seconds, because every step is a
+few passes over arrays; only the choice of writers loops, over replicated parts. Each element of the
+state has a place on one number line, on which tensors follow each other by name, each row-major.
+Items may not overlap, so items that begin at one place must be replicas.
 
 Source: ByteCheckpoint, arXiv 2407.20143, sections 3.3 (global plan) and 4.1 (balanced deduplication
-by worst fit). That hosts break ties and that cuts follow the first dimension over 1 is ours.
+by worst fit). The tie break by host and the cuts along the first dimension over 1 are ours.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from planish.checkpoint.plan.coverage import box_text, refuse_gaps
 from planish.checkpoint.plan.files import GlobalPlan, Rows, header_sizes
 
 SPLIT_BYTES = 64 << 20
-"""Larger replicated items are shared by several ranks."""
+"""Size of replicated items above which several ranks write parts of them."""
 FILE_BYTES = 4 << 30
-"""A file takes no further entry once it has so many bytes."""
+"""Bytes of entries after which a rank begins a new file."""
 HEADER_BYTES = 16 << 20
-"""Likewise, once its header has about so many."""
+"""Approximate bytes of header after which a rank begins a new file."""
 _ROW_BYTES = 160
-"""About the text of an entry in a header, without the name of its tensor."""
+"""Approximate bytes of an entry in a header, without the name of its tensor."""
 _TABLES = 64
-"""Tables of tensors that are kept to be found again."""
+"""Number of tables of tensors in a cache."""
 _FEW = 24
-"""Up to so many candidates plain Python is faster than numpy."""
+"""Number of candidates up to which plain Python is faster than numpy."""
 
 
 def plan_save(
@@ -56,17 +56,16 @@ def plan_save(
     split_bytes: int = SPLIT_BYTES,
     hosts: Sequence[int] | None = None,
 ) -> GlobalPlan:
-    """Decide which rank writes what, and where every byte goes; equal arguments, equal plans.
+    """Return which rank writes which bytes at which place; equal arguments give equal plans.
 
     Args:
-        columns: of all ranks, rank r's at position r; each is looked at once, so that they may be
-            decoded one after the other.
+        columns: columns of all ranks, in rank order; an iterator may decode them one by one.
         split_bytes: replicated items with more bytes are cut.
         hosts: [ranks], number of the host of each rank; None: one host for all.
 
     Raises:
-        LayoutMismatch: ranks disagree about a tensor, boxes overlap without being equal, or
-            elements belong to no rank; the first offender is named.
+        LayoutMismatch: ranks give one tensor different types or shapes, boxes overlap without being
+            equal, or elements belong to no rank; the error names the first offender.
     """
     gathered, ranks = gather(columns)
     replicas = group_replicas(gathered)
@@ -90,7 +89,7 @@ class Gathered:
 
     tensors: TensorTable
     rank: I64
-    """[I], the rank that holds the item."""
+    """[I], the rank of the item."""
     item: I64
     """[I], the number of the item on that rank."""
     tensor: I64
@@ -114,10 +113,10 @@ class Gathered:
 
 
 class Replicas(NamedTuple):
-    """Items grouped by what they hold, ascending by place."""
+    """Items in groups of replicas, ascending by place."""
 
     order: I64
-    """[i], rows of the items, group by group, ascending by rank inside."""
+    """[i], rows of the items, group by group, ascending by rank within a group."""
     starts: I64
     """[g + 1], group k is `order[starts[k] : starts[k + 1]]`."""
 
@@ -132,7 +131,7 @@ def decode_all(wires: Iterable[bytes]) -> Iterator[Columns]:
 
 
 def gather(columns: Iterable[Columns]) -> tuple[Gathered, int]:
-    """Unify the columns of all ranks; also return how many ranks there are."""
+    """Unify the columns of all ranks; return them and the number of ranks."""
     names = _Names()
     local, counts, offsets, lengths = [], [], [], []
     for own in columns:
@@ -175,7 +174,7 @@ class _Names:
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, str, str, tuple[int, ...]], int] = {}
         self._last: dict[int, tuple[TensorTable, I64]] = {}
-        """Tables seen last by their `id`, with the numbers of their tensors."""
+        """Cache: `id` of a table -> the table and the numbers of its tensors."""
         self._rows: list[I64] = []
 
     def add(self, table: TensorTable) -> I64:
@@ -230,7 +229,7 @@ def _refuse_outside(gathered: Gathered) -> None:
 
 def group_replicas(gathered: Gathered) -> Replicas:
     """Group the items that hold the same elements."""
-    # Where the first element of each item lies on the number line of the state.
+    # Compute the place of each item's first element on the number line of the state.
     shapes, tensor = gathered.tensors.shapes, gathered.tensor
     offsets = gathered.offsets[gathered.first]
     place = before(volumes(shapes))[tensor]
@@ -254,7 +253,7 @@ def group_replicas(gathered: Gathered) -> Replicas:
 
 
 def _unlike(gathered: Gathered, rows: I64, leaders: I64) -> np.ndarray:
-    """Return [k]: whether an item's boxes differ from those of the leader of its group."""
+    """Return [k]: True if an item's boxes differ from those of the first item of its group."""
     first, lead = gathered.first[rows], gathered.first[leaders]
     wrong = gathered.count[rows] != gathered.count[leaders]
     wrong |= (gathered.lengths[first] != gathered.lengths[lead]).any(axis=1)
@@ -268,17 +267,17 @@ def _unlike(gathered: Gathered, rows: I64, leaders: I64) -> np.ndarray:
 
 
 def _dense(names: Sequence[object]) -> I64:
-    """Return the number of each name among the different names, in order of first appearance."""
+    """Return the number of each name; distinct names count up in order of first appearance."""
     codes = {name: code for code, name in enumerate(dict.fromkeys(names))}
     return np.fromiter((codes[name] for name in names), np.int64, len(names))
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What is to be written once: whole items, and cuts of large replicated ones.
+    """Parts, each written by one rank: whole items, and cuts of large replicated ones.
 
-    [p] each: row of the replicas, bytes `start` to `stop` of the row-major item, first row of its
-    boxes and their count; sides [b, n] of the boxes, padded with 0 and 1.
+    [p] each: the group in `Replicas`, bytes `start` to `stop` of the row-major item, first row and
+    count of the boxes; [b, n] sides of the boxes, padded with 0 and 1.
     """
 
     group: I64
@@ -293,9 +292,9 @@ class Parts:
 def cut_parts(gathered: Gathered, replicas: Replicas, split_bytes: int) -> Parts:
     """Return the parts of all groups, in the order of the groups; cuts in the order of bytes.
 
-    A group of several ranks with more than `split_bytes` is cut into its boxes, and each of these
-    along its first dimension longer than 1 into nearly equal parts of at most `split_bytes` (one
-    index where a single index has more).
+    A group of several ranks with more than `split_bytes` is cut into its boxes. Each box is cut
+    along its first dimension longer than 1 into nearly equal parts of about `split_bytes`, or of
+    one index if an index has more bytes.
     """
     leader = replicas.order[replicas.starts[:-1]]
     counts = gathered.count[leader]
@@ -310,7 +309,7 @@ def cut_parts(gathered: Gathered, replicas: Replicas, split_bytes: int) -> Parts
     if not cut.any():
         zero = np.zeros(len(leader), np.int64)
         return Parts(np.arange(len(leader)), zero, total, first, counts, offsets, lengths)
-    # One row for each box; boxes of whole groups count as one part, others as their cuts.
+    # Each box has a row: a box of an uncut group stays whole, others get their number of cuts.
     pieces = np.where(cut[group], -(-box_bytes // split_bytes), 1)
     longest = np.argmax(lengths > 1, axis=1) if lengths.shape[1] else np.zeros(len(lengths), int)
     extent = np.ones_like(pieces)
@@ -326,7 +325,7 @@ def cut_parts(gathered: Gathered, replicas: Replicas, split_bytes: int) -> Parts
         rows = np.arange(len(source))
         offsets[rows, longest[source]] += low
         lengths[rows, longest[source]] = high - low
-    # Boxes of one whole group stay one part; every cut is a part.
+    # All boxes of an uncut group are one part; every cut is a part.
     nbytes = volumes(lengths) * width[group[source]]
     begins = cut[group[source]].copy()
     begins[np.searchsorted(group[source], np.flatnonzero(~cut))] = True
@@ -345,9 +344,9 @@ def choose_writers(
 ) -> I64:
     """Return [p]: the row in `gathered` of the item whose rank writes each part.
 
-    Worst fit within each of `kinds` [p], whose loads do not mix: largest part first, ties by place;
-    the candidate with the fewest bytes so far, ties by the bytes of its host (all kinds), then the
-    lowest rank. A rank starts with the bytes that only it holds.
+    Worst fit, with separate loads for each of `kinds` [p]. The largest part comes first, ties by
+    place. It goes to the candidate with the fewest bytes so far, ties by the bytes of its host (of
+    all kinds), then by rank. A rank starts with the bytes that no other rank has.
     """
     nbytes = parts.stop - parts.start
     low, high = replicas.starts[parts.group], replicas.starts[parts.group + 1]
@@ -370,7 +369,7 @@ def choose_writers(
 
 
 def _worst_fit(parts: tuple[I64, I64, I64], ranks: I64, load: I64, host: tuple[I64, I64]) -> I64:
-    """Return the position in `ranks` that each part goes to; changes the loads in place."""
+    """Return [p]: the position in `ranks` of each part's writer; add its bytes to the loads."""
     hosts, host_load = host
     quick, host_of, host_quick = load.tolist(), hosts.tolist(), host_load.tolist()
     picks = np.empty(len(parts[0]), np.int64)
@@ -394,7 +393,7 @@ def _worst_fit(parts: tuple[I64, I64, I64], ranks: I64, load: I64, host: tuple[I
 
 
 def _lay_out(gathered: Gathered, parts: Parts, writers: I64, ranks: int) -> GlobalPlan:
-    """Put the parts into files: by rank, role and kind; wide elements first, then by item."""
+    """Put the parts into files by rank, role and kind; in a file, wide elements come first."""
     tensors = gathered.tensors
     folders = _dense(list(zip(tensors.roles, tensors.kinds, strict=True)))
     rank, item, tensor = gathered.rank[writers], gathered.item[writers], gathered.tensor[writers]
@@ -402,7 +401,7 @@ def _lay_out(gathered: Gathered, parts: Parts, writers: I64, ranks: int) -> Glob
     order = order_by(rank, folders[tensor], narrow, item)
     rank, item, tensor = rank[order], item[order], tensor[order]
     start, stop = parts.start[order], parts.stop[order]
-    # Files: streams of one rank and folder, begun anew each time FILE_BYTES are full.
+    # A stream is the parts of one rank and folder; it is cut into files at FILE_BYTES.
     nbytes = stop - start
     streams = fresh(rank, folders[tensor])
     stream = np.cumsum(streams) - 1
@@ -441,7 +440,7 @@ def _lay_out(gathered: Gathered, parts: Parts, writers: I64, ranks: int) -> Glob
 def _boxes(
     tensors: TensorTable, parts: Parts, order: I64, tensor: I64, files: I64
 ) -> tuple[Rows, I64]:
-    """Return the boxes of all parts in the order of the files, and the first of each file."""
+    """Return the boxes of all parts in the order of the files, and each file's first row."""
     counts = parts.count[order]
     source = ranges(parts.first[order], counts)
     tensor = np.repeat(tensor, counts)

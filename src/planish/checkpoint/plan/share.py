@@ -1,8 +1,8 @@
-"""Who reads which bytes for whom, so that a job reads each byte once.
+"""Plan of the reads of all ranks, so that a job reads each byte once.
 
-What all ranks want is widened to checksum blocks. Blocks that the same ranks need form runs; runs
-too short for a request of their own are joined; each request gets one reader among those who need
-it, worst fit by bytes. Others get their pieces from the reader.
+Wanted bytes are widened to checksum blocks. Blocks that the same ranks need form runs; runs too
+short for a request of their own are joined. Each request gets one reader among the ranks that need
+it, worst fit by bytes. The other ranks get their pieces from the reader.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 4.1 (elimination of redundant reads). Blocks,
 joined runs and the preference for a host are ours.
@@ -42,15 +42,15 @@ from planish.checkpoint.plan.reads import (
 
 REQUEST_BYTES = 16 << 20
 REQUEST_SECONDS = 2e-3
-"""What a request is taken to cost, whatever its size."""
+"""Assumed fixed cost of a request."""
 BYTES_PER_SECOND = 1e9
-"""What the store is taken to deliver in one request."""
+"""Assumed bandwidth of one request."""
 SHORT_BYTES = 2 << 20
-"""Runs of blocks for different ranks, below this size, share requests."""
+"""Size below which neighbouring runs of blocks for different ranks share a request."""
 
 
 class RankSets:
-    """Numbers for sets of ranks; equal sets have one number."""
+    """Numbers of sets of ranks; equal sets have the same number."""
 
     def __init__(self) -> None:
         self.members: list[I64] = []
@@ -87,25 +87,25 @@ class SharedReads:
 
     ranks: int
     requests: ReadRequests
-    """Of all ranks, ascending by file and start, disjoint."""
+    """Requests of all ranks, disjoint, ascending by file and start."""
     reader: I64
-    """[q], who reads it."""
+    """[q], the rank that reads each."""
     number: I64
-    """[q], which of the reader's requests it is."""
+    """[q], number of the request among its reader's."""
     involved: tuple[I64, I64]
     """CSR pair of offsets [ranks + 1] and rows of `requests`, ascending within a rank: the requests
     that each rank reads or whose bytes it needs."""
     replication: float
-    """How many ranks need a block on average: what all would read on their own, over this."""
+    """Mean number of ranks that need a block: bytes that they would read alone, over bytes read."""
 
     def part(self, rank: int) -> RankPart:
-        """Return what one rank must know to assemble its reads."""
+        """Return the part of the plan from which one rank assembles its reads."""
         bounds, rows = self.involved
         mine = rows[bounds[rank] : bounds[rank + 1]]
         return RankPart(rank, self.requests.take(mine), self.reader[mine], self.number[mine])
 
     def rank(self, metadata: Metadata, rank: int, mine: LocalReads) -> RankReads:
-        """Return what one rank executes; `mine` are its own reads, as given to `share_reads`."""
+        """Return the reads of one rank; `mine` are its pieces, as in `share_reads`."""
         return assemble(metadata, self.part(rank), mine)
 
 
@@ -117,7 +117,7 @@ def share_reads(
 ) -> SharedReads:
     """Plan the reads of all ranks; for one rank alone this only joins and cuts ranges.
 
-    `reads` are those of rank r at position r, `hosts` the hosts of the ranks (None: one for all).
+    `reads[r]` are the pieces of rank r, `hosts[r]` is its host; None: one host for all.
     """
     where = np.zeros(len(reads), np.int64)
     if hosts is not None:
@@ -136,7 +136,7 @@ def share_reads(
 
 
 class _Blocks(NamedTuple):
-    """Needed stretches of blocks, ascending, and who needs them."""
+    """Stretches of needed blocks, ascending, and the ranks that need them."""
 
     start: I64
     """[s], first byte on the number line of all files."""
@@ -149,14 +149,14 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(metadata: Metadata, reads: Sequence[LocalReads], sets: RankSets) -> _Blocks:
-    """Return the blocks that are needed, cut wherever other ranks begin to need them."""
+    """Return the stretches of needed blocks; all blocks of a stretch have the same ranks."""
     rank = np.repeat(np.arange(len(reads)), [len(one) for one in reads])
     width = max((one.offsets.shape[1] for one in reads), default=1)
     empty = np.zeros((0, width), np.int64)
     shard = np.concatenate([np.zeros(0, np.int64), *(one.shard for one in reads)])
     offsets = np.concatenate([empty, *(one.offsets for one in reads)])
     lengths = np.concatenate([empty, *(one.lengths for one in reads)])
-    # Pieces that several ranks want are looked at once, with the set of these ranks.
+    # Process a piece that several ranks want once, with the set of these ranks.
     order, new = _equal_pieces(metadata, shard, offsets, lengths)
     once = fresh(np.cumsum(new), rank[order])
     order, new = order[once], new[once]
@@ -187,15 +187,14 @@ def _blocks(metadata: Metadata, reads: Sequence[LocalReads], sets: RankSets) -> 
 
 
 def _piece_ranges(first: I64, lengths: I64, strides: I64, itemsize: I64) -> tuple[I64, I64, I64]:
-    """Return the byte ranges in which pieces are best fetched: piece, first byte, one past the
-    last.
+    """Return the cheapest byte ranges for pieces: piece, first byte, one past the last.
 
-    A piece that is no run of its file is fetched as one range over all of it, or as several ranges
-    without the gaps of its outer dimensions, whichever costs less. `first` [k] is its first byte,
-    `strides` [k, n] and `itemsize` [k] are in bytes.
+    A piece with gaps is fetched as one range that includes them, or as several ranges without the
+    gaps of its outer dimensions, whichever costs less. `first` [k] is its first byte; `strides`
+    [k, n] and `itemsize` [k] are in bytes.
     """
     # inner[k, j]: bytes from the first to the last element of dimensions j and up;
-    # outer[k, j]: how often that comes.
+    # outer[k, j]: number of such ranges.
     ones = np.ones((len(first), 1), np.int64)
     reach = np.concatenate([(lengths - 1) * strides, 0 * ones], axis=1)
     inner = np.cumsum(reach[:, ::-1], axis=1)[:, ::-1] + itemsize[:, None]
@@ -216,7 +215,7 @@ def _piece_ranges(first: I64, lengths: I64, strides: I64, itemsize: I64) -> tupl
 
 
 def _equal_pieces(metadata: Metadata, shard: I64, offsets: I64, lengths: I64) -> tuple[I64, Flags]:
-    """Return an order that puts equal pieces together, and which differ from the one before."""
+    """Return an order with equal pieces together, and [k]: True if unlike the one before."""
     shards, width = metadata.shards, offsets.shape[1]
     inside = offsets - fit(shards.offsets, width, 0)[shard]
     strides = strides_of(fit(shards.lengths, width, 1))[shard]
@@ -230,22 +229,22 @@ def _equal_pieces(metadata: Metadata, shard: I64, offsets: I64, lengths: I64) ->
 
 
 class _Needs(NamedTuple):
-    """Who needs how much of each request."""
+    """Bytes of each request that each set of ranks needs."""
 
     first: I64
-    """[q + 1], rows of each request."""
+    """[q + 1], request i has rows `first[i] : first[i + 1]`."""
     set: I64
     """[sum], a set of ranks."""
     nbytes: I64
     """[sum], bytes of the blocks that the set needs."""
     union: I64
-    """[q], the set of all that need some of the request."""
+    """[q], the set of all ranks that need some of the request."""
 
 
 def _requests(
     metadata: Metadata, blocks: _Blocks, sets: RankSets
 ) -> tuple[ReadRequests, _Needs, float]:
-    """Join stretches into runs and runs into requests; also return how often blocks are needed."""
+    """Join stretches into runs and runs into requests; also return the replication of blocks."""
     sizes = np.array(metadata.files.sizes, np.int64)
     base = line_bases(sizes)
     first = np.append(np.flatnonzero(fresh(blocks.owner)), len(blocks.owner)).astype(np.int64)
@@ -258,7 +257,7 @@ def _requests(
     touch[1:] = (blocks.start[1:] == blocks.stop[:-1]) & (file[1:] == file[:-1])
     run = np.cumsum(fresh(union) | ~touch) - 1
     length = run_sums(blocks.stop - blocks.start, np.flatnonzero(fresh(run)))
-    # A run so short that its transfer takes less than a request is joined to such neighbours.
+    # Join neighbouring runs whose transfer takes no longer than the fixed cost of a request.
     short = (length < SHORT_BYTES)[run] if len(run) else touch
     joined = np.zeros(len(file), bool)
     joined[1:] = touch[1:] & short[1:] & short[:-1]
@@ -271,7 +270,7 @@ def _requests(
 
 
 def _cut_requests(file: I64, start: I64, stop: I64) -> tuple[I64, I64, I64]:
-    """Cut ranges into requests of at most 16 MiB, from the start of each on."""
+    """Cut each range, from its start, into requests of at most 16 MiB."""
     counts = -(-(stop - start) // REQUEST_BYTES)
     source = np.repeat(np.arange(len(start)), counts)
     number = ranges(np.zeros(len(start), np.int64), counts)
@@ -298,8 +297,8 @@ def _needs(requests: ReadRequests, base: I64, blocks: _Blocks, sets: RankSets) -
 def _readers(requests: ReadRequests, needs: _Needs, sets: RankSets, hosts: I64) -> I64:
     """Return [q]: one reader for each request among the ranks that need it.
 
-    Worst fit, largest request first: of the candidates within one request of the lowest load, one
-    on the host that needs most of it, then who needs most, then the lowest load, the lowest rank.
+    Worst fit, largest request first. Candidates have a load within `REQUEST_BYTES` of the lowest.
+    Their order: the host that needs most, the rank that needs most, lowest load, lowest rank.
     """
     nbytes = requests.stop - requests.start
     load = np.zeros(len(hosts), np.int64)
@@ -321,7 +320,7 @@ def _readers(requests: ReadRequests, needs: _Needs, sets: RankSets, hosts: I64) 
 
 
 def _need_of(needs: _Needs, request: int, members: I64, sets: RankSets) -> I64:
-    """Return [len(members)]: bytes of the request that each of them needs."""
+    """Return [len(members)]: number of bytes of the request that each member needs."""
     first, last = int(needs.first[request]), int(needs.first[request + 1])
     if last == first + 1:
         return np.full(len(members), needs.nbytes[first])
@@ -333,7 +332,7 @@ def _need_of(needs: _Needs, request: int, members: I64, sets: RankSets) -> I64:
 
 
 def _involved(needs: _Needs, sets: RankSets, ranks: int) -> tuple[I64, I64]:
-    """Return, rank by rank, the requests of which each rank needs bytes."""
+    """Return the CSR pair of `SharedReads.involved`: the requests that each rank needs."""
     members = [sets.members[number] for number in needs.union.tolist()]
     counts = np.array([len(one) for one in members], np.int64)
     rank = np.concatenate([np.zeros(0, np.int64), *members])

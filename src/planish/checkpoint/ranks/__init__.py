@@ -1,1 +1,1 @@
-"""How the ranks of a save or load agree: messages, their tree and their errors."""
+"""Communication of the ranks of a save or load: messages, their tree and their errors."""

@@ -1,8 +1,8 @@
-"""Collectives of small messages between the ranks of one save or load: in a tree, timed.
+"""Collectives of small messages between the ranks of one save or load: in a tree, with time limits.
 
-Messages travel through a TCP store of our own, on its own port. The process group of the training
-is used once, by the calling thread, to tell every rank where that store listens. After that a
-background thread may talk while training runs its own collectives. Tensors do not pass here.
+Messages go through a separate TCP store, on its own port. The calling thread uses the process group
+of the training once, to send every rank the address of that store. After that a background thread
+may communicate while training runs its own collectives. No tensors are sent.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 5.2 (tree of control messages, no NCCL).
 """
@@ -38,29 +38,29 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 FAN_IN = 8
-"""Largest group of one level above the machines."""
+"""Largest number of ranks in a group of the tree, above the level of machines."""
 GRACE_SECONDS = 5.0
-"""How much longer a rank waits for an answer from above than for one from below."""
+"""Seconds by which a rank waits longer for its parent than for its children."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Who talks to whom; rank 0 is the root, and no rank has many neighbours."""
+    """Tree of ranks that exchange messages; rank 0 is the root, and no rank has many neighbours."""
 
     hosts: tuple[int, ...]
     """[ranks], number of the machine."""
     parents: tuple[int, ...]
-    """[ranks], the rank above, -1 for rank 0."""
+    """[ranks], the parent rank, -1 for rank 0."""
     children: tuple[tuple[int, ...], ...]
-    """[ranks], the ranks directly below, ascending."""
+    """[ranks], the child ranks, ascending."""
 
     def below(self, rank: int) -> set[int]:
-        """Return the ranks of the part of the tree that hangs from `rank`, itself included."""
+        """Return the ranks of the subtree of `rank`, itself included."""
         return {rank}.union(*map(self.below, self.children[rank]))
 
 
 def plan_tree(hosts: Sequence[int], fan_in: int = FAN_IN) -> Tree:
-    """Join the ranks of a machine to its lowest rank, then groups of `fan_in` to theirs."""
+    """Attach the ranks of a machine to its lowest rank, then groups of these to their first."""
     parents = [-1] * len(hosts)
     roots: dict[int, int] = {}
     for rank, host in enumerate(hosts):
@@ -82,7 +82,7 @@ _controls: dict[int, tuple[Any, Control]] = {}
 
 
 def control_of(group: ProcessGroup | None = None) -> Control:
-    """Return the control that a process group keeps, made at the first call: then a collective."""
+    """Return the control of a process group; the first call makes it and is a collective."""
     import torch.distributed as dist
 
     member: Any = None
@@ -104,7 +104,7 @@ def close_controls() -> None:
 
 
 class Control:
-    """Collectives of bytes between all ranks; each call is made by every rank in the same order.
+    """Collectives of bytes between all ranks; every rank makes the same calls in the same order.
 
     `call` opens a numbered operation with its own time limit and its own message names. Use one
     object from one thread at a time; `twin` gives the background thread its own connection.
@@ -128,7 +128,7 @@ class Control:
 
     @classmethod
     def join(cls, group: ProcessGroup | None = None) -> Control:
-        """Meet the other ranks of `group` (default: all): a collective of the calling thread."""
+        """Connect the ranks of `group` (default: all): a collective of the calling thread."""
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
@@ -146,7 +146,7 @@ class Control:
         hosts = [machines.index(peer.machine) for peer in peers]
         address = "127.0.0.1" if hosts[rank] == 0 else peers[0].address
         line = Line(address, server, peers, rank)
-        # Now, because to connect to a rank that has ended meanwhile takes the whole limit.
+        # Connect now: later a connection to a rank that has ended would take the whole limit.
         line.twin()
         return cls(line, rank, plan_tree(hosts))
 
@@ -178,7 +178,7 @@ class Control:
         return max(0.0, self._deadline - time.monotonic())
 
     def note(self, stage: str) -> None:
-        """Record what this rank is doing; an error names it if this rank is missed later."""
+        """Record the stage of this rank; the error names it if this rank does not answer later."""
         if self._line is not None:
             self._line.note(stage)
 
@@ -211,7 +211,7 @@ class Control:
         return data
 
     def scatter(self, data: Sequence[bytes] | None, tag: str) -> bytes:
-        """Return the bytes that rank 0 has for this rank."""
+        """Return `data[rank]` of rank 0 (`data` is ignored elsewhere)."""
         if self._line is None:
             assert data is not None
             return data[0]
@@ -228,7 +228,7 @@ class Control:
         return parts[self.rank]
 
     def settle(self, error: Exception | None, tag: str) -> None:
-        """Raise on every rank if any rank brings an error; it names every rank that failed."""
+        """Raise on every rank if any rank has an error; the raised error names all such ranks."""
         brought = self.gather(encode_errors({self.rank: error} if error else {}).encode(), tag)
 
         def decide() -> bytes:
@@ -241,7 +241,7 @@ class Control:
 
     @contextlib.contextmanager
     def settled(self, tag: str) -> Iterator[None]:
-        """Do what every rank does for itself; an error of any rank is raised on all."""
+        """Run the body on every rank; an error of any rank is raised on all."""
         error: Exception | None = None
         try:
             yield
@@ -252,13 +252,13 @@ class Control:
     def decide(
         self, make: Callable[[], bytes], tag: str, *, cause: Exception | None = None
     ) -> bytes:
-        """Return on every rank what rank 0 makes, or raise there what it raises, from `cause`."""
+        """Return rank 0's `make()` on every rank; raise its error on every rank, from `cause`."""
         return self.deal(lambda: [make()] * self.size, tag, cause=cause)
 
     def deal(
         self, make: Callable[[], Sequence[bytes]], tag: str, *, cause: Exception | None = None
     ) -> bytes:
-        """Return this rank's part of what rank 0 makes, or raise what it raises, from `cause`."""
+        """Return this rank's item of rank 0's `make()`; raise its error on all, from `cause`."""
         made: list[bytes] | None = None
         if self.rank == 0:
             try:
@@ -268,29 +268,29 @@ class Control:
                 cause = cause or error
         reply = self.scatter(made, tag)
         if reply[:1] == b"!":
-            # Every rank hears of an error before rank 0 can leave and take the store away.
+            # Every rank must get the error before rank 0 leaves, because the store ends with it.
             self.leave_together("seen", GRACE_SECONDS)
             raise joined_error(decode_errors(reply[1:]), self.size) from cause
         return reply[1:]
 
     def serial(self, name: str) -> int:
-        """Return how often this rank has asked for the name: equal on ranks that do the same."""
+        """Return the number of earlier calls with `name`, equal on ranks that make equal calls."""
         return next(self._uses.setdefault(f"serial/{name}", itertools.count()))
 
     def first_to_say(self, key: str, value: str) -> str:
-        """Fix a lasting value unless a rank has already; returns the one that stands."""
+        """Set a lasting value unless a rank has already; return the lasting value."""
         if self._line is None:
             return self._said.setdefault(key, value)
         return self._line.first_to_set(f"said/{key}", value)
 
     def said(self, key: str) -> str:
-        """Return the value that a rank has fixed with `first_to_say`, empty if none has."""
+        """Return the value that a rank has set with `first_to_say`, empty if none has."""
         if self._line is None:
             return self._said.get(key, "")
         return self._line.lasting(f"said/{key}")
 
     def leave_together(self, tag: str, seconds: float) -> None:
-        """Wait up to `seconds` until every rank below has come here too; never raises."""
+        """Wait up to `seconds` until the ranks of the subtree have made this call; never raises."""
         if self._line is None:
             return
         deadline = time.monotonic() + seconds
@@ -304,16 +304,16 @@ class Control:
             return
 
     def abort(self, error: Exception) -> None:
-        """End this operation for all: a rank that waits in it, or comes to wait, raises `error`."""
+        """Abort this operation on all ranks: their present or next wait in it raises `error`."""
         if self._line is not None:
             self._line.abort(self._scope, encode_errors({self.rank: error}))
 
     def give_up(self, interrupt: BaseException) -> None:
-        """End this operation for all, since this rank was interrupted in it."""
+        """Abort this operation on all ranks, because this rank was interrupted."""
         self.abort(joined_error({self.rank: SaveFailed(repr(interrupt))}, self.size))
 
     def check(self) -> None:
-        """Raise if this operation has been aborted, or if a rank next to this one has ended."""
+        """Raise if this operation was aborted, or if the parent or a child rank has ended."""
         line = self._line
         if line is None:
             return
@@ -326,12 +326,12 @@ class Control:
             raise self._missed(line, late, "its part") from None
 
     def rendezvous(self) -> TCPStore:
-        """Return a connection to the store, for a group of the same ranks to meet in."""
+        """Return the connection to the store, for the rendezvous of a group of the same ranks."""
         assert self._line is not None
         return self._line.store
 
     def close(self) -> None:
-        """Leave; rank 0 takes the store with it."""
+        """Close the connections; on rank 0 the store ends with them."""
         self.is_closed = True
         if self._line is not None:
             self._line.close()
@@ -352,7 +352,7 @@ class Control:
             raise self._missed(line, late, key.split("/")[1]) from None
 
     def _missed(self, line: Line, late: TooLate, what: str) -> Exception:
-        """Give the operation up for all, because of a rank that does not answer."""
+        """Abort the operation on all ranks and return the error: a rank does not answer."""
         rank, why = late.args
         text = (
             f"rank {rank} must answer in `{self._subject}`, {why}; its last stage was "

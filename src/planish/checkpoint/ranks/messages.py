@@ -1,6 +1,6 @@
-"""Messages between ranks: a TCP store on rank 0 that carries them, and errors as messages.
+"""Messages between ranks, through a TCP store on rank 0, and errors as messages.
 
-Nothing here knows the tree of ranks; see `control`.
+The tree of ranks is in `control`.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 60.0
 LIVENESS_SECONDS = 0.5
-"""How often a waiting rank checks whether the ranks it waits for on its own machine still live."""
+"""Seconds between checks of a waiting rank that its senders on the same machine still live."""
 EVERYONE = -1
-"""In place of a rank: the error concerns all ranks together."""
+"""Rank number of an error that concerns all ranks together."""
 _BUILTIN = {kind.__name__: kind for kind in (TypeError, ValueError, MemoryError)}
-"""Kinds outside of our own tree that keep their kind on the way."""
+"""Builtin errors that keep their type in messages."""
 
 
 class Peer(NamedTuple):
-    """Where one rank lives."""
+    """Location of one rank."""
 
     machine: str
-    """Equal for processes that see each other's process ids."""
+    """Host and process namespace; equal for processes that see each other's process ids."""
     address: str
-    """Address that other machines can reach."""
+    """Network address for other machines."""
     pid: int
     started: int
     """Start of the process in clock ticks since boot."""
     port: int
     """Port of the store on rank 0, else 0."""
     version: str
-    """Of this program: what ranks tell each other has no form of its own for each release."""
+    """Version of planish; all ranks must have the same, because messages have no version."""
 
 
 class TooLate(Exception):
-    """No message in time, or the process that should send it has ended."""
+    """A message did not arrive in time, or the process of its sender has ended."""
 
 
 class Line:
-    """One connection to the store of rank 0, with what is known of the peers."""
+    """One connection to the store of rank 0, and the locations of all ranks."""
 
     def __init__(
         self, address: str, server: TCPStore | None, peers: Sequence[Peer], rank: int
@@ -74,13 +74,13 @@ class Line:
             ) from error
 
     def twin(self) -> Line:
-        """Return a second connection to the same store; it is made once."""
+        """Return the second connection to the same store; the first call opens it."""
         if self._twin is None:
             self._twin = Line(self.address, None, self.peers, self.rank)
         return self._twin
 
     def close(self) -> None:
-        """Drop the connections; on rank 0 the store ends with them."""
+        """Close the connections; on rank 0 the store ends with them."""
         if self._twin is not None:
             self._twin.close()
         del self.store
@@ -89,7 +89,7 @@ class Line:
     def next_scope(self, subject: str) -> str:
         """Return the number of the next operation.
 
-        A rank that missed an operation that was given up skips its number.
+        A rank skips the number of an aborted operation that it did not take part in.
         """
         given_up = self._read("given_up")[1:]
         self._number += 1
@@ -105,20 +105,20 @@ class Line:
         return str(self._number)
 
     def forget(self, scope: str, subject: str) -> None:
-        """Record that an operation was given up, so that a rank that missed it catches up."""
+        """Record that an operation was aborted, so that a rank that missed it skips its number."""
         self.put("given_up", f"{scope} {subject}".encode())
 
     def note(self, stage: str) -> None:
-        """Record what this rank is doing."""
+        """Record the stage of this rank."""
         self.put(f"stage/{self.rank}", stage.encode())
 
     def stage_of(self, rank: int) -> str:
-        """Return the last note of a rank, `none` without one."""
+        """Return the last stage of a rank, `none` without one."""
         return self._read(f"stage/{rank}")[1:].decode() or "none"
 
     def put(self, key: str, data: bytes) -> None:
-        """Leave a message for its one receiver."""
-        # The mark keeps an empty message from being taken for none.
+        """Store a message for its only receiver."""
+        # The mark `+` distinguishes an empty message from none.
         self._call("set", key, b"+" + data)
 
     def take(
@@ -126,9 +126,9 @@ class Line:
     ) -> bytes:
         """Wait for a message of `peer`, fetch it and remove it from the store.
 
-        An abort of the operation `scope` ends the wait. `TooLate`, with the rank, is raised once
-        `deadline` (`time.monotonic`) has passed, or once one of the processes `watched` whose
-        message has not come has ended.
+        An abort of the operation `scope` ends the wait with its error. `TooLate(rank, text)` is
+        raised after `deadline` (`time.monotonic`), or when `peer` or a rank of `watched` (rank ->
+        key of its message) has ended without its message.
         """
         started = looked = time.monotonic()
         while not self._call("check", [key]):
@@ -141,32 +141,32 @@ class Line:
             if now > deadline:
                 self.raise_abort(scope)
                 raise TooLate(peer, f"but has not within {now - started:.1f} s")
-            # Short at first, because planning holds up training.
+            # Sleep shortly at first, because training waits for the plan.
             time.sleep(min(0.02, max(0.0001, (now - started) / 10)))
         data: bytes = self._call("get", key)
         self._call("delete_key", key)
         return data[1:]
 
     def watch(self, rank: int, key: str = "") -> None:
-        """Raise `TooLate` if a rank of this machine neither lives nor has left its message."""
+        """Raise `TooLate` if a rank of this machine has ended without its message `key`."""
         if not self._lives(rank) and not (key and self._call("check", [key])):
             raise TooLate(rank, f"but its process {self.peers[rank].pid} has ended")
 
     def abort(self, scope: str, errors: str) -> None:
-        """Leave the error that ends an operation, unless there is one."""
+        """Store the error that aborts an operation, unless there is one already."""
         self._call("compare_set", f"{scope}/abort", "", errors)
 
     def raise_abort(self, scope: str) -> None:
-        """Raise the error that has ended an operation, if one has, and confirm its receipt."""
+        """Raise the error of an operation if it was aborted, and confirm the receipt."""
         key = f"{scope}/abort"
         if self._call("check", [key]):
             self.put(f"{scope}/heard/{self.rank}", b"")
             raise joined_error(decode_errors(self._call("get", key)), len(self.peers))
 
     def wait_heard(self, scope: str, missed: int, seconds: float) -> None:
-        """Wait until every rank that lives, but `missed`, knows why an operation ended.
+        """Wait until every living rank except `missed` has received the error of an operation.
 
-        Called on rank 0, whose store may end as soon as it raises.
+        Rank 0 calls it before it raises, because its store may end after that.
         """
         deadline = time.monotonic() + seconds
         for rank in range(len(self.peers)):
@@ -177,7 +177,7 @@ class Line:
                 time.sleep(0.02)
 
     def first_to_set(self, key: str, value: str) -> str:
-        """Set a lasting value unless there is one; returns the value that stands."""
+        """Set a lasting value unless there is one; return the lasting value."""
         stands: bytes = self._call("compare_set", key, "", value)
         return stands.decode()
 
@@ -255,7 +255,7 @@ def unpack(message: bytes) -> dict[int, bytes]:
 
 
 def encode_errors(by_rank: Mapping[int, Exception]) -> str:
-    """Return the errors of some ranks as JSON, empty for none; kinds by name, never pickled."""
+    """Return the errors of some ranks as JSON, empty for none; types by name, without pickle."""
     found = {}
     for rank, error in by_rank.items():
         kept = {k: v for k, v in vars(error).items() if isinstance(v, (str, int, float, dict))}
@@ -264,7 +264,7 @@ def encode_errors(by_rank: Mapping[int, Exception]) -> str:
 
 
 def decode_errors(text: str | bytes) -> dict[int, Exception]:
-    """Undo `encode_errors`; an unknown kind becomes a `SaveFailed` that names it."""
+    """Undo `encode_errors`; an unknown type becomes a `SaveFailed` that names it."""
     found: dict[int, Exception] = {}
     for rank, (name, message, facts) in json.loads(text or "{}").items():
         kind = getattr(errors, name, None) or _BUILTIN.get(name)
@@ -278,10 +278,10 @@ def decode_errors(text: str | bytes) -> dict[int, Exception]:
 
 
 def joined_error(by_rank: Mapping[int, Exception], size: int) -> Exception:
-    """Return one error for all ranks: the lowest rank's kind, every message once, by rank.
+    """Return one error for all ranks: the type of the lowest rank's, each message once, by rank.
 
-    An error that has `per_rank`, or is that of `EVERYONE`, or of the only one of `size` ranks, is
-    not given the names of ranks.
+    The message of an error gets no rank numbers if the error has `per_rank`, if it is of
+    `EVERYONE`, or if `size` is 1.
     """
     first = by_rank[min(by_rank)]
     if size == 1:
@@ -305,14 +305,14 @@ def joined_error(by_rank: Mapping[int, Exception], size: int) -> Exception:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Name ranks for an error: the first eight, and how many there are."""
+    """Return ranks as text for an error: the first eight, and the number of all if more."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f", ... ({len(ranks)} in all)" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def refuse_different(action: str, by_rank: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `PlanMismatch` where ranks were given different arguments of one action."""
+    """Raise `PlanMismatch` if the arguments of one action differ between ranks."""
     wrong = []
     for name in by_rank[0]:
         values: dict[str, list[int]] = {}

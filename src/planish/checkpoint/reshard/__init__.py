@@ -1,1 +1,1 @@
-"""Write a checkpoint anew for another layout, check it, and keep the newest of a folder."""
+"""Rewrite a checkpoint for another layout, check the result, and keep the newest of a folder."""

@@ -1,4 +1,4 @@
-"""What a reshard is asked for, agreed on before anything is written."""
+"""Job of a reshard, checked before anything is written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHECKPOINT_SCHEMA = "checkpoint/1"
 
 @dataclass(frozen=True)
 class ReshardJob:
-    """One state to write anew, and how.
+    """A state to rewrite, its target and its layout.
 
     Example:
         >>> pin = f"file:///r/states/step-7#sha256={'0' * 64}"
@@ -36,9 +36,9 @@ class ReshardJob:
     parts: Literal["all", "model"] = "all"
     """`model` leaves out optimizers, small values and loader positions."""
     role: str = ""
-    """Which of several; empty for all."""
+    """Role to keep; empty for all."""
     policy_pin: str = ""
-    """Policy that gives configuration, tokenizer and types of a merged result."""
+    """Policy whose configuration, tokenizer and types a merged result gets."""
 
     @classmethod
     def of(
@@ -52,10 +52,10 @@ class ReshardJob:
         role: str = "",
         policy_pin: str = "",
     ) -> ReshardJob:
-        """Check and complete what a person asked for; a ConfigError has every fault.
+        """Check and complete a user's arguments; one ConfigError lists all faults.
 
-        An empty `target` is a folder below `root`; `policy_pin` is needed for the layout `merged`
-        and for nothing else.
+        An empty `target` becomes a folder below `root`. The layout `merged` needs a `policy_pin`;
+        other layouts refuse it.
         """
         parsed = Layout.parse(layout)
         name = str(parsed).replace("=", "-").replace(",", "-")
@@ -93,10 +93,10 @@ class ReshardJob:
 def agree(
     root: str, opened: Opened, target_layout: str, target: str, parts: str, role: str, policy: str
 ) -> ReshardJob:
-    """Return what is asked for, with pins; raises ConfigError where it cannot be."""
+    """Return the job, with pins; raises ConfigError if the arguments do not fit the source."""
     policy_pin = ""
     if policy:
-        # Reading the manifest makes sure that the policy is there.
+        # This read of the manifest fails if the policy does not exist.
         uri, sha256 = parse_pin(policy) if "#" in policy else (policy.rstrip("/"), None)
         policy_pin = read_manifest(uri, sha256=sha256).ref(uri).pin()
     job = ReshardJob.of(
@@ -126,7 +126,7 @@ def open_whole(source: str) -> Opened:
 
 
 class Page(NamedTuple):
-    """What a step has done: a page in Markdown, and figures."""
+    """Report of a step: a page in Markdown, and metrics."""
 
     page: str
     metrics: dict[str, float]
@@ -139,7 +139,7 @@ def facts_page(title: str, facts: Mapping[str, str]) -> str:
 
 
 def source_page(job: ReshardJob, opened: Opened) -> str:
-    """Return a page about the source and what becomes of it."""
+    """Return a page about the source and the result to write."""
     ranks = job.parsed.num_ranks
     how = "one Hugging Face folder" if job.parsed.is_merged else f"{ranks} rank(s)"
     saved = str(opened.metadata.header.get("layout", "")) or "unknown"

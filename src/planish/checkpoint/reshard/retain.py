@@ -1,4 +1,4 @@
-"""Keep the newest checkpoints of a folder and clear up what crashes left."""
+"""Retention of a folder's checkpoints, and removal of leftovers of crashes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_LISTED = 200
 
 
 def apply_retention(folder: str, keep_last: int, keep_every: int) -> Page:
-    """Remove the checkpoints below a folder that no rule keeps; without a folder or rule none."""
+    """Remove checkpoints below a folder that no rule keeps; do nothing without folder or rule."""
     if not folder or keep_last == 0:
         page = "# Retention\n\nNothing was removed: it was not asked for.\n"
         return Page(page, {"kept": 0.0, "deleted": 0.0})

@@ -28,28 +28,28 @@ from planish.records.refs import Ref
 
 _MAX_LISTED = 50
 WINDOW_BYTES = 16 << 20
-"""How much of a file is in memory at once; of the source, one tensor is."""
+"""Bytes of a file in memory at a time; of the source, one tensor is in memory."""
 
 
 @dataclass
 class Findings:
-    """What a check has found."""
+    """Result of a check."""
 
     num_bytes: int = 0
-    """Read for checksums and digests."""
+    """Bytes read for checksums and digests."""
     num_tensors: int = 0
-    """Compared with the source and equal to it."""
+    """Number of tensors that are equal to those of the source."""
     num_compared_bytes: int = 0
-    """Of these tensors, as they are stored."""
+    """Bytes compared with the source, as stored."""
     faults: list[str] = field(default_factory=list)
-    """One sentence for each object, block or tensor that differs."""
+    """One text for each object, block or tensor that differs."""
 
 
 def verify(ref: Ref, source_pin: str) -> Page:
     """Check a checkpoint or policy, and compare it with its source.
 
     Raises:
-        CheckpointCorrupt: an object, a block, a file or a tensor differs; all of them are listed.
+        CheckpointCorrupt: an object, a block, a file or a tensor differs; the error lists them.
     """
     is_checkpoint = ref.schema == CHECKPOINT_SCHEMA
     found = (compare_checkpoint if is_checkpoint else compare_policy)(ref, source_pin)
@@ -83,7 +83,7 @@ def compare_checkpoint(ref: Ref, source_pin: str) -> Findings:
     if found.faults or not source_pin:
         return found
     metadata, source = open_state(ref.pin()).metadata, open_state(source_pin).metadata
-    # A rewrite may have kept the weights alone, or one role.
+    # A rewrite may contain only the weights, or only one role.
     only_model = metadata.header.get("parts") == "model"
     roles = set(metadata.header.get("roles", metadata.tensors.roles))
     kinds = ("model",) if only_model else ("model", "optim", "extra")
@@ -105,7 +105,7 @@ def compare_checkpoint(ref: Ref, source_pin: str) -> Findings:
 def compare_policy(ref: Ref, source_pin: str) -> Findings:
     """Check the files of a policy, then its tensors against its source, rounded to their types.
 
-    Without `source_pin` the files are checked alone.
+    Without `source_pin` only the files are checked.
     """
     manifest = read_manifest(ref.uri, sha256=ref.manifest_sha256)
     found = Findings(sum(shard.bytes for shard in manifest.shards))
@@ -135,7 +135,7 @@ def compare_policy(ref: Ref, source_pin: str) -> Findings:
 
 
 def _differing(place: str, entry: StoredEntry, part: WeightPart | None, reader: SliceReader) -> str:
-    """Return how a stored tensor differs from its source; empty where it does not."""
+    """Return the difference of a stored tensor from its source as text, empty if equal."""
     if part is None:
         return "is made of no tensor of the source"
     if part.form.shape != tuple(entry.shape):

@@ -1,4 +1,4 @@
-"""Write a checkpoint anew under another layout; imports no torch."""
+"""Rewrite a checkpoint under another layout, or merge it into a policy, without torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from planish.records.refs import Ref, Scalar, parse_pin
 logger = logging.getLogger(__name__)
 
 _KEPT = ("policy_version", "iteration", "seed")
-"""Attributes that a merged policy takes over, from the state rather than from the older policy."""
+"""Attributes that a merged policy gets from the state, or else from the older policy."""
 
 
 class Made(NamedTuple):
-    """A result."""
+    """Result of a rewrite or a merge."""
 
     ref: Ref
     metrics: dict[str, float]
@@ -33,12 +33,12 @@ class Made(NamedTuple):
 
 
 def write(job: ReshardJob, config_sha256: str) -> Made:
-    """Write a state anew; a second call finds the first one's result."""
+    """Write a state under another layout; a second call finds the result of the first."""
     return _merge(job, config_sha256) if job.parsed.is_merged else _rewrite(job)
 
 
 def log_tenths(what: str) -> Callable[[int, int], None]:
-    """Return a callback of (bytes done, bytes in all) that logs every tenth of a long work."""
+    """Return a callback of (bytes done, bytes in all) that logs after every tenth of the bytes."""
     logged = 0
 
     def progress(done: int, total: int) -> None:
@@ -71,7 +71,7 @@ def _rewrite(job: ReshardJob) -> Made:
 
 
 def _merge(job: ReshardJob, digest: str) -> Made:
-    """Write a policy, unless an earlier attempt has."""
+    """Write a policy, unless an earlier run has written it."""
     policy_uri, policy_sha256 = parse_pin(job.policy_pin)
     parents = {"policy": policy_sha256, "state": split_place(job.source_pin)[1]}
     done = finished(job.target, POLICY_SCHEMA, parents=parents, config_sha256=digest)

@@ -1,1 +1,1 @@
-"""From the tensors of every rank to the bytes in the store."""
+"""Saves: from the tensors of every rank to the bytes in the store."""

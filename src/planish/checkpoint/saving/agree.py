@@ -1,11 +1,11 @@
-"""The part of a save that all ranks do together before anything is copied: agree and plan.
+"""First part of a save, before anything is copied: all ranks agree and get a plan.
 
-Every rank sends what it would save, as a signature; rank 0 finds the plan of an earlier save of
-the same signatures, or asks for the columns and plans anew. All of that on the caller's thread,
-because the state must not change before it is staged.
+Every rank sends a signature of its items. Rank 0 looks up the plan of an earlier save with the
+same signatures; without one it gathers the columns of all ranks and plans anew. Everything here
+runs on the caller's thread, because the state must not change before it is staged.
 
-Source: ByteCheckpoint, arXiv 2407.20143, sections 3.3 (global plan) and 4.1 (plan cache). That all
-ranks' signatures are compared at every save is ours.
+Source: ByteCheckpoint, arXiv 2407.20143, sections 3.3 (global plan) and 4.1 (plan cache). We add
+the comparison of all ranks' signatures at every save.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from planish.checkpoint.ranks.messages import (
 logger = logging.getLogger(__name__)
 
 MOST_PLANS = 8
-"""Plans that are kept; the least recently used one goes first."""
+"""Number of plans in the cache; the least recently used one is dropped first."""
 _MAY_DIFFER = {"timeout_s", "pace_s", "header", "allow_pickle"}
 
 Roles = Mapping[str, Collected]
-"""Role to what the adapter found in its state."""
+"""Role -> result of its adapter."""
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How to save; equal on all ranks."""
+    """Options of a save; all ranks need the same, except those in `_MAY_DIFFER`."""
 
     uri: str
     """Place of the checkpoint: `s3://bucket/key`, `file:///folder` or a path."""
@@ -60,18 +60,18 @@ class SaveOptions:
     overwrite: bool = False
     """Replace a committed checkpoint at this place; else refuse."""
     inflight: Literal["wait", "skip", "raise"] = "wait"
-    """What to do while earlier saves use all staging memory."""
+    """Action while earlier saves use all staging buffers: wait, skip this save, or raise."""
     timeout_s: float = 1800.0
     """Limit on the whole save, seconds."""
     pace_s: float = 0.0
-    """Spread the upload over so many seconds, below the time between two saves, so that it slows
-    training less; 0: at full speed. A save that the caller waits for is never slowed."""
+    """Seconds over which the upload is spread, so that it slows training less; 0: full speed. Keep
+    it below the time between two saves. A synchronous save ignores it."""
     is_async: bool = True
     """Return when the state is staged, not when it is committed."""
     tags: Mapping[str, str] = field(default_factory=dict)
     run_id: str = ""
     header: Mapping[str, Any] = field(default_factory=dict)
-    """JSON for the metadata (layout, parents, attributes); that of rank 0 counts."""
+    """JSON for the metadata (layout, parents, attributes); rank 0's is stored."""
     allow_pickle: bool = False
     """Store arbitrary objects among the small values; else refuse them."""
 
@@ -89,14 +89,14 @@ class SaveOptions:
             raise ValueError("; ".join(faults))
 
     def compared(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks."""
+        """Return the options that must be equal on all ranks."""
         found = {name: value for name, value in vars(self).items() if name not in _MAY_DIFFER}
         return found | {"tags": dict(sorted(self.tags.items()))}
 
 
 @dataclass
 class _Local:
-    """What one rank brings into a save."""
+    """Contribution of one rank to a save."""
 
     items: Sequence[LocalItem]
     columns: Columns
@@ -104,57 +104,57 @@ class _Local:
     small: list[SmallObject]
     roles: tuple[str, ...]
     facts: dict[str, Any]
-    """By role: `Collected.facts`."""
+    """Role -> `Collected.facts`."""
 
 
 @dataclass
 class Agreed:
-    """What all ranks have settled."""
+    """Result of the agreement on one rank."""
 
     attempt: str
     plan: RankPlan
     whole: GlobalPlan | None
-    """On rank 0: the plan of all ranks."""
+    """Plan of all ranks, on rank 0; else None."""
     items: Sequence[LocalItem]
-    """This rank's, until they are staged."""
+    """Items of this rank; [] once they are staged."""
     small: list[SmallObject]
-    """Those that this rank writes."""
+    """Small objects that this rank writes."""
     roles: tuple[str, ...]
     facts: dict[str, Any]
 
 
 class Skipped(Exception):
-    """An earlier save is still under way on a rank, and the caller prefers to skip this one."""
+    """Earlier saves still use all buffers of a rank, and the policy is `skip`."""
 
 
 class Planner:
     """Plans the saves of one engine; keeps the last plans.
 
-    A plan is found by `plan_key`, so a change on any rank means another plan. Every rank's plans
-    have the same keys in the same order; `_history` is compared at each save, so a rank that has
-    lost step makes all of them plan anew.
+    The key of a plan is `plan_key`, so a change on any rank means another plan. The caches of all
+    ranks have the same keys in the same order. Each save compares `_history`, a digest of these
+    keys: if one rank's differs, all ranks drop their plans and plan anew.
     """
 
     def __init__(self) -> None:
         self.hits = 0
-        """How many saves have used an earlier plan."""
+        """Number of saves that have used an earlier plan."""
         self._plans: OrderedDict[bytes, tuple[RankPlan, GlobalPlan | None]] = OrderedDict()
         self._history = b""
         self._last: tuple[list[Any], Columns, bytes] | None = None
         self._warned: set[str] = set()
-        """Small objects of which ranks hold different values, as logged."""
+        """Keys of small objects that differ between ranks and have been logged as such."""
 
     def agree(
         self, call: Control, roles: Callable[[], Roles], options: SaveOptions, *, busy: bool
     ) -> Agreed:
-        """Settle what every rank writes where; a collective.
+        """Agree on which rank writes which bytes where; a collective.
 
-        `roles` collects this rank's state; an error in it is raised on all ranks. `busy` says that
-        this rank has no room for a further save, and does not wait for it.
+        `roles` collects this rank's state; an error in it is raised on all ranks. `busy` is True if
+        this rank has no free staging buffer and does not wait for one.
 
         Raises:
-            PlanMismatch: the ranks' arguments differ, or a rank stays away.
-            LayoutMismatch: the ranks' shares do not make a whole.
+            PlanMismatch: the ranks' arguments differ, or a rank does not take part in time.
+            LayoutMismatch: the shards of the ranks do not tile a tensor.
             Skipped: a rank is busy and the policy is `skip`.
             SaveFailed: a rank is busy and the policy is `raise`.
         """
@@ -164,7 +164,7 @@ class Planner:
         except Exception as caught:
             error = caught
         except BaseException as interrupt:
-            # Or the other ranks would wait for this one until the time limit.
+            # Without this, the other ranks would wait for this one until the time limit.
             call.give_up(interrupt)
             raise
         facts = {
@@ -201,7 +201,7 @@ class Planner:
         items = [item for collected in roles.values() for item in collected.items]
         small = encode_objects(rank, roles, allow_pickle=options.allow_pickle)
         specs = [(item.tensor, item.boxes) for item in items]
-        # Comparing with the last save's items is much cheaper than making columns of them.
+        # To compare the items with those of the last save is much cheaper than to make columns.
         if self._last is None or self._last[0] != specs:
             columns = Columns.from_items(items)
             self._last = specs, columns, columns.signature()
@@ -212,7 +212,7 @@ class Planner:
     def _decide(
         self, facts: Sequence[dict[str, Any]], call: Control, options: SaveOptions
     ) -> dict[str, Any]:
-        """Return the verdict of rank 0 on what every rank has brought."""
+        """Return rank 0's decision for all ranks, from the `facts` of every rank."""
         errors = {k: v for fact in facts for k, v in decode_errors(fact["errors"]).items()}
         if errors:
             raise joined_error(errors, call.size)
@@ -244,7 +244,7 @@ class Planner:
     def _prepare(
         self, call: Control, columns: Columns, verdict: Mapping[str, Any]
     ) -> tuple[RankPlan, GlobalPlan | None]:
-        """Return this rank's share of the plan, earlier or new, and on rank 0 all of it."""
+        """Return this rank's plan, cached or new, and on rank 0 also the plan of all ranks."""
         key = bytes.fromhex(verdict["key"])
         self.hits += verdict["hit"]
         if verdict["hit"]:
@@ -270,6 +270,6 @@ class Planner:
 
 
 def plan_key(signatures: Sequence[bytes], hosts: Sequence[int]) -> bytes:
-    """Return 32 bytes that name the plan of ranks on `hosts` with these `Columns.signature()`."""
+    """Return the SHA-256 of the `Columns.signature()` of all ranks and of their `hosts`."""
     where = ",".join(map(str, hosts))
     return hashlib.sha256(f"{where};".encode() + b"".join(signatures)).digest()

@@ -1,7 +1,7 @@
-"""Saving: agree, stage, return; write and commit behind training.
+"""Engine of saves: agree, stage, return; then write and commit while training goes on.
 
-`SaveEngine` keeps between saves: the ranks' control connection, the plans, two warm staging
-buffers, the uploading process.
+Between saves `SaveEngine` keeps the ranks' control connection, the plans, two warm staging buffers
+and the uploading process.
 
 Source: ByteCheckpoint, arXiv 2407.20143, sections 3.3 and 4.2.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 8 << 20
-"""A rank with less to write does not start a process for it: a thread of the trainer does."""
+"""Staged bytes below which a thread of the trainer uploads, not a process."""
 NUM_THREADS = 4
 """Store requests in flight per rank, at most."""
 
@@ -47,7 +47,7 @@ _engines: dict[Control, SaveEngine] = {}
 
 
 def default_engine(group: ProcessGroup | None = None) -> SaveEngine:
-    """Return the engine that a process group keeps, made at the first call: then a collective."""
+    """Return the engine of a process group; the first call makes it and is a collective."""
     control = control_of(group)
     if control not in _engines:
         _engines[control] = SaveEngine(control)
@@ -81,12 +81,12 @@ class SaveEngine:
     ) -> SaveHandle:
         """Save the state of all ranks; a collective of the calling threads.
 
-        `roles` is role to what its adapter found, or a function that returns that, whose error is
-        raised on all ranks; `after_commit` is called on rank 0 in the background once the
-        checkpoint is visible.
+        `roles` maps a role to the result of its adapter, or is a function that returns this map;
+        an error in it is raised on all ranks. A background thread of rank 0 calls `after_commit`
+        once the checkpoint is visible.
 
         Returns:
-            A handle; finished already if `options.is_async` is false. For errors see `api.save`.
+            A handle; its save has ended if `options.is_async` is false. For errors see `api.save`.
         """
         began = time.perf_counter()
         options = replace(options, uri=uri_of(options.uri))
@@ -99,7 +99,7 @@ class SaveEngine:
             self._make_room(options)
             return roles() if callable(roles) else roles
 
-        # On the caller's thread: all ranks agree on what each of them writes, and copy it.
+        # On the caller's thread: all ranks agree on who writes what, and each copies its part.
         try:
             with recorder.stage("plan"):
                 agreed = self.planner.agree(call, collect, options, busy=busy)
@@ -109,7 +109,7 @@ class SaveEngine:
         behind, handle = call.twin(missing=SaveFailed), SaveHandle(options.uri)
         save = Save(options, behind, agreed, storage or place, path, handle, recorder, after_commit)
 
-        # On the thread behind training: write, gather, commit, tell.
+        # On the background thread: write, gather the results, commit, broadcast the outcome.
         def finish() -> CheckpointInfo:
             written = write(save, self.uploader)
             gathered = behind.gather(written, "results")
@@ -119,7 +119,7 @@ class SaveEngine:
         try:
             self._stage(save, is_reachable=storage is None)
         except BaseException as error:
-            # It becomes the outcome of the save; an interrupt is raised as well.
+            # The error becomes the outcome of the save; an interrupt is also raised here.
             save.failure = error
             if not isinstance(error, Exception):
                 raise
@@ -139,7 +139,7 @@ class SaveEngine:
         return handle
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until no save is under way; returns whether that is so. Raises nothing."""
+        """Wait until no save is under way; return False after `timeout` seconds. Raises nothing."""
         limit = None if timeout is None else time.monotonic() + timeout
         while self._inflight:
             left = None if limit is None else max(0.0, limit - time.monotonic())
@@ -149,9 +149,9 @@ class SaveEngine:
         return True
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for what is under way, then give back memory, process and connections.
+        """Wait for the saves under way, then free the memory, the process and the connections.
 
-        Saves that go on for longer than `timeout` seconds are cancelled.
+        `close` cancels saves that go on for longer than `timeout` seconds.
         """
         if self.is_closed:
             return
@@ -180,19 +180,19 @@ class SaveEngine:
                 )
 
     def _is_busy(self) -> bool:
-        """Return whether there is no room for a further save."""
+        """Return whether the saves under way use all staging buffers."""
         while self._inflight and self._inflight[0].done():
             self._inflight.popleft()
         return len(self._inflight) >= self.pool.limit
 
     def _stage(self, save: Save, *, is_reachable: bool) -> None:
-        """Copy all that this rank writes into one buffer: planned files, then small objects.
+        """Copy all objects of this rank into one buffer: planned files, then small objects.
 
-        `is_reachable` says whether another process can open the store that the URI names.
+        `is_reachable` is True if another process can open the store by the URI.
         """
         options, agreed = save.options, save.agreed
         plan, small = agreed.plan, agreed.small
-        # Small objects vary in size; rounded up, they do not make every save take new memory.
+        # Small objects vary in size; their room is a power of two, so that buffers fit again.
         room = 1 << sum(len(one.data) for one in small).bit_length()
         size = plan.size + room
         if size >= INLINE_BYTES and is_reachable and not save.storage.in_memory:
@@ -203,7 +203,7 @@ class SaveEngine:
         with save.recorder.stage("stage", num_bytes=size):
             copy_tensors(plan, agreed.items, buffer)
             folder = attempt_folder(save.path, agreed.attempt)
-            # Role and kind of a planned file are the name of its folder.
+            # The name of a planned file's folder is its role and kind.
             files = [
                 FileUpload(f"{folder}/{file.key}", file.size, file.key.split("/")[1], start)
                 for file, start in zip(plan.files, plan.starts, strict=True)
@@ -213,7 +213,7 @@ class SaveEngine:
                 buffer.view[start : start + len(data)] = data
                 files.append(FileUpload(f"{folder}/{claim.key}", len(data), claim.state, start))
                 start += len(data)
-        agreed.items = []  # nothing of the state lives on
+        agreed.items = []  # drop the references to the state's tensors
         save.job = UploadJob(
             rank=self.control.rank,
             uri=options.uri,
@@ -225,10 +225,10 @@ class SaveEngine:
             pace_s=options.pace_s if options.is_async else 0.0,
         )
         if options.is_async and save.thread_storage is None:
-            self._later(self.pool.warm_one_more)  # the second buffer, while nobody waits for it
+            self._later(self.pool.warm_one_more)  # in the background, before the next save
 
     def _later(self, task: Callable[[], None]) -> None:
-        """Leave a task to the thread behind training."""
+        """Queue a task for the background thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="saves", daemon=True)
             self._thread.start()

@@ -1,8 +1,8 @@
-"""The part of a save behind training: write, gather on rank 0, commit or abort for all.
+"""Second part of a save, during training: write, gather on rank 0, commit or abort for all ranks.
 
-It runs on a background thread and talks over connections of its own. Whatever goes wrong on one
-rank becomes `SaveFailed` on every rank, and nothing is visible. `SaveHandle` is what the caller
-holds meanwhile. The order of the steps is that of `engine.SaveEngine.save`.
+It runs on a background thread with its own connections. A failure of one rank becomes `SaveFailed`
+on every rank, and nothing is visible. The caller has a `SaveHandle` meanwhile.
+`engine.SaveEngine.save` calls the steps in order.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 5.2 (integrity barrier off the training thread).
 """
@@ -40,21 +40,21 @@ from planish.store import Store
 logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 5.0
-"""How long ranks wait for each other at the end, beyond what the outcome needs."""
+"""Longest wait of a rank for the others at the end of a save, once it knows the outcome."""
 
 AfterCommit = Callable[[Store, str], None]
-"""Called on rank 0 with the storage and the key of the checkpoint before its handle resolves."""
+"""Rank 0 calls it with the store and the checkpoint's key before the handle resolves."""
 
 
 class SaveHandle:
-    """A save under way; one on every rank, all ending alike."""
+    """Handle of a save under way; each rank has one, and all have the same outcome."""
 
     def __init__(self, uri: str, *, skipped: str = "") -> None:
         self.uri = uri
         self.skipped = skipped
-        """Why the save was left out (`inflight="skip"`), empty otherwise."""
+        """Reason for a skipped save (`inflight="skip"`), empty otherwise."""
         self.stall_seconds = 0.0
-        """How long the call held up its caller."""
+        """Seconds for which the call blocked its caller."""
         self._is_cancelled = False
         self._done = threading.Event()
         self._outcome: CheckpointInfo | BaseException | None = None
@@ -71,11 +71,11 @@ class SaveHandle:
         return self._done.is_set()
 
     def wait_done(self, timeout: float | None = None) -> bool:
-        """Wait for the end, whatever it is; returns whether it has come."""
+        """Wait until the save has committed or failed; return False after `timeout` seconds."""
         return self._done.wait(timeout)
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
-        """Return what was committed, waiting for it.
+        """Wait for the commit and return the checkpoint.
 
         Raises:
             TimeoutError: neither committed nor failed within `timeout` seconds; the save goes on.
@@ -90,7 +90,7 @@ class SaveHandle:
         return self._outcome
 
     def cancel(self) -> None:
-        """Ask all ranks to give the save up; too late, it is committed all the same."""
+        """Ask all ranks to cancel the save; no effect once this rank has uploaded its objects."""
         self._is_cancelled = True
 
     def _end(self, outcome: CheckpointInfo | BaseException) -> None:
@@ -100,7 +100,7 @@ class SaveHandle:
 
 @dataclass
 class Save:
-    """A save that is agreed on and on its way, on one rank."""
+    """One rank's state of a save after the agreement."""
 
     options: SaveOptions
     call: Control
@@ -113,19 +113,19 @@ class Save:
     after_commit: AfterCommit | None
     buffer: SharedBuffer | None = None
     thread_storage: Store | None = None
-    """Where a thread of this process writes; None where the uploading process does."""
+    """Store to which a thread of this process writes; None if the uploading process writes."""
     job: UploadJob | None = None
     failure: BaseException | None = None
-    """What happened to this rank before it could write."""
+    """Error of this rank while it staged."""
     journal: Journal | None = None
-    """The coordinator's, once it is begun."""
+    """Journal of the coordinator, on rank 0 once the attempt is announced."""
     replaces: str = ""
-    """Entity tag of what is committed at the path, empty for nothing."""
+    """Entity tag of the COMMIT that stood at the path, on rank 0; empty if there was none."""
     others: list[Timing] = field(default_factory=list)
-    """On rank 0: the records of other ranks."""
+    """Timings of the other ranks, on rank 0."""
 
     def check(self) -> None:
-        """Raise if this save has been given up, here or elsewhere."""
+        """Raise if this save has failed, was cancelled, or is over its time limit, on any rank."""
         if self.failure is not None:
             raise self.failure
         if self.handle._is_cancelled:
@@ -138,9 +138,9 @@ class Save:
 
 
 def write(save: Save, uploader: Uploader) -> bytes:
-    """Write this rank's objects and return what rank 0 is told; an error is that of all ranks.
+    """Write this rank's objects; return its results for rank 0. An error is raised on all ranks.
 
-    Rank 0 first refuses a path that is taken, and announces the attempt.
+    Rank 0 first refuses a path that has a checkpoint (unless `overwrite`), and begins its journal.
     """
     call = save.call
     try:
@@ -155,7 +155,7 @@ def write(save: Save, uploader: Uploader) -> bytes:
     except BaseException as error:
         try:
             call.check()
-        except Exception as earlier:  # who failed first is the reason
+        except Exception as earlier:  # the first failure of any rank is the reason
             reason = earlier
         else:
             reason = joined_error({call.rank: _reason(call.rank, error)}, call.size)
@@ -195,10 +195,10 @@ def _reason(rank: int, error: BaseException) -> Exception:
 
 
 def commit(save: Save, gathered: Sequence[bytes]) -> bytes:
-    """Make the checkpoint visible, on rank 0; returns what all ranks are told."""
+    """Make the checkpoint visible, on rank 0; return its `CheckpointInfo` as JSON for all ranks."""
     results = [json.loads(part) for part in gathered]
     records = [Timing(*row) for result in results for row in result["timings"]]
-    # Rank 0's own grow after it has sent them to itself.
+    # Rank 0's records are not final yet: the stages `meta` and `commit` are still to come.
     save.others = [record for record in records if record.rank != save.call.rank]
     options, journal = save.options, save.journal
     assert journal is not None
@@ -225,7 +225,7 @@ def commit(save: Save, gathered: Sequence[bytes]) -> bytes:
     except Exception as error:
         raise _reason(0, error) from error
     try:
-        # The checkpoint exists, whatever becomes of this.
+        # The checkpoint exists, even if one of these calls fails.
         monitor.publish_commit(made.step, made.created_at)
         if save.call.size > 1:
             monitor.warn_of_stragglers(Timeline(records))
@@ -239,7 +239,7 @@ def commit(save: Save, gathered: Sequence[bytes]) -> bytes:
 
 
 def _metadata(save: Save, results: Sequence[Mapping[str, Any]]) -> Metadata:
-    """Return the global metadata: the plan's, with checksums and small objects."""
+    """Return the global metadata: those of the plan, with file checksums and small objects."""
     whole = save.agreed.whole
     assert whole is not None, "rank 0 keeps the plan of all ranks"
     options = save.options
@@ -279,14 +279,14 @@ def _info(save: Save, made: Commit) -> dict[str, Any]:
 
 
 def end(save: Save, act: Callable[[], CheckpointInfo], pool: StagingPool) -> None:
-    """Bring a save to its end, which its handle then gives: what `act` returns or raises."""
+    """Run `act`, clean up, and resolve the handle with the result or the error of `act`."""
     try:
         try:
             info = act()
         except PeerLost as error:
             info = _seen_in_store(save, error)
     except BaseException as error:
-        # A store that does not answer must not keep the error from the caller.
+        # The join has a limit: a store that does not answer must not hide the error.
         clearing = threading.Thread(target=_clear, args=(save,), name="clear", daemon=True)
         clearing.start()
         clearing.join(max(save.call.remaining_s, 2 * LEAVE_SECONDS))
@@ -309,7 +309,7 @@ def _release(save: Save, pool: StagingPool) -> None:
 
 
 def _seen_in_store(save: Save, error: PeerLost) -> CheckpointInfo:
-    """Return how a save has ended whose coordinator is gone: the store itself knows."""
+    """Read the outcome of a save from COMMIT in the store, when the coordinator is gone."""
     found = None
     with contextlib.suppress(StoreError, CheckpointError):
         found = read_commit(save.storage, save.path)
@@ -321,7 +321,7 @@ def _seen_in_store(save: Save, error: PeerLost) -> CheckpointInfo:
 
 
 def _clear(save: Save) -> None:
-    """Remove what a failed save has written, once all ranks have stopped writing."""
+    """Remove the objects of a failed save, once all ranks have stopped writing."""
     save.call.leave_together("end", LEAVE_SECONDS)
     if save.journal is not None:
         save.journal.close()
@@ -330,7 +330,7 @@ def _clear(save: Save) -> None:
     try:
         discard(save.storage, save.path, save.agreed.attempt)
     except Exception as error:
-        # A collection finds it later by its age.
+        # A later `gc` finds the attempt by its age.
         logger.warning(
             telemetry.event("attempt_not_cleared", uri=save.options.uri, reason=str(error))
         )

@@ -1,8 +1,8 @@
-"""The copy that a save stops training for: from tensors to their places in the files.
+"""Staging: the copy from tensors into a buffer of file contents, during which training waits.
 
 A first copy into fresh memory costs five to seven times as much as one into memory that is mapped,
-so buffers are touched once and used again. They are shared with the uploading process by file
-descriptor: nothing has a name in /dev/shm that could outlive a killed process.
+so every page of a buffer is touched once and the buffer is used again. The uploading process gets a
+buffer as a file descriptor: no name in /dev/shm could outlive a killed process.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 4.2 (asynchronous save, ping-pong buffers).
 """
@@ -31,20 +31,20 @@ logger = logging.getLogger(__name__)
 
 MOST_BUFFERS = 2
 MEMORY_SHARE = 0.5
-"""Two buffers may take this share of the free memory; beyond it there is one."""
+"""Share of the free memory that two buffers may take; if they need more, there is one buffer."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, Linux 5.14."""
 
 
 class _Copy(NamedTuple):
-    """A run of bytes of an item, and where it goes."""
+    """Bytes [start, stop) of an item, and the part of the buffer that gets them."""
 
     target: torch.Tensor
     item: int
     start: int
     stop: int
     is_whole: bool
-    """Whether it is all of a tensor of real numbers."""
+    """True if the bytes are the whole item and its numbers are real."""
 
 
 class SharedBuffer:
@@ -69,7 +69,7 @@ class SharedBuffer:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The memory as a 1-D uint8 tensor; page-locked where there is a CUDA device in use."""
+        """The memory as a 1-D uint8 tensor, page-locked if this process uses a CUDA device."""
         if self._tensor is None:
             import torch
 
@@ -82,7 +82,7 @@ class SharedBuffer:
         return self._tensor
 
     def free(self) -> None:
-        """Give the memory back as soon as nobody holds a view of it."""
+        """Close the descriptor; the memory is freed once no view of it is left."""
         if self.fd < 0:
             return
         if self._is_pinned:
@@ -101,7 +101,7 @@ def _touch(view: memoryview) -> None:
     """Make every page present and writable in this process."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     libc = ctypes.CDLL(None, use_errno=True)
-    # Through ctypes, because it lets other threads run meanwhile.
+    # ctypes releases the GIL during the call, so that other threads run meanwhile.
     if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(view)), _POPULATE_WRITE) == 0:
         return
     number = ctypes.get_errno()
@@ -112,7 +112,7 @@ def _touch(view: memoryview) -> None:
 
 
 def free_memory_bytes() -> int:
-    """Return how much memory this process may still take: of the machine, and of its group."""
+    """Return the bytes that this process may still take: the smaller of machine and cgroup."""
     lines = Path("/proc/meminfo").read_text("ascii").splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     folder = Path("/sys/fs/cgroup")
@@ -130,13 +130,13 @@ class StagingPool:
         self._changed = threading.Condition()
         self._size = 0
         self.limit = MOST_BUFFERS
-        """How many buffers there may be at the present size."""
+        """Number of buffers allowed at the present size."""
         self._free: list[SharedBuffer] = []
         self._used: list[SharedBuffer] = []
 
     @property
     def num_buffers(self) -> int:
-        """How many buffers have memory now."""
+        """Number of buffers that have memory now."""
         with self._changed:
             return len(self._free) + len(self._used)
 
@@ -153,7 +153,7 @@ class StagingPool:
             return buffer
 
     def release(self, buffer: SharedBuffer) -> None:
-        """Take a buffer back; one of another size than now wanted is freed."""
+        """Take a buffer back; free it if its size is no longer the wanted one."""
         with self._changed:
             self._used.remove(buffer)
             self._keep(buffer)
@@ -168,7 +168,7 @@ class StagingPool:
                     self._keep(spare)
 
     def close(self) -> None:
-        """Give all memory back, of buffers in use as soon as they are released."""
+        """Free all memory; a buffer in use is freed when it is released."""
         with self._changed:
             self._size = self.limit = 0
             while self._free:
@@ -182,7 +182,7 @@ class StagingPool:
         self._changed.notify_all()
 
     def _fit(self, size: int) -> None:
-        """Settle the size and the number of buffers."""
+        """Set the size and the number of buffers."""
         size = max(1, -(-size // PAGE)) * PAGE
         if size == self._size:
             return
@@ -202,9 +202,9 @@ class StagingPool:
 
 
 def copy_tensors(plan: RankPlan, items: Sequence[LocalItem], buffer: SharedBuffer) -> None:
-    """Copy the items of a plan to their places in the buffer, headers of the files included.
+    """Copy the items of a plan, and the headers of its files, to their places in the buffer.
 
-    The buffer keeps the views that are made of it for the next save of the same plan.
+    The buffer keeps its list of copies (`SharedBuffer.copies`) for the next save of the same plan.
     """
     import torch
 
@@ -246,9 +246,9 @@ def _data_of(item: LocalItem) -> torch.Tensor:
 
 
 def part_of(data: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return the elements of a tensor whose row-major bytes are [start, stop), without a copy.
+    """Return the elements of a tensor whose row-major bytes are [start, stop), as a view.
 
-    A copy is made only where the tensor is not contiguous and the range cuts a row.
+    The result is a copy only if the tensor is not contiguous and the range cuts a row.
     """
     width = data.element_size()
     if start == 0 and stop == data.numel() * width:
@@ -269,7 +269,7 @@ def part_of(data: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def _real(part: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers as pairs: files align them as such."""
+    """Return complex numbers as pairs of reals, because files align only the reals."""
     if not part.is_complex():
         return part
     import torch
@@ -279,7 +279,7 @@ def _real(part: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _side_stream(data: Iterable[torch.Tensor]) -> Iterator[Callable[[], None] | None]:
-    """Copy from a device on a stream of its own; yields what waits for the copies, if needed."""
+    """Run the body on a separate CUDA stream; yield a function that waits for it, None on CPU."""
     device = next((tensor.device for tensor in data if tensor.is_cuda), None)
     if device is None:
         yield None

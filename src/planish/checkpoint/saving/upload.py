@@ -22,8 +22,8 @@ from planish.checkpoint.watch.monitor import Recorder, Timing
 from planish.store import SINGLE_PUT_BYTES, Multipart, Store, abort_lost_uploads
 
 Source = Callable[[int, int, int], memoryview]
-"""Returns bytes [start, stop) of object number `file`; called from several threads. The memory may
-be used until the same thread calls again."""
+"""`source(file, start, stop)` returns these bytes of object number `file`; several threads call it.
+The memory is valid until the same thread calls again."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class FileResult:
 
 
 class Cancelled(Exception):
-    """The save has been given up; nothing more is to be written."""
+    """The save was cancelled; nothing more is to be written."""
 
 
 @dataclass
 class _File:
-    """An object on its way."""
+    """An object whose upload is under way."""
 
     upload: FileUpload
     parts: Multipart | None
@@ -64,7 +64,7 @@ class _File:
     crcs: np.ndarray[tuple[int], np.dtype[np.uint32]]
     crc_seconds: float = 0.0
     started: float = 0.0
-    """Seconds since 1970, 0 before the first part."""
+    """Start of the first part, seconds since 1970; 0 before it."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class _Run:
     hurry: threading.Event
     begun: float = field(default_factory=time.monotonic)
     handed_out: int = 0
-    """Bytes whose part some thread has taken."""
+    """Bytes of all parts that a thread has taken."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     error: BaseException | None = None
 
@@ -99,20 +99,20 @@ def upload_files(
     pace_s: float = 0.0,
     hurry: threading.Event | None = None,
 ) -> list[FileResult]:
-    """Write objects under write-once keys; all of them or an error, `Cancelled` once `stop` is set.
+    """Write all objects under write-once keys, or raise; `Cancelled` once `stop` is set.
 
     Args:
         storage: Store that gets the files.
         files: Files to write.
         source: Source of their bytes.
-        journal: Journal of this process, which names the large files; the uploads are added to it.
+        journal: Journal of this process, which names the large files; gets their upload ids.
         recorder: Gets the stages `serialise` (checksums) and `upload` of each file.
         stop: Setting it ends the upload.
         num_threads: Requests in flight.
-        in_turns: Interleave the neighbouring files of one state: one part of each, then the next.
-            Otherwise files follow one another.
+        in_turns: Interleave neighbouring files of one state: part 1 of each, then part 2 of each.
+            Otherwise all parts of one file come before the next file.
         pace_s: Seconds over which the starts of the parts are spread.
-        hurry: Setting it ends the pace; whoever sets `stop` sets it too.
+        hurry: Setting it ends the pace; a caller that sets `stop` must set `hurry`, too.
     """
     states = [_File(file, None, 1, np.zeros(-(-file.size // BLOCK), np.uint32)) for file in files]
     retries = Counter(storage.retries)
@@ -145,7 +145,7 @@ def upload_files(
                 with contextlib.suppress(StoreError):
                     state.parts.abort()
         raise
-    abort_lost_uploads(storage, begun)  # at the end: the later, the less can still be on its way
+    abort_lost_uploads(storage, begun)  # last: by now few requests can still be under way
     recorder.retried("upload", retries, storage.retries)
     return [
         FileResult(s.upload.key, s.upload.size, DEFAULT_CHECKSUM, tuple(s.crcs.tolist()))
@@ -166,7 +166,7 @@ def _tasks(files: Sequence[_File], in_turns: bool) -> list[tuple[int, int, int, 
         for number, start in enumerate(range(0, max(1, file.upload.size), step), 1):
             tasks.append((index, number, start, min(file.upload.size, start + step)))
     if in_turns:
-        run = [0]  # by file: which run of neighbours of one state it belongs to
+        run = [0]  # by file: number of its run of neighbours of one state
         for file, following in pairwise(files):
             run.append(run[-1] + (file.upload.state != following.upload.state))
         tasks.sort(key=lambda task: (run[task[0]], task[1], task[0]))
@@ -174,7 +174,7 @@ def _tasks(files: Sequence[_File], in_turns: bool) -> list[tuple[int, int, int, 
 
 
 def _work(run: _Run) -> None:
-    """Write one part after the other until there is none left, or an error."""
+    """Write one part after the other until none is left, or an error occurs in any thread."""
     try:
         while not run.stop.is_set() and run.error is None:
             with run.lock:
@@ -205,7 +205,7 @@ def _write_part(run: _Run, index: int, number: int, start: int, stop: int) -> No
     if file.parts is None:
         run.storage.put(file.upload.key, data)
     else:
-        # The server checks the part by what has been computed already.
+        # The CRC-32C of the blocks gives that of the part, by which the server checks it.
         file.parts.write(
             number, data, joined_crc(crcs, data) if DEFAULT_CHECKSUM == "crc32c" else None
         )
@@ -224,7 +224,7 @@ def _write_part(run: _Run, index: int, number: int, start: int, stop: int) -> No
 
 @dataclass(frozen=True)
 class UploadJob:
-    """All that one rank writes in one save; JSON on its way to the uploading process."""
+    """All objects that one rank writes in one save; sent to the uploading process as JSON."""
 
     rank: int
     uri: str
@@ -243,7 +243,7 @@ def run_job(
     stop: threading.Event,
     hurry: threading.Event,
 ) -> tuple[list[FileResult], list[Timing]]:
-    """Write the files of a job under a journal of this rank; returns what was written, and when."""
+    """Write the files of a job under a journal of this rank; return their results and timings."""
 
     def source(file: int, start: int, end: int) -> memoryview:
         first = job.files[file].start

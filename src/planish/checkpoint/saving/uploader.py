@@ -1,12 +1,12 @@
-"""The worker beside each rank, which writes staged bytes to the store, and the trainer's end of it.
+"""Worker process of each rank that writes staged bytes to the store, and the trainer's client.
 
 `Uploader` starts `python -m planish.checkpoint.saving.uploader FD` once and keeps that process. It
-never imports torch nor the user's main script, so that needs no `__main__` guard; it lets the
-trainer's threads run first, and ends when the trainer does. Where a process is not worth its start,
-or can not reach the store, a thread does the same work behind the same connection.
+imports neither torch nor the user's main script, so the script needs no `__main__` guard. Its
+niceness lets the trainer's threads run first, and it ends when the trainer does. For a small save,
+or a store that another process can not open, a thread serves the same protocol.
 
-A job goes over a `multiprocessing.connection` as JSON, followed by the descriptor of its staging
-buffer; its answer is JSON.
+The trainer sends a job over a `multiprocessing.connection` as JSON, then the descriptor of its
+staging buffer; the worker answers in JSON.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 4.2 (upload in a process of its own).
 """
@@ -39,32 +39,32 @@ if TYPE_CHECKING:
     from planish.checkpoint.saving.staging import SharedBuffer
 
 STORE_SETTINGS = ("MINIO_", "AWS_", "PLANISH_")
-"""The process is started anew when environment variables that begin so have changed."""
+"""Prefixes of the store's environment variables; a change of one restarts the process."""
 NICENESS = 10
-"""Of the uploading process: trainers go first."""
+"""Niceness of the uploading process, so that the trainer's threads run first."""
 CLOSE_SECONDS = 15.0
-"""How long the trainer waits for the process to end, or for a job that it gives up."""
+"""Longest wait of the trainer for the process to end, or for a cancelled job."""
 FAREWELL_SECONDS = 10.0
-"""How long unfinished uploads may take to be dropped once the trainer is gone."""
+"""Longest wait of the process for its cancelled job once the trainer is gone."""
 POLL_SECONDS = 0.2
 _STOP, _END, _HURRY = b"stop", b"end", b"hurry"
-"""Messages that are no jobs: give the job up; leave; spread it over no more time."""
+"""Control messages: cancel the job; exit; upload the rest of the job at full speed."""
 
 
 def store_settings() -> dict[str, str]:
-    """Return the environment variables that say which store to use, and how."""
+    """Return the environment variables with the settings of the store."""
     return {name: os.environ[name] for name in os.environ if name.startswith(STORE_SETTINGS)}
 
 
 class Uploader:
-    """The trainer's end: one job at a time, from one thread."""
+    """Client in the trainer: runs one job at a time, from one thread."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._settings: dict[str, str] = {}
         self._working: Connection | None = None
-        """To the worker that has not answered yet."""
+        """Connection to the worker whose answer is still to come."""
 
     @property
     def pid(self) -> int:
@@ -81,7 +81,7 @@ class Uploader:
         ours, theirs = Pipe()
         package = str(Path(__file__).resolve().parents[3])
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-        # Not the main script and not its folder: only this package and what it imports.
+        # `-P` keeps the folder of the main script out of `sys.path`.
         command = [sys.executable, "-P", "-m", "planish.checkpoint.saving.uploader"]
         with theirs:
             self._process = subprocess.Popen(
@@ -95,17 +95,17 @@ class Uploader:
     def upload(
         self, job: UploadJob, buffer: SharedBuffer, store: Store | None, check: Callable[[], None]
     ) -> dict[str, Any]:
-        """Have a job done; after an error it goes on until `give_up`.
+        """Run a job and wait for it; after an error the worker goes on with it until `give_up`.
 
         Args:
-            job: What to write.
-            buffer: Where its bytes lie.
-            store: A thread of this process writes there; None: the uploading process, to the
-                store of the job's URI.
-            check: Called several times a second; what it raises ends the wait.
+            job: Objects to write.
+            buffer: Buffer that has their bytes.
+            store: Store to which a thread of this process writes; None: the uploading process
+                writes, to the store of the job's URI.
+            check: Called several times a second; an error in it ends the wait.
 
         Returns:
-            `files`: fields of a `FileResult` for each, `timings`: those of `Timing`.
+            `files`: fields of each `FileResult`; `timings`: fields of each `Timing`.
         """
         if store is not None:
             connection, theirs = Pipe()
@@ -136,7 +136,7 @@ class Uploader:
         return answer
 
     def give_up(self) -> None:
-        """Stop a job that has not answered; it must write nothing after its files are removed."""
+        """Cancel an unanswered job and wait, so that it writes nothing after the cleanup."""
         connection, self._working = self._working, None
         if connection is None:
             return
@@ -183,17 +183,17 @@ class Uploader:
 
 
 def _leave(connection: Connection) -> None:
-    # To close it is not enough: a process that the trainer has forked may hold this end open.
+    # A close alone is not enough: a process that the trainer has forked may keep this end open.
     with contextlib.suppress(OSError):
         connection.send_bytes(_END)
     connection.close()
 
 
 def serve(connection: Connection, store: Store | None = None, parent: int = 0) -> None:
-    """Do jobs until the other end leaves, in `store` or the store of each job's URI.
+    """Run jobs until the client leaves, in `store` or the store of each job's URI.
 
-    When this process no longer has `parent` as its parent, the training process is dead. Jobs that
-    it had still queued are then dropped, whoever holds its end of the connection.
+    `parent` is the process id of the trainer. When this process has another parent, the trainer is
+    dead: its queued jobs are dropped, even if a forked process keeps the connection open.
     """
     stop, hurry, thread = threading.Event(), threading.Event(), threading.Thread()
     with connection:
@@ -226,7 +226,7 @@ def _start_job(
     stop: threading.Event,
     hurry: threading.Event,
 ) -> threading.Thread:
-    """Begin a job in a thread, which holds its memory and answers at the end."""
+    """Start a thread that maps the job's buffer, runs the job and sends the answer."""
     fields = message["job"]
     job = UploadJob(**{**fields, "files": [FileUpload(**file) for file in fields["files"]]})
     fd = recv_handle(connection)
@@ -251,12 +251,12 @@ def _start_job(
 
 def main() -> None:
     """Serve on the descriptor given as the only argument."""
-    # The trainer decides when to end; a signal to the whole group must not come first.
+    # The trainer decides when this process ends, so a signal to the process group is ignored.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICENESS)
     serve(Connection(int(sys.argv[1])), parent=os.getppid())
-    # Threads in a request that hangs must not keep the process.
+    # A thread whose request hangs must not keep the process alive.
     sys.stderr.flush()
     os._exit(0)
 

@@ -1,8 +1,8 @@
 """Timings of each stage of a save or load on each rank: records, metrics, stragglers, files.
 
-A save writes its records beside its data, as JSON lines, after the commit; a load does so where it
-is asked to. The records are no part of the checkpoint, which is complete without them. A fault of
-this module never fails a save or load.
+A save writes its records beside its data, as JSON lines, after the commit; a load does so with
+`LoadOptions.store_timings`. The checkpoint is complete without the records. An error in writing
+them never fails a save or load.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ SAVE_STAGES = ("plan", "stage", "serialise", "upload", "meta", "commit", "barrie
 LOAD_STAGES = ("meta", "plan", "read", "verify", "copy", "exchange", "barrier")
 VERSION = 1
 RETRY = "retry "
-"""Begins the `object` of a record that only counts repeated requests."""
+"""Prefix of `Timing.object` in a record that only counts repeated requests."""
 TIMINGS = "timings.jsonl"
-"""Name of the records of a save below the folder of its attempt."""
+"""File of a save's records, in the folder of its attempt."""
 LOAD_TIMINGS = "load-timings.jsonl"
-"""Name of those of the last load that was asked to keep them."""
+"""File of the records of the last load with `store_timings`, in the same folder."""
 MAX_TIMINGS_BYTES = 256 << 20
 STRAGGLER_RATIO = 2.0
-"""A rank that takes more than this many times the median is a straggler ..."""
+"""A rank whose own work takes more than this many times the median is a straggler ..."""
 STRAGGLER_SECONDS = 1.0
-"""... unless it takes no longer than this."""
+"""... if it also takes more than this many seconds."""
 _TRANSFER = {"save": "upload", "load": "read"}
 _WAITS = {"save": ("barrier", "meta", "commit"), "load": ("barrier",)}
-"""Stages that are no work of the rank itself: it waits for others, or is the coordinator after all
-of them. If these counted, every rank would seem as slow as the slowest."""
+"""Stages that are not the rank's own work: it waits for others, or it is the coordinator and works
+after all others. If they counted, every rank would seem as slow as the slowest."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Timing:
     rank: int
     op: Operation
     state: str
-    """Role and kind (`main.model`), empty for what concerns all of them."""
+    """Role and kind (`main.model`), empty for a stage of all states together."""
     stage: str
     """One of SAVE_STAGES or LOAD_STAGES."""
     start: float
@@ -74,7 +74,7 @@ class Timeline:
     """All records of one save or load, of one rank or of all."""
 
     records: list[Timing] = field(default_factory=list)
-    """In the order in which they ended, rank by rank."""
+    """Records rank by rank, in the order in which the stages ended."""
 
     def encode(self) -> bytes:
         """Return JSON lines: a header, then one array per record."""
@@ -84,7 +84,7 @@ class Timeline:
 
     @classmethod
     def decode(cls, data: bytes) -> Timeline:
-        """Undo `encode`; `ValueError` if the bytes are no timeline."""
+        """Undo `encode`; raises `ValueError` if the bytes are not a timeline."""
         try:
             header, *rows = map(json.loads, data.decode().splitlines())
             known = {f.name for f in fields(Timing)}
@@ -97,11 +97,11 @@ class Timeline:
         return cls(records)
 
     def seconds(self, stage: str, rank: int | None = None) -> float:
-        """Return the summed duration of one stage, of one rank or of all."""
+        """Return the summed durations of one stage, for one rank or (None) for all ranks."""
         return sum(r.seconds for r in self.records if r.stage == stage and rank in (None, r.rank))
 
     def end_to_end(self) -> dict[int, float]:
-        """Return per rank the seconds from its first start to its last end."""
+        """Return rank -> seconds from its first start to its last end."""
         spans: dict[int, tuple[float, float]] = {}
         for record in self.records:
             first, last = spans.get(record.rank, (record.start, record.end))
@@ -138,7 +138,7 @@ class Recorder:
             self.add(Timing(self.rank, self.op, state, stage, start, end, num_bytes, object, 0))
 
     def add(self, record: Timing) -> None:
-        """Add one record as this rank's."""
+        """Add one record, with this rank, operation and host."""
         with self._lock:
             self._records.append(replace(record, rank=self.rank, op=self.op, host=self.host))
 
@@ -157,7 +157,7 @@ class Recorder:
             self.add(record)
 
     def timeline(self) -> Timeline:
-        """Return what has been recorded so far."""
+        """Return the records so far."""
         with self._lock:
             return Timeline(list(self._records))
 
@@ -179,16 +179,16 @@ class CheckpointInfo:
     timings: Timeline = field(default_factory=Timeline, compare=False)
     """This rank's records; on rank 0 of a save those of every rank."""
     facts: dict[str, object] = field(default_factory=dict, compare=False)
-    """Further facts by name (`rng`: `restored` or `reseeded`, ...)."""
+    """Further facts by name (`rng`: `exact` or `reseeded`, ...)."""
 
     @property
     def pin(self) -> str:
-        """The place and the identity as one text."""
+        """Pin: `<uri>#sha256=<digest>`."""
         return f"{self.uri}#sha256={self.sha256}"
 
 
 class Straggler(NamedTuple):
-    """A rank that holds up all others."""
+    """A rank that delays all others."""
 
     rank: int
     host: str
@@ -196,9 +196,9 @@ class Straggler(NamedTuple):
     stage: str
     """Stage in which it lost the most time against the median of all ranks."""
     seconds: float
-    """Of its own work, from the first start to the last end."""
+    """Duration of its own work, from the first start to the last end."""
     median_seconds: float
-    """The same of the median rank."""
+    """Median of these durations over all ranks."""
 
     def __str__(self) -> str:
         where = f" on {self.host}" if self.host else ""
@@ -209,7 +209,7 @@ class Straggler(NamedTuple):
 
 
 def rank_seconds(timeline: Timeline) -> dict[int, float]:
-    """Return per rank the seconds from the start to the end of its own work."""
+    """Return rank -> seconds from the first start to the last end of its own work."""
     spans = Timeline(_own_work(timeline)).end_to_end()
     return {rank: spans.get(rank, 0.0) for rank in timeline.end_to_end()}
 
@@ -219,15 +219,15 @@ def _own_work(timeline: Timeline) -> list[Timing]:
 
 
 def stragglers(timeline: Timeline) -> list[Straggler]:
-    """Return the ranks over twice the median time and over one second, slowest first."""
+    """Return the ranks whose own work takes over twice the median and over 1 s, slowest first."""
     spans = rank_seconds(timeline)
     if len(spans) < 2:
         return []
     median = float(np.median(list(spans.values())))
     limit = max(STRAGGLER_RATIO * median, STRAGGLER_SECONDS)
     slow = sorted((-seconds, rank) for rank, seconds in spans.items() if seconds > limit)
-    # Seconds of each stage by rank, from the first start to the last end: objects move in parallel,
-    # and the sum of their durations would count the same second many times.
+    # A stage lasts from its first start to its last end: objects move in parallel, and a sum of
+    # their durations would count the same second many times.
     stages: dict[str, list[Timing]] = {}
     for record in _own_work(timeline):
         stages.setdefault(record.stage, []).append(record)
@@ -246,12 +246,12 @@ def stragglers(timeline: Timeline) -> list[Straggler]:
 
 
 def host_of(records: Sequence[Timing]) -> dict[int, str]:
-    """Return the machine of each rank that names one."""
+    """Return rank -> machine, for ranks whose records name one."""
     return {record.rank: record.host for record in records if record.host}
 
 
 def warn_of_stragglers(timeline: Timeline) -> None:
-    """Log and count every straggler of a save or load, where all ranks' records come together."""
+    """Log and count every straggler of a save or load; `timeline` has the records of all ranks."""
     for one in stragglers(timeline):
         op = timeline.records[0].op
         telemetry.count("planish_checkpoint_stragglers_total", op=op, stage=one.stage)
@@ -280,7 +280,7 @@ def publish(timeline: Timeline, rank: int) -> None:
 
 
 def publish_commit(step: int, when: float) -> None:
-    """Note that a save has become visible; `when` in seconds since 1970."""
+    """Set the metrics of the last commit; `when` is in seconds since 1970."""
     telemetry.set_level("planish_checkpoint_last_committed_step", step)
     telemetry.set_level("planish_checkpoint_last_commit_timestamp_seconds", when)
 
@@ -291,7 +291,7 @@ def publish_failure(op: str, error: BaseException) -> None:
 
 
 def timings_key(folder: str, attempt: str, op: Operation = "save") -> str:
-    """Return the key of the records of one save of the checkpoint at `folder`, or of its loads."""
+    """Return the key of the records of an attempt at `folder`: of its save or of its last load."""
     name = TIMINGS if op == "save" else LOAD_TIMINGS
     return f"{folder}/a-{attempt}/{name}" if folder else f"a-{attempt}/{name}"
 
@@ -311,13 +311,13 @@ def store_timings(
 
 
 def read_timings(uri: str, op: Operation = "save") -> Timeline:
-    """Return the records of a committed checkpoint, or those of one JSON-lines file.
+    """Return the records of a save or load.
 
-    The place is a checkpoint, or a file whose name ends in `.jsonl`.
+    `uri` is a checkpoint, or a JSON-lines file of records whose name ends in `.jsonl`.
 
     Raises:
         CheckpointNotFound: nothing is committed there, or there are no such records.
-        RecordError: what lies there are no records.
+        RecordError: the file contains something else.
     """
     from planish.checkpoint.commit.commit import read_commit
 

@@ -23,9 +23,9 @@ from planish.checkpoint.watch.monitor import (
 SHADES = "\u2581\u2582\u2583\u2584\u2585\u2586\u2588"
 """Blocks of growing height, from the fastest rank to the slowest."""
 _RANKS_PER_ROW = 8
-"""Ranks of a row where the records name no machine."""
+"""Ranks in a row of the heat map if the records name no machine."""
 _NUMBERED_RANKS = 64
-"""Up to as many ranks, each block also has its seconds."""
+"""Up to this number of ranks, the seconds stand beside the blocks."""
 _CELLS_PER_LINE = 64
 _BAR_CHARACTERS = 44
 
@@ -68,7 +68,7 @@ def _facts(*texts: str) -> list[str]:
 
 
 def _moved(records: Sequence[Timing], seconds: float) -> tuple[str, str]:
-    """Return bytes and bandwidth, empty where nothing has moved."""
+    """Return the bytes and the bandwidth as texts, empty if there are no bytes."""
     moved = sum(record.num_bytes for record in records)
     return bytes_text(moved) if moved else "", rate_text(moved, seconds)
 
@@ -79,8 +79,8 @@ def _heat_map(
     """Yield one line for each machine, with a block for each of its ranks."""
     named = {one.rank for one in slow}
     others = [seconds for rank, seconds in spans.items() if rank not in named]
-    # Stragglers lie beyond the scale: they must not hide all other differences. It spans at least
-    # half the fastest time: noise must not look like a finding.
+    # The scale leaves out stragglers, so that other differences stay visible. It spans at least
+    # half of the fastest time, so that noise does not look like a difference.
     low, high = min(others, default=0.0), max(others, default=0.0)
     high = max(high, low * 1.5, low + 1e-3)
     rows: dict[str, list[int]] = {}
@@ -125,13 +125,13 @@ def _stages(records: Sequence[Timing], hosts: Mapping[int, str]) -> Iterator[str
 
 
 def _stage_number(stage: str) -> int:
-    """Return the place of a stage in the usual order; unknown ones come last."""
+    """Return the position of a stage in the order of execution; unknown stages are last."""
     order = (*SAVE_STAGES, *LOAD_STAGES)
     return order.index(stage) if stage in order else len(order)
 
 
 def _timeline_of(rank: int, records: Sequence[Timing]) -> Iterator[str]:
-    """Yield one line for each state and stage of a rank, with a bar of when it went on."""
+    """Yield one line for each state and stage of a rank, with a bar over the time axis."""
     begin = min(record.start for record in records)
     lanes: dict[tuple[str, str], list[Timing]] = {}
     for record in sorted(records, key=lambda r: (r.start, r.end)):
@@ -156,7 +156,7 @@ def _timeline_of(rank: int, records: Sequence[Timing]) -> Iterator[str]:
             stop = max(record.start, record.end)
             first, last = cell(record.start), cell(stop)
             bar[first : last + 1] = "\u2588" * (last - first + 1)
-            # Objects move in parallel: the same second counts once.
+            # Objects move in parallel; a second in which several move counts once.
             busy += max(0.0, stop - max(record.start, reached))
             reached = max(reached, stop)
         retries = sum(record.retries for record in lanes[key])
