@@ -1,6 +1,6 @@
 """The model card of an exported policy, from the records of its run.
 
-Addresses inside a company stay out of it: of a file or a bucket only the last name is told.
+The card reveals no address inside a company: it has only the last name of a file or bucket.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEAD_BYTES = 1 << 16
 
 
 def check_licence(licence: str) -> str:
-    """Return a licence in the words of the hub, or raise ConfigError where it is not one word."""
+    """Return a licence identifier in lower case; raise ConfigError if it is none."""
     if not _LICENCE.fullmatch(licence.lower()):
         raise ConfigError(
             f"a licence must be an identifier such as apache-2.0 or other, got {licence!r:.80}"
@@ -35,7 +35,7 @@ def check_licence(licence: str) -> str:
 
 
 def base_licence(config: Mapping[str, Any]) -> str:
-    """Return the licence that the card of the base model names; empty where none is known."""
+    """Return the licence that the card of the base model names; empty if none is known."""
     path = str(config.get("model", {}).get("path", ""))
     if not path or path.startswith("https://"):
         return ""
@@ -96,7 +96,7 @@ def model_card(
 
 
 def _public_name(address: str, key: str) -> tuple[str, bool]:
-    """Return what may be told of an address, and whether that is a name on the hub."""
+    """Return the public part of an address, and True if that is a name on the hub."""
     if not address:
         return "", False
     source = parse_source(address, key=key)

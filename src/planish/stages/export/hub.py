@@ -1,4 +1,4 @@
-"""How an exported policy is written to the hub."""
+"""Upload of an exported policy to the hub."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _OWN = {".gitattributes"}
 def upload_model(
     repository: str, files: Mapping[str, Path | bytes], *, marker: str, is_public: bool
 ) -> bool:
-    """Make a repository where there is none, commit all files at once, and tell if any was new.
+    """Make a missing repository, commit all files at once, and return True if any file was new.
 
-    A repository that holds the file `marker` with these bytes is brought up to date; any other that
-    is not empty is refused. ConfigError names that, and a token that is missing or refused;
-    StoreUnavailable a hub that is not reached, or fails.
+    It updates a repository that has the file `marker` with the same bytes. It raises ConfigError
+    for any other that is not empty, and for a missing or refused token; StoreUnavailable if the
+    hub is not reached or fails.
     """
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -37,7 +37,7 @@ def upload_model(
         try:
             info = hub.model_info(repository, timeout=HUB_TIMEOUT_SECONDS)
         except RepositoryNotFoundError as error:
-            # The hub answers so too to a token that it does not know.
+            # The hub also answers this way to an unknown token.
             if error.response.status_code != 404:
                 raise
             hub.create_repo(repository, private=not is_public)
@@ -75,7 +75,7 @@ def _upload_fault(error: Exception, repository: str) -> ConfigError | StoreUnava
 
     what = f"hf://{repository} must take the upload"
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
-        # The client wraps what happens to a single file.
+        # The client wraps the error of a single file.
         error = error.__cause__
     if isinstance(error, errors.OfflineModeIsEnabled):
         return ConfigError(f"{what}, but HF_HUB_OFFLINE is set; unset it, or export to a folder")

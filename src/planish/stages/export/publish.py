@@ -55,9 +55,9 @@ def run(options: argparse.Namespace, _: Callable[[str, int, int], None]) -> Iter
     """Export as the command line says; yield one line about it.
 
     Raises:
-        ConfigError: no such run or policy, or the target is taken or can not be.
+        ConfigError: the run or policy does not exist, or the target is taken or invalid.
         RecordError: the policy is damaged.
-        StoreUnavailable: the target is not reached; the same command goes on.
+        StoreUnavailable: the target is not reached; the same command goes on later.
     """
     root = normal_uri(options.root)
     licence = check_licence(options.license) if options.license else ""
@@ -117,9 +117,9 @@ def _chosen_policy(root: str, options: argparse.Namespace) -> tuple[str, str | N
 
 
 def _holds_export(target: str, manifest: Manifest) -> bool:
-    """Tell whether a folder or prefix holds the export of a policy already.
+    """Return True if a folder or prefix has the whole export of a policy already.
 
-    Anything else there than whole files of an export that was cut off is refused.
+    It refuses a target with anything but whole files of an interrupted export of this policy.
     """
     names = {uri.removeprefix(f"{target}/") for uri in store.list_uris(f"{target}/")}
     path = store.local_path(target)
@@ -128,13 +128,13 @@ def _holds_export(target: str, manifest: Manifest) -> bool:
     digests = {shard.name: shard.sha256 for shard in manifest.shards}
     if names >= {MANIFEST, CARD, *digests} and read_manifest(target).sha256 == manifest.sha256:
         return True
-    # The card is written behind the other files, and may tell of more evaluations by now.
+    # The card is written after the other files, and may list more evaluations by now.
     foreign = [
         name
         for name in sorted(names - {CARD} or names)
         if name not in digests or hash_object(f"{target}/{name}")[1] != digests[name]
     ]
-    # A folder of this machine is never left half.
+    # A local folder appears in one step, so an interrupted export leaves none.
     if foreign or path is not None:
         what = foreign[:8] or sorted(names) or "a file"
         raise ConfigError(

@@ -31,7 +31,7 @@ def run(
 ) -> CheckpointResult:
     """Export the policy that an iteration has trained.
 
-    `components/checkpoint.py` says what the parameters are.
+    `components/checkpoint.py` describes the parameters.
     """
     root = root.rstrip("/")
     iteration = offset + number
@@ -49,7 +49,7 @@ def run(
 
 
 def passed_through(policy_pin: str) -> Outcome:
-    """Return the outcome where the run was stopped before the iteration: the policy as it was."""
+    """Return the unchanged policy as the outcome of an iteration that a stopped run skips."""
     uri, digest = parse_pin(policy_pin)
     return _outcome(read_manifest(uri, sha256=digest).ref(uri), already_done=True)
 

@@ -1,9 +1,9 @@
 """Rollouts one iteration ahead: some ranks sample the next one while the others train this one.
 
-The policy before iteration i samples iteration i + 1, whoever samples it and wherever tasks are
-cut: what trains on a token is one version newer than what has sampled it, or, in the first
-iteration of all, the same. Weights pass when both sides have ended their part. No request is open
-then, so nothing that was sampled is thrown away and every response has one version.
+The policy before iteration i samples iteration i + 1, for any split of ranks and tasks. The policy
+that trains on a token is one version newer than the one that sampled it; in the very first
+iteration both are the same. Weights pass when both sides have finished their part. No request is
+open then, so no sampled token is lost and every response has one version.
 
 Source: AReaL, arXiv 2505.24298, section 5, bounds staleness in the same way, with requests that
 go on over a change of weights.
@@ -46,16 +46,16 @@ def run_ahead(block: Block, roles: Roles, asked: Event) -> Pins:
 
 
 class Ahead(Start):
-    """What rollouts start from while a newer policy is in training."""
+    """Start of rollouts while a newer policy is in training."""
 
     def __init__(self, block: Block, iteration: int, pin: Callable[[], str], data: StreamState):
-        """Know the data; `pin` is called for the policy, and may wait for it."""
+        """Take the data; `pin` returns the pin of the policy, and may wait for it."""
         super().__init__(Pins(block.policy_pin, ""))
         self.lag = int(iteration > 1)
         self._pin, self._data = pin, data
 
     def data(self) -> StreamState:
-        """Return where prompts stand after the rollouts of the iteration before."""
+        """Return the prompt cursor after the rollouts of the iteration before."""
         return self._data
 
     def _wait(self) -> Pins:
@@ -63,7 +63,7 @@ class Ahead(Start):
 
 
 def _sample(block: Block, roles: Roles) -> Pins:
-    """Sample every iteration of a block, and evaluate policies whose turn has come."""
+    """Sample every iteration of a block, and evaluate its policies in between."""
     residents = Residents(roles.mine, roles.device, block.config, trains=False)
     data = Start(Pins(block.policy_pin, block.state_pin)).data()
     first, last = block.iteration, block.iteration + block.count - 1
@@ -91,7 +91,7 @@ def _sample(block: Block, roles: Roles) -> Pins:
 def _start(
     block: Block, roles: Roles, residents: Residents, iteration: int, data: StreamState
 ) -> Start:
-    """Return what an iteration starts from; an open engine gets the weights, if they are sent."""
+    """Return the start of an iteration; if the trainer sends weights, the open engine gets them."""
     version = iteration - 2
     if version < block.iteration:
         is_first = iteration == block.iteration
@@ -109,7 +109,7 @@ def _start(
 
 
 def _after(block: Block, iteration: int, data: StreamState) -> StreamState:
-    """Return where prompts stand after the rollouts of an iteration, as its state will have it."""
+    """Return the prompt cursor after the rollouts of an iteration, as its state will have it."""
     consumed: list[int] = []
     for shard in range(block.num_shards):
         place = layout.rollouts(block.root, iteration, shard)
@@ -118,17 +118,17 @@ def _after(block: Block, iteration: int, data: StreamState) -> StreamState:
 
 
 def _sampled(roles: Roles, iteration: int) -> list[str]:
-    """Return what each rank that samples tells once its shards of an iteration are written."""
+    """Return the keys that the sampling ranks set once their shards of an iteration are written."""
     return [f"sampled/{iteration}/{rank}" for rank in range(roles.num_samplers)]
 
 
 def _train(block: Block, roles: Roles, asked: Event) -> Pins:
-    """Train every iteration of a block, once it is sampled; all ranks tell the same."""
+    """Train every iteration of a block once it is sampled; all ranks send the same messages."""
     held = HeldTrainer()
     last = block.iteration + block.count - 1
     sampled_by = Start(Pins(block.earlier_pin, ""))
     newest = Start(Pins(block.policy_pin, block.state_pin))
-    # Names and types of what is passed on are in any policy; this one comes while others sample.
+    # Any policy has the names and dtypes to pass on; this one is fetched while others sample.
     files = fetch_weights(block.policy_pin)
     try:
         for iteration in range(block.iteration, last + 1):
@@ -142,7 +142,7 @@ def _train(block: Block, roles: Roles, asked: Event) -> Pins:
             newest.when_exported(partial(roles.tell, f"policy/{iteration}"))
             if iteration + 2 <= last:
                 _pass_on(roles, iteration, newest, held, files, asked)
-        # Exports end in any order.
+        # Exports may end in any order, so this waits for the last two.
         sampled_by.pins()
         pins = newest.pins()
         roles.tell("ended", "")
@@ -157,7 +157,7 @@ def _train(block: Block, roles: Roles, asked: Event) -> Pins:
 def _pass_on(
     roles: Roles, iteration: int, made: Start, held: HeldTrainer, files: WeightSource, asked: Event
 ) -> None:
-    """Send the weights of an iteration to those that have sampled the next one, if all can take."""
+    """Send the weights of an iteration to the samplers of the next, if all have an open engine."""
     source = None
     if all(roles.hear(*_sampled(roles, iteration + 1), asked=asked)):
         source = held_weights(held, made, files, roles.mine)

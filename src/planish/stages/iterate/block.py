@@ -34,15 +34,15 @@ from planish.stages.train.ranks.boundaries import Sigterm
 from planish.stages.train.ranks.worker import run_rank
 
 PACE = 0.5
-"""The upload of a state is spread over this share of the time that sampling has last taken; the
-rest is for the export behind it."""
+"""Share of the last sampling time over which the upload of a state is spread; the export after it
+has the rest."""
 
 
 def run_block(block: Block, ranks: Ranks = SINGLE, asked: Event | None = None) -> Pins:
     """Run the iterations of a block; every rank calls it.
 
     Raises:
-        SystemExit: a stage has failed, with its code, which its log explains.
+        SystemExit: a stage has failed; the exit code is its own, and its log names the cause.
     """
     device = pick_device(block.train.device, ranks.rank)
     residents = Residents(ranks, device, block.config)
@@ -71,14 +71,14 @@ def _run_iteration(
     residents: Residents,
     asked: Event | None,
 ) -> Start:
-    """Run one iteration; returns what the next one starts from."""
+    """Run one iteration; return the start of the next one."""
     residents.refresh(start)
     opened = partial(residents.serve, start=start)
     spent = 0.0
 
     def sampling() -> None:
         nonlocal spent
-        # A wait for the last upload would make the next one last longer, and so on.
+        # With its waits for the last upload, this time would make the next upload even longer.
         began = time.monotonic() - start.waited_seconds
         sample_shards(block, iteration, start, residents.engines, opened)
         spent = time.monotonic() - start.waited_seconds - began

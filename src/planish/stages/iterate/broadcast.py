@@ -1,11 +1,11 @@
-"""Weights on their way from the ranks that train to those that sample, by broadcasts of one group.
+"""Transfer of weights from the ranks that train to those that sample, by broadcasts of one group.
 
-The first rank of the trainer sends what all of its ranks gather, in messages of many tensors; the
-others of the group read them where they would read files. Both sides cut the same messages out of
-the names, of one type each.
+All ranks of the trainer gather each tensor, and the first rank sends it, in messages of many
+tensors; the other ranks of the group read these in place of files. Both sides derive the same
+messages from the names, each of one dtype.
 
-Source: vLLM 0.32, `distributed/weight_transfer/nccl_engine.py`, has the same sender, whose group is
-of accelerators only; what comes is loaded layer by layer as by `engines/vllm/weights.py`.
+Source: vLLM 0.32, `distributed/weight_transfer/nccl_engine.py`, has the same sender, for
+accelerators only; `engines/vllm/weights.py` loads the received tensors layer by layer.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def send(source: WeightSource, group: ProcessGroup | None, device: torch.device)
 
 
 class SentWeights(SummedWeights):
-    """What `send` broadcasts; a tensor is read once, best in the order in which they come."""
+    """Weights that `send` broadcasts; each tensor is read once, best in the order of the names."""
 
     def __init__(self, names: Names, files: WeightSource, roles: Roles) -> None:
-        """Receive nothing yet; every rank of this role reads alike."""
+        """Receive nothing yet; every rank of this side reads the same tensors in the same order."""
         mine = set(list(names)[roles.mine.rank :: roles.mine.size])
         super().__init__(names, files, roles.mine, mine)
         self._group, self._device = roles.group, roles.device
@@ -87,7 +87,7 @@ class SentWeights(SummedWeights):
         self._came: dict[str, Tensor] = {}
 
     def read(self, name: str, index: Index = ()) -> Tensor:
-        """Return a box of one tensor; those before it are kept until they are read."""
+        """Return a box of one tensor; those received before it stay in memory until their read."""
         while name not in self._came:
             self._receive(next(self._left))
         return self._came.pop(name)[index]

@@ -1,7 +1,7 @@
-"""The end of an update beside the next rollouts: its state is committed, its policy exported.
+"""The end of an update: it commits the state and exports the policy beside the next rollouts.
 
-What samples next has the weights from the trainer, and needs neither before it writes what names
-them by their digests.
+The engine that samples next has its weights from the trainer. It waits for state and policy only
+before it writes records with their digests.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from planish.stages.train.ranks.job import TrainJob
 from planish.stages.train.ranks.worker import Trained
 
 LIMIT_SECONDS = 12 * 3600.0
-"""Longest that ranks wait for those that still sample, judge or export."""
+"""Longest time that ranks wait for others that still sample, judge or export."""
 LEAVE_SECONDS = STOP_SECONDS
-"""What is still being committed has so long to end when the task ends too early."""
+"""Time that a running commit has to finish if the task ends early."""
 
 
 class Commit(Start):
-    """What an iteration starts from while the update before it is still on its way to the store."""
+    """Start of an iteration while the update before it is still on its way to the store."""
 
     def __init__(self, job: TrainJob, trained: Trained) -> None:
-        """Begin to wait for the state, and to export behind it; every rank does so."""
+        """Start a thread that waits for the state and then exports; every rank does so."""
         super().__init__(Pins(job.policy_pin, ""))
         self.held_version = job.iteration
         self._job, self._trained = job, trained
@@ -52,15 +52,15 @@ class Commit(Start):
         threading.Thread(target=self._end, name="commit", daemon=True).start()
 
     def data(self) -> StreamState:
-        """Return cursor and sets as the state will have them."""
+        """Return cursor and sets of the state on its way, with whole pins."""
         return whole_pins(self._trained.stream, self._job.root)
 
     def state_pin(self) -> str:
-        """Return the pin of the state, behind which the policy is exported."""
+        """Wait for the state and return its pin; the export of the policy follows it."""
         return self._saved.result()
 
     def when_exported(self, told: Callable[[str], None]) -> None:
-        """Call `told` with the pin of the policy once it is exported, in a thread of its own."""
+        """Call `told` with the pin of the policy once it is exported, maybe in another thread."""
 
         def call(ended: Future[Pins]) -> None:
             if ended.exception() is None:
@@ -69,7 +69,7 @@ class Commit(Start):
         self._ended.add_done_callback(call)
 
     def leave(self, seconds: float) -> None:
-        """Wait for the end, whatever it is, for so long."""
+        """Wait at most `seconds` until the commit succeeds or fails."""
         wait([self._ended], seconds)
 
     def _wait(self) -> Pins:
@@ -82,7 +82,7 @@ class Commit(Start):
     def _end(self) -> None:
         try:
             state_pin = self._trained.commit().pin()
-            # The record of the state is there once the first rank comes here.
+            # The record of the state exists once the first rank gets here.
             self._call.decide(bytes, "state")
             self._saved.set_result(state_pin)
             policy_pin = export_policy(self._job, state_pin, self._call)
@@ -92,7 +92,7 @@ class Commit(Start):
             try:
                 self._call.abort(reason)
             finally:
-                # Whoever waits for the pins raises it.
+                # Everybody who waits for the pins raises it.
                 if not self._saved.done():
                     self._saved.set_exception(reason)
                 self._ended.set_exception(reason)
@@ -101,7 +101,7 @@ class Commit(Start):
 def export_policy(job: TrainJob, state_pin: str, call: Control | None = None) -> str:
     """Export the policy of an iteration as the task `checkpoint`; returns its pin.
 
-    Ranks that share the export in `call` do so as that task of the first one.
+    With `call` several ranks share the export, and only the first one runs it as a task.
     """
 
     def work(context: Context) -> Outcome:
@@ -123,7 +123,7 @@ def export_policy(job: TrainJob, state_pin: str, call: Control | None = None) ->
 
 
 def stage_error(end: SystemExit) -> PlanishError:
-    """Return the error of a task whose stage has failed; its log holds the error itself."""
+    """Return the error for a stage that ended with this code; its log names the cause."""
     code = int(end.code or 0)
     kinds: dict[int, type[PlanishError]] = {EXIT_CONFIG: ConfigError, EXIT_TRANSIENT: PeerLost}
     kind = kinds.get(code, PlanishError)

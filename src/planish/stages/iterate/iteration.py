@@ -1,4 +1,4 @@
-"""The two halves of one iteration in a task of several: rollouts, and all that comes behind."""
+"""The two halves of one iteration of a resident task: rollouts, and everything after them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sample_shards(
 
 
 def evaluate(block: Block, iteration: int, policy_pin: str, residents: Residents) -> None:
-    """Measure the policy before an iteration by the first engine; every rank that samples calls."""
+    """Measure the policy before an iteration on the first engine; all ranks that sample call it."""
     if residents.engines.is_first:
         place = block.root, block.config_sha256, iteration, policy_pin
         residents.lead(lambda: evaluate_iteration(*place, residents.serve))
@@ -71,16 +71,16 @@ def update(
     """Judge the rollouts of an iteration, train on them, and begin to commit; every rank calls it.
 
     Args:
-        block: its task.
-        iteration: whose rollouts are there.
+        block: task of the iteration.
+        iteration: number of the iteration; its rollouts exist.
         sampled_pin: policy that has sampled them.
         before: newest policy and train state.
-        ranks: those that train.
-        held: the trainer of this rank.
-        asked: set once this process is to end.
+        ranks: ranks that train.
+        held: trainer of this rank.
+        asked: set once this process must end.
 
     Returns:
-        What comes after `before`.
+        Policy and train state after the iteration.
     """
     if ranks.is_first:
         _task(

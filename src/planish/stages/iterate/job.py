@@ -14,4 +14,4 @@ class Block(TrainJob):
     count: int = 1
     """Iterations of the block."""
     earlier_pin: str = ""
-    """Policy before `policy_pin`, by which rollouts that are ahead begin; "" for no such."""
+    """Policy before `policy_pin`, which samples first if rollouts are ahead; "" if they are not."""

@@ -1,11 +1,11 @@
 """A trainer and a rollout engine on the device of one rank, open from the first use to the end.
 
-One of them has the device at a time. New weights pass in memory: every rank gathers a tensor of the
-trainer and hands it to its own engine, in the type of the policy's files, so that an engine samples
-from the very numbers that are exported. Where neighbours share a vLLM (`engine.tensor_parallel`),
-the first of them uses it, and the others do what it does there.
+One of them uses the device at a time. New weights pass in memory: every rank gathers a tensor of
+the trainer and hands it to its own engine. The tensor has the dtype of the policy's files, so an
+engine samples from exactly the numbers that are exported. If neighbours share a vLLM
+(`engine.tensor_parallel`), the first of them uses it, and the others repeat its calls.
 
-Source: colocated ranks are HybridFlow's, arXiv 2409.19256, section 5.
+Source: HybridFlow, arXiv 2409.19256, section 5 (colocated ranks).
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ logger = logging.getLogger(__name__)
 
 
 class SummedWeights(WeightSource):
-    """Weights in memory with a checksum, whose parts are computed by different ranks."""
+    """Weights in memory with a checksum, of which every rank computes a part."""
 
     def __init__(
         self, names: Names, files: WeightSource, ranks: Ranks, mine: Collection[str]
     ) -> None:
-        """Know the tensors by name, and those that are this rank's to sum.
+        """Take the names of all tensors, and in `mine` of those that this rank sums.
 
-        `files` of an earlier policy may hold one of them twice.
+        `files` of an earlier policy may have one of them under two names.
         """
         self._names, self._ranks, self._mine = names, ranks, mine
-        # An LM head that is the embedding.
+        # A tied LM head has the checksum of the embedding.
         self._tied = [name for name in files.names() if name not in names]
         self._sums = dict.fromkeys(names, 0)
 
@@ -64,7 +64,7 @@ class SummedWeights(WeightSource):
         return self._names
 
     def _sum(self, parts: Mapping[str, Tensor]) -> None:
-        """Take tensors into the checksum that are this rank's to sum."""
+        """Add the tensors that this rank sums to the checksum."""
         self._sums |= {key: checksum(part) for key, part in parts.items() if key in self._mine}
 
     def checksum(self) -> str:
@@ -76,10 +76,10 @@ class SummedWeights(WeightSource):
 
 
 class TrainerWeights(SummedWeights):
-    """The policy in training under the names of its files; all ranks read alike, in one order."""
+    """The policy in training by the names of its files; all ranks read in the same order."""
 
     def __init__(self, trainer: Trainer, files: WeightSource, ranks: Ranks = SINGLE) -> None:
-        """Gather nothing yet; `files` of an earlier policy give types and configuration."""
+        """Gather nothing yet; `files` of an earlier policy give dtypes and configuration."""
         self._tensors: Mapping[str, Any] = trainer.policy.weights()
         self._config, like = read_model_config(Path(files.address)), files.names()
         self._owner: dict[str, str] = {}
@@ -111,9 +111,9 @@ class TrainerWeights(SummedWeights):
 def held_weights(
     held: HeldTrainer, start: Start, files: WeightSource, ranks: Ranks
 ) -> TrainerWeights | None:
-    """Return the weights in training, from which an iteration starts; None where files have them.
+    """Return the weights in training for an iteration; None if engines must read their files.
 
-    Other shards have other names or are to be merged: engines read their export.
+    Only `fsdp2` without adapters gives weights: others have other names, or need a merge.
     """
     trainer = held.trainer
     if trainer is None or start.held_version is None or trainer.adapters is not None:
@@ -122,7 +122,7 @@ def held_weights(
 
 
 class Residents:
-    """What one rank keeps; all ranks call `refresh` and `rest` alike."""
+    """Trainer and engine that one rank keeps; all ranks call `refresh` and `rest` alike."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Residents:
         *,
         trains: bool = True,
     ) -> None:
-        """Hold nothing yet; `trains` is False where these ranks sample alone."""
+        """Open nothing yet; `trains` is False if these ranks only sample."""
         self._ranks, self._device, self._config, self._trains = ranks, device, config, trains
         self.trainer = HeldTrainer()
         self._settings = parse_section(EngineConfig, config.get("engine", {}), section="engine")
@@ -146,17 +146,17 @@ class Residents:
         self._files: WeightSource | None = None
 
     def settle(self, start: Start) -> Pins:
-        """Return the pins of what an iteration starts from; the trainer may stand there."""
+        """Return the pins of `start`; if the trainer has its weights, note the pin of the state."""
         pins = start.pins()
         if start.held_version is not None:
             self.trainer.state_pin = pins.state_pin
         return pins
 
     def refresh(self, start: Start) -> None:
-        """Give the engine the weights in training, if an iteration starts from them.
+        """Give the engine the weights in training, if `start` is made of them.
 
-        vLLM is opened here if there are several ranks: it makes groups of processes, in which all
-        have to take part, and takes the trainer's along when it is closed.
+        With several ranks vLLM opens here: it makes process groups, in which all ranks take part.
+        Its end would destroy the process groups of the trainer too.
         """
         is_vllm = self._settings.name == "vllm"
         if is_vllm and self._ranks.size > 1 and self._engine is None:
@@ -178,7 +178,7 @@ class Residents:
 
     @property
     def is_open(self) -> bool:
-        """Whether an engine is here."""
+        """True if this rank has an open engine."""
         return self._engine is not None
 
     def take(self, source: SummedWeights, start: Start) -> None:
@@ -190,9 +190,9 @@ class Residents:
         self._served = start
 
     def lead(self, work: Callable[[], None], start: Start | None = None) -> None:
-        """Do some work on the first rank of each engine, whose `serve` takes `start`, or none.
+        """Do `work` on the first rank of each engine; `work` calls `serve` with `start` or none.
 
-        The others return when it is done; until then their engines do what that of the first does.
+        The other ranks return when it is done; until then their engines follow that of the first.
         """
         if self._team is None or self._team.leads:
             work()
@@ -211,9 +211,9 @@ class Residents:
     def serve(
         self, config: EngineConfig, model: ModelRef, start: Start | None = None, **options: Any
     ) -> Iterator[BaseEngine]:
-        """Lend the engine with the weights of a policy, as `open_engine` opens one.
+        """Lend the engine with the weights of a policy, in place of `open_engine`.
 
-        They are those of `start`, if it is given, whatever the model.
+        The weights are those of `start` if it is given, else those of `model`.
         """
         if self._team is not None:
             self._team.tell("serve", model.pin if start is None else "")
@@ -230,7 +230,7 @@ class Residents:
         if config.name == "vllm":
             options = self._vllm_options()
         if torch.device(options["device"]).type == self._device.type:
-            # Of several accelerators this process has one.
+            # This process has one of several accelerators.
             options["device"] = str(self._device)
         kind = (config, *sorted(options.items()))
         if self._engine is not None and self._kind != kind:
@@ -249,7 +249,7 @@ class Residents:
         self._engine.renew()
         try:
             yield self._engine
-            # Groups that entered ahead of a round which came to be the last are wanted by nobody.
+            # Nobody needs groups that entered early for a round that did not follow.
             self._engine.abort()
             self._engine.poll(0.0)
         except BaseException:
@@ -269,13 +269,13 @@ class Residents:
         config = parse_section(EvaluateConfig, self._config.get("evaluate", {}), section="evaluate")
         if config.every:
             options["max_rows"] = max(options["max_rows"], config.max_rows)
-            # Its prompts may be as long as the model lets them.
+            # Its prompts may be as long as the model allows.
             options["max_model_len"] = 0
         options |= {"shares_device": True}
         return options | ({"team": self._team} if self._team is not None else {})
 
     def _beside_trainer(self, config: EngineConfig) -> EngineConfig:
-        """Return the settings of vLLM where weights and moments of the trainer stay as well."""
+        """Return the settings of vLLM on a device that keeps weights and moments of the trainer."""
         assert self._files is not None
         try:
             shape = shape_of(read_model_config(Path(self._files.address)))
@@ -294,7 +294,7 @@ class Residents:
         _free_device()
 
     def close(self) -> None:
-        """Let go of both."""
+        """Close engine and trainer."""
         self._close_engine()
         self.trainer.close()
 
@@ -305,6 +305,6 @@ class Residents:
 
 
 def _free_device() -> None:
-    """Give what torch keeps for reuse back to the device, whose memory another allocator takes."""
+    """Return torch's cached memory to the device, for another allocator."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -22,14 +22,14 @@ from planish.run.stage_metrics import show_phase
 from planish.stages.train.ranks.job import TrainJob
 
 LOOK_SECONDS = 0.05
-"""Pause between two looks for what is still to be told."""
+"""Seconds between two checks for missing messages."""
 
 
 class Roles:
-    """This rank among all of a task, and among those that do the same."""
+    """This rank among all ranks of a task, and among those of its side."""
 
     def __init__(self, job: TrainJob, device: torch.device, timeout_seconds: float) -> None:
-        """Meet the other ranks; every rank does so."""
+        """Join the process groups; every rank does so."""
         from torch._C._distributed_c10d import PrefixStore
 
         store, self.everyone = launcher_store(timeout_seconds)
@@ -51,16 +51,16 @@ class Roles:
             self.group = open_group(weights, among, device, timeout_seconds=timeout_seconds)
 
     def tell(self, key: str, words: str) -> None:
-        """Tell all other ranks something, once."""
+        """Send `words` to all ranks under `key`; a key is used once."""
         self._store.set(key, words)
 
     def hear(self, *keys: str, asked: Event | None = None) -> list[str]:
-        """Return what has been told under these keys, once all of it has.
+        """Wait for the messages under all of these keys and return them.
 
-        A signal ends the wait, and so does one that `asked` has heard before.
+        A signal ends the wait, and so does an earlier one that has set `asked`.
 
         Raises:
-            PeerLost: it has not been told in time, or the launcher is gone.
+            PeerLost: a message does not arrive in time, or the launcher is gone.
         """
         show_phase("waiting")
         if asked is not None and asked.is_set():

@@ -51,7 +51,7 @@ def run(
 
     Raises:
         SystemExit: as `run.stage.execute`; the log of the stage that failed explains it. Another
-            attempt of the same run ends at once where a part of the task failed for good.
+            attempt of the same run ends at once if a part of the task failed for good.
     """
     context = Context(root.rstrip("/"), "iterate", number, 0, {}, config_sha256, {})
     try:
@@ -65,7 +65,7 @@ def run(
         )  # fmt: skip
         if block.is_ahead:
             block = replace(block, earlier_pin=_earlier_pin(block, run["origin"]["policy"]))
-        # Between the parts of an iteration a signal must not end what is being committed.
+        # Between the parts of an iteration a signal must not end a running commit.
         with stops_with(EXIT_TRANSIENT):
             told = in_ranks(block, RANK)
             if told is not None:
@@ -90,12 +90,12 @@ def _markers(context: Context, count: int) -> list[str]:
 
 
 def _code(context: Context, count: int, error: PlanishError) -> int:
-    """Return the exit code of a task; a part that failed for good decides, whoever spoke first."""
+    """Return the exit code of a task; a part that failed for good outranks the first error."""
     code = exit_code(error)
     if code == EXIT_CONFIG and not isinstance(error, RootInUse):
         mark_failure(context, error)
     elif code != EXIT_CONFIG:
-        # The rank that failed for good may have been killed before it could tell.
+        # The rank that failed for good may have been killed before it could report its error.
         try:
             refuse_known_failure(context, _markers(context, count))
         except ConfigError as known:
@@ -107,9 +107,9 @@ def _code(context: Context, count: int, error: PlanishError) -> int:
 
 
 def _earlier_pin(block: Block, origin: str) -> str:
-    """Return the policy before that of a block; its own where there is none, or none any more.
+    """Return the policy before that of a block; the block's own if that one is missing.
 
-    `origin` is the policy that the root began with, if it was one of another root.
+    `origin` is the first policy of the root, if it belongs to another root.
     """
     version = max(block.iteration - 2, 0)
     if version == 0 and origin:

@@ -1,8 +1,8 @@
 """Slots of successive batching: responses that generate in this iteration, wait, or go on.
 
-A shard has a fixed number of slots. Responses with tokens keep theirs, then samples that wait for
-one in the order of their entry, then new prompts: a prompt enters with all its samples. No engine
-here, so that the rule can be tested over many simulated iterations.
+A shard has a fixed number of slots. Responses with tokens keep theirs. Free slots go to waiting
+samples in the order of their entry, then to new prompts, which enter with all their samples. This
+module needs no engine, so tests can simulate many iterations.
 
 Source: T-PPO, arXiv 2506.15050 (successive batching); the order of entry, and that no response is
 ever dropped, are ours.
@@ -21,8 +21,8 @@ from planish.stages.rollout.side_sets import read_side_set
 def deal(sets: Sequence[Sequence[Group]], shard: int, num_shards: int) -> list[Group]:
     """Return the carried groups of one shard, in the order of their entry.
 
-    Shard s goes on with set s; where the number of shards has changed, all groups are dealt out
-    one by one. A group is never split.
+    Shard s goes on with set s. If the number of shards has changed, all groups are dealt out one
+    by one. A group is never split.
 
     Args:
         sets: groups of each carry set of the iteration before, in the order of its shards.
@@ -93,9 +93,9 @@ def settle(groups: Sequence[Group], unfinished: Unfinished) -> tuple[list[Group]
 
 
 def read_carry(pins: Sequence[str], config_sha256: str) -> list[list[Group]]:
-    """Read the groups of each carry set; nothing in them is of the iteration to come.
+    """Read the groups of each carry set; the window of each response starts after its last token.
 
-    Only runs with this configuration have verdicts that count.
+    Verdicts of a run with another configuration are left out.
 
     Raises:
         ObjectMissing: a set is gone.

@@ -1,8 +1,7 @@
 """Commits of a shard: its samples so far, kept beside its rollouts until these are written.
 
-Each commit is a set of its own that names the groups which have changed since the one before, so
-that what is committed is never touched again. A retry reads them in order, and the last word on a
-group counts.
+Each commit is a separate set of the groups that have changed since the commit before, so no commit
+is ever rewritten. A retry reads the commits in order; the last state of a group counts.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ class Commits:
     def __init__(
         self, uri: str, *, parents: Callable[[], Mapping[str, str]], facts: Mapping[str, Any]
     ) -> None:
-        """Bind a folder; a commit is used again if it has these digests of inputs and facts.
+        """Bind a folder; a retry uses a commit if it has these digests of inputs and these facts.
 
-        `parents` is called where there is a commit to read or to write: it may wait for a digest.
+        `parents` may wait for a digest, so it is called only for a commit to read or to write.
         """
         self._uri, self._parents, self._facts = uri, parents, dict(facts)
         self._next = 0
@@ -50,11 +49,11 @@ class Commits:
     def read(self) -> Committed:
         """Return the commits of earlier attempts with the same inputs; drop those of others.
 
-        A damaged commit ends the row: what it and later ones held is sampled again.
+        A damaged commit ends the sequence: this shard samples its part and all later ones again.
         """
         found = Committed()
         opened, key = store.open_store(self._uri)
-        # What another attempt commits while this one reads stays, and files are written over.
+        # Commits that another attempt writes meanwhile stay; writes of this one replace them.
         before = list(opened.list(key))
         try:
             while True:
@@ -94,7 +93,7 @@ class Commits:
         self._next += 1
 
     def clear(self) -> None:
-        """Delete all; the rollouts are written, so that what another attempt commits is no loss."""
+        """Delete all commits, also those of another attempt: the rollouts are written."""
         opened, key = store.open_store(self._uri)
         opened.delete(stat.key for stat in opened.list(key))
         opened.tidy(key)

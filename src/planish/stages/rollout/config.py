@@ -15,7 +15,7 @@ from planish.engines.config import TEMPERATURES
 from planish.records.rewards import MAX_ITERATIONS_WITHOUT_SIGNAL
 
 Unfinished = Literal["train", "hold", "hold_group"]
-"""The part of a response that goes on which train gets, as `RolloutConfig.unfinished` explains."""
+"""Part of an unfinished response that train gets; see `RolloutConfig.unfinished`."""
 
 
 class RolloutConfig(Section):

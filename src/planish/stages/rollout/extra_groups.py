@@ -1,8 +1,8 @@
-"""Surplus of dynamic sampling: groups with a signal that one batch had no room for, for the next.
+"""Surplus of dynamic sampling: groups with a signal that did not fit in one batch, for the next.
 
-Only with `rollout.max_staleness` above 0. Ages are counted in policy versions: a group that version
-v sampled is v' - v old for version v'. Every group of the earlier sets is used, carried on or
-counted as expired by exactly one shard, so that none is lost and none is trained twice.
+Surplus exists only with `rollout.max_staleness` above 0. Ages are in policy versions: a group that
+version v sampled has age v' - v for version v'. Exactly one shard uses a group of the earlier sets,
+carries it on or counts it as expired, so no group is lost and none is trained on twice.
 
 Source: DAPO, arXiv 2503.14476, algorithm 1 (its buffer of one step; reuse over steps is ours).
 """
@@ -28,11 +28,11 @@ class SurplusExchange:
     carried: list[Group]
     """Young groups that the batch has no room for: written for the next iteration."""
     num_taken: int
-    """Groups of earlier sets that are this shard's."""
+    """Number of groups of earlier sets that this shard takes over."""
     num_expired: int
     """Number of groups that are too old for this iteration or for the next."""
     num_undrawn: int = 0
-    """Surplus groups of this batch whose prompts are to be drawn again."""
+    """Number of surplus groups of this batch whose prompts will be drawn again."""
 
 
 def share(groups: Sequence[Group], shard: int, num_shards: int) -> list[Group]:
@@ -44,7 +44,7 @@ def share(groups: Sequence[Group], shard: int, num_shards: int) -> list[Group]:
 def take_over(
     mine: Sequence[Group], *, room: int, version: int, max_staleness: int
 ) -> SurplusExchange:
-    """Fill the batch, which has `room` groups, from a shard's share, oldest first.
+    """Fill the batch with up to `room` groups of a shard's share, oldest first.
 
     `version` is that of the policy that samples now, `max_staleness` the highest age to train on.
     """
@@ -55,11 +55,11 @@ def take_over(
 def settle(
     taken: SurplusExchange, fresh: Sequence[Group], *, next_version: int, max_staleness: int
 ) -> SurplusExchange:
-    """Decide which groups the next iteration gets: those that it may still train on.
+    """Carry on the groups that the next iteration may still train on; count the others.
 
     Args:
         taken: result of `take_over`.
-        fresh: surplus of this batch. Without reuse its prompts are to be drawn again.
+        fresh: surplus of this batch. Without reuse its prompts will be drawn again.
         next_version: version of the policy that samples next.
         max_staleness: highest age that may be trained on, in policy versions; 0 is no reuse.
     """

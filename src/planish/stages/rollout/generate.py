@@ -52,7 +52,7 @@ class GroupSampler:
         self._judge(self.flight.enter_committed())
 
     def __call__(self, ordinals: Sequence[int], ahead: LookAhead) -> list[Group]:
-        """Return one group per ordinal of a round; groups ahead take rows that it leaves free."""
+        """Return one group per ordinal of a round; groups of the next round take free rows."""
         self._enter(ordinals)
         left = {ordinal for ordinal in ordinals if ordinal not in self._judged}
         ended = [self._judged[ordinal] for ordinal in ordinals if ordinal not in left]
@@ -74,7 +74,7 @@ class GroupSampler:
         return [self._judged.pop(ordinal) for ordinal in ordinals]
 
     def _upcoming(self, ahead: LookAhead, ended: Sequence[Group]) -> deque[int]:
-        """Return the prompts of the next round that may enter, after these groups of this one."""
+        """Return the prompts of the next round that may enter, given the `ended` groups of this."""
         wanted = ahead.ordinals[: ahead.num_wanted(ended)]
         return deque(ordinal for ordinal in wanted if not self.flight.has(ordinal))
 
@@ -122,12 +122,12 @@ class GroupSampler:
             raise ConfigError(f"{fault} (prompt {group.prompt_id})")
 
     def text_of(self, group: Group, slot: Slot) -> str:
-        """Return the text of a response, behind the mark of a thought that its prompt opens."""
+        """Return the text of a response, after the mark of a thought if its prompt opens one."""
         opened = self._tokenizer.opened_thought(group.prompt_tokens)
         return opened + self._tokenizer.decode(slot.tokens.tolist())
 
     def _judge(self, ended: Sequence[Group]) -> list[Group]:
-        """Return groups with their texts, and with verdicts where all responses are there."""
+        """Return groups; those whose responses have all ended get texts and verdicts."""
         result = []
         for group in ended:
             is_whole = all(slot.finish in ENDED for slot in group.slots)

@@ -39,16 +39,16 @@ class Slot:
     versions: npt.NDArray[np.generic] = field(default_factory=lambda: _none(np.int32))
     """[t] int32, policy version that sampled each token."""
     start: int = 0
-    """First token of the current window; t where this iteration has generated none."""
+    """First token of the current window; t if this iteration has generated none."""
     finish: FinishReason = FinishReason.WINDOW
-    """Why it ended; WINDOW while it goes on."""
+    """Reason for the end; WINDOW while the response goes on."""
     text: str = ""
     """Decoded tokens."""
     routing: npt.NDArray[np.generic] | None = None
-    """[prompt + t, layers, experts per token], the experts of each token as an input; None where
-    the engine was not asked, and -1 where it did not say."""
+    """[prompt + t, layers, experts per token], the experts of each token as an input; -1 if the
+    engine gave none for a token, None if it recorded none at all."""
     verdicts: Verdicts = field(default_factory=dict)
-    """Of every verifier, that of the prompt first; empty while nobody has judged."""
+    """Verdict of each verifier, that of the prompt first; empty before judging."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +57,7 @@ class Slot:
 
     @property
     def is_open(self) -> bool:
-        """It goes on, or waits for a slot."""
+        """True if the response goes on, or waits for a slot."""
         return self.finish is FinishReason.WINDOW
 
     def extended(
@@ -71,18 +71,18 @@ class Slot:
         """Return the response with further tokens of this iteration; its text stays as it was.
 
         Args:
-            tokens: [n] new ones.
-            logprobs: [n].
-            versions: [n].
-            finish: why it ended.
-            routing: [prompt + t + n - 1, layers, experts per token] of the inputs of this call,
-                which computes earlier windows again: they keep the experts that they had.
+            tokens: [n] new tokens.
+            logprobs: [n] log-probabilities of the new tokens.
+            versions: [n] policy versions of the new tokens.
+            finish: reason for the end.
+            routing: [prompt + t + n - 1, layers, experts per token], experts of the inputs of this
+                call. It recomputes earlier windows, but their recorded experts stay.
         """
         joined, known = self.routing, self.routing if routing is None else routing
         if known is not None and len(tokens):
             num_inputs = len(known) + len(tokens) - 1 if routing is None else len(routing)
             joined = np.full((num_inputs + 1, *known.shape[1:]), -1, known.dtype)
-            # The last token of the windows before has been no input until now.
+            # The last token of the earlier windows is an input for the first time.
             first = num_inputs - len(tokens) if self.num_tokens else 0
             if self.routing is not None:
                 joined[:first] = self.routing[:first]
@@ -102,7 +102,7 @@ class Fate(StrEnum):
     """A group as the filter of dynamic sampling sees it."""
 
     MIXED = "mixed"
-    """Scores differ: it carries a signal."""
+    """Scores differ: the group carries a signal."""
     ALL_CORRECT = "all_correct"
     ALL_WRONG = "all_wrong"
     INCOMPLETE = "incomplete"
@@ -111,7 +111,7 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The responses to one prompt that are still of interest, by rising sample."""
+    """The responses to one prompt that are still in use, by rising `sample`."""
 
     ordinal: int
     """Place of the prompt in the endless stream."""
@@ -123,13 +123,13 @@ class Group:
     answer: str
     verifier: str
     slots: tuple[Slot, ...]
-    """None where the prompt is too long to be sampled."""
+    """Responses; empty if the prompt is too long to sample from."""
     extra: str = ""
     """Columns of the data row for reward functions."""
 
     @property
     def fate(self) -> Fate:
-        """The fate by the verifier's scores, never by shaped rewards."""
+        """Fate of the group by the verifier's scores, never by shaped rewards."""
         verdicts = self.verdicts
         if not self.slots or len(verdicts) < len(self.slots):
             return Fate.INCOMPLETE
@@ -159,16 +159,16 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """Oldest policy version that sampled a token of a group with tokens."""
+        """Oldest policy version that sampled a token; the group must have tokens."""
         return int(min(slot.versions.min() for slot in self.slots if slot.num_tokens))
 
 
 def judged(groups: Sequence[Group], judging: Judging) -> list[Group]:
-    """Return groups with verdicts on all responses that have ended; those that have one keep it.
+    """Return groups with verdicts on all responses that have ended; earlier verdicts stay.
 
     Raises:
-        ConfigError: a verifier is not here.
-        VerifierFailure: a verifier of the user hangs again and again.
+        ConfigError: a verifier is not available.
+        VerifierFailure: a verifier of the user hangs repeatedly.
     """
     places = [
         (g, s)
@@ -226,7 +226,7 @@ def as_set(groups: Sequence[Group]) -> RolloutSet:
 
 
 def group_facts(groups: Sequence[Group]) -> dict[str, list[int]]:
-    """Return the numbers of each group that no column of a record holds, for its manifest."""
+    """Return the numbers of each group that go to the manifest, as no column of a set has them."""
     return {
         "ordinals": [group.ordinal for group in groups],
         "drawn": [group.drawn for group in groups],

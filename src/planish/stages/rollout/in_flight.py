@@ -1,9 +1,9 @@
 """Responses in the engine, step by step, with commits on the way.
 
-A commit takes every response out of the engine, writes what has changed, and puts those that go on
-back in an order that depends on their state alone. So a shard that was killed goes on as one that
-was not: both meet an empty engine with the same responses. The price is the prefill of what goes
-on, once in `rollout.commit_steps` steps.
+A commit takes every response out of the engine, writes the changed groups, and puts unfinished
+responses back in an order that depends on their state only. A killed shard therefore continues
+exactly like one that was not killed: both give an empty engine the same responses. The price is one
+prefill of the unfinished responses every `rollout.commit_steps` steps.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class InFlight:
 
     @property
     def num_free(self) -> int:
-        """Rows of the engine that nothing waits for."""
+        """Rows of the engine that no response uses or waits for; below 0 if more wait."""
         return self._config.max_rows - self.num_running
 
     def has(self, ordinal: int) -> bool:
-        """Tell whether a group has entered."""
+        """Return True if the group has entered."""
         return ordinal in self._groups
 
     def group(self, ordinal: int) -> Group:
@@ -95,19 +95,19 @@ class InFlight:
         return self._groups[ordinal]
 
     def keep(self, group: Group) -> None:
-        """Take a group as it is now that it is judged, for the next commit."""
+        """Replace a group by its judged version, for the next commit."""
         self._groups[group.ordinal] = group
         self._changed.add(group.ordinal)
 
     def enter(self, group: Group, places: Sequence[int] | None = None) -> Group | None:
-        """Let responses of a group generate; one that is committed goes on from there.
+        """Let responses of a group generate; a committed group goes on from its commit.
 
         Args:
-            group: as it was before this iteration has generated anything.
-            places: slots that generate; None is all.
+            group: group before this iteration has generated any token.
+            places: indices of the slots that generate; None is all.
 
         Returns:
-            The group where nothing of it is left to do, else None.
+            The group if none of these has a token left to generate, else None.
         """
         ordinal = group.ordinal
         if ordinal in self._before.groups:
@@ -122,18 +122,18 @@ class InFlight:
         return None if going else group
 
     def enter_committed(self) -> list[Group]:
-        """Let all committed groups go on; return those of which nothing is left to do."""
+        """Let all committed groups go on; return those with nothing left to generate."""
         groups = self._before.groups.values()
         return [group for group in groups if self.enter(group) is not None]
 
     def _room(self, slot: Slot) -> int:
-        """Return how many tokens this iteration may still add to a response."""
+        """Return the number of tokens that this iteration may still add to a response."""
         longest = self._config.max_response_tokens
         window = self._config.window_tokens or longest
         return min(slot.start + window, longest) - slot.num_tokens
 
     def advance(self) -> list[Group]:
-        """Make one step of the engine; return the groups that it has ended.
+        """Make one step of the engine; return the groups that end in it.
 
         Raises:
             EngineError: the engine failed as a whole.
@@ -153,7 +153,7 @@ class InFlight:
             self._engine.submit(requests)
         outputs = self._engine.poll(0.0)
         if self._engine.state is EngineState.FAILED:
-            # Its outputs end early with an error; what is committed goes on in the next attempt.
+            # Its outputs end early with an error; committed responses go on in the next attempt.
             faults = [output.error for output in outputs if output.error]
             raise EngineError("; ".join(faults[:1]) or "the engine failed")
         ended = self._take(outputs)
@@ -187,7 +187,7 @@ class InFlight:
         return group, group.slots[member.place]
 
     def _take(self, outputs: Sequence[Output]) -> list[Group]:
-        """Add outputs to their responses; return the groups of which nothing is left to do."""
+        """Add outputs to their responses; return the groups with nothing left to generate."""
         ended = []
         for output in outputs:
             member = self._members.pop(output.request_id)

@@ -32,17 +32,17 @@ class Start:
     """The policy and the train state that an iteration starts from."""
 
     held_version: int | None = None
-    """Version of the policy, where the trainer of this process holds its weights."""
+    """Version of the policy if an engine takes its weights from a trainer's memory, else None."""
     lag = 0
-    """Versions by which the policy that trains on these rollouts is newer than what samples."""
+    """Versions by which the policy that trains on these rollouts is newer than the sampling one."""
     waited_seconds = 0.0
-    """Spent so far in waits for the pins."""
+    """Seconds so far in waits for the pins."""
     weights = ""
-    """Checksum of the weights that an engine has taken from there, until it is compared."""
+    """Checksum of weights that an engine took from memory; "" once `pins` has compared it."""
 
     def __init__(self, pins: Pins) -> None:
         self.files_pin = pins.policy_pin
-        """A policy whose tokenizer is that of the one that samples."""
+        """Pin of a policy with the tokenizer of the one that samples."""
         self._pins = pins
 
     def data(self) -> StreamState:
@@ -50,10 +50,10 @@ class Start:
         return read_data(self._pins.state_pin)
 
     def pins(self) -> Pins:
-        """Return the pins of both, once they are known; all that names them by digest waits here.
+        """Wait until both pins are known and return them; code that needs the digests calls this.
 
         Raises:
-            EngineError: other weights have been sampled from than those of the policy.
+            EngineError: the engine sampled from other weights than those of the policy.
         """
         pins = self._wait()
         if self.weights:
@@ -72,11 +72,11 @@ class Start:
         return self._wait().state_pin
 
     def when_exported(self, told: Callable[[str], None]) -> None:
-        """Call `told` with the pin of the policy once it is there."""
+        """Call `told` with the pin of the policy once it is exported."""
         told(self._wait().policy_pin)
 
     def leave(self, seconds: float) -> None:
-        """Wait for the end of what is still being committed, whatever it is, for so long."""
+        """Wait at most `seconds` until a running commit ends; here none is running."""
 
     def _wait(self) -> Pins:
         return self._pins
@@ -95,17 +95,17 @@ class RolloutJob:
     """Prompt cursor and sets of the train state; pins are whole URIs."""
     prompts_sha256: str
     opened: OpenEngine = open_engine
-    """Gives the engine."""
+    """Function that opens the engine."""
 
     @property
     def parents(self) -> dict[str, str]:
-        """Digests of prompts and policy, once that of the policy is known."""
+        """Digests of prompts and policy; it waits until that of the policy is known."""
         policy = parse_pin(self.start.pins().policy_pin)[1]
         return {"prompts": self.prompts_sha256, "policy": policy}
 
     @property
     def judging(self) -> Judging:
-        """How responses are judged, here and in every other stage."""
+        """Judging of responses, the same in every stage."""
         return Judging.of(self.context.config.get("reward", {}))
 
     @property
@@ -120,11 +120,11 @@ class RolloutJob:
 
     @property
     def has_surplus(self) -> bool:
-        """Surplus groups may come in or go out."""
+        """True if surplus groups may enter or leave."""
         return self.config.max_staleness > 0 or bool(self.data.surplus)
 
     def facts(self) -> dict[str, Any]:
-        """Return the attributes that the output of an earlier attempt must have to be used."""
+        """Return the attributes that the output of an earlier attempt must have for reuse."""
         facts: dict[str, Any] = {
             "config_sha256": self.context.config_sha256,
             "iteration": self.context.iteration,
@@ -181,7 +181,7 @@ class RolloutJob:
 
 
 def rollout_config(tables: Mapping[str, Mapping[str, Any]]) -> RolloutConfig:
-    """Return the settings of `[rollout]`, with what those of `[train]` ask of a rollout."""
+    """Return the settings of `[rollout]`; `train.replay_routing` turns on `keep_routing`."""
     config = parse_section(RolloutConfig, tables.get("rollout", {}), section="rollout")
     if tables.get("train", {}).get("replay_routing"):
         config = config.model_copy(update={"keep_routing": True})
@@ -189,7 +189,7 @@ def rollout_config(tables: Mapping[str, Mapping[str, Any]]) -> RolloutConfig:
 
 
 def engine_options(config: RolloutConfig) -> dict[str, Any]:
-    """Return what `open_engine` needs to know of the settings."""
+    """Return the options of `open_engine` that follow from the settings."""
     from planish.base.parallel import pick_device
 
     return {
@@ -210,15 +210,15 @@ class Session:
     stats: dict[str, Any] = field(default_factory=dict)
     """Counters of the engine."""
     load_seconds: float = 0.0
-    """From nothing to an engine with weights."""
+    """Time until the engine has weights."""
     sample_seconds: float = 0.0
-    """From there to the last token."""
+    """Time from then to the last token."""
 
     def timing(self, num_tokens: int) -> dict[str, float]:
-        """Return numbers for people, which are no part of a record.
+        """Return timings, which are metrics but no part of a record.
 
         An engine with ranks adds `expert_imbalance`, the rows of the busiest expert over the mean,
-        and the share of its iterations in which each rank waited, `bubble_ratio/<role>_<rank>`.
+        and `bubble_ratio/<role>_<rank>`, the share of step time in which a rank was not busy.
         """
         timing = {
             "load_seconds": self.load_seconds,
@@ -260,7 +260,7 @@ def read_data(state_pin: str) -> StreamState:
 
 
 def whole_pins(data: StreamState, root: str) -> StreamState:
-    """Return what a state of a run says about its data, with whole pins."""
+    """Return the data part of a train state with whole pins, below `root`."""
     return replace(
         data,
         surplus=[f"{root}/{pin}" for pin in data.surplus],
@@ -269,7 +269,7 @@ def whole_pins(data: StreamState, root: str) -> StreamState:
 
 
 def shard_groups(num_groups: int, shard: int, num_shards: int) -> int:
-    """Return how many groups a shard keeps; the first ones take the remainder.
+    """Return the number of groups of a shard; the first shards take the remainder.
 
     Example:
         >>> [shard_groups(7, shard, 3) for shard in range(3)]

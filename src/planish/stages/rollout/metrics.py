@@ -17,9 +17,9 @@ from planish.stages.rollout.sampler import Batch
 def batch_metrics(batch: Batch, exchange: SurplusExchange | None = None) -> dict[str, float]:
     """Return counts, shares of the fates of groups, and lengths.
 
-    Response lengths and accuracy are those of all complete groups that were generated, not of the
-    kept ones: they describe the policy. `kept_*` describe the batch. The exchange of surplus groups
-    is None where there is no reuse.
+    Response lengths and accuracy cover all complete groups that were generated, not only the kept
+    ones, so they describe the policy; `kept_*` describe the batch. `exchange` is None without
+    reuse of surplus groups.
     """
     groups = batch.generated()
     complete = [g for g in groups if g.fate is not Fate.INCOMPLETE]
@@ -66,7 +66,7 @@ def batch_metrics(batch: Batch, exchange: SurplusExchange | None = None) -> dict
 
 
 def _response_metrics(slots: Sequence[Slot]) -> dict[str, float]:
-    """Return lengths of responses, and the share that was cut off."""
+    """Return lengths of responses, and the share that the limit of tokens cut off."""
     lengths = [slot.num_tokens for slot in slots]
     return {
         "response_length_mean": float(np.mean(lengths)),
@@ -76,9 +76,9 @@ def _response_metrics(slots: Sequence[Slot]) -> dict[str, float]:
 
 
 def engine_metrics(stats: Mapping[str, Any], num_tokens: int) -> dict[str, float]:
-    """Return how many decode iterations the tokens took, and how full these were.
+    """Return the number of decode iterations of the tokens, and their utilisation.
 
-    `slot_utilisation` is tokens per decode iteration over the most rows that the engine held at
+    `slot_utilisation` is tokens per decode iteration, divided by the most rows in the engine at
     once.
     """
     metrics = {"decode_iterations": float(stats["steps"])}
@@ -89,7 +89,7 @@ def engine_metrics(stats: Mapping[str, Any], num_tokens: int) -> dict[str, float
 
 
 def staleness_metrics(rollouts: RolloutSet, version: int) -> dict[str, float]:
-    """Return how many versions before `version` the response tokens were sampled."""
+    """Return mean and maximum age of the response tokens, in policy versions before `version`."""
     ages = version - rollouts.policy_version.values.astype(np.int64)
     if not len(ages):
         return {}
@@ -98,7 +98,7 @@ def staleness_metrics(rollouts: RolloutSet, version: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Growth:
-    """One response before and after its window; a failed one is the same."""
+    """One response before and after its window; both are the same if it failed."""
 
     group: Group
     before: Slot

@@ -1,4 +1,4 @@
-"""How far a shard is while it samples: levels for the monitoring server, and a line in the log."""
+"""Progress of a shard while it samples: levels for the monitoring server, and lines of the log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 LEVEL_SECONDS = 1.0
 """Seconds between levels."""
 MOST_EXPERT_SERIES = 512
-"""Experts of all layers of which each has a series of its own; of more only the imbalance shows."""
+"""Most experts, over all layers, that get a series each; with more only the imbalance shows."""
 LINE_SECONDS = 5.0
 """Seconds between lines of the log."""
 
@@ -38,13 +38,13 @@ class SamplingProgress:
         num_rows: int,
         stats: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """Tell the present state, at most as often as the constants above say.
+        """Publish the present state, at most every `LEVEL_SECONDS`; log it every `LINE_SECONDS`.
 
         Args:
-            kept: groups or windows of the goal that are there.
+            kept: groups or windows that count towards the goal so far.
             dropped: groups without a signal.
             num_rows: responses that are in the engine now.
-            stats: returns the counters of the engine, and is asked at most as often.
+            stats: returns the counters of the engine; called at most every `LEVEL_SECONDS`.
         """
         if self._kept_before is None:
             self._kept_before = kept
@@ -123,7 +123,7 @@ class SamplingProgress:
             )
 
     def _grown(self, rank: str, name: str, value: float) -> float:
-        """Return by how much a counter of a rank has grown; what a lost rank had stays shown."""
+        """Return the growth of a rank's counter, 0 if it restarts after the loss of a rank."""
         before = self._shown.get((rank, name), 0)
         self._shown[rank, name] = value
         return max(0, value - before)

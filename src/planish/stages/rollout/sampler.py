@@ -1,8 +1,8 @@
 """Dynamic sampling: draw groups in rounds until the batch is full.
 
-The filter looks at the verifier's scores only; rewards and their shaping are the reward stage's.
-Which prompts are consumed is decided here: kept and dropped ones are; surplus ones are not and come
-again, unless they are written for the next iteration.
+The filter looks at the verifier's scores only; the reward stage computes and shapes rewards. Kept
+and dropped groups consume their prompts. Surplus groups do not, so their prompts are drawn again,
+unless the groups are written for the next iteration.
 
 Source: DAPO, arXiv 2503.14476, section 3.2 and algorithm 1.
 """
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 class LookAhead:
     """Prompts of the next round, which may begin while the last responses of this one run.
 
-    They change nothing of what is kept or consumed: a round counts its own groups alone.
+    They do not change the kept or consumed groups, since a round counts only its own groups.
     """
 
     ordinals: Sequence[int]
     """All prompts that the next round can draw, in the order of the stream."""
     num_wanted: Callable[[Sequence[Group]], int]
-    """How many of them the batch is likely to need, by the ended groups of this round."""
+    """Function from the ended groups of this round to the number of `ordinals` likely needed."""
 
 
 Sample = Callable[[Sequence[int], LookAhead], list[Group]]
@@ -69,7 +69,7 @@ class Batch:
     def consumed(self, *, with_surplus: bool = False) -> list[int]:
         """Return the sorted ordinals that must not be drawn again.
 
-        Those of surplus groups are among them where the groups themselves are kept.
+        `with_surplus` adds those of surplus groups, for a caller that keeps these groups.
         """
         surplus = self.surplus if with_surplus else []
         return sorted(group.ordinal for group in [*self.kept, *self.dropped, *surplus])
@@ -90,11 +90,11 @@ def draw_batch(
         sample: generates and judges groups.
         num_groups: groups that the batch has room for.
         config: rounds, filter and starvation policy.
-        num_prompts: so many groups in a row of which none qualifies end rounds without a limit;
+        num_prompts: rounds without a limit end after so many groups in a row that do not qualify;
             0 never ends them.
 
     Raises:
-        ConfigError: starved under the policy `raise`, or rounds without a limit found no group.
+        ConfigError: too few groups under the policy `raise`, or none in rounds without a limit.
     """
     batch = Batch()
     qualified: list[Group] = []
@@ -131,7 +131,7 @@ def draw_batch(
 
 
 def qualifies(group: Group, config: RolloutConfig) -> bool:
-    """Tell whether the batch takes a judged group, by its scores alone."""
+    """Return True if the batch takes a judged group; only its scores count."""
     return group.fate in ((Fate.MIXED,) if config.dynamic_sampling else JUDGED)
 
 
@@ -157,7 +157,7 @@ def _largest_round(num_groups: int, config: RolloutConfig) -> int:
 
 
 def _round_size(num_groups: int, num_kept: int, num_tried: int, config: RolloutConfig) -> int:
-    """Return how many prompts the next round draws."""
+    """Return the number of prompts that the next round draws."""
     missing = num_groups - num_kept
     if not config.dynamic_sampling:
         return missing
@@ -175,9 +175,9 @@ def _num_wanted(
     config: RolloutConfig,
     ended: Sequence[Group],
 ) -> int:
-    """Return how many prompts the round after this one, of `size` groups, is likely to draw.
+    """Return the likely number of prompts of the next round; this round has `size` groups.
 
-    Groups of this round that have not `ended` are taken to qualify as often as those before.
+    Groups of this round that are not in `ended` are assumed to qualify as often as earlier ones.
     """
     num_kept += sum(qualifies(group, config) for group in ended)
     num_tried += len(ended)

@@ -17,13 +17,13 @@ _FACTS = ("config_sha256", "iteration", "seed", "shard", "num_shards", "policy_v
 def read_side_set(
     pin: str, config_sha256: str, *names: str
 ) -> tuple[RolloutSet, Mapping[str, Any]]:
-    """Read a set, and the attributes of its manifest; those `names` have a number a group.
+    """Read a set and the attributes of its manifest; those in `names` have one int per group.
 
-    Verdicts of a run with another configuration are left out: it may have judged otherwise.
+    It drops the verdicts of a run with another configuration, which may have judged differently.
 
     Raises:
         ObjectMissing: the set is gone.
-        RecordError: the set is damaged, or another release names its groups otherwise.
+        RecordError: the set is damaged, or another release wrote these attributes differently.
     """
     uri, digest = parse_pin(pin)
     rollouts, facts = read_set(RolloutSet, uri, sha256=digest), read_manifest(uri, sha256=digest)
@@ -48,13 +48,13 @@ def write_side_set(
     facts: Mapping[str, Any],
     columns: Mapping[str, list[int]],
 ) -> str:
-    """Write a set with the counts of its groups; returns the digest of its manifest."""
+    """Write a set with one number per group in each of `columns`; return its manifest's digest."""
     attributes = {**{name: facts[name] for name in _FACTS}, **columns}
     return write_set(uri, rollouts, parents=parents, attributes=attributes).manifest_sha256
 
 
 def is_there(uri: str, digest: str) -> bool:
-    """Tell whether the set that the rollouts name by `digest` is there; "" names none."""
+    """Return True if the set with manifest `digest` exists, or if "" names no set."""
     if not digest:
         return True
     try:

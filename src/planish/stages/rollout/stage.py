@@ -30,7 +30,7 @@ from planish.stages.rollout.windows import sample_windows
 logger = logging.getLogger(__name__)
 
 _SIDE_SETS = {"surplus_sha256": layout.surplus, "carry_sha256": layout.carry}
-"""Attribute of the rollout set to the place of the set that it names."""
+"""Attribute of the rollout set to the function that places the named set."""
 
 
 def run(
@@ -75,8 +75,7 @@ def sample(
 ) -> Outcome:
     """Sample one shard unless an earlier attempt has.
 
-    Arguments are those of `run`; `opened` gives the engine, and is not asked where nothing is left
-    to sample.
+    Arguments are those of `run`; `opened` opens the engine, only if something is left to sample.
     """
     config = rollout_config(context.config)
     digest = read_manifest(layout.prompts(context.root)).sha256

@@ -16,7 +16,7 @@ from planish.stages.rollout.side_sets import write_side_set
 
 
 def sample_whole(job: RolloutJob, prompts: PromptSet) -> Sampled:
-    """Fill the batch from earlier surplus, then draw what is missing.
+    """Fill the batch from earlier surplus, then draw the missing groups.
 
     Raises:
         ConfigError: too few groups under the starvation policy `raise`, or unfinished responses of

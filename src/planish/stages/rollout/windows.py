@@ -1,7 +1,7 @@
 """Successive batching: each slot generates one window, and unfinished responses go on next time.
 
-A response continues under the newest policy: the engine computes its prefix anew, and its noise
-depends on seed and position only, so that windows change nothing where the policy stays the same.
+A response continues under the newest policy, and the engine recomputes its prefix. Its noise
+depends on seed and position only, so windows change nothing while the policy stays the same.
 
 Source: T-PPO, arXiv 2506.15050 (windowed generation and successive batching).
 """
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
-    """Let every slot of the shard grow by one window; write what goes on as the carry set.
+    """Let every slot of the shard grow by one window; write unfinished responses as the carry set.
 
     A response whose requests all failed keeps its slot and its tokens. Surplus sets of an earlier
-    run are left alone: they are too old by the rule that nothing is reused here.
+    run stay unused: `max_staleness` is 0 with windows, so they are too old.
 
     Raises:
         ConfigError: a response is longer than allowed, or no prompt fits.
@@ -118,7 +118,7 @@ def _check_carried(carried: Sequence[Group], sampler: GroupSampler, job: Rollout
 def _new_groups(
     job: RolloutJob, sampler: GroupSampler, prompts: PromptSet, drawn: list[int]
 ) -> Iterator[Group]:
-    """Yield a group for each prompt that fits; `drawn` gets every ordinal that was looked at."""
+    """Yield a group for each prompt that fits; `drawn` gets all ordinals, also of long prompts."""
     num_missed = 0
     for ordinal in assign(job.data.cursor, job.context.shard, job.num_shards):
         group = sampler.draft(ordinal)

@@ -1,8 +1,8 @@
-"""Control arm of a finished run: the same seconds of more supervised training.
+"""Control arm of a finished run: further supervised training for the same time.
 
     python -m planish.stages.sft.control file:///runs/a 60
 
-It is no task of the pipeline: its end is set by the clock, so it can not be repeated bit for bit.
+It is no task of the pipeline: the clock ends it, so it can not be repeated bit for bit.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from planish.verifiers import VerifierOptions
 logger = logging.getLogger(__name__)
 
 LEARNING_RATE = 1e-3
-"""Lower than that of the cold start: the policy has begun to converge."""
+"""Learning rate of the control; lower than in the cold start, since the policy now converges."""
 
 
 def measure_control(root: str, seconds: float) -> dict[str, float]:
-    """Train the supervised start of a run on for some seconds, and measure on held-out prompts.
+    """Train the first policy of a run further for some seconds, and measure on held-out prompts.
 
-    `seconds` are wall time of training, without loading and measuring.
+    `seconds` is wall time of training, without loading and measuring.
 
     Returns:
         `accuracy` (avg@n as the evaluate stage measures it), `greedy`, `steps`, `seconds`.

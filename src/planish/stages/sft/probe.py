@@ -21,11 +21,11 @@ from planish.verifiers import VerifierOptions
 
 
 class Probe:
-    """Measures avg@n of the present weights; holds an engine with its own copy of the model.
+    """Measures avg@n of the present weights, by an engine with its own copy of the model.
 
-    On an accelerator the engine lives beside the model that is trained: `vllm` takes
-    `sft.probe_memory_share` of the device at its start and keeps it, or refuses to start where
-    less is free.
+    On an accelerator the engine lives beside the model in training: `vllm` takes
+    `sft.probe_memory_share` of the device at its start and keeps it, or refuses to start if less
+    is free.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class Probe:
     ) -> None:
         """Start the engine of rollouts and evaluation.
 
-        Each measurement reads the weights of `policy` anew, in `dtype`: that in which it is saved.
+        Each measurement reads the weights of `policy` anew, in `dtype`, the dtype of its files.
 
         Raises:
-            ConfigError: the engine is not there, or does not fit this device.
+            ConfigError: the engine is not installed, or does not support this device.
             EngineError: the engine can not serve this model, or has too little memory.
         """
         twin = Policy(copy.deepcopy(policy.model).to(dtype), policy.tokenizer, policy.version)
         self._policy, self._config, self._run_seed = policy, config, run_seed
         if engine.name == "vllm":
             engine = engine.model_copy(update={"memory_share": config.probe_memory_share})
-        # Ranks elsewhere read exported policies only; here each measurement has weights in memory.
+        # Ranks elsewhere read exported policies only, but these weights are in memory.
         engine = engine.model_copy(update={"peers": ()})
         options = {"max_rows": config.max_rows, "device": str(policy.model.device)}
         self._engine = open_engine(engine, ModelRef(policy=twin), **options)
@@ -69,7 +69,7 @@ class Probe:
         self._count += 1
         model = self._policy.model
         model_config = model.config.to_dict()
-        # A policy folder holds a head that is tied to the embedding once.
+        # A policy folder has a tied head only once, as the embedding.
         left_out = {"lm_head.weight"} if model_config.get("tie_word_embeddings") else set()
         tensors = {n: t for n, t in merged_weights(model).items() if n not in left_out}
         self._engine.update_weights(DictWeights(on_disk(tensors, model_config)), self._count)

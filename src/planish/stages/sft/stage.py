@@ -1,7 +1,7 @@
 """The sft stage: give the policy that the first iteration starts from.
 
-Either the pinned policy that the run resumes from, or a trained model as it is, or a policy that
-learns from worked traces until it is good enough to begin.
+It gives the pinned policy from which the run resumes, or a trained model as it is, or a policy that
+has learnt from worked traces until it is good enough to begin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 START_BAND = (0.15, 0.45)
-"""Below this accuracy hardly a group has a right answer, above there is little left to show."""
+"""Useful range of accuracy at the start: below it hardly a group has a right answer, above it
+little is left to learn."""
 
 POLICY = "policy/1"
 FIRST_VERSION = 0
@@ -44,7 +45,7 @@ def run(
 ) -> FirstPolicy:
     """Give the policy that the first iteration starts from.
 
-    `components/sft.py` says what the parameters are.
+    `components/sft.py` describes the parameters.
     """
     outcome = execute(
         "sft",
@@ -146,7 +147,7 @@ def _train(
     model_config = context.section(ModelConfig, "model")
     dtype = DTYPES[model_config.dtype]
     engine = context.section(EngineConfig, "engine")
-    # Random weights have nothing to keep: a model that is built learns with all of them.
+    # A new model has no weights worth keeping, so it trains all of them, without adapters.
     adapters = configured(model_config) if model_config.path else None
     judging = VerifierOptions.of(context.config.get("reward", {}))
     with Probe(

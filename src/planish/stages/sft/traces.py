@@ -1,7 +1,7 @@
-"""Worked traces as token ids, and the order in which mini-batches of them come.
+"""Worked traces as token ids, and the order of their mini-batches.
 
-Mini-batches hold traces of similar length, so that little is padding; their order and the order
-of equal lengths change every epoch by a seeded shuffle.
+Mini-batches have traces of similar length, so padding is small. Every epoch a seeded shuffle
+changes the order of the mini-batches, and of traces of equal length.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def encode_traces(
 ) -> EncodedTraces:
     """Tokenise traces in the order of their prompt ids.
 
-    Traces of the prompt ids `without`, and those of more than `max_tokens`, are left out; at most
-    `max_traces` are taken, and 0 of both is no limit.
+    It leaves out traces of the prompt ids `without` and traces of more than `max_tokens`, and
+    takes at most `max_traces`; a limit of 0 is no limit.
 
     Raises:
         ConfigError: no trace is left.

@@ -1,6 +1,6 @@
 """Supervised training on worked traces, one optimizer step at a time.
 
-Knows nothing of stores and clocks: a caller may take steps until it has enough.
+This module uses no store and no clock; the caller decides when the steps end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from planish.stages.sft.traces import EncodedTraces, minibatches
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED_IN_A_ROW = 3
-"""Optimizer steps that may be skipped one after another for numbers that are not finite."""
+"""Optimizer steps in a row, skipped for numbers that are not finite, that end the training."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Step:
     """Global norm before clipping."""
     num_tokens: int
     skipped: bool
-    """The loss or the gradient was not finite, and no weight changed."""
+    """True if the loss or the gradient was not finite, so that no weight changed."""
 
 
 def train_steps(
@@ -50,11 +50,11 @@ def train_steps(
 ) -> Iterator[Step]:
     """Train `policy` in place, in its own type and on its own device; yield after each step.
 
-    The loss is the mean over response tokens of a mini-batch; `seed` is that of the order of the
-    traces, and the warm-up to `learning_rate` is linear.
+    The loss is the mean over response tokens of a mini-batch. `seed` gives the order of the traces;
+    the warm-up to `learning_rate` is linear.
 
     Raises:
-        ConfigError: the loss or the gradient was not finite several times in a row.
+        ConfigError: loss or gradient were not finite in `MAX_SKIPPED_IN_A_ROW` steps in a row.
     """
     device = next(policy.model.parameters()).device
     scorer = TokenScorer(policy.model)

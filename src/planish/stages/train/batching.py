@@ -1,7 +1,7 @@
 """From record sets to tensors: train batch, mini-batches, micro-batches.
 
-Knows nothing of losses. Every rank reads the same records and builds the rows of its data-parallel
-group alone; gradients, a few sums and a number for each row travel between groups.
+This module knows no losses. Every rank reads the same records, and builds only the rows of its
+data-parallel group. The groups exchange gradients, a few sums and one number per row.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def share_rows(
 ) -> Share:
     """Spread the rows of a train batch over data-parallel groups.
 
-    Of every mini-batch each gets about as much work: a row is scored, and where the rewards of its
-    group differ, and with them its gradient, trained on for three times as long.
+    Each group gets about the same work of every mini-batch. Scoring a row costs 1 per token;
+    training on it costs 3 more, if the rewards of its prompt's group differ and give a gradient.
 
     Args:
         rollouts: as for `train_batch`.
         rewards: as for `train_batch`.
         parts: row numbers of the mini-batches of one pass over the train batch.
-        grid: of the ranks.
-        device: where tensors lie that travel between them.
+        grid: grid of the ranks.
+        device: device of the tensors that travel between ranks.
     """
     if grid.dp == 1:
         return Share(grid=grid, device=device)
@@ -59,18 +59,18 @@ def train_batch(
 ) -> TrainBatch:
     """Join rollouts and their rewards, row by row, into padded sequences.
 
-    Rows with `keep` False take no part. A row trains on the tokens that were sampled in this
-    iteration, from `window_start` on. The experts of tokens before a new window are unknown.
+    Rows with `keep` False are left out. A row trains on the tokens of this iteration, from
+    `window_start` on. The experts of inputs before a new window become unknown (-1).
 
     Args:
         rollouts: all shards of the iteration, one after the other.
         rewards: row `r` scores row `r` of `rollouts`.
-        version: of the policy before the iteration; None where no other one has sampled.
-        share: which of the rows are built here.
+        version: version of the policy before the iteration; None if no other one has sampled.
+        share: rows that this rank builds.
 
     Returns:
-        B sequences of S columns, S the longest; old and reference log-probabilities, values,
-        advantages and returns are 0 until they are computed.
+        B sequences of S columns, the longest length. Old and reference log-probabilities, values,
+        advantages and returns are 0, for later steps to fill in.
     """
     rows = share.own(torch.from_numpy(np.flatnonzero(rewards.keep))).numpy()
     groups = rollouts.group_index[rows]
@@ -87,8 +87,8 @@ def train_batch(
     if rollouts.num_rows and (known := rollouts.routing_of(0)) is not None:
         assert rollouts.routing is not None
         choices = rollouts.routing.take(rows).values.reshape(-1, *known.shape[1:])
-        # For a new window the engine has computed the tokens before it again, under other weights
-        # than those whose choices are recorded; the last of them was no input before.
+        # For a new window the engine recomputes the tokens before it under newer weights, so their
+        # recorded choices are stale. The last of these tokens is an input for the first time.
         later = (rollouts.window_start[rows] > 0)[:, None]
         choices[(later & (np.arange(shape[1]) < starts[:, None] - 1))[real]] = -1
         routing = torch.from_numpy(choices)
@@ -98,7 +98,7 @@ def train_batch(
         is_old[in_response] = rollouts.policy_version.take(rows).values != version
         is_fresh = torch.from_numpy(~(is_old & trained).any(1))
     truncated = rollouts.finish[rows] == FinishReason.LENGTH
-    # One number in memory, until it is computed.
+    # An expanded scalar takes no memory until real values replace it.
     zeros = torch.zeros(()).expand(shape)
     return TrainBatch(
         input_ids=torch.from_numpy(input_ids),
@@ -148,9 +148,9 @@ def join_tokens(
 
 
 def row_positions(num_rows: int, num_columns: int) -> Tensor:
-    """Return [B, S] int64, 0 to S - 1 in each row; all rows are one in memory.
+    """Return [B, S] int64, 0 to S - 1 in each row; all rows share memory.
 
-    They run on over padding: one that starts again at 0 would begin a packed sequence.
+    Positions run on over padding, because a second 0 in a row would begin a packed sequence.
     """
     return torch.arange(num_columns).expand(num_rows, num_columns)
 
@@ -163,11 +163,11 @@ def split_minibatches(
     Args:
         num_rows: rows of the train batch.
         rollouts_per_minibatch: largest size; sizes differ by at most one.
-        num_passes: how often each row is used.
-        seed: of the shuffle.
+        num_passes: passes over all rows.
+        seed: seed of the shuffle.
 
     Returns:
-        Row numbers per optimizer step; none for an empty batch.
+        Row numbers per optimizer step; an empty list for an empty batch.
 
     Example:
         >>> [len(part) for part in split_minibatches(10, 4, 1, seed=[0])]
@@ -185,38 +185,38 @@ def split_minibatches(
 
 
 def here(batch: TrainBatch, numbers: Tensor) -> TrainBatch:
-    """Return those of the rows `numbers` of all ranks' batch that are here, in that order."""
+    """Return this rank's rows among `numbers` (rows of the batch of all ranks), in that order."""
     return batch.take(batch.share.here(numbers))
 
 
 class Still(NamedTuple):
-    """Rows of a mini-batch that its loss has no gradient on; a few may stand for many."""
+    """Rows of a mini-batch in which its loss has no gradient; a few of them may stand for all."""
 
     batch: TrainBatch
-    """Those of the few that are here."""
+    """This rank's part of the few rows."""
     num_rows: int
-    """All such rows, of all ranks."""
+    """Number of all such rows, of all ranks."""
     num_tokens: int
-    """Their tokens in the policy loss."""
+    """Tokens of all such rows in the policy loss."""
     num_few: int
-    """The few, of all ranks."""
+    """Number of the few rows, of all ranks."""
     num_few_tokens: int
     num_step_tokens: int
     """Tokens of the whole mini-batch in the policy loss."""
 
 
 class Movement:
-    """Which rows of a batch the policy loss has a gradient on.
+    """Rows of a batch in which the policy loss has a gradient.
 
-    The clipped policy loss of a token is a multiple of its advantage. A row whose advantages are
-    all 0, as those of a group with equal rewards, would cost a backward pass and change nothing;
-    its tokens still count in the denominators, which are made before, and in the metrics.
+    The clipped policy loss of a token is a multiple of its advantage. A row with advantages of 0
+    only, as in a group with equal rewards, would cost a backward pass and change nothing. Its
+    tokens still count in the metrics, and in the denominators, which the caller computes before.
     """
 
     def __init__(self, batch: TrainBatch, *, has_penalty: bool = False) -> None:
-        """Look at a batch with masks and advantages.
+        """Find the rows with a gradient in a batch with masks and advantages.
 
-        With a penalty every token in the policy loss has a gradient: a KL penalty pulls at it.
+        With `has_penalty` every token in the policy loss has a gradient, that of the KL penalty.
         """
         self._batch = batch
         moved = batch.policy_mask
@@ -226,14 +226,14 @@ class Movement:
         self._moved, self.num_tokens = batch.share.every(moved, batch.policy_mask.sum(1))
 
     def split(self, rows: Rows, most_still: int) -> tuple[TrainBatch, Still | None]:
-        """Split a mini-batch: its rows with a gradient that are here, and those without.
+        """Split a mini-batch into this rank's rows with a gradient, and the rows without.
 
-        Of the latter, with a token in `policy_mask`, the first `most_still` stand for all; None
-        where there is none. Where no row has a gradient, all are in the first part.
+        The second part has only rows with a token in `policy_mask`, and the first `most_still` of
+        them stand for all; None if there is none. If no row has a gradient, the first part has all.
         """
         numbers = torch.from_numpy(rows)
         moved = self._moved[numbers] != 0
-        # A step without any gradient is a step all the same: the optimizer's momentum moves on.
+        # A step without any gradient is still a step: the optimizer's momentum moves the weights.
         moved = moved if bool(moved.any()) else ~moved
         tokens = self.num_tokens[numbers]
         still = ~moved & (tokens > 0)
@@ -251,15 +251,15 @@ class Movement:
 def plan_packed(
     lengths: npt.NDArray[np.int64], tokens_per_microbatch: int, least: int = 0
 ) -> list[Rows]:
-    """Cut the sequences of a pass into micro-batches of about as many tokens.
+    """Cut the sequences of a pass into micro-batches with about equally many tokens.
 
-    Sequences go, from the longest down, to the micro-batch with the fewest tokens so far; there are
-    as few micro-batches as keep to the budget. Those of length 0 are left out.
+    Each sequence, from the longest down, goes to the micro-batch with the fewest tokens so far. The
+    number of micro-batches is the smallest that keeps to the budget. Empty sequences are left out.
 
     Args:
-        lengths: [B] int64, tokens of each sequence that are to be computed.
-        tokens_per_microbatch: the sum of lengths must not exceed it; a longer row goes alone.
-        least: micro-batches, of which some may be empty.
+        lengths: [B] int64, tokens to compute of each sequence.
+        tokens_per_microbatch: limit on the sum of lengths; a longer row goes alone.
+        least: smallest number of micro-batches, of which some may be empty.
 
     Returns:
         Row numbers; each row of a length above 0 exactly once.
@@ -290,9 +290,8 @@ def plan_microbatches(
 ) -> list[Rows]:
     """Cut the sequences of a pass into micro-batches of similar length.
 
-    Sequences are sorted by length, so that little is padding, and filled into micro-batches up to
-    the budget: rows * longest row must not exceed it. Arguments and result are those of
-    `plan_packed`.
+    Sequences are sorted by length, so padding is small. Each micro-batch takes sequences while
+    rows * longest row keeps to the budget. Arguments and result are those of `plan_packed`.
 
     Example:
         >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 4, 8]), 18)]
@@ -312,9 +311,9 @@ def plan_microbatches(
 
 
 def selected_lengths(mask: Tensor) -> npt.NDArray[np.int64]:
-    """Return the columns up to the last selected token of each row, [B] int64; 0 without any.
+    """Return the number of columns up to each row's last selected token, [B] int64; 0 without any.
 
-    Attention is causal: columns behind it change nothing.
+    Attention is causal, so the columns behind that token change no result.
     """
     columns = torch.arange(1, mask.shape[1] + 1)
     lengths: npt.NDArray[np.int64] = (mask * columns).amax(1).numpy()
@@ -324,8 +323,8 @@ def selected_lengths(mask: Tensor) -> npt.NDArray[np.int64]:
 def gather_rows(batch: TrainBatch, rows: Rows, *, num_columns: int) -> TrainBatch:
     """Return the first columns of the given rows.
 
-    No rows give one row of padding whose masks are all False: a rank without sequences still has
-    to take part in the collective work of the others.
+    For no rows it returns one row of padding whose masks are all False, because a rank without
+    sequences still takes part in the collectives of the others.
     """
     if len(rows) == 0:
         blank: dict[str, Any] = {}

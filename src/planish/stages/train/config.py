@@ -19,8 +19,8 @@ PLACEMENT = (
     *("num_processes", "num_nodes", "split", "launcher", "queue", "device", "num_threads"),
     *("tokens_per_microbatch", "packing", "activation_checkpointing", "timeout_seconds"),
 )
-"""Settings of `TrainConfig` that say how the work is shared out: results differ by rounding alone,
-so the digest of a run leaves them out."""
+"""Settings of `TrainConfig` that distribute the work over ranks. They change results by rounding
+only, so the digest of a run leaves them out."""
 
 
 class TrainConfig(Section):
@@ -124,10 +124,10 @@ class TrainConfig(Section):
     name it, so chained and forked runs keep it."""
 
     def grid(self, ranks: Ranks) -> Grid:
-        """Return where a process stands.
+        """Return the grid of the training processes, with the place of this one.
 
         Raises:
-            ConfigError: there are too few processes, or some would be left over.
+            ConfigError: the sizes of the grid do not divide the number of processes.
         """
         tp, pp, ep = self.tensor_parallel, self.pipeline_parallel, self.expert_parallel
         sizes = {"tp": tp, "pp": pp, "ep": ep, "cp": self.context_parallel}
@@ -136,7 +136,7 @@ class TrainConfig(Section):
         return Grid(ranks, **sizes)
 
     def num_steps(self, num_rows: int) -> int:
-        """Return by how much an iteration with so many kept rollouts raises `Progress.step`."""
+        """Return the increase of `Progress.step` in an iteration with `num_rows` kept rollouts."""
         return max(1, self.num_passes * -(-num_rows // self.rollouts_per_minibatch))
 
     def _off(self) -> list[str]:
@@ -198,7 +198,7 @@ class TrainConfig(Section):
 DEFAULT_PLACEMENT: dict[str, Any] = {
     name: TrainConfig().model_dump().get(name) for name in PLACEMENT
 }
-"""Their defaults as a configuration is dumped; None is left out there."""
+"""Value of each setting in a dump of the defaults; None if the dump leaves it out."""
 
 
 class CriticConfig(Section):
@@ -241,11 +241,11 @@ class CriticConfig(Section):
     the last of them trains the policy already."""
 
     def check_new(self, pin: str) -> None:
-        """Check that a new critic may go on with a train state that holds none.
+        """Check that a new critic may start beside a train state without one.
 
         Raises:
-            LayoutMismatch: the configuration does not say whose it is; a critic lost on the way
-                would be trained anew in silence.
+            LayoutMismatch: `init` is neither 'model' nor 'state'. Without this error a critic that
+                was lost on the way would start anew unnoticed.
         """
         if self.init not in ("model", "state"):
             raise LayoutMismatch(

@@ -1,9 +1,9 @@
-"""The FSDP2 trainer's part: parameters, gradients and moments sharded over data-parallel ranks.
+"""Sharding of the trainer `fsdp2`: parameters, gradients and moments cut over data-parallel ranks.
 
-Ranks may stand in several groups that hold a whole model each (`train.replicas`): gradients are
-summed inside of a group after every micro-batch, which keeps no rank waiting for a slower network
-and no whole gradient in memory, and across groups once a step. With one rank the model stays as it
-is, since sharding over one rank is the identity.
+With `train.replicas` the ranks form several groups with a whole model each. A group sums gradients
+after every micro-batch, so no rank keeps a whole gradient or waits for a slower network. The groups
+sum theirs once a step. One rank without `train.offload` keeps the model as it is, since sharding
+over one rank is the identity.
 
 Source: ZeRO-3, arXiv 1910.02054, section 5 (sharded parameters, gradients and optimizer); PyTorch
 FSDP, arXiv 2304.11277, section 3.2.2 (hybrid sharding).
@@ -44,7 +44,7 @@ class Fsdp2Sharding:
         """Shard a causal LM of transformers, or a critic.
 
         Raises:
-            ConfigError: `train.context_parallel` ranks can not share its rows.
+            ConfigError: `train.context_parallel` is above 1, and the model can not pack rows.
         """
         self.config, self.grid, self.device = config, grid, device
         is_critic = isinstance(model, Critic)
@@ -63,8 +63,8 @@ class Fsdp2Sharding:
         if config.packing and not self.packs:
             logger.info("packing=off model_type=%s", body.config.model_type)
         if config.activation_checkpointing and not is_frozen:
-            # transformers only recomputes in training mode, so the layers themselves, and nothing
-            # below them, are put into it: dropout stays off.
+            # transformers recomputes only in training mode. Only the layers enter it, not the
+            # modules below them, so dropout stays off.
             body.gradient_checkpointing_enable(
                 {"use_reentrant": False, "context_fn": self.routing.again}
             )
@@ -82,7 +82,7 @@ class Fsdp2Sharding:
                 return torch.empty_like(tensor, device=home)
             return tensor if self.is_sharded else tensor.to(device)
 
-        # As `to_empty`, which would drop what buffers hold.
+        # `to_empty` would drop the values of buffers.
         scorer._apply(move)  # type: ignore[no-untyped-call]
         if not is_critic:
             model.tie_weights()
@@ -93,7 +93,7 @@ class Fsdp2Sharding:
         self.buffers = {name: x for name, x in model.named_buffers() if name in saved}
 
     def _shard(self, body: Any, exact: nn.Module | None) -> None:
-        """Shard each layer; `exact` stays in float32 whatever `compute_dtype` says."""
+        """Shard each layer; `exact` stays in float32 under any `compute_dtype`."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         config = self.config
@@ -108,13 +108,13 @@ class Fsdp2Sharding:
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32
             )
-        # The scorer returns a view of what it gathered; nothing below writes into it.
+        # The scorer returns a view of its gathered weights; no module below writes into it.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         for layer in decoder_layers(body):
             fully_shard(layer, **options)
         scorer = self.scorer
         if isinstance(scorer, TokenScorer) and head_dtype(scorer.model.config) == torch.float32:
-            # Head and embedding, one matrix where they are tied; layers cast what they are given.
+            # Head and embedding (one matrix if tied) stay in float32; layers cast their own inputs.
             options.pop("mp_policy", None)
         fully_shard(self.scorer, **options)
 
@@ -145,24 +145,24 @@ class Fsdp2Sharding:
                 results = forward(micro)
             loss = take(micro, results)
             if learns:
-                # Sharded gradients are averaged over ranks; parts of the loss are to be summed.
+                # FSDP2 averages gradients over ranks, but the parts of the loss must add up.
                 torch.autograd.backward(loss * self.grid.ranks.size)
         if not learns and self.is_sharded:
-            # Without a backward pass the outermost module keeps what it gathered, and would go on
-            # with it after a load has filled the shards.
+            # Without a backward pass the outermost module keeps the weights that it gathered, and
+            # would use them even after a load has filled the shards.
             sharded.reshard()
 
     def clip(self, limit: float) -> float:
-        """Limit the norm of the gradient and return what it was."""
+        """Clip the norm of the gradient to `limit` and return the norm before."""
         trained = [p for p in self.parameters.values() if p.requires_grad]
         clipped: Any = torch.nn.utils.clip_grad_norm_(trained, limit)
         return float(clipped.full_tensor() if hasattr(clipped, "full_tensor") else clipped)
 
     def stored(self, values: Mapping[str, Tensor], suffix: str = "") -> dict[str, Any]:
-        """Return values under their names with a suffix: shards say themselves where they lie."""
+        """Return values by name + `suffix`; each shard knows its own place in the whole."""
         return {f"{name}{suffix}": value for name, value in values.items()}
 
 
 def decoder_layers(body: Any) -> list[Any]:
-    """Return the layers of a decoder of transformers; none where it names no `layers`."""
+    """Return the layers of a decoder of transformers; empty if it has no `layers`."""
     return list(getattr(body, "layers", []))

@@ -18,8 +18,7 @@ _COUNTS = ("num_rollouts", "num_tokens", "skipped", "value_skipped", "entropy_er
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     """Describe the rows of all ranks, at least one: counts, rewards, lengths.
 
-    Rewards and lengths are those of finished responses; others have neither yet. They are missing
-    where no response is finished.
+    Rewards, accuracy and lengths cover finished responses only; they are missing if there is none.
     """
     groups, tokens, is_finished, *facts = batch.share.every(
         batch.group_index,
@@ -54,11 +53,11 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
 def group_metrics(
     batch: TrainBatch, chosen: Tensor | None = None, *, has_values: bool
 ) -> dict[str, float]:
-    """Count groups that train on nothing, and those whose rewards differ by length alone.
+    """Count groups without any advantage, and groups whose rewards differ by length alone.
 
-    The latter are groups that train although their verdicts are equal (or differ by a part of a
-    score); with `has_values` a critic makes the difference, and they are not counted. Only rows of
-    `chosen` [B] bool count; all where it is None.
+    The latter have advantages although all their accuracies are equal (a partial score may differ
+    too). With `has_values` the critic can cause that, so they are not counted. Only rows of
+    `chosen` [B] bool count; None counts all.
     """
     active = (batch.advantages != 0).any(1)
     counted = batch.is_finished == batch.is_finished if chosen is None else chosen
@@ -75,10 +74,10 @@ def group_metrics(
 
 
 def mask_metrics(batch: TrainBatch, *, has_values: bool) -> dict[str, float]:
-    """Count the loss masks of a rollout batch that hold no token at all.
+    """Count the loss masks of a rollout batch that have no token on any rank.
 
-    A mean over such a mask is left out of the metrics, or is 0 where a number is needed. With
-    `has_values` the value mask counts too.
+    The metrics omit a mean over such a mask, or give 0 if they need a number. With `has_values`
+    the value mask counts too.
     """
     masks = [batch.policy_mask, batch.value_mask] if has_values else [batch.policy_mask]
     counts = batch.share.sum(torch.stack([mask.sum() for mask in masks]))
@@ -89,7 +88,7 @@ def value_metrics(batch: TrainBatch) -> dict[str, float]:
     """Compare the critic before the iteration with its targets, over `value_mask` of all ranks.
 
     Returns:
-        Counts alone where no token has a target. `ev_undefined` is 1 where all targets are equal.
+        Metrics; only counts if no token has a target. `ev_undefined` is 1 if all targets are equal.
     """
     mask, share = batch.value_mask, batch.share
     found = share.every(batch.is_finished, mask.sum(1), batch.positive_mask.any(1))

@@ -1,8 +1,8 @@
-"""Counters of a training, and what they decide: value pretraining and the critic's warm-up.
+"""Counters of a training, and the decisions from them: value pretraining, the critic's warm-up.
 
-Value pretraining: the first iterations of a run train the critic while the policy is frozen. The
-rule that ends it looks at each rollout batch before the critic has trained on it, so that it judges
-what the critic knows of responses that are new to it.
+In value pretraining the first iterations of a run train the critic, while the policy is frozen. The
+rule that ends it measures each rollout batch before the critic trains on it, so it judges the
+critic on responses that are new to it.
 
 Source: VAPO, arXiv 2504.05118, section 4.1; VC-PPO, arXiv 2503.01491, section 3.
 """
@@ -52,7 +52,7 @@ class Progress:
     """1 once the policy is trained."""
 
     def to_json(self) -> dict[str, int]:
-        """Return the counters as JSON; those of the critic only where there is one."""
+        """Return the counters as JSON; those of the critic only if one of them is not 0."""
         counters = asdict(self)
         if any(counters[name] for name in counters if name.startswith(_CRITIC)):
             return counters
@@ -63,7 +63,8 @@ class Progress:
         """Read the counters from the JSON part of a train state.
 
         Raises:
-            CheckpointError: one is missing, as in a state of another release; 0 would begin anew.
+            CheckpointError: a counter is missing, as in a state of another release. A default of 0
+                would start warm-up and pretraining again.
         """
         names = cls().to_json()
         bad = {name: raw.get(name) for name in names if type(raw.get(name)) is not int}
@@ -78,8 +79,8 @@ class Progress:
         """Count the optimizer steps of one mini-batch; log those that were skipped.
 
         Args:
-            step: metrics of the mini-batch; `skipped` and `value_skipped` are there where the
-                policy and the critic made a step.
+            step: metrics of the mini-batch, with `skipped` if it trains the policy and
+                `value_skipped` if it trains the critic; 1 marks a skipped step.
         """
         counted = self
         for model, prefix, name in (
@@ -112,13 +113,13 @@ def judge(config: CriticConfig, progress: Progress, scalars: Mapping[str, float]
     """Decide whether the rollout batch at hand still belongs to value pretraining.
 
     Args:
-        config: of the critic.
-        progress: before the iteration.
-        scalars: measured on the batch with the critic before it; `fresh_value_loss` and
-            `explained_variance` are missing where no token has a target.
+        config: settings of the critic.
+        progress: counters before the iteration.
+        scalars: metrics of the batch under the critic before this iteration; without a target
+            token they lack `fresh_value_loss` and `explained_variance`.
 
     Returns:
-        Counters with `pretrain_done` 1 where the batch trains the policy too.
+        Counters with `pretrain_done` 1 if the batch trains the policy too.
     """
     if progress.pretrain_done or progress.pretrain_iterations >= config.pretrain_iterations:
         return replace(progress, pretrain_done=1)
@@ -136,7 +137,7 @@ def judge(config: CriticConfig, progress: Progress, scalars: Mapping[str, float]
 
 
 def critic_learning_rate(config: CriticConfig, progress: Progress) -> float:
-    """Return the critic's rate after the counters of `judge`: linear warm-up, then constant."""
+    """Return the critic's learning rate by `judge`'s counters: linear warm-up, then constant."""
     rate = config.learning_rate
     if not progress.pretrain_done and config.pretrain_learning_rate is not None:
         rate = config.pretrain_learning_rate

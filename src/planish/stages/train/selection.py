@@ -1,7 +1,7 @@
-"""Selection of the groups that train the policy, where not all of an iteration are to.
+"""Selection of the groups of an iteration that train the policy.
 
-A group is taken or left as a whole. Nothing is dropped: responses of a group that is left out go
-on in their slots, and train the critic when they are finished like all others.
+It takes whole groups and drops nothing: responses of the other groups go on in their slots, and
+train the critic once they are finished, like all responses.
 
 Source: T-PPO, arXiv 2506.15050; the order of preference is that of its authors' public code.
 """
@@ -24,14 +24,14 @@ class Selection:
     """The rows that train the policy."""
 
     chosen: Tensor | None
-    """[B] bool; None where all rows train the policy."""
+    """[B] bool; None if all rows train the policy."""
     num_groups: int = 0
-    """Groups that train the policy, of all ranks; counted where not all do."""
+    """Groups that train the policy, of all ranks; 0 if `chosen` is None."""
 
     def apply(self, batch: TrainBatch) -> TrainBatch:
-        """Return the batch without the policy's tokens in rows that are left out.
+        """Return the batch with `policy_mask` and `positive_mask` False outside the chosen rows.
 
-        Neither the policy loss nor its positive part sees them; the critic does.
+        `value_mask` stays as it is, so the critic trains on all rows.
         """
         if self.chosen is None:
             return batch
@@ -41,9 +41,9 @@ class Selection:
         )
 
     def metrics(self, batch: TrainBatch) -> dict[str, float]:
-        """Count groups that train the policy of a batch before `apply`, and tokens left out.
+        """Count the groups that train the policy, and the policy tokens of the other groups.
 
-        Returns nothing where all rows train the policy.
+        `batch` is the batch before `apply`. The result is empty if all rows train the policy.
         """
         if self.chosen is None:
             return {}
@@ -71,12 +71,12 @@ def preferred_groups(batch: TrainBatch, places: Sequence[int] | None = None) -> 
     """Return the group indices of a batch in the order of preference.
 
     Groups with right and wrong responses come first, then the others by falling number of
-    responses that go on, ties by rising place in the stream. Only what is known counts: the
-    accuracy of finished responses, and unfinished ones that have tokens of this iteration.
+    responses that go on; ties follow the stream of prompts. Only a finished response counts as
+    right or wrong, and only one with tokens of this iteration counts as going on.
 
     Args:
-        batch: the kept rollouts, masks as they were made.
-        places: of each group index in the stream of prompts; the index itself when None.
+        batch: kept rollouts with the masks of `train_batch`.
+        places: place in the stream of prompts by group index; None takes the index itself.
     """
     verdicts: dict[int, set[bool]] = {}
     growing: Counter[int] = Counter()

@@ -1,8 +1,8 @@
-"""One model in training: micro-batches, optimizer steps and metrics, however its ranks share it.
+"""One model in training: micro-batches, optimizer steps and metrics, under any sharding.
 
-Policy and critic are one instance each. Parameters that need no gradient, those beside adapters,
-are saved and computed with, but never trained. Gradients are summed over ranks and micro-batches;
-losses divide by counts of the whole optimizer step.
+Policy and critic are one `ShardedModel` each. Weights under adapters have no gradient: forward
+passes use them and train states contain them, but no step changes them. Gradients add up over
+ranks and micro-batches; losses divide by counts of the whole optimizer step.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class Micro(NamedTuple):
     """One forward pass."""
 
     rows: Rows
-    """Numbers of the b rows; none where this rank only keeps step with the others."""
+    """[b] row numbers; empty if this rank only keeps pace with the others."""
     batch: TrainBatch
-    """The b rows on the device, or one of padding where there is none."""
+    """The b rows on the device, or one row of padding if there are none."""
     select: Tensor
     """[b, S] bool, the tokens whose results are needed."""
     packing: Packing | None = None
-    """How the rows are laid end to end; None computes them padded."""
+    """Layout of the rows end to end; None for padded rows."""
 
 
 Score = Callable[[Micro], tuple[Tensor, ...]]
-"""Micro-batch to per-token results, [K] each of the K selected tokens."""
+"""Function from a micro-batch to per-token results, each [K] for the K selected tokens."""
 
 
 class Sharding(Protocol):
-    """How one model lies on the ranks of a grid, and what these do together."""
+    """Placement of one model on the ranks of a grid, and their collective operations."""
 
     framework: ClassVar[str]
     """Form of the tensors that `stored` returns, as `HeldState.framework`."""
@@ -63,11 +63,11 @@ class Sharding(Protocol):
     buffers: dict[str, Tensor]
     """Tensors that are saved with the parameters as they are."""
     routing: RoutingReplay
-    """The replay that the routers of the model ask."""
+    """Replay of recorded experts that the routers of the model call."""
     packs: bool
-    """The scorer takes a `Packing`."""
+    """True if the scorer takes a `Packing`."""
     context: Context | None
-    """The ranks that share the tokens of this one's rows; None where it has all of them."""
+    """Ranks that share the tokens of this rank's rows; None if this rank has all tokens."""
 
     def __init__(
         self, model: Any, *, config: TrainConfig, grid: Grid, device: torch.device, is_frozen: bool
@@ -77,7 +77,7 @@ class Sharding(Protocol):
         Weights that are on the device `meta` get memory for this rank's part, and no values.
 
         Raises:
-            ConfigError: such a model can not be sharded like this.
+            ConfigError: the sharding does not support the model.
         """
 
     def run(
@@ -91,30 +91,30 @@ class Sharding(Protocol):
         """Compute micro-batches, in order.
 
         Args:
-            micros: of this rank, as many as every other rank has.
-            forward: calls the scorer; a rank that holds no scores does not call it.
-            take: gets the results of every micro-batch, of the batch's shape each, on every rank
-                of the model; returns what is to be differentiated.
-            learns: add the gradient of what `take` returns.
+            micros: micro-batches of this rank; every rank has equally many.
+            forward: calls the scorer; in a pipeline only the last stage uses it.
+            take: gets the results of each micro-batch, [b, S] each, on every rank of the model;
+                returns the tensor to differentiate.
+            learns: True adds the gradient of what `take` returns.
         """
 
     def clip(self, limit: float) -> float:
-        """Sum the gradients of all ranks, limit their norm and return the norm before."""
+        """Sum the gradients of all ranks, clip their norm to `limit` and return the norm before."""
 
     def stored(self, values: Mapping[str, Tensor], suffix: str = "") -> dict[str, Any]:
-        """Return values as a train state takes them: name in transformers to this rank's part.
+        """Return values in the form of a train state: name in transformers to this rank's part.
 
         Args:
             values: name in `parameters` to a tensor of that parameter's shape, or to one number.
-            suffix: of the names.
+            suffix: appended to each name.
         """
 
 
 class ShardedModel:
     """A scorer, the optimizer of its parameters and the loop over micro-batches.
 
-    A frozen one only computes: it has neither optimizer nor moments. Rows without a selected token
-    are not computed, nor are the columns behind the last one.
+    A frozen model has neither optimizer nor moments. The loop skips rows without a selected token,
+    and the columns behind the last selected token.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class ShardedModel:
     ) -> None:
         """Shard a model by `shard`, and build its optimizer.
 
-        Weights on the device `meta` are read from `boxes`, of each the part that is here; without
-        it they are to be loaded.
+        Weights on the device `meta` get this rank's part from `boxes`; without it the caller loads
+        them later.
 
         Raises:
-            ConfigError: such a model can not be sharded like this, or `boxes` lacks weights.
+            ConfigError: the sharding does not support the model, or `boxes` lacks weights.
         """
         self.config, self.grid, self.device = config, grid, device
         named = model.named_parameters()
@@ -151,14 +151,14 @@ class ShardedModel:
         self.optimizer = None if is_frozen else self._build_optimizer()
 
     def _read(self, boxes: FolderBoxes, blank: Mapping[str, tuple[int, ...]]) -> None:
-        """Fill the parts of weights that are here, and buffers that are saved with them."""
+        """Fill this rank's parts of the weights, and the saved buffers that `boxes` has."""
         stored = self.sharding.stored(self.parameters)
         buffers = self.sharding.buffers
         saved = {name: tuple(x.shape) for name, x in buffers.items()}
         saved = {name: shape for name, shape in saved.items() if boxes.has(name, shape)}
         with torch.no_grad():
             for name, shape in {**blank, **saved}.items():
-                # A pipeline stage lacks layers of others, and may hold several parts of a tensor.
+                # A stage lacks the layers of other stages, and may have several parts of a tensor.
                 found = stored.get(name, buffers.get(name, []))
                 for part in found if isinstance(found, list) else [found]:
                     _, whereabouts, data = place(name, part)
@@ -187,9 +187,10 @@ class ShardedModel:
     def compute(
         self, batch: TrainBatch, mask: Tensor, score: Score, *, num_results: int = 1
     ) -> Tensor:
-        """Return the first results of `score` for every token in `mask`, without gradients.
+        """Return the first `num_results` results of `score` for each token in `mask`.
 
-        Batch and mask, [B, S] bool, are on CPU, and have the rows of this data-parallel group.
+        It computes no gradients. `batch` and `mask`, [B, S] bool, are on the CPU and have the rows
+        of this data-parallel group.
 
         Returns:
             [num_results, B, S] float32 on CPU, 0 outside the mask, equal on all ranks of the group.
@@ -216,15 +217,15 @@ class ShardedModel:
         learning_rate: float,
         tally: Tally | None = None,
     ) -> dict[str, float]:
-        """Accumulate the gradient over micro-batches, clip it and step, unless it is not finite.
+        """Accumulate the gradient over micro-batches, clip it, and step if its norm is finite.
 
         Args:
-            minibatch: on CPU, the rows of this data-parallel group.
+            minibatch: rows of this data-parallel group, on the CPU.
             mask: [B, S] bool, tokens whose results the loss needs.
-            score: how the scorer is called.
+            score: calls the scorer on a micro-batch.
             loss_fn: takes the results, [B, S] each and 0 outside the mask, and the micro-batch.
-            learning_rate: of this step.
-            tally: metrics that were measured for the same step.
+            learning_rate: learning rate of this step.
+            tally: metrics of other rows of the same step; None for none.
         """
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
@@ -266,7 +267,7 @@ class ShardedModel:
             lengths = selected_lengths(mask)
             make_plan = plan_packed if self.sharding.packs else plan_microbatches
             budget = self.config.tokens_per_microbatch * self.grid.cp
-            # Sharded models compute in step, so that every rank has as many.
+            # Collectives run in lockstep, so every rank needs equally many micro-batches.
             count = torch.tensor(len(make_plan(lengths, budget)), device=self.device)
             for rows in make_plan(lengths, budget, int(self.grid.ranks.max(count))):
                 width = int(lengths[rows].max(initial=2))
@@ -274,12 +275,12 @@ class ShardedModel:
                 if len(rows):
                     select = mask[torch.from_numpy(rows), :width].to(self.device)
                 else:
-                    # Ranks need a forward and backward pass each, even without tokens.
+                    # Every rank runs a forward and a backward pass, even without tokens.
                     select = torch.zeros_like(micro.policy_mask)
                     select[0, 1] = True
                 packing = None
                 if self.sharding.packs:
-                    # One token before the one that is needed, also where there is none.
+                    # A score needs the token before it, so the row of padding has two columns.
                     counts = lengths[rows] if len(rows) else np.full(1, 2)
                     packing = pack_rows(counts, width, self.sharding.context).to(self.device)
                 yield Micro(rows, micro, select, packing)
@@ -287,11 +288,11 @@ class ShardedModel:
         self.sharding.run(micros(), forward, take, learns=learns)
 
     def weights(self) -> dict[str, Any]:
-        """Return parameters and saved buffers as a train state takes them."""
+        """Return parameters and saved buffers in the form of a train state."""
         return {**self.sharding.stored(self.parameters), **self.sharding.buffers}
 
     def moments(self) -> dict[str, Any]:
-        """Return the optimizer's moments as a train state takes them."""
+        """Return the optimizer's moments in the form of a train state."""
         assert self.optimizer is not None
         held: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self.trained.items():
@@ -304,7 +305,7 @@ class ShardedModel:
         }
 
     def close(self) -> None:
-        """Let go of model and moments."""
+        """Free model and moments."""
         if self.optimizer is not None:
             self.optimizer.state.clear()
         self.parameters.clear()
@@ -313,7 +314,7 @@ class ShardedModel:
 
 
 class Tally:
-    """Sums the metrics of micro-batches; ranks are summed once at the end."""
+    """Sums of metrics over micro-batches; `result` sums over ranks, once."""
 
     def __init__(self) -> None:
         self.loss: list[Tensor] = []
@@ -321,7 +322,7 @@ class Tally:
         self.maxima: dict[str, list[Tensor]] = {}
 
     def add(self, output: LossOutput) -> None:
-        """Take in one micro-batch; nothing is copied from the device yet."""
+        """Add one micro-batch; its tensors stay on the device."""
         self.loss.append(output.loss.detach())
         for name, pair in output.means.items():
             self.means.setdefault(name, []).append(pair)

@@ -1,7 +1,7 @@
-"""The train stage: rollouts and rewards of one iteration in, a new train state out.
+"""The train stage: it makes a new train state from the rollouts and rewards of one iteration.
 
-Several training processes are started under torchrun, on this machine or as a gang of pods, and
-their result is brought home.
+It may start several training processes under torchrun, on this machine or as a gang of pods, and
+then reads their result.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def run(
 def train(job: TrainJob, cluster: GangCluster | None = None) -> Outcome:
     """Do the job once: in one process, in several, or in several pods.
 
-    The cluster is that of this stage's pod; None asks for it where pods are needed.
+    `cluster` is that of this stage's pod; None looks it up if pods are needed.
     """
 
     def work() -> JobResult:
@@ -152,7 +152,7 @@ def in_ranks(job: TrainJob, module: str, cluster: GangCluster | None = None) -> 
     """Run a job in the processes or pods that it asks for, each as `python -m module PIN`.
 
     Returns:
-        The result that the first rank has written; None where this process is to do it alone.
+        The result that the first rank has written; None if this process must do the job alone.
     """
     pods = GangPods.of_this_pod()
     num_nodes = job.train.num_nodes or (pods.num_nodes if pods else 1)
@@ -167,8 +167,7 @@ def _next_step(job: TrainJob) -> int:
     """Return `Progress.step` after the iteration, which names the new state.
 
     Raises:
-        ConfigError: the state belongs to a later iteration of this run; the state of another run
-            may be of any.
+        ConfigError: the state is of this run, but not of an earlier iteration.
     """
     version = job.info.get("policy_version", 0)
     if job.state_pin and state_root(job.state_pin) == job.root and version >= job.iteration:
@@ -193,14 +192,14 @@ def launch(job: TrainJob, processes: int, module: str = WORKER) -> str:
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     line += ["--nproc-per-node", str(processes)]
     line += ["-m", module, pin]
-    # Only the ranks get ahead; this process waits for them.
+    # Only the ranks make progress; this process waits for them.
     telemetry.forget("planish_stage_progress_timestamp_seconds")
     logger.info("launching processes=%d", processes)
     with subprocess.Popen(line) as process:
         try:
             code = process.wait()
         except BaseException:
-            # Each rank has a session of its own: only torchrun, if it is asked, ends them.
+            # Each rank has its own session, so only torchrun, on SIGTERM, ends them.
             process.terminate()
             raise
     lost = PeerLost(
@@ -216,13 +215,13 @@ def launch_gang(
 ) -> str:
     """Run a job in a gang of pods, or wait for the gang that an earlier attempt has submitted.
 
-    A gang that trains the iteration in another way, left by a run that was terminated, is removed.
+    It removes a gang of a terminated run that trains the iteration in another way.
 
     Raises:
         PlanishError: the error of the first rank that wrote one.
         PeerLost: a pod failed or was taken away.
-        ConfigError: a job of somebody else has the name of the gang, or its pods, which have the
-            image of this one, would lack the trainer.
+        ConfigError: a job of somebody else has the name of the gang, or the image of this pod,
+            which the gang uses too, lacks the trainer.
         LayoutMismatch: the state before the iteration lacks the critic that the algorithm needs.
     """
     if fault := package_fault("train.trainer", job.train.trainer):
@@ -232,7 +231,7 @@ def launch_gang(
         job.critic.check_new(job.state_pin)
     pin = write_job(job)
     processes = job.train.num_processes or pods.gpus or 1
-    # However it is shared out, an iteration is trained by one gang at a time.
+    # The digest names no sizes, so only one gang at a time trains an iteration.
     iteration, work = f"{job.root} {job.iteration}", f"{pin} {num_nodes} {processes}"
     run_id = os.environ.get("RUN_ID", "")
     gang = Gang(
@@ -278,7 +277,7 @@ def forget_result(pin: str) -> None:
 def result_of(pin: str, lost: PeerLost | None) -> str:
     """Return the result of the first rank; raise the error that a rank wrote, else `lost`.
 
-    Where ranks have waited for one until they gave up, it says for which.
+    If ranks gave up waiting for another rank, the error names that rank.
     """
     folder = parse_pin(pin)[0].rpartition("/")[0]
     if store.exists(f"{folder}/error.json"):

@@ -1,8 +1,7 @@
-"""Policy and critic in training: where they come from, what is scored, their parts of the state.
+"""Policy and critic in training: their origin, their scores and their parts of the train state.
 
-Both are instances of one class, and how models lie on the ranks is the sharding's. A trainer knows
-no algorithm: it is handed a mini-batch with masks and advantages and a loss to call, and gives
-metrics back.
+Both are a `ShardedModel`, and a `Sharding` places them on the ranks. A trainer knows no algorithm:
+it gets a mini-batch with masks and advantages, and a loss to call, and returns metrics.
 """
 
 from __future__ import annotations
@@ -45,21 +44,21 @@ TRAINERS: dict[str, str] = {
     "fsdp2": "planish.stages.train.fsdp2:Fsdp2Sharding",
     "megatron": "planish.stages.train.megatron.sharding:MegatronSharding",
 }
-"""Name to the `module:Class` of its sharding, imported on use: not every image has all of them."""
+"""Name to the `module:Class` of its sharding, imported on use: not every image has all packages."""
 
 STILL_ROWS = 8
-"""Most rows without a gradient that are scored for the metrics of a step. No token of theirs is
-clipped, so shares of clipped tokens are exact; divergence and entropy of a step are estimates
-where there are more, and their standard errors are told. Where such rows are half of a mini-batch
-of 64, the smallest model's step takes 1.11x as long with eight of them and 1.37x with all.
+"""Most rows without a gradient that a step scores for its metrics. None of their tokens is clipped,
+so shares of clipped tokens are exact. With more such rows, divergence and entropy of a step are
+estimates with a standard error. If half of a mini-batch of 64 are such rows, a step of the smallest
+model takes 1.11x as long with eight of them scored, and 1.37x with all.
 """
 
 
 class Trainer:
     """Trains a causal language model of transformers; all ranks call every method alike.
 
-    Each is given the rows of its data-parallel group, which may be none of a batch.
-    `values` and `value_step` are for trainers with a critic.
+    Each rank passes the rows of its data-parallel group, which may be none of a batch.
+    `values` and `value_step` need a critic.
     """
 
     def __init__(
@@ -81,22 +80,22 @@ class Trainer:
         Every rank reads its own part of the weights.
 
         Args:
-            config: of the train stage.
+            config: settings of the train stage.
             policy_pin: pinned URI of the policy to start from.
-            temperature: at which the rollouts were sampled.
-            seed: of the random streams of a fresh start.
-            grid: where this process stands among those of the training.
-            device: of this rank.
-            critic: how to build a critic; None for algorithms without one.
-            critic_shape: of the critic in a train state that is loaded next: only its frame is
-                built, and what `critic` names is not read again. Empty or None builds by `critic`.
-            adapters: what is trained in place of the weights of both models; None trains them.
-            sets_weights: False where a train state is loaded next: no weights of the policy are
-                read.
+            temperature: sampling temperature of the rollouts.
+            seed: seed of the random streams of a fresh start.
+            grid: grid of the training processes, with the place of this one.
+            device: device of this rank.
+            critic: settings of the critic; None for algorithms without one.
+            critic_shape: shape of the critic in the train state that the caller loads next; the
+                trainer then builds its frame without the model that `critic` names. Empty or None
+                builds by `critic`.
+            adapters: adapters to train in place of the weights of both models; None trains these.
+            sets_weights: False skips the weights of the policy; the caller loads a state next.
 
         Raises:
-            ConfigError: no such trainer, or not on this machine; no such critic, or no layer for
-                the adapters.
+            ConfigError: the trainer is unknown or not installed, the critic can not be built, or
+                the adapters match no layer.
         """
         shard = _sharding(config.trainer)
         self.config = config
@@ -137,7 +136,7 @@ class Trainer:
         self.policy = ShardedModel(model, **self._shared, boxes=boxes)
 
     def _take_critic(self, pin: str) -> None:
-        """Load the weights of another run's critic; adapters begin anew on one without them."""
+        """Load the critic of another run's train state; adapters that it lacks start anew."""
         assert self.critic is not None
         weights, info = self.critic.weights(), checkpoint.read_state_info(pin)
         if KEY in info:
@@ -148,18 +147,17 @@ class Trainer:
         checkpoint.load(pin, parts, framework=self.framework, ranks=ranks, strict=False)
 
     def load(self, pin: str) -> None:
-        """Replace weights, moments and, under the same layout, random states by saved ones.
+        """Replace weights, moments and, on an equal grid and device, random states by saved ones.
 
         Raises:
-            LayoutMismatch: saved with another model, or without the critic that is needed; nothing
-                has been changed.
-            ConfigError: saved with other adapters.
+            LayoutMismatch: the state is of another model, or lacks the critic; nothing changes.
+            ConfigError: the state is of other adapters.
         """
         info = checkpoint.read_state_info(pin)
         check_same(info, self.adapters, pin=pin)
         state, framework = self.state()
         if (info.get("grid"), info["device"]) != (self.grid.to_json(), self.device.type):
-            # Streams of other ranks are of no use here; those of this start stay.
+            # Random streams of another grid do not fit these ranks; those of this start stay.
             del state["random"]
         critic = self.critic_config
         if critic is not None and "critic" not in checkpoint.parts(pin):
@@ -170,7 +168,7 @@ class Trainer:
         self.set_random(state.get("random", {}))
 
     def set_random(self, streams: Mapping[str, Tensor]) -> None:
-        """Go on with random streams as `state` has returned them."""
+        """Set the random streams to those that `state` has returned."""
         for name, stream in streams.items():
             if name.startswith("torch."):
                 torch.set_rng_state(stream)
@@ -181,13 +179,13 @@ class Trainer:
         """Return log-probabilities and entropies of the tokens in `policy_mask`, and metrics.
 
         Returns:
-            Two of [B, S] float32 on CPU, 0 outside the mask. The metric `routing_disagreement` is
-            the share of recorded choices that the routers would not make, where some are recorded.
+            Two tensors [B, S] float32 on CPU, 0 outside the mask. If choices of experts are
+            recorded, the metric `routing_disagreement` is the share that the routers do not make.
         """
         routing = self.policy.sharding.routing
         routing.counts.zero_()
         results = self.policy.compute(batch, batch.policy_mask, self._score, num_results=2)
-        # Ranks that share matrices may count the same tokens, all of them alike.
+        # Ranks that share matrices may count a token several times; the ratio stays the same.
         others, known = self.grid.ranks.sum(routing.counts.to(self.device)).tolist()
         metrics = {"routing_disagreement": others / known} if known else {}
         return results[0], results[1], metrics
@@ -205,7 +203,7 @@ class Trainer:
             [B, S] float32 on CPU, 0 outside the mask.
 
         Raises:
-            ConfigError: its tokens are not those of the policy in training.
+            ConfigError: its vocabulary differs from that of the policy in training.
         """
         policy = frame_policy(pin, with_weights=True)
         theirs, ours = (x.backend.get_vocab() for x in (policy.tokenizer, self.tokenizer))
@@ -248,16 +246,16 @@ class Trainer:
 
         Args:
             minibatch: rows to train on.
-            loss_fn: gives the loss of a micro-batch and its metrics.
-            learning_rate: of this step.
-            still: rows that the loss has no gradient on; they count in the metrics alone, as the
-                policy before the step has them. A few may stand for many, each token for as many.
+            loss_fn: returns the loss of a micro-batch and its metrics.
+            learning_rate: learning rate of this step.
+            still: rows in which the loss has no gradient. They count in the metrics only, under
+                the policy before the step; if a few stand for all, their metrics are scaled up.
                 None is no row.
 
         Returns:
-            The metrics of the loss, `loss`, `grad_norm` before clipping, and `skipped`: 1 where
-            the gradient was not finite and no step was made. Where a few rows stood for many,
-            `approx_kl_error` and `entropy_error` are the standard errors of those two.
+            The metrics of the loss, `loss`, `grad_norm` before clipping, and `skipped`: 1 if the
+            gradient was not finite and the optimizer made no step. If a few rows stand for all,
+            `approx_kl_error` and `entropy_error` are the standard errors of these two metrics.
         """
         tally = Tally()
         errors = self._measure(still, loss_fn, tally) if still is not None else {}
@@ -269,10 +267,10 @@ class Trainer:
         return metrics | errors
 
     def _measure(self, still: Still, loss_fn: LossFn, tally: Tally) -> dict[str, float]:
-        """Take the metrics of rows that stand still into a tally; of many, a few stand for all.
+        """Add the metrics of rows without a gradient to a tally; a few rows may stand for all.
 
         Returns:
-            Standard errors of `approx_kl` and `entropy` over the tokens of the step, where not all
+            Standard errors of `approx_kl` and `entropy` over the tokens of the step; empty if all
             rows were scored.
 
         Source: W. G. Cochran, Sampling Techniques, 1977, equation 6.8 (error of a ratio estimate).
@@ -333,7 +331,7 @@ class Trainer:
         return HeldState(state, self.framework)
 
     def sizes(self) -> dict[str, float]:
-        """Return parameters and trained ones of both models; empty where all are trained."""
+        """Return the numbers of all and of trained parameters; empty without adapters."""
         sizes = {}
         for name, model in (("", self.policy), ("critic_", self.critic)):
             if model is not None and self.adapters is not None:
@@ -344,11 +342,11 @@ class Trainer:
         return sizes
 
     def critic_shape(self) -> dict[str, Any]:
-        """Return as JSON what the critic's frame is built from; empty without one."""
+        """Return the JSON from which `blank_critic` builds the critic; empty without a critic."""
         return self._critic_shape
 
     def close(self) -> None:
-        """Let go of models and moments."""
+        """Free models and moments."""
         self.policy.close()
         if self.critic is not None:
             self.critic.close()
@@ -360,7 +358,7 @@ def _sharding(name: str) -> type[Sharding]:
     if fault := package_fault("train.trainer", name):
         raise ConfigError(fault)
     module, _, attribute = TRAINERS[name].partition(":")
-    # megatron-core speaks of every package that would make it faster.
+    # megatron-core warns of each missing package that would make it faster.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     with warnings.catch_warnings(action="ignore"):
         shard: type[Sharding] = getattr(importlib.import_module(module), attribute)
@@ -378,16 +376,16 @@ def build_critic(
     """Build the critic that a run starts with; every rank builds the same.
 
     Args:
-        config: of the critic; for init `state` the weights are still to be loaded.
-        policy: of `frame_policy`.
-        seed: of the run.
+        config: settings of the critic; for init `state` the caller loads the weights later.
+        policy: result of `frame_policy`.
+        seed: seed of the run.
 
     Returns:
-        The critic, and what the weights of its backbone are to be read from; None where they are
-        there already, drawn, or are to be loaded.
+        The critic, and the source of the weights of its backbone; None if they are loaded already,
+        random, or loaded later by the caller.
 
     Raises:
-        ConfigError: `critic.path` names no model that will do.
+        ConfigError: `critic.path` names no model that can become a critic.
     """
     how: dict[str, Any] = {"seed": seed, "head_std": config.head_std}
     model = policy.model
@@ -406,7 +404,7 @@ def set_up_torch(config: TrainConfig, device: torch.device) -> None:
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads)
     if config.deterministic:
-        # Attention on accelerators heeds no demand that only warns, and cuBLAS wants its own.
+        # With `warn_only` attention stays nondeterministic on CUDA; cuBLAS needs this variable.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         # Filling fresh memory would cost time, and every kernel here writes all of its output.

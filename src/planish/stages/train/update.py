@@ -1,6 +1,6 @@
 """One iteration of training: log-probabilities and values before it, advantages, optimizer steps.
 
-Knows neither the algorithm's name nor the trainer's; both are protocols.
+This module knows neither algorithms nor trainers by name.
 
 Source: DAPO, arXiv 2503.14476, algorithm 1; VAPO, arXiv 2504.05118, section 4.1 (critic).
 """
@@ -52,15 +52,15 @@ class UpdateResult:
     progress: Progress
     """Counters after the iteration."""
     values: Tensor | None = None
-    """[B, S] float32 of the critic before the iteration, of the rows that are here; None without a
-    critic or a rollout."""
+    """[B, S] float32, values of this rank's rows by the critic before the iteration; None without
+    a critic or a rollout."""
     waiting: WaitingSet | None = None
-    """Finished responses that the critic has still to be trained on; None where none ever wait."""
+    """Finished responses on which the critic has not trained yet; None if responses never wait."""
 
 
 @dataclass(frozen=True)
 class _Rates:
-    """Learning rates of an iteration; None trains nothing."""
+    """Learning rates of an iteration; None: the model does not train."""
 
     policy: float | None
     critic: float | None
@@ -92,24 +92,24 @@ def run_update(
     """Train on one rollout batch: policy and critic, or during value pretraining the critic alone.
 
     Args:
-        trainer: the policy in training, at the weights that the old policy is fixed at.
+        trainer: policy in training; its present weights are those of the old policy.
         algorithm: gives masks, advantages and the losses.
-        batch: the kept rollouts that are here; may be empty.
-        config: of the train stage.
+        batch: kept rollouts of this rank; may be empty.
+        config: settings of the train stage.
         progress: counters before the iteration.
-        seed: what the order of the mini-batches depends on.
-        group_places: of each group index in the stream of prompts; the index itself when None.
-        critic: of an algorithm with values; the defaults when None.
+        seed: seed of the order of the mini-batches.
+        group_places: place in the stream of prompts by group index; None takes the index itself.
+        critic: settings of the critic; None takes the defaults.
         earlier_values: [B, S] float32, values of tokens that earlier iterations sampled, NaN for
-            all others; None where there are none.
-        waiting: finished responses that the critic has still to be trained on; None for none.
+            all others; None if there are none.
+        waiting: finished responses on which the critic has not trained yet; None for none.
         reference_pin: pinned URI of the reference policy, for algorithms that need one.
-        before_step: called on every rank alike.
-        mismatch_limit: largest mean difference of log-probabilities of engine and trainer, nats,
-            over tokens of the policy before the iteration.
+        before_step: called before each mini-batch, on every rank.
+        mismatch_limit: largest mean absolute difference, in nats, between log-probabilities of
+            engine and trainer, over tokens of the policy before the iteration.
 
     Raises:
-        ConfigError: beyond the limit.
+        ConfigError: the difference is above `mismatch_limit`.
     """
     critic = critic or CriticConfig()
     num_rows = len(batch.share.every(batch.reward)[0])
@@ -135,7 +135,7 @@ def run_update(
         if not progress.pretrain_done:
             rates, passes = replace(rates, policy=None), critic.pretrain_passes
         scalars["pretraining"] = float(not progress.pretrain_done)
-    # While the critic alone is trained, no loss asks for the reference.
+    # While only the critic trains, no loss needs the reference.
     if algorithm.needs_reference and rates.policy is not None:
         batch = batch.updated(reference_logprobs=trainer.reference_logprobs(batch, reference_pin))
     parts = split_minibatches(num_rows, config.rollouts_per_minibatch, passes, seed=seed)
@@ -179,9 +179,9 @@ def _estimate(
     earlier: Tensor | None,
     mismatch_limit: float,
 ) -> tuple[TrainBatch, Tensor | None, dict[str, float]]:
-    """Fill in what the steps need: old log-probabilities, values, advantages and masks.
+    """Fill in old log-probabilities, values, advantages and masks for the steps.
 
-    Groups that are left out are not scored, and move no mean of advantages; they have values.
+    Groups outside the selection get values only, and do not enter any mean of advantages.
 
     Returns:
         The batch, the values as in `UpdateResult`, and metrics.
@@ -219,12 +219,12 @@ def _score_old_policy(
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Fill in the log-probabilities before the iteration, and compare them with the engine's.
 
-    Where the algorithm takes the engine's own, the first mini-batch alone is scored, to compare.
+    If the algorithm uses those of the engine, only the first mini-batch is scored, to compare.
 
     Returns:
-        The batch, and metrics over all tokens that were scored: of mismatch, of routers that choose
-        other experts than the engine's, and the entropy of the policy before the iteration. (The
-        entropy of a mini-batch is over rows that train.)
+        The batch, and metrics over all scored tokens: mismatch, the share of routers' choices that
+        differ from the engine's, and the entropy of the policy before the iteration. (The entropy
+        of a mini-batch is over rows that train.)
     """
     if algorithm.needs_old_logprobs:
         old, entropy, routed = trainer.logprobs(batch)
@@ -258,7 +258,7 @@ def _run_steps(
     progress: Progress,
     before_step: Callable[[], None],
 ) -> tuple[list[Step], Progress]:
-    """Make the steps of all mini-batches: in each the critic's first, then the policy's."""
+    """Step on all mini-batches: in each the critic first, then the policy."""
     share, start = batch.share, progress
     whole = _sums(share, algorithm.counts(batch))
     critic = cast(ActorCritic, algorithm) if rates.critic is not None else None
@@ -307,7 +307,7 @@ def _sums(share: Share, counts: Mapping[str, float]) -> dict[str, float]:
 
 
 def _show(step: Step) -> None:
-    """Let a monitoring server see one mini-batch."""
+    """Publish the metrics of one mini-batch to the monitoring server."""
     telemetry.mark_progress()
     telemetry.count("planish_train_tokens_total", step.get("num_tokens", 0.0))
     for part, skipped in (("policy", "skipped"), ("critic", "value_skipped")):
@@ -327,7 +327,7 @@ def _policy_step(
     denominators: Denominators,
     rate: float,
 ) -> Step:
-    """Step the policy; nothing is done and returned for a mini-batch without a trained token."""
+    """Step the policy and return metrics; a mini-batch without a trained token makes no step."""
     if not any(denominators.minibatch.values()):
         return {}
 
@@ -348,7 +348,7 @@ def _value_step(
     *,
     is_pretraining: bool,
 ) -> Step:
-    """Step the critic; nothing is done and returned for a mini-batch without a target."""
+    """Step the critic and return metrics; a mini-batch without a target makes no step."""
     if not any(denominators.minibatch.values()):
         return {}
 

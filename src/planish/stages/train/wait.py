@@ -1,9 +1,9 @@
 """Finished responses that the critic trains on beside each mini-batch, or that wait for more.
 
-By default the critic steps on the finished responses of each mini-batch, as few as there are. With
-`critic.min_finished` above 1 those of an iteration are pooled with what earlier iterations left:
-the pool is cut into steps of at least so many, or waits as a whole for the next iteration. A
-response waits with its values and returns, and enters the update of exactly one iteration.
+By default the critic steps on the finished responses of each mini-batch, however few. With
+`critic.min_finished` above 1, finished responses of an iteration join those that earlier iterations
+left. `plan_steps` cuts this pool into steps of at least so many responses, or leaves all of it to
+the next iteration. A response waits with its values and returns, and exactly one iteration uses it.
 
 Source: ours; T-PPO, arXiv 2506.15050, does not say how small a step of the critic may be.
 """
@@ -32,17 +32,17 @@ class StepPlan:
     parts: Sequence[Rows]
     """Rows of the rollout batch, of all ranks, per mini-batch."""
     values: TrainBatch
-    """Batch of the critic: the rollout batch itself where nothing is pooled."""
+    """Batch of the critic; without a pool it is the rollout batch."""
     value_parts: Sequence[Rows]
-    """Rows of `values`, of all ranks, per mini-batch; one without any makes no critic step."""
+    """Rows of `values`, of all ranks, per mini-batch; without rows the critic makes no step."""
     has_targets: bool
-    """The critic is trained in this iteration."""
+    """True if the critic trains in this iteration."""
     num_policy_steps: int
     """Mini-batches of one pass over the rollout batch."""
     num_value_steps: int
     """Critic steps of one pass over `values`."""
     waiting: WaitingSet | None = None
-    """Responses that are left for later iterations; None where nothing is pooled."""
+    """Responses that are left for later iterations; None without a pool."""
 
 
 def plan_steps(
@@ -54,15 +54,15 @@ def plan_steps(
     num_passes: int,
     seed: Sequence[int],
 ) -> StepPlan:
-    """Decide what the critic trains on beside each mini-batch.
+    """Assign rows for the critic to each mini-batch.
 
     Args:
         batch: the rollout batch as the algorithm's `advantages` returned it.
         parts: rows of each mini-batch, pass after pass.
         waiting: responses that earlier iterations left; None or no rows for none.
         min_finished: fewest responses of a critic step.
-        num_passes: how often each row is in `parts`.
-        seed: of the order of pooled responses.
+        num_passes: number of times that each row is in `parts`.
+        seed: seed of the order of pooled responses.
     """
     minibatches, share = len(parts) // num_passes, batch.share
     [has_target] = share.every(batch.value_mask.any(1))
@@ -92,13 +92,13 @@ def pooled_parts(
 
     Args:
         num_rows: rows of the pool.
-        num_minibatches: of one pass.
-        num_passes: how often each row is used.
-        min_finished: fewest rows of a step; fewer in all make no step.
-        seed: of the shuffle.
+        num_minibatches: mini-batches of one pass.
+        num_passes: passes over the pool.
+        min_finished: fewest rows of a step; a smaller pool makes no step.
+        seed: seed of the shuffle.
 
     Returns:
-        Row numbers for each mini-batch of all passes, with none for those without a step.
+        Row numbers for each mini-batch of all passes; empty for a mini-batch without a step.
 
     Example:
         >>> [len(rows) for rows in pooled_parts(7, 4, 1, min_finished=3, seed=[0])]

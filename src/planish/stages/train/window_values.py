@@ -1,7 +1,7 @@
-"""Values of responses that a window cut: kept from the iteration that sampled their tokens.
+"""Values of responses that a window cut, each from the iteration that sampled its token.
 
-Source: T-PPO, arXiv 2506.15050; that the value of a token is the one of its own window is as in the
-authors' public code.
+Source: T-PPO, arXiv 2506.15050; the authors' public code, too, gives a token the value of its own
+window.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def earlier_values(
     """Return the stored values of tokens that earlier iterations sampled.
 
     Args:
-        batch: made of the rollouts and their rewards.
-        keys: of the rollouts, by `row_keys`.
-        rewards: of the rollouts.
-        stored: from the iteration before.
+        batch: batch of the rollouts and their rewards.
+        keys: keys of the rollouts, from `row_keys`.
+        rewards: rewards of the rollouts.
+        stored: values from the iteration before.
 
     Returns:
         [B, S] float32, NaN for tokens without a stored value.
@@ -61,12 +61,12 @@ def values_to_store(
     rewards: RewardSet,
     stored: ValueSet,
 ) -> ValueSet:
-    """Return the values that the next iteration needs: of every response that goes on.
+    """Return the values that the next iteration needs: those of every response that goes on.
 
-    A response that waits, or took no part in the update, keeps what was stored of it. All ranks
-    call it, and all get the whole set. Arguments are those of `earlier_values`, and `values`,
-    [B, S] float32 of the critic before the iteration, None for an empty batch; `goes_on` has the
-    rollouts that a window cut.
+    A response that waits, or took no part in the update, keeps its stored values. Every rank calls
+    this function and gets the whole set. `values` are [B, S] float32 of the critic before the
+    iteration, None for an empty batch; `goes_on` is True for rollouts that a window cut. The other
+    arguments are those of `earlier_values`.
     """
     kept = stored.to_rows()
     for row in np.flatnonzero(~goes_on).tolist():

@@ -1,10 +1,9 @@
 """Rows of parameters of megatron-core, as boxes of the tensors of transformers.
 
-Megatron keeps queries, keys and values of a group next to each other and the gate above the up
-projection, cuts matrices over tensor-parallel ranks, spreads experts and pads the vocabulary. All
-of that is a choice of rows, so a checkpoint is read and written in place under the names of
-transformers: each trainer resumes what any other has saved, moments included, and no state is ever
-converted.
+Megatron keeps queries, keys and values of a group next to each other, and the gate above the up
+projection. It cuts matrices over tensor-parallel ranks, spreads experts and pads the vocabulary.
+All of this maps rows to boxes, so a rank reads and writes its rows in place, under the names of
+transformers. Each trainer resumes what any other has saved, moments included, without conversion.
 
 Source: megatron-core 0.16.1, `SelfAttention.get_query_key_value_tensors` and `MLP.forward`.
 """
@@ -25,31 +24,32 @@ from planish.checkpoint.convert.hf_names import LAYER_NAMES, TOP_NAMES
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 EXPERTS = "mlp.experts."
-"""In the names of all experts of a rank, here and in transformers."""
+"""Part of the names of all parameters of experts, both in megatron-core and in transformers."""
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 Shape = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """Consecutive rows of a local parameter, and the box of a tensor of transformers they are."""
+    """Consecutive rows of a local parameter, and their box in a tensor of transformers."""
 
     name: str
     """Name of that tensor."""
     offset: Shape
     """Beginning of the box in the whole tensor."""
     extent: Shape
-    """Lengths of the box; as many elements as the rows have."""
+    """Lengths of the box, which has as many elements as the rows."""
     rows: slice
 
     def of(self, value: Tensor) -> Tensor:
-        """Return the rows of a value of the parameter's shape, as the box; shares memory."""
+        """Return the rows of `value`, which has the parameter's shape, as a view in box form."""
         return value[self.rows].view(self.extent)
 
     def shard(self, suffix: str, shape: Shape, value: Tensor) -> FlatShard:
-        """Return the rows of a contiguous value of the parameter's shape, for the checkpoint.
+        """Return the rows of `value` as a shard for the checkpoint.
 
-        `suffix` is `.exp_avg` and the like for a moment, `shape` that of the whole tensor.
+        `value` is contiguous and has the parameter's shape; `shape` is that of the whole tensor.
+        `suffix` names a moment, such as `.exp_avg`.
         """
         part = value.detach()[self.rows].reshape(-1)
         return FlatShard(self.name + suffix, shape, self.offset, self.extent, 0, part.numel(), part)
@@ -62,19 +62,19 @@ class Boxes:
     wholes: Mapping[str, Shape]
     """Shape of each parameter of the model of transformers."""
     config: Mapping[str, Any]
-    """Its `num_attention_heads`, `num_key_value_heads` and `head_dim`."""
+    """`num_attention_heads`, `num_key_value_heads` and `head_dim` of that model."""
     grid: Grid
     prefix: str = "model."
-    """Beginning of the names of the decoder there: `body.` in a critic."""
+    """Prefix of the decoder's names in transformers; `body.` in a critic."""
     is_tied: bool = False
-    """The LM head is the input embedding."""
+    """True if the LM head is the input embedding."""
     first_layer: int = 0
-    """Number of the first layer that is here."""
+    """Number of this rank's first layer."""
 
     def pieces(self, name: str, shape: Shape) -> list[Piece]:
         """Return the pieces of a local parameter of a GPTModel, or of the value head.
 
-        Rows of padding alone have none.
+        A parameter with rows of padding only has none.
         """
         match = _LAYER.fullmatch(name)
         if match is None:
@@ -113,9 +113,9 @@ class Boxes:
                 start += length
 
     def _cut(self, there: str, shape: Shape, rows: slice) -> list[Piece]:
-        """Return rows that are one box: tensor parallelism cuts the one dimension that is shorter.
+        """Return the piece of rows that form one box; tensor parallelism may cut one dimension.
 
-        Only the vocabulary is padded, so its last part may be longer than what is left for it.
+        Only the vocabulary is padded, so its last part may have more rows than the tensor has left.
         """
         whole = self.wholes[there]
         offset, extent = [0] * len(whole), list(shape)
@@ -139,8 +139,8 @@ def fill_pieces(
 ) -> None:
     """Copy this rank's boxes of the weights of transformers; rows of padding become 0.
 
-    A local parameter whose name is also in `weights` is left as it is, and what is on the device
-    `meta` is to be read later.
+    It skips a local parameter whose name is also in `weights` (the value head), and weights on the
+    device `meta`, which the caller reads later.
     """
     with torch.no_grad():
         for name in parameters.keys() - weights.keys():

@@ -1,12 +1,12 @@
-"""A decoder of megatron-core that is called like one of transformers, and what it computes with.
+"""A decoder of megatron-core with the call signature of transformers, and its modules.
 
-`Decoder` and `LanguageModel` have the few attributes that `planish.models.logprobs` asks a model of
-transformers for, so the scorers, and with them every loss, are those of all trainers. What differs
-between accelerators and the CPU is in `kernels` and `without_accelerator` alone.
+`Decoder` and `LanguageModel` have the few attributes that `planish.models.logprobs` reads from a
+model of transformers, so all trainers share the scorers and every loss. Only `kernels`,
+`without_accelerator` and `_Norm` differ between accelerators and the CPU.
 
 Source: Megatron-LM, arXiv 1909.08053, section 3 (tensor parallelism of attention and MLP); arXiv
 2205.05198, section 4 (sequence parallelism); GShard, arXiv 2006.16668, section 3 (experts spread
-over ranks, here without a limit of tokens for each and without a loss that balances them).
+over ranks; here experts have no limit of tokens, and no loss balances them).
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from planish.stages.train.config import TrainConfig
 
 
 def join_grid(grid: Grid, timeout_seconds: float) -> Context | None:
-    """Make the process groups of the library, once in a process; return who shares rows with it.
+    """Make megatron-core's process groups once per process; return its context-parallel ranks.
 
     Raises:
-        ConfigError: they are there already for another grid.
+        ConfigError: the process already has groups for another grid.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")
     if not dist.is_initialized():
         parallel_state.destroy_model_parallel()
-        # One process without a launcher: the library wants groups all the same.
+        # megatron-core needs process groups, even for one process without a launcher.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
@@ -71,7 +71,7 @@ def join_grid(grid: Grid, timeout_seconds: float) -> Context | None:
             create_gloo_process_groups=False,
             distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
         )
-        # Nothing here is random, and the other tracker wants an accelerator.
+        # Nothing here is random, and the other tracker needs an accelerator.
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     sizes = {
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
@@ -91,7 +91,7 @@ def join_grid(grid: Grid, timeout_seconds: float) -> Context | None:
 
 @contextlib.contextmanager
 def without_accelerator(device: torch.device) -> Iterator[None]:
-    """Let the library, which puts new tensors on the current accelerator, put them on the CPU."""
+    """Let megatron-core allocate on `device` if that is the CPU; it assumes an accelerator."""
     if device.type != "cpu":
         yield
         return
@@ -144,13 +144,13 @@ class _Attention(nn.Module):
         packed_seq_params: Any = None,
         **__: Any,
     ) -> Tensor:
-        """Attend; [S, B, heads, head size] each, keys and values with a head for each group."""
+        """Attend over [S, B, heads, head size]; keys and values have one head per group."""
         if packed_seq_params is not None:
             packing = packed_seq_params.packing
             end = len(packing.own(packing.tokens))
             q, k, v = (part[:end, 0] for part in (query, key, value))
             read = attend(q, k, v, packing)
-            # What sequence parallelism has added behind the last row is never read.
+            # Nobody reads the padding of sequence parallelism behind the last row.
             return functional.pad(read.flatten(1), (0, 0, 0, len(query) - end))[:, None]
         q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         read = functional.scaled_dot_product_attention(
@@ -160,14 +160,14 @@ class _Attention(nn.Module):
 
 
 class _Norm(nn.RMSNorm):
-    """Root-mean-square norm whose gradient may be that of a part of the tokens."""
+    """RMS norm; with sequence parallelism a rank's gradient covers only its own tokens."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise [..., H]; torch has one kernel on accelerators, and a dozen on the CPU."""
+        """Normalise [..., H]; torch runs a dozen kernels on the CPU, so `rms_norm` is for that."""
         if x.is_cuda or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
             return super().forward(x)
         assert self.eps is not None
@@ -175,13 +175,13 @@ class _Norm(nn.RMSNorm):
 
 
 class _InputNorm(_Norm):
-    """A norm before a product, in the type of that product.
+    """Norm before a matrix product, with its output in the dtype of that product.
 
-    The library shares out a gradient in the type of its tokens, which must be that of the product.
+    megatron-core scatters the product's gradient in the dtype of the input, so both must be equal.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise [..., H] float32; bfloat16 where products are."""
+        """Normalise [..., H] float32; under autocast return its dtype, bfloat16."""
         kind, normed = x.device.type, super().forward(x)
         return (
             normed.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else normed
@@ -189,9 +189,9 @@ class _InputNorm(_Norm):
 
 
 class _Router(TopKRouter):  # type: ignore[misc]
-    """Choice of experts in float32, whatever `compute_dtype` says.
+    """Choice of experts in float32 under any `compute_dtype`.
 
-    The library's own product wants Transformer Engine.
+    The library's own product needs Transformer Engine.
     """
 
     def gating(self, hidden: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ class _Router(TopKRouter):  # type: ignore[misc]
 
 
 class _Experts(nn.Module):
-    """A rank's experts of a layer in two tensors, as transformers has those of all ranks."""
+    """One rank's experts of a layer, in two tensors with the layout of transformers."""
 
     def __init__(self, count: int, config: Any, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class _Experts(nn.Module):
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, shares: Tensor
     ) -> tuple[Tensor, None]:
-        """Compute [K, H] tokens, sorted by expert, each times its share, [K] float32."""
+        """Return the outputs for [K, H] tokens, sorted by expert, times `shares`, [K] float32."""
         kind = tokens.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tokens.dtype
         ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
@@ -228,12 +228,12 @@ class _Experts(nn.Module):
 class RecordedChoice:
     """Choice of a layer's experts by a replay, in place of the library's `RouterReplay`.
 
-    That one knows no unknown choice, and recomputes micro-batches in the order of their forward
-    passes alone.
+    `RouterReplay` supports no unknown choice, and recomputes micro-batches only in the order of
+    their forward passes.
     """
 
     def __init__(self, replay: RoutingReplay, layer: int) -> None:
-        """Bind a layer of the whole model."""
+        """Bind a layer by its number in the whole model."""
         self._replay, self._layer = replay, layer
 
     def get_replay_topk(
@@ -244,9 +244,9 @@ class RecordedChoice:
         group_topk: int | None,
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores of the chosen experts and these, [tokens, topk] each.
+        """Return scores and numbers of the chosen experts, [tokens, topk] each.
 
-        `scores` is [tokens, experts]; `choose` is the router's own choice of the arguments before.
+        `scores` is [tokens, experts]; `choose` makes the router's own choice from the arguments.
         """
         own_scores, own = choose(scores, topk, num_groups, group_topk)
         chosen = self._replay.choose(self._layer, own)
@@ -254,7 +254,7 @@ class RecordedChoice:
 
 
 def replay_in_gpt(gpt: Any, model: Any, *, forces: bool) -> RoutingReplay:
-    """Let the routers of a `build_gpt`, made of the configuration `model`, ask a new replay."""
+    """Make the routers of a GPTModel ask a new replay; `model` is its decoder's configuration."""
     experts = num_experts(model.to_dict())
     replay = RoutingReplay(model.num_hidden_layers if experts else 0, experts, forces=forces)
     for layer in gpt.decoder.layers if experts else ():
@@ -278,18 +278,19 @@ def kernels(device: torch.device) -> dict[str, Any]:
 def build_gpt(
     model: Any, *, has_head: bool, config: TrainConfig, grid: Grid, device: torch.device
 ) -> Any:
-    """Return this rank's part of a GPTModel of the sizes of a decoder, its weights still unset.
+    """Return this rank's part of a GPTModel with the sizes of a decoder; its weights are unset.
 
     Args:
         model: configuration of a decoder of transformers.
-        has_head: there is an LM head beside the embedding. Between pipeline stages there always is
-            one; where it is the same matrix, gradients are to be added up.
-        config: of the train stage.
+        has_head: True if the LM head is not the embedding. Pipeline stages always have a separate
+            head; if it is tied, the caller adds up the gradients of both.
+        config: settings of the train stage.
         grid: place of this rank.
-        device: place that the model will be moved to.
+        device: device to which the caller moves the model.
 
     Raises:
-        ConfigError: the decoder is none that the library computes alike.
+        ConfigError: a GPTModel would compute the decoder in another way, or the grid does not
+            divide its sizes.
     """
     _check(model, config, grid)
     has_qk_norm = model.model_type.startswith("qwen3")
@@ -311,7 +312,7 @@ def build_gpt(
         num_moe_experts=experts or None,
         moe_ffn_hidden_size=width if experts else None,
         moe_router_topk=model.num_experts_per_tok if experts else 2,
-        # Weights of the chosen experts are shares of all experts, else of the chosen.
+        # True: softmax over all experts; False: softmax over the chosen experts.
         moe_router_pre_softmax=not getattr(model, "norm_topk_prob", True),
         moe_router_load_balancing_type="none",
         expert_model_parallel_size=grid.ep,
@@ -360,7 +361,7 @@ def head_size(model: Any) -> int:
 
 
 def padded_vocabulary(size: int, tp: int) -> int:
-    """Return the rows of an embedding that every tensor-parallel rank has as many of."""
+    """Return `size` rounded up, so that all `tp` tensor-parallel ranks have equally many rows."""
     return -(-size // tp) * tp
 
 
@@ -392,7 +393,7 @@ def _check(model: Any, config: TrainConfig, grid: Grid) -> None:
 
 
 class Decoder(nn.Module):
-    """A GPTModel's decoder, called like that of transformers."""
+    """Decoder of a GPTModel, with the call signature of transformers."""
 
     frequencies: Tensor
 
@@ -421,8 +422,8 @@ class Decoder(nn.Module):
     def stage(self, input_ids: Tensor, packing: Packing | None) -> Tensor:
         """Return the states after the layers of this rank, [S, B, H], or [T, 1, H] packed.
 
-        Behind the first stage the layers take what the stage before has sent. With sequence
-        parallelism S is that of this rank.
+        After the first stage, the layers take the states that the stage before has sent. With
+        sequence parallelism S counts this rank's tokens.
         """
         ids = input_ids if packing is None else packing.take(input_ids)[None]
         return self._layers(ids, packing)
@@ -432,11 +433,11 @@ class Decoder(nn.Module):
         positions = torch.arange(ids.shape[1], device=ids.device)
         packed = None
         if packing is not None:
-            # The library only hands it on: a format of None has it do nothing by itself.
+            # The library passes it on, and with a format of None does nothing else with it.
             positions = packing.own(packing.positions)
             packed = SimpleNamespace(qkv_format=None, packing=packing)
         if options.sequence_parallel:
-            # Every rank has as many tokens; attention is causal, so those added change nothing.
+            # Padding at the end gives all ranks equally many tokens; causal attention ignores it.
             ids, positions = (
                 functional.pad(x, (0, -ids.shape[1] % options.tensor_model_parallel_size))
                 for x in (ids, positions)
@@ -455,13 +456,13 @@ class Vocabulary:
     """This rank's part of the vocabulary; meets `planish.models.logprobs.VocabularyPart`."""
 
     def __init__(self, size: int, grid: Grid) -> None:
-        """Take the tokens of a part: equally many each, less in the last one."""
+        """Take this rank's tokens: equally many per rank, fewer in the last part."""
         rows = padded_vocabulary(size, grid.tp) // grid.tp
         self.first = grid.tp_rank * rows
         self.size = max(0, min(rows, size - self.first))
 
     def share(self, hidden: Tensor) -> Tensor:
-        """Return the states that all parts read; their gradients are added up."""
+        """Return the states that all parts read; the backward pass adds up their gradients."""
         shared: Tensor = copy_to_tensor_model_parallel_region(hidden)
         return shared
 
@@ -480,18 +481,18 @@ class Vocabulary:
 
 
 class LanguageModel(nn.Module):
-    """A decoder under its part of an LM head, with the attributes of a model of transformers."""
+    """A decoder and its part of an LM head, with the attributes of a model of transformers."""
 
     base_model_prefix = "body"
 
     def __init__(self, body: Decoder, config: Any) -> None:
-        """Join a decoder and the configuration that its family's scaling of logits is read from."""
+        """Join a decoder and the configuration with its family's scaling of logits."""
         super().__init__()
         self.body = body
         self.config = config
 
     def get_output_embeddings(self) -> Any:
-        """Return what holds the `weight` of this rank's tokens, [part of the vocabulary, H]."""
+        """Return an object with this rank's rows of the head, `weight` [part of vocabulary, H]."""
         gpt = self.body.gpt
         if gpt.share_embeddings_and_output_weights:
             return SimpleNamespace(weight=gpt.shared_embedding_or_output_weight())

@@ -1,9 +1,9 @@
-"""The Megatron-core trainer's part: a model cut over tensor-parallel ranks, one copy a data rank.
+"""Sharding of the trainer `megatron`: a model cut over ranks, with one copy per data-parallel rank.
 
-Experts are spread over the ranks of a stage, whole ones to each; tokens travel to them and back.
+Each rank of a stage has some whole experts; tokens travel to them and back.
 
-What is trained, and how a step is made, is the same for all trainers; here are the parameters and
-what ranks do together. Optimizer moments lie where their parameters do.
+`ShardedModel` makes the steps, for all trainers alike; this module has the parameters and the
+collectives. Optimizer moments lie where their parameters do.
 
 Source: Megatron-LM, arXiv 1909.08053, section 3.
 """
@@ -54,7 +54,7 @@ class MegatronSharding:
         """Take over the weights of a causal LM of transformers, or of a critic.
 
         Raises:
-            ConfigError: the library does not compute such a model, or has no place for a weight.
+            ConfigError: megatron-core does not support the model, or has no place for a weight.
         """
         self.context = join_grid(grid, config.timeout_seconds)
         self.config, self.grid, self.device = config, grid, device
@@ -88,7 +88,7 @@ class MegatronSharding:
             name: boxes.pieces(name, tuple(tensor.shape))
             for name, tensor in self.parameters.items()
         }
-        # Every tensor-parallel rank has these whole.
+        # Every tensor-parallel rank has these parameters whole.
         self.copies = {
             name
             for name, part in self.pieces.items()
@@ -123,7 +123,7 @@ class MegatronSharding:
         if is_frozen:
             scorer.requires_grad_(False)
         elif config.activation_checkpointing:
-            # The library's own way wants an accelerator.
+            # The library's own checkpointing needs an accelerator.
             layers = gpt.decoder.layers
             for number, layer in enumerate(layers):
                 layers[number] = checkpoint_wrapper(layer, context_fn=self.routing.again)
@@ -171,13 +171,13 @@ class MegatronSharding:
         *,
         learns: bool,
     ) -> None:
-        """Let the last stage score, then tell the others what it found."""
+        """Let the last stage score, then broadcast its results to the other stages."""
         found: list[Tensor] = []
 
         def take_scores(micro: Micro, results: list[Tensor]) -> tuple[Tensor, None]:
             found.append(torch.stack(results).detach())
-            # The schedule takes the mean over micro-batches, times the ranks that share tokens; the
-            # parts of the loss are summed.
+            # The schedule divides by micro-batches and multiplies by context-parallel ranks; the
+            # parts of the loss must add up.
             return take(micro, results) * (len(micros) / self.grid.cp), None
 
         def step(waiting: Iterator[Micro], model: Any) -> tuple[Any, Any]:
@@ -211,7 +211,7 @@ class MegatronSharding:
                     take(micro, list(results))
 
     def clip(self, limit: float) -> float:
-        """Sum the gradients of all ranks, limit their norm and return the norm before."""
+        """Sum the gradients of all ranks, clip their norm to `limit` and return the norm before."""
         trained = {name: p for name, p in self.parameters.items() if p.grad is not None}
         _sum(
             (p.grad for name, p in trained.items() if name in self.partial),

@@ -1,1 +1,1 @@
-"""The training processes: the job, the program of a rank, and how ranks leave together."""
+"""The training processes: the job, the program of a rank, and the common exit of all ranks."""

@@ -1,4 +1,4 @@
-"""The boundary before each step, where all ranks leave together once one of them is asked to."""
+"""The boundary before each step, where all ranks leave together once one has got SIGTERM."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ logger = logging.getLogger(__name__)
 
 
 class Sigterm(threading.Event):
-    """An event that SIGTERM sets, in place of ending this process, once it has been looked at.
+    """Event that SIGTERM sets; the first call of `is_set` installs the handler.
 
-    Ranks look at it before each step. Until the first one a rank may be loading or scoring for
-    long: it ends at once.
+    Ranks call it before each step. Before the first step a rank may load or score for long, so
+    SIGTERM ends it at once.
     """
 
     _is_heard = False
 
     def is_set(self) -> bool:
-        """Tell whether SIGTERM has come; the first look begins to hear it."""
+        """Return True once SIGTERM has arrived; the first call installs the handler."""
         if not self._is_heard:
             self._is_heard = True
             signal.signal(signal.SIGTERM, self._hear)
@@ -39,10 +39,10 @@ class Sigterm(threading.Event):
 
 
 def leave_together(ranks: Ranks, asked: threading.Event | None) -> None:
-    """Leave if one of the ranks, all of which call this alike, was `asked` to.
+    """End this rank if `asked` is set on any rank; every rank calls this function.
 
     Raises:
-        Terminated: with the exit code of what may be tried again.
+        Terminated: `asked` is set on a rank; the exit code allows another attempt.
     """
     if asked is None:
         return

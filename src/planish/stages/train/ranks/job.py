@@ -1,6 +1,6 @@
-"""One train task as plain data: what it reads, what it writes, whether that is done already.
+"""One train task as plain data: its inputs, its outputs, and the check for a finished result.
 
-Imports no torch, so that a finished task costs nothing and a launcher stays small.
+This module imports no torch, so a finished task costs nothing and a launcher stays small.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from planish.stages.train.config import CriticConfig, TrainConfig
 
 @dataclass(frozen=True)
 class TrainJob:
-    """Everything that the training processes of one iteration need to know.
+    """Inputs of the training processes of one iteration.
 
     Example:
         >>> job = TrainJob("file:///r", {}, "0" * 64, 1, 2, "p", "", "r")
@@ -94,16 +94,16 @@ class TrainJob:
 
     @property
     def max_staleness(self) -> int:
-        """Policy versions that a surplus group may be old; 0 is no reuse."""
+        """Largest age of a surplus group in policy versions; 0 is no reuse."""
         return int(self.config.get("rollout", {}).get("max_staleness", 0))
 
     @property
     def is_ahead(self) -> bool:
-        """Whether processes of their own sample one iteration ahead."""
+        """True if separate processes sample one iteration ahead."""
         return bool(self.config.get("rollout", {}).get("ahead"))
 
     def num_trainers(self, size: int) -> int:
-        """Return how many of `size` processes train."""
+        """Return the number of processes that train, out of `size`."""
         return num_trainers(self.train.split, size) if self.is_ahead else size
 
     def parents(self) -> dict[str, str]:
@@ -126,7 +126,7 @@ class TrainJob:
         """Pin of the reference policy; empty for an algorithm without one.
 
         Raises:
-            ConfigError: there is none, or it is gone.
+            ConfigError: the train state names no reference, or the policy was deleted.
         """
         if not build_algorithm(self.config.get("algorithm", {})).needs_reference:
             return ""
@@ -146,11 +146,11 @@ class JobResult:
     """The new train state, and scalars of the iteration."""
 
     state: Ref | None
-    """None while it is being committed, in a task of several iterations."""
+    """None in a resident task, which commits the state beside the next rollouts."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return the result as JSON, numbers that are not finite by Python's names."""
+        """Return the result as JSON, with Python's `NaN` and `Infinity`."""
         assert self.state is not None
         return json.dumps({"state": self.state.to_json(), "metrics": self.metrics})
 
@@ -162,7 +162,7 @@ class JobResult:
 
 
 def write_job(job: TrainJob) -> str:
-    """Put a job where its processes find it; returns its pin."""
+    """Write a job below the root of the run, for its processes; return its pin."""
     data = job.to_json().encode()
     digest = hashlib.sha256(data).hexdigest()
     uri = f"{layout.train_job(job.root, job.iteration, digest)}/job.json"
@@ -174,7 +174,7 @@ def read_job(pin: str, kind: type[JobT]) -> JobT:
     """Return the job that `write_job` has written.
 
     Raises:
-        ObjectMissing: it is gone.
+        ObjectMissing: the job is gone.
         RecordError: the bytes differ from the written ones.
     """
     uri, digest = parse_pin(pin)
@@ -196,23 +196,23 @@ class Inputs:
     rewards: RewardSet
     """Row `r` scores row `r` of the rollouts."""
     stream: StreamState
-    """Where prompts, surplus and carry stand afterwards; its values are still to be written."""
+    """Cursor, surplus and carry after the iteration; `values` and `waiting` are not yet set."""
     ordinals: list[int] | None
-    """Place of each group's prompt in the stream; None where no window cuts responses."""
+    """Place of each group's prompt in the stream; None if no window cuts responses."""
     places: list[int]
-    """Rank of each group in the order of the stream of prompts, whatever the number of shards."""
+    """Number of each group that orders groups as in the prompt stream, for any number of shards."""
     values: ValueSet
-    """Values of the tokens that earlier iterations sampled; none where nothing was stored."""
+    """Values of the tokens that earlier iterations sampled; empty if none were stored."""
     waiting: WaitingSet
-    """Finished responses that the critic has still to be trained on."""
+    """Finished responses on which the critic has not trained yet."""
 
 
 def read_inputs(job: TrainJob) -> Inputs:
-    """Read the rollouts of all shards, their rewards, and where the prompts stand afterwards.
+    """Read the rollouts of all shards and their rewards; compute the cursor after the iteration.
 
     Raises:
         RecordError: a set is damaged, or the rewards score other rollouts.
-        ConfigError: experts are to be replayed, and nobody has recorded them.
+        ConfigError: `train.replay_routing` needs experts that the rollouts do not record.
     """
     uri, digest = parse_pin(job.rewards_pin)
     scored = read_manifest(uri, sha256=digest).parents
@@ -236,7 +236,7 @@ def read_inputs(job: TrainJob) -> Inputs:
         consumed += facts["consumed"]
         if side_digest := facts.get("surplus_sha256"):
             side = layout.surplus(job.root, job.iteration, shard)
-            # Groups that are too old for the next iteration are not named any more.
+            # The next state names a set only if its newest group is young enough to train on.
             newest = max(read_manifest(side, sha256=side_digest).attributes["versions"])
             if job.iteration - newest <= job.max_staleness:
                 surplus.append(relative_pin(job, side, side_digest))
@@ -251,7 +251,7 @@ def read_inputs(job: TrainJob) -> Inputs:
             f"{rollouts.num_rows} rollouts without it in iteration {job.iteration}; the rollout "
             "stage keeps it under this setting, and `train.replay_routing = false` needs none"
         )
-    # The rollouts took over all groups of the sets that the state before names.
+    # The rollouts took over all surplus and carry of the state before; the next names its own sets.
     before = parse_data(job.info.get("data", fresh_cursor()))
     places = ordinals if carry else draw_order([part.num_groups for part in sets])
     return Inputs(
@@ -266,7 +266,7 @@ def read_inputs(job: TrainJob) -> Inputs:
 
 
 def draw_order(counts: Sequence[int]) -> list[int]:
-    """Return the place of each group, shard after shard; shards of `counts` groups draw in turns.
+    """Return the place of each group, shard after shard, for shards that draw groups in turns.
 
     Example:
         >>> draw_order([3, 2])
@@ -289,7 +289,7 @@ def relative_pin(job: TrainJob, place: str, digest: str) -> str:
 
 
 def already_done(job: TrainJob, next_step: int) -> Ref | None:
-    """Return the state that an earlier attempt of the same job has finished, if it did."""
+    """Return the state that an earlier attempt of the same job has finished; None without one."""
     uri = layout.state(job.root, next_step)
     report = layout.update(job.root, job.iteration)
     if not store.exists(report):

@@ -63,18 +63,18 @@ logger = logging.getLogger(__name__)
 
 
 class HeldTrainer:
-    """The trainer of this process, which stays open from one iteration to the one that follows."""
+    """The trainer of this process, which stays open from one iteration to the next."""
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
         self.state_pin = ""
-        """The train state that `trainer` stands at."""
+        """Pin of the train state that `trainer` has in memory."""
         self.pace_seconds = 0.0
-        """The upload of a state is spread over so long, while the next rollouts are sampled."""
+        """Time over which the upload of a state is spread, beside the next rollouts."""
         self._random: Mapping[str, Tensor] = {}
 
     def take(self, state_pin: str) -> Trainer | None:
-        """Return the trainer that stands at a state, for one iteration; any other is closed."""
+        """Hand over the trainer if it is at this state; else close it and return None."""
         if self.state_pin != state_pin:
             self.close()
         trainer, self.trainer = self.trainer, None
@@ -84,7 +84,7 @@ class HeldTrainer:
         return trainer
 
     def close(self) -> None:
-        """Let go of the trainer."""
+        """Close the trainer and free its memory."""
         trainer, self.trainer = self.trainer, None
         if trainer is not None:
             trainer.close()
@@ -92,7 +92,7 @@ class HeldTrainer:
             gc.collect()
 
     def keep(self, trainer: Trainer, random: Mapping[str, Tensor]) -> None:
-        """Hold a trainer whose state was saved with these random streams, and will have a pin."""
+        """Keep a trainer whose state is saved with these random streams; its pin follows later."""
         self.trainer, self.state_pin, self._random = trainer, "", random
 
 
@@ -101,16 +101,17 @@ class Trained:
     """An iteration of training whose state is staged."""
 
     commit: Callable[[], Ref]
-    """Waits for the state, as that of `checkpoint.begin_save`; every rank calls it once."""
+    """Function from `checkpoint.begin_save` that waits for the state; every rank calls it once."""
     stream: StreamState
-    """Where prompts, surplus and carry stand afterwards; the rest is that of the first rank."""
+    """Data part of the state; only the first rank has the pins of `values` and `waiting`."""
     metrics: dict[str, float]
 
 
 def train_iteration(job: TrainJob, ranks: Ranks = SINGLE, asked: Event | None = None) -> JobResult:
     """Train on one rollout batch and write the update report, then the train state.
 
-    Every rank calls it; the first one writes what is not sharded. All leave once one is `asked` to.
+    Every rank calls it, and the first one writes all unsharded data. All ranks leave before a
+    step once `asked` is set on one of them.
     """
     trained = begin_iteration(job, ranks, asked)
     state = trained.commit()
@@ -124,9 +125,9 @@ def begin_iteration(
     asked: Event | None = None,
     held: HeldTrainer | None = None,
 ) -> Trained:
-    """Do the same, and return once the state is staged where the trainer stays in memory.
+    """Train as `train_iteration` does; with `held` return once the state is staged.
 
-    The trainer is that of `held`, where it stands at the right state, and stays there.
+    It takes the trainer from `held` if that is at the state of the job, and leaves its own there.
     """
     show_phase("training")
     config, info, inputs = job.train, job.info, read_inputs(job)
@@ -228,7 +229,7 @@ def _own_batch(job: TrainJob, inputs: Inputs, grid: Grid, device: torch.device) 
 
 
 def _spent(seconds: float, speed: float, device: torch.device) -> dict[str, float]:
-    """Return the time of the updates, and the most memory that this rank has held so far."""
+    """Return time (s) and speed of the updates, and this rank's peak memory so far (bytes)."""
     import torch
 
     spent = {"update_seconds": seconds, "tokens_per_second": speed}
@@ -242,7 +243,7 @@ def _extra(
     job: TrainJob, trainer: Trainer, result: UpdateResult, stream: StreamState
 ) -> dict[str, Any]:
     """Return the JSON part of the train state; that of the first rank is written."""
-    # A run without a penalty passes the name of the reference on to one that has it again.
+    # A run without a KL penalty keeps the pin of the reference for a later run that has one.
     pin = job.reference_pin or named_reference(job.state_pin, job.info)
     shape = trainer.critic_shape()
     return {
@@ -290,7 +291,7 @@ def run_rank(pin: str, kind: type[JobT], work: Callable[[JobT], tuple[Ranks, str
     except PlanishError as error:
         # The launcher sees only an exit code; the error itself travels through the store.
         fault = {"error": type(error).__name__, "message": str(error)}
-        # What no retry mends is told even where another rank has lost this one and told that.
+        # An error that no retry mends replaces that of a rank that has merely lost this one.
         tell = store.write if exit_code(error) == EXIT_CONFIG else store.create
         with contextlib.suppress(PlanishError):
             tell(f"{folder}/error.json", json.dumps(fault).encode())
