@@ -25,6 +25,11 @@ Distance = Literal["euclidean", "manhattan", "chebyshev"]
 
 _BLOCK_WINDOWS = 64
 """Windows that are denoised and compared together."""
+_CENTRES = 3
+"""Times at which the level of a group is estimated anew, without the offsets that it shows."""
+_LEAST_SHOWN = 0.5
+_TINY = 1e-3
+"""No machine differs by less for what it is."""
 _BLOCK_BYTES = 256 << 10
 """Pairwise distances of one block stay in the cache."""
 
@@ -92,9 +97,34 @@ def compared_values(
     mine = np.array([known.get(m, 0.0) for m in prepared.frame.machines], np.float32)
     if not mine.any():
         return values
-    away = away_from_peers(values, prepared.masked[name], groups)
-    away = np.clip(away, np.minimum(mine, 0), np.maximum(mine, 0))
-    return values - np.where(prepared.masked[name], 0, away)
+    is_sure = np.array([m in job.mature for m in prepared.frame.machines])
+    compared = values.copy()
+    for columns in groups:
+        masked = of_group(prepared.masked[name], columns)
+        compared[:, columns] -= shown_offsets(
+            of_group(values, columns), masked, mine[columns], is_sure[columns]
+        )
+    return compared
+
+
+def shown_offsets(values: F32, masked: Mask, known: F32, is_sure: Mask) -> F32:
+    """Return [T, N], what the machines of a group show of their `known` offsets [N].
+
+    They are measured from the median of the values without them: a machine that comes to lie on the
+    other side of a plain median would move it by as much as its neighbours differ. Where `is_sure`
+    [N], a machine shows at least half of the share that the median one does, or is alone in its
+    loss.
+    """
+    weight, sign = np.where(masked, 0, np.abs(known)), np.sign(known)
+    share = np.zeros((len(values), 1), np.float32)
+    for _ in range(_CENTRES):
+        centre = fleet_median(values - share * known, masked)
+        shown = np.clip((values - centre[:, None]) * sign, 0, weight)
+        shares = shown / np.maximum(weight, _TINY)
+        share = np.nan_to_num(median_of_known(shares, weight > _TINY))[:, None]
+    shown = np.maximum(shown, _LEAST_SHOWN * share * weight * is_sure)
+    offsets: F32 = (shown * sign).astype(np.float32)
+    return offsets
 
 
 def away_from_peers(values: F32, masked: Mask, groups: Sequence[I64]) -> F32:

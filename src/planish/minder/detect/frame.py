@@ -5,7 +5,7 @@ Imports numpy only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -115,6 +115,8 @@ class Job:
     "" stands for a part of them."""
     devices: Mapping[str, int] = field(default_factory=dict)
     """Machine to the most GPUs that it has had."""
+    mature: Collection[str] = ()
+    """Machines whose baselines rest on history enough to last."""
     is_young: bool = False
     """The turns of its machines are not known yet."""
     asked: int = 0

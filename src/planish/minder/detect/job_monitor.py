@@ -122,6 +122,7 @@ class JobMonitor:
             scales=dict(self._scales),
             turns=self._turns,
             devices=self._devices,
+            mature=set(np.array(self.baseline.machines)[self.baseline.mature].tolist()),
             is_young=now < self._begun + _YOUNG_SECONDS,
             asked=self._asked,
             named=self._named,

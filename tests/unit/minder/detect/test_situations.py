@@ -64,6 +64,13 @@ def ahead(samplers, machines=12, seconds=2400):
     return frame
 
 
+def uneven(machines, seconds=1800):
+    """A healthy job whose hosts do unlike amounts of other work."""
+    frame = job(machines, seconds)
+    frame.values["cpu_usage"] += np.linspace(-9, 9, machines, dtype=np.float32)
+    return frame
+
+
 def gone(frame, machines, start):
     """Let machines send nothing from some second on."""
     for name in frame.values:
@@ -105,6 +112,36 @@ def test_a_single_machine_that_is_bad_from_the_start_is_named(metric, factor):
     frame = job(seconds=900)
     frame.values[metric][:, 6] *= factor
     assert named(frame) == ["n06"]
+
+
+@pytest.mark.parametrize(
+    ("machines", "place", "less"), [(5, 2, 5), (6, 3, 6), (6, 2, 6), (4, 1, 6)]
+)
+def test_in_a_small_job_of_uneven_hosts_one_that_does_less_is_named(machines, place, less):
+    frame = uneven(machines)
+    frame.values["cpu_usage"][1200:1600, place] -= less
+    assert named(frame) == [frame.machines[place]]
+
+
+@pytest.mark.parametrize("machines", [5, 6, 16])
+def test_a_machine_that_alone_loses_what_it_differs_by_is_named(machines):
+    frame = uneven(machines)
+    frame.values["cpu_usage"][1200:1600, -1] -= 9
+    assert named(frame) == [frame.machines[-1]]
+
+
+def test_a_host_that_was_busy_when_its_role_was_learned_is_not_named_once_it_is_not():
+    frame = job(16, 1200)
+    frame.values["cpu_usage"][60:190, 4] += 15
+    assert named(frame) == []
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_machines_that_all_lose_what_they_differ_by_are_not_named(share):
+    frame = uneven(12)
+    offsets = np.linspace(-9, 9, 12, dtype=np.float32)
+    frame.values["cpu_usage"][1200:1600] -= np.float32(1 - share) * offsets
+    assert named(frame) == []
 
 
 def test_a_machine_that_was_named_within_a_day_has_no_role():
