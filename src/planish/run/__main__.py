@@ -28,7 +28,7 @@ STAGES = {
     "monitor_check": "planish.stages.monitor_check.stage",
     "reshard": "planish.stages.reshard.stage",
 }
-"""Stage -> the module whose `run` does its work; imported when the stage runs."""
+"""Stage to the module with its `run`; the module is imported when the stage runs."""
 
 
 def stage_run(stage: str) -> Callable[..., Any]:

@@ -1,9 +1,9 @@
 """Run the command of a pod, and run it once more in the same pod if it failed or was killed.
 
-`python3 -m planish.run.again COMMAND ...` has the exit code of the last attempt. The
-controller of Kubeflow Pipelines 2.17 by default never retries a container whose program failed,
-even if the task sets retries; this module works without the controller. It cannot help if the
-container ends, as at its memory limit, or if the node ends.
+`python3 -m planish.run.again COMMAND ...` has the exit code of the last attempt. By
+default the controller of Kubeflow Pipelines 2.17 never retries a container whose program failed,
+even if the task sets retries; this module retries without the controller. It cannot retry if the
+whole container dies, as at its memory limit, or if the node fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def main(command: Sequence[str]) -> int:
     """Run a command up to twice; after a signal or a fault of the settings do not run it again."""
-    # What an attempt leaves behind becomes a child of this process, and is found.
+    # Orphans of an attempt become children of this process, so that it can end them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     pod = int(os.environ.get("KFP_RETRY_INDEX", "0"))
     child: subprocess.Popen[bytes] | None = None

@@ -1,6 +1,6 @@
-"""Nodes that the runs on a root avoid: who named them, and the node affinity of pods.
+"""Nodes that the runs on a root avoid, who named them, and the node affinity of pods.
 
-It calls no cluster: only the scheduler knows whether a node of that name exists.
+This module sends no request to the cluster: only the scheduler knows whether a node exists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from planish.store.documents import read_json, write_json
 logger = logging.getLogger(__name__)
 
 HOSTNAME_LABEL = "kubernetes.io/hostname"
-"""Label of a node that has its name, unless somebody has changed it."""
+"""Label whose value is the node's name, unless somebody has changed it."""
 
 WHICH_RUNS = (
     "runs keep away from it whose pipeline was compiled with `--max-restarts` (`python -m "
@@ -47,12 +47,12 @@ class AvoidedNode:
 
 
 def is_node_name(name: str) -> bool:
-    """Tell whether a machine's name may be the value of the label `HOSTNAME_LABEL`."""
+    """Return whether a machine's name is a valid value of the label `HOSTNAME_LABEL`."""
     return _NAME.fullmatch(name) is not None
 
 
 def avoid(root: str, node: AvoidedNode) -> bool:
-    """Make the following runs on a root avoid a node; False: it was named before."""
+    """Make the following runs on a root avoid a node; return False if it was named before."""
     if not is_node_name(node.name):
         raise ConfigError(
             f"a node must be named like the label `{HOSTNAME_LABEL}`, got {node.name!r}; the "
@@ -71,7 +71,7 @@ def avoid(root: str, node: AvoidedNode) -> bool:
 def avoided(root: str) -> list[AvoidedNode]:
     """Return the avoided nodes, in the order in which they were named.
 
-    Other objects among their marks are logged and ignored.
+    Other objects in the same folder are logged and ignored.
     """
     nodes = []
     for uri in store.list_uris(f"{layout.avoided_nodes(root)}/"):

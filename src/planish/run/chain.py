@@ -1,4 +1,4 @@
-"""Settings of a run that programs write: the JSON of the run parameter `chain`."""
+"""Settings of a run in the JSON of the run parameter `chain`, which programs write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planish.base.config import Section, check_limits, parse_section
 from planish.base.errors import ConfigError
 
 FIRST_UNFINISHED = -1
-"""Place in a chain for: the last run if it is unfinished, else one more."""
+"""Place in a chain that stands for the last run if it is unfinished, else for the next run."""
 
 
 class Chain(Section):

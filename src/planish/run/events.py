@@ -1,6 +1,6 @@
 """Events of a run beside its records: failed attempts and gangs.
 
-The report draws it. Nothing here is part of a digest, and no failure here stops the work.
+The report draws them. No digest includes an event, and no failure to write one stops the work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def record_event(
 
 
 def write_aside(uri: str, document: Mapping[str, Any]) -> None:
-    """Write what the work does not need: where the store refuses it, the log says so."""
+    """Write a document that the work does not need; log a failure instead of raising."""
     try:
         write_json(uri, document)
     except (PlanishError, OSError) as error:
@@ -39,19 +39,19 @@ def write_aside(uri: str, document: Mapping[str, Any]) -> None:
 
 
 def record_earlier_attempt(root: str, uri: str, now: float) -> None:
-    """Record an attempt before the next one, started at `now`, overwrites its log entry `uri`.
+    """Record an unsuccessful attempt before the next one, started at `now`, replaces its log entry.
 
-    A successful attempt is no event.
+    `uri` is the log entry. A successful attempt is no event.
     """
     try:
         earlier = read_json(uri)
         if earlier["state"] not in ("running", "failed"):
             return
         begin = float(earlier["start_seconds"])
-        # An attempt that was killed has told no end: it was over when the next one began.
+        # A killed attempt has no end in its entry: it ended before the next one started.
         end = begin + earlier["seconds"] if earlier["state"] == "failed" else now
         iteration = earlier["iteration"]
     except (PlanishError, OSError, KeyError, TypeError, ValueError):
-        return  # another release may have written it
+        return  # Another release may have written the entry.
     facts = {name: earlier.get(name) for name in ("stage", "shard", "error", "exit_code")}
     record_event(root, "attempt", iteration, begin_seconds=begin, end_seconds=end, **facts)

@@ -54,15 +54,15 @@ class Kube:
         patience_seconds: float = PATIENCE_SECONDS,
         request_seconds: float = REQUEST_SECONDS,
     ) -> None:
-        """Make a client by a `kubernetes.client.Configuration`; nothing is sent yet.
+        """Make a client from a `kubernetes.client.Configuration`; send nothing yet.
 
-        A request is retried for `patience_seconds`; 0 sends it once. `namespace` is that of the
-        caller's objects.
+        A request is retried for `patience_seconds`; with 0 it is sent once. `namespace` is the
+        namespace of the caller's objects.
         """
         from kubernetes import client
 
         class MergingClient(client.ApiClient):  # type: ignore[misc]
-            """Sends merge patches; the package prefers lists of steps where a server takes both."""
+            """Client that sends merge patches where the package would prefer JSON patches."""
 
             def select_header_content_type(self, content_types: list[str]) -> Any:
                 merge = "application/merge-patch+json"
@@ -103,7 +103,7 @@ class Kube:
         """Send a request until it is answered; return the JSON of the answer, or its text.
 
         Raises:
-            ClusterError: refused, or not answered within the patience; `.status` is 0 then.
+            ClusterError: refused, or not answered within the patience (`.status` is then 0).
         """
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
@@ -124,7 +124,7 @@ class Kube:
                 return json.loads(text) if is_json else text
             except ApiException as error:
                 status, reason = int(error.status or 0), f"{error.status} {error.reason}"
-                # One that has just started knows the rules of no account yet, and forbids all.
+                # A server that has just started has not loaded its access rules, and forbids all.
                 is_starting = time.monotonic() - self._silent_at < STARTING_SECONDS
                 is_refusal = 0 < status < 500 and status != 429
                 if self.patience_seconds == 0 or (

@@ -1,7 +1,7 @@
-"""How long a rank computes by itself: seconds in the layers of its models, between collectives.
+"""Compute time of a rank without waits: seconds in the layers of its models.
 
-A slow rank makes all others wait in the next collective, so steps last equally long everywhere. In
-a layer nobody waits, but for ranks that share its matrices, its tokens or its experts.
+A slow rank makes all others wait in the next collective, so steps last equally long on all ranks.
+Inside a layer a rank waits only for ranks that share its matrices, its tokens or its experts.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from planish.run.stage_metrics import this_rank
 _LAYER = re.compile(r"(^|\.)layers\.\d+$")
 
 own = Work()
-"""What this process has computed in layers so far."""
+"""Work of this process in layers so far."""
 last_step = 0
 _shown: dict[str, Work] = {}
-"""Rank to its work that a monitoring server has been shown."""
+"""Rank to its work that the metrics already include."""
 
 
 def time_layers(scorer: nn.Module) -> None:
     """Count each forward pass of a decoder layer: its seconds, and its tokens with padding.
 
-    Weights of a sharded layer are gathered before its clock starts. On an accelerator the clock is
-    in its own stream, and is read later: nothing waits for it.
+    The clock starts after the weights of a sharded layer are gathered. On CUDA it records events in
+    the stream, and reads them later without synchronization.
     """
     for name, module in scorer.named_modules():
         if _LAYER.search(name):
@@ -42,7 +42,7 @@ def time_layers(scorer: nn.Module) -> None:
 
 
 class _Clock:
-    """The clock of one layer."""
+    """Clock of one layer."""
 
     def __init__(self) -> None:
         self._tokens, self._started = 0, 0.0
@@ -50,7 +50,7 @@ class _Clock:
         self._running: deque[tuple[Any, Any, int]] = deque()
 
     def start(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Begin a pass, and count those that have ended meanwhile."""
+        """Start the clock of a pass, and count earlier passes that have ended."""
         hidden = args[0] if args else options["hidden_states"]
         self._tokens, self._started = math.prod(hidden.shape[:-1]), time.perf_counter()
         if not hidden.is_cuda:
@@ -61,7 +61,7 @@ class _Clock:
         self._event = _now()
 
     def stop(self, *_: Any) -> None:
-        """End the pass."""
+        """Stop the clock of the pass."""
         if self._event is None:
             count_pass(time.perf_counter() - self._started, self._tokens)
             return
@@ -82,7 +82,7 @@ def count_pass(seconds: float, tokens: int) -> None:
 
 
 def finish_step(step: int) -> None:
-    """Note the training step that this rank has finished last; the first rank shows its work."""
+    """Store the last finished training step of this rank; the first rank also shows its work."""
     global last_step
     last_step = step
     if this_rank() == "0":
@@ -91,7 +91,7 @@ def finish_step(step: int) -> None:
 
 
 def show_work(rank: str, work: Work) -> None:
-    """Let a monitoring server see what a rank has computed so far."""
+    """Add the new work of a rank to the metrics `planish_train_rank_*_total`."""
     added = work.since(_shown.get(rank, Work()))
     _shown[rank] = work
     for name, amount in added._asdict().items():

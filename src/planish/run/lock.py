@@ -1,9 +1,9 @@
 """The lock of a root: it names the run that uses the root, and is free once its holder ends.
 
 Each holder creates one small object with the next number. The store creates an object only once, so
-one of two simultaneous runs succeeds. A lock is free when its holder has ended, or has written that
-the following run is submitted. It prevents two runs on one root; it does not order the tasks of one
-run.
+only one of two simultaneous runs succeeds. A lock is free if its holder has ended, or has recorded
+that the following run is submitted. The lock prevents two runs on one root; it does not order the
+tasks of one run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Holder:
     run_id: str = ""
     host: str = ""
     space: str = ""
-    """Boot of the machine and its process-id namespace, in which `pid` is valid."""
+    """Id of the machine's boot and of the process-id namespace in which `pid` is valid."""
     pid: int = 0
     started: int = 0
     """Start of that process in clock ticks since boot: a later process with its id has another
@@ -101,7 +101,7 @@ def current_holder() -> Holder:
 
 
 def is_alive(holder: Holder) -> bool | None:
-    """Tell whether a local holder lives; None where this process cannot know."""
+    """Return whether a local holder lives; None if this process cannot know."""
     if holder.kind != "local" or not holder.space or holder.space != process_space():
         return None
     return holder.started != 0 and process_start(holder.pid) == holder.started
@@ -120,7 +120,7 @@ def read_lock(root: str) -> Lock:
 def _read_generation(root: str, generation: int) -> Lock:
     uri = layout.lock_file(root, generation)
     data = store.read(uri)
-    if not data:  # its writer died before it could say who it is, so it never began to work
+    if not data:  # its writer died before it wrote its name, so it did no work
         return Lock(generation, None, 0.0)
     try:
         raw = json.loads(data)
@@ -148,7 +148,7 @@ def check_free(
     lock = read_lock(root)
     if lock.holder is None or lock.holder == me or is_handed_over(root, lock):
         return lock
-    # A heartbeat of the future says as little as an old one, and NaN is no sign of life either.
+    # A heartbeat in the future counts like an old one, and NaN counts as no heartbeat.
     silent_seconds = abs((time.time() if now is None else now) - lock.heartbeat_seconds)
     lives = alive(lock.holder)
     if lives is False or (lives is None and not silent_seconds < STALE_SECONDS):
@@ -219,7 +219,7 @@ def _words(holder: Holder | None) -> str:
 def hand_over(root: str, me: Holder) -> bool:
     """Let the next run take the lock before this run has ended; return whether it had the lock.
 
-    Only the last tasks of a run may call it: no later task of the run may write training data.
+    Only the last tasks of a run may call it: afterwards no task of the run may write training data.
     """
     lock = read_lock(root)
     if lock.holder != me:
@@ -230,7 +230,7 @@ def hand_over(root: str, me: Holder) -> bool:
 
 
 def is_handed_over(root: str, lock: Lock) -> bool:
-    """Tell whether the holder of this generation has handed the lock over."""
+    """Return whether the holder of this generation has handed the lock over."""
     return store.exists(layout.handover_file(root, lock.generation))
 
 

@@ -1,4 +1,4 @@
-"""What a task that trains hands to the next one."""
+"""Outputs of a training task for the next one."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ class Pins(NamedTuple):
     policy_pin: str
     """Pinned URI of the exported policy."""
     state_pin: str
-    """Pinned URI of the new train state; what came in where nothing was trained."""
+    """Pinned URI of the new train state; the input state if nothing was trained."""

@@ -1,9 +1,9 @@
-"""The ranks of one task watch themselves: who is slow, and who is behind when all wait.
+"""Find slow ranks of a task, and the ranks for which all others wait.
 
-Each rank tells its work to the launcher's store every few seconds, from a thread: no collective,
-which would wait for the slow one. The first rank compares and shows all of it, in its metrics, in
-the log and under the root of the run. A rank that has got no further for nearly the time after
-which a collective fails writes torch's flight recorder into the run's logs, and says who is behind.
+Every few seconds a thread of each rank writes the rank's work to the launcher's store; a collective
+would wait for the slow rank. The first rank compares them and reports in its metrics, in the log
+and under the root of the run. A rank without progress for 90 % of the time-out of collectives
+writes torch's flight record into the run's logs, and names the ranks that are behind.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from planish.run.slow_ranks import Slow, SlowRanks, Work
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 5.0
-"""Between two words of a rank."""
+"""Seconds between two reports of a rank."""
 PATIENCE = 0.9
-"""Share of the time-out of collectives after which a rank that gets no further says so."""
+"""Fraction of the time-out of collectives after which a rank without progress reports it."""
 METRICS = {
     "training": "planish_train_rank_compute_seconds_total",
     "sampling": "planish_rollout_step_seconds",
 }
-"""Kind of work to the metric of its seconds."""
+"""Kind of work to the metric with its seconds."""
 
 Words = Mapping[str, Any]
-"""What a rank tells: `beat` counts, `stage`, `node`, `step`, and its work of each kind."""
+"""Report of a rank: counter `beat`, `stage`, `node`, last `step`, and its work of each kind."""
 
 
 class WatchedTask(NamedTuple):
@@ -47,27 +47,27 @@ class WatchedTask(NamedTuple):
     root: str
     """URI of the run."""
     iteration: int
-    """First one of the task."""
+    """First iteration of the task."""
     behind_file: str
-    """URI of what is said when all ranks wait for one."""
+    """URI of the message that names the ranks for which all others wait."""
     timeout_seconds: float
-    """Of collectives."""
+    """Time-out of collectives."""
     num_trainers: Callable[[int], int]
-    """Returns how many of so many ranks train; the others sample."""
+    """Function from the number of ranks to the number that train; the others sample."""
     num_stages: int
-    """Of the pipeline; only ranks of one stage do the same work."""
+    """Number of pipeline stages; only ranks of one stage do the same work."""
 
 
 @contextlib.contextmanager
 def watched_ranks(task: WatchedTask) -> Iterator[None]:
-    """Watch from a thread while the block lasts; nothing that fails there fails the task.
+    """Watch from a thread during the block; a failure of the thread does not fail the task.
 
-    A process without a launcher has nobody to watch.
+    Without a launcher it does nothing.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield
         return
-    # Groups of some ranks alone change what the environment says.
+    # Groups of only some ranks change RANK in the environment later.
     stage_metrics.own_rank = os.environ["RANK"]
     board, ended = _Board(task), threading.Event()
     thread = threading.Thread(target=_watch, args=(task, board, ended), daemon=True)
@@ -76,7 +76,7 @@ def watched_ranks(task: WatchedTask) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        # It may be in a request to a store that is gone.
+        # The thread may wait for a store that does not exist any more.
         thread.join(TICK_SECONDS)
 
 
@@ -102,12 +102,12 @@ def _watch(task: WatchedTask, board: _Board, ended: threading.Event) -> None:
                 logger.error("no progress seconds=%.0f: %s", time.monotonic() - since, message)
                 write_aside(task.behind_file, {"message": message})
     except Exception as error:
-        # Without the launcher all ranks end; why, others say better.
+        # Without the launcher all ranks end, and other messages give the reason.
         logger.info("ranks are not watched any more error=%s", error)
 
 
 class _Board:
-    """Where the ranks of a task leave their words."""
+    """Reports of a task's ranks in the launcher's store."""
 
     def __init__(self, task: WatchedTask) -> None:
         self._store, self.ranks = launcher_store(task.timeout_seconds)
@@ -118,7 +118,7 @@ class _Board:
         self._words: dict[str, Any] = {"beat": 0, "stage": stage, "node": node}
 
     def tell(self) -> None:
-        """Leave what this rank has done so far."""
+        """Write the report of this rank."""
         seconds, steps = telemetry.totals("planish_rollout_step_seconds")
         self._words["beat"] += 1
         self._words["step"] = layer_clock.last_step
@@ -129,7 +129,7 @@ class _Board:
         self._store.set(self._keys[self.ranks.rank], json.dumps(self._words))
 
     def read(self) -> dict[int, Words]:
-        """Return the last words of each rank that has told any."""
+        """Return the last report of each rank that has written one."""
         keys = self._keys
         if not self._store.check(keys):
             keys = [key for key in keys if self._store.check([key])]
@@ -138,7 +138,7 @@ class _Board:
 
 
 class _Comparison:
-    """What the first rank makes of the words of all."""
+    """Comparison of all ranks by the first rank."""
 
     def __init__(self, task: WatchedTask) -> None:
         self._task = task
@@ -146,7 +146,7 @@ class _Comparison:
         self._alerts: dict[tuple[str, int], tuple[str, dict[str, str | float]]] = {}
 
     def look(self, words: Mapping[int, Words]) -> None:
-        """Show the work of the other ranks, and which rank is slow."""
+        """Publish the work of the other ranks, and report slow ranks."""
         for rank, each in words.items():
             if rank:
                 layer_clock.show_work(str(rank), Work(*each["training"]))
@@ -169,7 +169,7 @@ class _Comparison:
     def _begin(
         self, slow: Slow, rank: str, node: str, metric: str
     ) -> tuple[str, dict[str, str | float]]:
-        """Say that a rank is slow; returns the alert and where it stands."""
+        """Report a slow rank; return the URI of the alert and the alert."""
         root, now = self._task.root, time.time()
         logger.warning(
             "slow rank=%s node=%s metric=%s run=%s times_of_others=%.2f times_of_own_past=%.2f",
@@ -191,10 +191,10 @@ class _Comparison:
 
 
 def behind(before: Mapping[int, Words], now: Mapping[int, Words]) -> str:
-    """Return for whom all wait, from two readings of what the ranks have told.
+    """Return a text that names the ranks for which all wait, from two readings of the reports.
 
-    A rank that tells nothing any more has stopped as a whole; else it is the one that has computed
-    least.
+    They are the ranks whose report has not changed, because the whole process hangs. If there are
+    none, they are the ranks with the least finished work.
     """
     late = {rank for rank, each in now.items() if each == before.get(rank)}
     what = "tells nothing any more"

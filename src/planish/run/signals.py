@@ -22,8 +22,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 STOP_VARIABLE = "PLANISH_STOP_SECONDS"
 STOP_SECONDS = float(os.environ.get(STOP_VARIABLE, "25"))
-"""What was asked to stop does so within this time; Kubernetes kills it after 30 s, the grace of a
-pod that names none. Ranks of a gang have more, which their `planish.run.gang.node` tells them."""
+"""Limit for a process to stop after a signal; Kubernetes kills it after 30 s, the default grace of
+a pod. Ranks of a gang have more time, which `planish.run.gang.node` passes to them."""
 RUN_STOP_SECONDS = STOP_SECONDS + 10.0
 """Time limit of a local task to stop, for its stage and its cleanup together."""
 POLL_SECONDS = 0.1
@@ -70,7 +70,7 @@ def on_signal(act: Callable[[int], None]) -> Iterator[None]:
     has_acted = False
 
     def handle(number: int, _: object) -> None:
-        # A second signal would cut short what the first one has begun.
+        # A second signal would interrupt the reaction to the first one.
         nonlocal has_acted
         if not has_acted:
             has_acted = True
@@ -92,10 +92,10 @@ def stops_with(code: int) -> Iterator[Sequence[Terminated]]:
 
     Yields the list of signals so far, for `unwrapped`.
 
-    Every write of a stage is complete or absent, so the process may stop anywhere. Calls that take
-    longer (a rank that waits for its peers, a store that does not answer) are cut off.
+    Every write of a stage is complete or absent, so the process may stop anywhere. Calls that last
+    longer (a rank that waits for its peers, a store that does not answer) are interrupted.
     """
-    # Of all queues only this one may be used by a handler that has interrupted its own use.
+    # SimpleQueue is reentrant: a handler may use it while it interrupts another use of it.
     asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
     told: list[Terminated] = []
 
@@ -116,7 +116,7 @@ def stops_with(code: int) -> Iterator[Sequence[Terminated]]:
         with on_signal(stop):
             yield told
     finally:
-        # After a signal it comes too late: the limit holds until the process has ended.
+        # After a signal the thread has read True already: its limit holds until the process ends.
         asked.put(False)
 
 
@@ -148,7 +148,7 @@ def end_descendants(limit_seconds: float) -> None:
     while True:
         table = _process_table()
         alive = {process for _, process in table.values()}
-        # Those whose parent has ended are nobody's descendants any more.
+        # Processes whose parent has ended are not descendants any more, so `asked` keeps them.
         left = _descendants(table) | (asked & alive)
         is_late = time.monotonic() >= deadline
         for pid, _ in left if is_late else left - asked:

@@ -1,8 +1,8 @@
-"""Which rank is slow, from what each rank says of its own work.
+"""Find slow ranks from each rank's report of its work.
 
-A rank is slow where it needs longer for the same work than the median of the others in its stage,
-and longer than it did before. Ranks with other work are no stragglers: a pass and a token must both
-take longer. Time in which no rank works counts nowhere.
+A rank is slow if it needs more time for the same work than the median of the others in its stage,
+and more than it did before. Both its seconds per pass and its seconds per token must be higher, so
+a rank with more work is not slow. Time in which no rank works does not count.
 
 Source: NVIDIA Resiliency Extension, "Straggler Detection", compares relative and individual scores
 with .7 in this way.
@@ -16,41 +16,41 @@ from statistics import median
 from typing import NamedTuple
 
 LONGER = 1 / 0.7
-"""A slow rank needs so many times the seconds of the others, and its own of before."""
+"""Ratio above which a rank is slow, both to the others and to its own past."""
 FAR_LONGER = 1 / 0.6
-"""Where its past was no better it needs so many times those of the others."""
+"""Ratio to the others above which a rank is slow whatever its own past."""
 ABOVE_MIDDLE = 1.1
-"""A rank that is nearer to the median of all, itself among them, is not slow."""
+"""Ratio to the median of all ranks, itself included, up to which a rank is not slow."""
 WINDOW = 8
-"""Looks over which work is compared: 40 seconds in which ranks work."""
+"""Number of looks over which work is compared: 40 seconds in which ranks work."""
 LEAST_WINDOW = 4
-"""As many are enough at the beginning."""
+"""Number of looks that is enough at the start."""
 HELD = 15
-"""A rank is named once so many looks have found it slow, of which each that did not takes back two;
-until all are taken back it stays named."""
+"""Score at which a rank is named. A look that finds it slow adds 1, any other look subtracts 2; the
+rank stays named until the score is 0."""
 PAST = 360
-"""Looks over which a rank's own past reaches back: half an hour of work."""
+"""Number of looks in a rank's own past: half an hour of work."""
 MIN_PASSES = 8
-"""Fewer passes in a window are not judged."""
+"""Least number of passes in a window for a judgement."""
 
 
 class Work(NamedTuple):
-    """What a rank has computed."""
+    """Work of a rank."""
 
     compute_seconds: float = 0.0
-    """Without waits for other ranks."""
+    """Seconds of computation without waits for other ranks."""
     passes: int = 0
-    """Pieces of work of nearly the same size."""
+    """Number of pieces of work of nearly the same size."""
     tokens: int = 0
 
     def since(self, before: Work) -> Work:
-        """Return what has been added."""
+        """Return the difference to earlier work."""
         seconds = self.compute_seconds - before.compute_seconds
         return Work(seconds, self.passes - before.passes, self.tokens - before.tokens)
 
 
 Pace = tuple[float, ...]
-"""Seconds a pass and seconds a token."""
+"""Seconds per pass and seconds per token."""
 
 
 def _middle(paces: Collection[Pace]) -> Pace:
@@ -58,22 +58,22 @@ def _middle(paces: Collection[Pace]) -> Pace:
 
 
 def _times(pace: Pace, other: Pace) -> float:
-    """Return by how much a pass and a token both take longer."""
+    """Return the smaller of the ratios of seconds per pass and per token."""
     return min(mine / max(1e-12, theirs) for mine, theirs in zip(pace, other, strict=True))
 
 
 class Slow(NamedTuple):
-    """A rank that is slow."""
+    """A slow rank."""
 
     rank: int
     times: float
-    """Its seconds for the same work over the median of the others."""
+    """Ratio of its seconds for the same work to the median of the others."""
     own_times: float
-    """Over its own past; 0 where it has none."""
+    """Ratio to the median of its own past; 0 if it has none."""
 
 
 class SlowRanks:
-    """Looks at all ranks that do one kind of work, every few seconds."""
+    """Comparison of all ranks with one kind of work, repeated every few seconds."""
 
     def __init__(self) -> None:
         self._looks: deque[Mapping[int, Work]] = deque(maxlen=WINDOW + 1)
@@ -83,11 +83,11 @@ class SlowRanks:
         """Ranks that are slow now."""
 
     def look(self, works: Mapping[int, Work], stages: Mapping[int, int]) -> None:
-        """Compare ranks of one stage with each other, and find those in `slow`.
+        """Compare the ranks of each stage with each other, and update `slow`.
 
         Args:
-            works: of each rank, all of its work so far.
-            stages: of each rank; a stage of a pipeline differs from the next by design.
+            works: rank to all of its work so far.
+            stages: rank to its pipeline stage; stages differ from each other by design.
         """
         if not self._looks or works != self._looks[-1]:
             self._looks.append(dict(works))
@@ -105,7 +105,7 @@ class SlowRanks:
             middle = _middle(peers.values())
             for rank, pace in peers.items():
                 times, past, own_times = 0.0, self._past[rank], 0.0
-                # The others are looked at one by one for few ranks alone.
+                # The median without the rank itself is costly: compute it for few ranks only.
                 if _times(pace, middle) > ABOVE_MIDDLE:
                     times = _times(pace, _middle([peers[each] for each in peers if each != rank]))
                     own_times = _times(pace, _middle(past)) if len(past) >= WINDOW else 0.0

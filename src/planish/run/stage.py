@@ -1,6 +1,6 @@
 """The frame of every stage: configuration, logs, outputs, exit codes.
 
-It knows nothing of any single stage. KFP components and `stage_main` call the same `run` of a
+It does not depend on any single stage. KFP components and `stage_main` call the same `run` of a
 stage.
 """
 
@@ -81,9 +81,9 @@ class Outcome:
     """Output artifact name to its text (HTML, Markdown)."""
     values: dict[str, str | int] = field(default_factory=dict)
     already_done: bool = False
-    """The output existed already; the stage computed nothing."""
+    """True if the output existed already and the stage computed nothing."""
     failure: PlanishError | None = None
-    """Error to raise after the outputs are written, which help people although the task failed."""
+    """Error to raise after the outputs, which help people, are written."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def read_run(root: str) -> dict[str, Any]:
     for section, gone in GONE.items():
         for name, value in gone.items():
             seen = config.get(section, {}).pop(name, value)
-            # Where a task kept its steps changes no result.
+            # The place of a task's steps changes no result.
             if seen != value and name != "commit_steps":
                 raise ConfigError(
                     f"`{section}.{name}` must be {value!r}, which this release holds fixed, got "
@@ -168,13 +168,13 @@ def load_run(root: str, digest: str) -> dict[str, Any]:
 
 
 def is_stopped(root: str, iteration: int) -> bool:
-    """Tell whether the stop file skips this iteration."""
+    """Return whether the stop file skips this iteration."""
     uri = layout.stopped_file(root, iteration)
     return store.exists(uri)
 
 
 def mark_stopped(root: str, iteration: int) -> bool:
-    """Look for the stop file before an iteration begins; record it so that later stages agree.
+    """Look for the stop file before an iteration, and record it so that later stages agree.
 
     Returns:
         True if this iteration must pass its inputs through.
@@ -325,7 +325,7 @@ def execute(
             raise
         except Exception as error:
             metrics.fail(1)
-            # Programs that schedule us see only the exit code: the log must hold the traceback.
+            # The scheduler sees only the exit code, so the log must contain the traceback.
             trace = traceback.format_exc()
             logger.error("failed stage=%s iteration=%d\n%s", stage, iteration, trace)
             reason = redact(f"{type(error).__name__}: {error}")
@@ -375,14 +375,14 @@ def _parse_bool(text: str) -> bool:
 def stage_main(
     run: Callable[..., Any], argv: Sequence[str] | None = None, *, prog: str | None = None
 ) -> int:
-    """Call a stage's `run` with the options of `stage_parser`, output parameters as JSON to
-    `--values`.
+    """Call a stage's `run` with the options of `stage_parser`.
 
-    Every failure raises SystemExit with its own code.
+    The file `--values` gets the output parameters as JSON. Every failure raises SystemExit with its
+    own code.
     """
     arguments = vars(stage_parser(run, prog).parse_args(argv))
     values_path = arguments.pop("values")
-    # A root that cannot be stays for the stage to refuse.
+    # The stage itself refuses an invalid root.
     with contextlib.suppress(ConfigError, KeyError):
         arguments["root"] = normal_uri(arguments["root"])
     result = run(**arguments)

@@ -1,6 +1,6 @@
 """The state and the log lines of one task attempt, written below the run root.
 
-Nothing here is part of a digest, and no failure here stops the work.
+No digest includes the log, and no failure to write it stops the work.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ FLUSH_SECONDS = 60.0
 
 
 def process_age_seconds() -> float:
-    """Return the seconds since this process began."""
+    """Return the seconds since the start of this process."""
     started = process_start(os.getpid()) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started if started else 0.0
 
 
 _has_begun = False
-"""A task of this process has begun: only the first task waited for the process to start."""
+"""True after the first task of this process, which alone waited for the process to start."""
 
 EARLIER = "earlier"
-"""Key, in an entry in progress, of the entry of the attempt that did the work before."""
+"""Key, in a `running` entry, of the entry of the earlier attempt that did the work."""
 
 
 def earlier_success(uri: str) -> dict[str, Any] | None:
@@ -53,7 +53,7 @@ class _Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
-        # A task beside that of the main thread has the lines of its own thread.
+        # A task in another thread than the main one collects only lines of its thread.
         is_main = threading.current_thread() is threading.main_thread()
         self._thread = None if is_main else threading.get_ident()
 
@@ -85,7 +85,7 @@ class StageLog:
         self._shipper = threading.Thread(target=self._ship, name="stage-log", daemon=True)
 
     def __enter__(self) -> StageLog:
-        """Begin to collect and upload log lines."""
+        """Start to collect and upload log lines."""
         global _has_begun
         _has_begun = True
         logging.getLogger().addHandler(self._lines)
@@ -93,14 +93,14 @@ class StageLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ship the rest."""
+        """Upload the remaining lines."""
         self._ended.set()
         self._shipper.join(timeout=FLUSH_SECONDS)
         logging.getLogger().removeHandler(self._lines)
         self._flush()
 
     def give_up(self) -> None:
-        """Stop writing: the store has just failed, and each further try would wait again."""
+        """Write nothing more: the store has just failed, and each further try would wait again."""
         self._gave_up = True
 
     def _ship(self) -> None:
@@ -109,7 +109,7 @@ class StageLog:
             if self._gave_up:
                 continue
             try:
-                # Shows that the run lives where others cannot see its processes.
+                # The heartbeat shows that the run lives to those who cannot see its processes.
                 lock.beat(self._root, lock.current_holder())
             except (PlanishError, OSError) as error:
                 logger.warning("heartbeat not written root=%s error=%s", self._root, error)

@@ -1,7 +1,7 @@
 """Metrics of one task for the monitoring server: its stage, its progress, its scalars.
 
-Off unless `PLANISH_METRICS_PORT` is set; it belongs to the machine of a task and not to its
-configuration. Nothing is pushed: a server offers the metrics to scrapers.
+They are off unless `PLANISH_METRICS_PORT` is set, which depends on the machine of a task and not on
+its configuration. A server offers the metrics to scrapers; nothing is pushed.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ PHASES = {
     "train": "training",
     "checkpoint": "saving",
 }
-"""Stage to what its ranks do."""
+"""Stage to the phase of its ranks."""
 
 phase = ""
-"""What this rank does now, as `show_phase` was told."""
+"""Current phase of this rank, the last argument of `show_phase`."""
 own_rank = ""
-"""Number of this process among all of its task; empty where the launcher's is the same."""
+"""Rank of this process in its whole task; empty if it equals the launcher's `RANK`."""
 
 _is_served = False
-"""A task of this process already serves metrics, also for the tasks inside it."""
+"""True if a task of this process serves metrics, also for the tasks inside it."""
 
 
 def show_phase(name: str) -> None:
-    """Show what this rank does from now on: sampling, waiting, judging, training or saving."""
+    """Publish the phase of this rank: sampling, waiting, judging, training or saving."""
     global phase
     phase = name
     telemetry.forget("planish_rank_phase")
@@ -86,7 +86,7 @@ def show_phase(name: str) -> None:
 
 
 def this_rank() -> str:
-    """Return the number of this process among all of its task."""
+    """Return the rank of this process in its whole task."""
     return own_rank or os.environ.get("RANK", "0")
 
 
@@ -94,10 +94,10 @@ class StageMetrics:
     """The metrics of one task, served from `open` until the block ends."""
 
     def __init__(self, stage: str, iteration: int, rank: int | None = None) -> None:
-        """Store the facts; serving begins later.
+        """Store the facts; `open` starts to serve.
 
-        `rank` is that of a process under a launcher. The launcher has the first port; process `i`
-        of a machine has the port `i + 1` after it.
+        `rank` is the rank of a process under a launcher. The launcher has the first port; process
+        `i` of a machine has the port `i + 1` after it.
         """
         self._stage, self._iteration, self._rank = stage, iteration, rank
         self._server: telemetry.MetricsServer | None = None
@@ -112,12 +112,12 @@ class StageMetrics:
     def open(self) -> None:
         """Start to serve, if the environment names a port.
 
-        If tasks run side by side, it shows that of the main thread.
+        Of parallel tasks in one process, only that of the main thread serves metrics.
         """
         if threading.current_thread() is not threading.main_thread():
             return
         now = time.time()
-        # Inside of the task of a rank the launcher tells which.
+        # Inside the task of a rank, the launcher sets RANK.
         rank = str(self._rank or os.environ.get("RANK", 0))
         telemetry.set_level("planish_stage_info", 1, stage=self._stage, rank=rank)
         telemetry.set_level("planish_stage_iteration", self._iteration)
@@ -148,7 +148,7 @@ class StageMetrics:
                 continue
             logger.info("serving metrics port=%d", port)
             return
-        # Other tasks of this machine hold the ports. The task goes on without being watched.
+        # Other tasks of this machine use the ports. The task runs on without metrics.
         logger.warning("no free port for metrics first=%d tried=%d", first, NUM_PORTS)
 
     def publish(self, scalars: Mapping[str, float]) -> None:
@@ -188,7 +188,7 @@ class StageMetrics:
         limit = _number(LAST_SCRAPE_VARIABLE, LAST_SCRAPE_SECONDS)
         left = limit
         if not self._server.was_scraped:
-            # Who has not come in this time comes no more: nothing scrapes here.
+            # A task that ran this long without a scrape has no scraper.
             left -= time.monotonic() - self._opened_s
         if self._has_news and left > 0 and not self._server.wait_for_scrape(left):
             logger.warning("last metrics were not scraped waited_seconds=%g", limit)

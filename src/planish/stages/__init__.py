@@ -1,4 +1,5 @@
 """The stages of a pipeline, one folder each.
 
-Only `iterate`, which runs several of them in one task, and `report`, by `next_run`, import others.
+Only two stages import others: `iterate` runs several of them in one task, and `report` calls
+`next_run`.
 """

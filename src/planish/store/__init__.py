@@ -84,7 +84,7 @@ def open_store(uri: str, *, timeout_s: float = TIMEOUT_SECONDS) -> tuple[Store, 
 
     Args:
         uri: `s3://bucket/key`, `file:///folder` or a path.
-        timeout_s: limit of each single request to the store.
+        timeout_s: limit of each single request to the store, in seconds.
 
     Example:
         >>> store, key = open_store("/runs/7")
@@ -106,7 +106,7 @@ def read(uri: str, start: int = 0, length: int | None = None) -> bytes:
     """Return at most `length` bytes from byte `start`; fewer at the end of the object.
 
     Raises:
-        ObjectMissing: there is no object.
+        ObjectMissing: no object has this URI.
     """
     store, key = _open_object(uri)
     data = store.read(key, start, length)
@@ -115,12 +115,12 @@ def read(uri: str, start: int = 0, length: int | None = None) -> bytes:
 
 
 def write(uri: str, data: Buffer, *, over: str | None = None) -> None:
-    """Write an object as a whole: readers see all old bytes or all new bytes.
+    """Write an object as a whole: readers see either all old bytes or all new bytes.
 
     `over` is the entity tag of the object to replace, "" for no object, None for any.
 
     Raises:
-        ObjectExists, ObjectChanged, ObjectMissing: something else is there.
+        ObjectExists, ObjectChanged, ObjectMissing: the present object is not that of `over`.
     """
     store, key = _open_object(uri)
     upload(store, key, data, over=over)
@@ -157,7 +157,7 @@ def read_file(uri: str, path: Path) -> str:
     store, key = _open_object(uri)
     stat = store.head(key)
     starts, digest = range(0, stat.size, PART_BYTES), hashlib.sha256()
-    # One more than are read at once: it is hashed meanwhile.
+    # One block more than are read in parallel, for the hash of the oldest one.
     size = min(stat.size, PART_BYTES)
     blocks = [memoryview(bytearray(size)) for _ in starts[: _PARALLEL_PARTS + 1]]
     try:
@@ -187,7 +187,7 @@ def read_file(uri: str, path: Path) -> str:
 
 
 def exists(uri: str) -> bool:
-    """Return whether there is an object; a bucket is no object, but must exist."""
+    """Return whether an object exists; the bucket must exist, but is no object itself."""
     store, key = open_store(uri)
     if not key:
         store.folder("")
@@ -248,7 +248,7 @@ def _write_parts(
     if num_bytes < SINGLE_PUT_BYTES:
         data = read_part(0, num_bytes)
         return store.put(key, data, if_none_match=must_be_new, if_match=tag)
-    # An upload that began before this process is of a writer that was killed, or that it follows.
+    # An upload older than this process belongs to a killed or an earlier writer.
     _abort(store, key, _BEGUN)
     parts = store.open_multipart(key, num_bytes)
 
@@ -273,21 +273,21 @@ def _write_parts(
 
 
 def abort_lost_uploads(store: Store, written: Iterable[Multipart]) -> None:
-    """Abort uploads that lost requests started for `written`; only for keys with one writer."""
+    """Abort second uploads that lost start requests of `written` left; for keys with one writer."""
     for parts in written:
         if parts.may_be_begun_twice:
             _abort(store, parts.key, math.inf, parts.upload_id)
 
 
 def _abort(store: Store, key: str, before: float, besides: str = "") -> None:
-    """Abort the uploads of a key that began before a moment of our clock, but for one."""
+    """Abort the uploads of a key started before a time of our clock, except upload `besides`."""
     try:
         for upload in store.open_uploads(key):
             ahead = store.now() - time.time()
             if upload.started < before + ahead and upload.upload_id != besides:
                 store.abort_upload(key, upload.upload_id)
     except StoreError as error:
-        # No object suffers; what is left costs room until the store forgets it.
+        # No object is affected: the upload only takes space until the store removes it.
         logger.warning("%s", telemetry.event("upload_left", key=key, reason=str(error)))
 
 

@@ -2,8 +2,8 @@
 
 Objects are written whole, in parts, or on a condition. A key is relative to the bucket (or the root
 folder) and has no empty, `.` or `..` segment. A folder is a prefix of keys that ends before a
-slash; only a file system keeps real folders.
-Nothing here knows records, checkpoints or any server.
+slash; only a file system keeps real folders. This module does not depend on records, checkpoints or
+any server.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ STORES: dict[str, str] = {
 
 _FORBIDDEN_IN_URI = re.compile(r"[\x00-\x1f\x7f#\\]")
 _LIKE_A_URI = re.compile(r"[a-z0-9]+:/")
-"""Start of a URI that lacks a slash."""
+"""Start of a URI that may lack a slash, as `s3:/`."""
 _PLAIN_IN_URI = "/:@!$&'()*+,;="
 """Characters that stay unescaped in a URI, beside letters, digits and `_.-~`."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 PART_BYTES = 16 << 20
-"""Parts of a large object have at least this size, the last one excepted."""
+"""Least size of the parts of a large object, except the last one."""
 SINGLE_PUT_BYTES = 8 << 20
 """Objects below this size are written by one request."""
 _MAX_PARTS = 9_000
 TIMEOUT_SECONDS = 1800.0
-"""Limit of a request, with its tries and waits."""
+"""Limit of a request in seconds, including all tries and waits."""
 
 
 def part_bytes(size: int) -> int:
@@ -94,7 +94,7 @@ class Multipart(Protocol):
     part_bytes: int
     """Size of every part but the last."""
     may_be_begun_twice: bool
-    """Whether a start whose answer was lost may have left a second upload."""
+    """True if a start request without an answer may have left a second upload."""
 
     def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
         """Write part `number` (from 1); the same bytes may be written again.
@@ -106,13 +106,13 @@ class Multipart(Protocol):
         """Make the object visible as a whole and return its entity tag.
 
         Raises:
-            ObjectExists: `if_none_match` and there is an object.
-            ObjectChanged: the object is not the one of `if_match`.
-            ObjectMissing: `if_match` and there is no object, or the upload was aborted.
+            ObjectExists: `if_none_match` is set and an object exists.
+            ObjectChanged: the object does not have the tag `if_match`.
+            ObjectMissing: `if_match` is set and no object exists, or the upload was aborted.
         """
 
     def abort(self) -> None:
-        """Drop all parts; an upload that is completed or gone is no error."""
+        """Drop all parts; a completed or absent upload is no error."""
 
 
 class Store(Protocol):
@@ -125,7 +125,7 @@ class Store(Protocol):
     retries: Counter[str]
     """Retries by reason (an HTTP status or the name of an error)."""
     in_memory: bool
-    """Whether the objects lie in the memory of this process, invisible to other processes."""
+    """True if the objects are in the memory of this process, invisible to other processes."""
 
     def uri(self, key: str) -> str:
         """Return the URI of `key` in the form that a user writes."""
@@ -136,23 +136,23 @@ class Store(Protocol):
         """Write an object as a whole and return its entity tag; readers see all of it or nothing.
 
         Args:
-            key: where.
-            data: contiguous bytes; not copied and not to be changed meanwhile.
-            if_none_match: only if there is no object yet.
-            if_match: only over the object with this entity tag.
+            key: key of the object.
+            data: contiguous bytes; they are not copied and must not change during the call.
+            if_none_match: write only if no object exists.
+            if_match: write only over the object with this entity tag.
 
         Raises:
-            ObjectExists: `if_none_match` and there is an object that no earlier try of this call
-                                wrote.
-            ObjectChanged: the object is not the one of `if_match`.
-            ObjectMissing: `if_match` and there is no object.
+            ObjectExists: `if_none_match` is set and an object exists that no earlier try of this
+                                call wrote.
+            ObjectChanged: the object does not have the tag `if_match`.
+            ObjectMissing: `if_match` is set and no object exists.
         """
 
     def open_multipart(self, key: str, size: int) -> Multipart:
-        """Begin an object of `size` bytes in parts."""
+        """Start to write an object of `size` bytes in parts."""
 
     def abort_upload(self, key: str, upload_id: str) -> None:
-        """Drop the upload that another process began; one that is gone is no error."""
+        """Drop the upload of another process; an absent upload is no error."""
 
     def open_uploads(self, key: str) -> list[Upload]:
         """Return the unfinished uploads of exactly this key."""
@@ -195,17 +195,17 @@ class Store(Protocol):
         """Remove objects; absent ones are no error."""
 
     def delete_exact(self, key: str, etag: str) -> bool:
-        """Remove an object if it is the one with this entity tag, and return whether it was.
+        """Remove an object if it has this entity tag, and return whether it had.
 
-        Another one stays, also one that came a moment ago. A bucket keeps a mark until `tidy`.
+        An object with another tag is kept, even if it is new. A bucket keeps a mark until `tidy`.
         """
 
     def tidy(self, folder: str) -> None:
-        """Remove what a store keeps of a folder whose objects are gone.
+        """Remove what a store keeps of a folder after its objects are deleted.
 
-        That is marks of `delete_exact`, and of a file system unfinished writes and empty folders at
-        and below `folder`, and then the folder that holds it, if it is empty. Only for folders that
-        nobody writes to any more.
+        A bucket keeps marks of `delete_exact`. A file system keeps unfinished writes and empty
+        folders at and below `folder`; its parent folder is removed too if it is empty. Call this
+        only for folders to which nobody writes any more.
         """
 
     def now(self) -> float:
@@ -215,7 +215,7 @@ class Store(Protocol):
 def check_key(key: str, *, is_file: bool = False) -> str:
     """Return `key` if every store accepts it, or raise StoreMisconfigured.
 
-    Names with lone surrogates can be files of this machine.
+    Only files of this machine may have names with lone surrogates.
     """
     faulty = any(part in {"", ".", ".."} for part in key.split("/"))
     faulty |= len(key.encode("utf-8", "surrogatepass")) > 1024
@@ -268,7 +268,7 @@ def parse_uri(uri: str) -> Address:
     forbidden = _FORBIDDEN_IN_URI.search(rest)
     if scheme == "file":
         rest = file_path(uri)
-        # An encoded `#` is a letter of the path; a plain one would begin a digest.
+        # An encoded `#` is part of the path; a plain one would start a digest.
         forbidden = forbidden or _FORBIDDEN_IN_URI.search(rest.replace("#", ""))
     bucket, _, key = rest.partition("/")
     if scheme == "file" and (bucket or not rest):
@@ -314,9 +314,9 @@ def file_path(uri: str) -> str:
 
 
 def uri_of(place: str) -> str:
-    """Return the URI of a place, which may be a path, also one from the working directory.
+    """Return the URI of a place, which may be a path, absolute or from the working directory.
 
-    What is empty, or looks like a URI that is misspelt, stays: `parse_uri` refuses it.
+    An empty text, or one like a misspelt URI, is returned unchanged: `parse_uri` refuses it.
 
     Example:
         >>> uri_of("/runs/7"), uri_of("s3://runs/7"), uri_of("s3:/runs/7")
@@ -330,7 +330,7 @@ def normal_uri(place: str) -> str:
     """Return the canonical form of a store URI, without a slash at its end.
 
     Args:
-        place: what `uri_of` takes.
+        place: URI or path, as for `uri_of`.
 
     Example:
         >>> normal_uri("file:///a b/"), normal_uri("/a/../b c"), normal_uri("s3://b/a b/")
@@ -345,7 +345,7 @@ def normal_uri(place: str) -> str:
 
 
 def normal_pin(text: str) -> str:
-    """Return the canonical form of a URI that a digest may follow; the digest stays.
+    """Return the canonical form of a URI with or without a digest, which is kept unchanged.
 
     Example:
         >>> normal_pin("/runs/a b#sha256=00")

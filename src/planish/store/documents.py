@@ -13,11 +13,11 @@ _LIMIT_BYTES = 64 << 20
 
 
 def read_json(uri: str) -> dict[str, Any]:
-    """Return the JSON object at `uri`, whose keys are those of the release that wrote it.
+    """Return the JSON object at `uri`; the release that wrote it decides its keys.
 
     Raises:
-        ObjectMissing: nothing there.
-        RecordError: no JSON object, or too long for a small document.
+        ObjectMissing: no object has this URI.
+        RecordError: it is no JSON object, or too long for a small document.
     """
     data = read(uri, 0, _LIMIT_BYTES + 1)
     if len(data) > _LIMIT_BYTES:
@@ -30,6 +30,6 @@ def read_json(uri: str) -> dict[str, Any]:
 
 
 def write_json(uri: str, value: Any, *, over: str | None = None) -> None:
-    """Write `value` as canonical JSON, as `write` does; NaN and infinity are refused."""
+    """Write `value` as canonical JSON by `write`; refuse NaN and infinity."""
     text = json.dumps(value, sort_keys=True, indent=1, allow_nan=False)
     write(uri, text.encode(), over=over)

@@ -1,7 +1,7 @@
-"""Objects as files: each is written under a temporary name, synced, then given its own name.
+"""Objects as files: write each under a temporary name, sync it, then rename it.
 
-A write in parts is such a temporary file in the folder of its key; the file's name is the upload
-id, so that removing it makes `complete` impossible in every process.
+A write in parts is such a temporary file in the folder of its key. The file's name is the upload
+id, so after its removal `complete` fails in every process.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from planish.store.processes import process_space, process_start
 TEMPORARY = ".planish-tmp-"
 """Prefix of files that are still being written; no listing shows them as objects."""
 ABANDONED_SECONDS = 86_400.0
-"""Age at which a temporary file is removed if this process cannot check its writer."""
+"""Age in seconds at which a temporary file is removed if its writer cannot be checked."""
 SWEEP_SECONDS = 1.0
-"""Least interval between two searches of a process for temporary files in a folder."""
+"""Least seconds between two searches of a process for temporary files in one folder."""
 MAX_SWEPT = 4096
 """Number of folders whose last search a process remembers."""
 
@@ -92,7 +92,7 @@ class FileStore:
             file.abort()
 
     def open_multipart(self, key: str, size: int) -> FileMultipart:
-        """Begin an object in parts."""
+        """Start to write an object in parts."""
         return FileMultipart(self._path(key), key, self.uri(key), size)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
@@ -319,7 +319,7 @@ def _space() -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the temporary files of a folder whose writers are dead, unless it was just done."""
+    """Remove temporary files of dead writers in a folder, at most once per `SWEEP_SECONDS`."""
     looked, now = _SWEPT.get(folder, -math.inf), time.monotonic()
     if now - looked < SWEEP_SECONDS:
         return
@@ -330,7 +330,7 @@ def _sweep(folder: Path) -> None:
         for entry in entries:
             if not entry.name.startswith(TEMPORARY):
                 continue
-            with contextlib.suppress(OSError):  # its writer has removed it, or may only read
+            with contextlib.suppress(OSError):  # writer removed it, or no write access
                 writer = _WRITER.search(entry.name)
                 if writer and process_space() and writer[1] == _space():
                     is_abandoned = process_start(int(writer[2])) != int(writer[3])
@@ -341,13 +341,13 @@ def _sweep(folder: Path) -> None:
 
 
 def _place_new(temporary: Path, path: Path) -> None:
-    """Give a written file its name; raises FileExistsError where something has that name."""
+    """Give a written file its final name; raises FileExistsError if the name exists."""
     try:
         os.link(temporary, path)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # Some mounted file systems have no hard links; there the lock alone keeps others out.
+        # Some mounted file systems have no hard links; there only the lock excludes other writers.
         with _locked(path.parent):
             if path.exists():
                 raise FileExistsError(errno.EEXIST, str(path)) from None
@@ -384,7 +384,7 @@ def _sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that can not sync folders
+        if error.errno != errno.EINVAL:  # the file system cannot sync folders
             raise
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Failures of the hub's client: one line for each, and whether a retry may help.
+"""Failures of the hub's client: a message of one line, and whether a retry may help.
 
 `planish.store.sources` reads from the hub.
 """
@@ -35,7 +35,7 @@ def passes(error: BaseException | None) -> bool:
 
 
 def hub_fault(error: Exception, *, key: str, place: str, revision: str) -> StoreError | ConfigError:
-    """Return the remedy for an error of the hub's client, in one line."""
+    """Return our error, with the remedy in one line, for an error of the hub's client."""
     from huggingface_hub import errors
 
     what = "a data set" if key.endswith("dataset") else "a model"
@@ -46,7 +46,7 @@ def hub_fault(error: Exception, *, key: str, place: str, revision: str) -> Store
         f"the hub can not be reached or failed, and the cache has no copy ({type(error).__name__}: "
         f"{line}): download it where there is a network and give its path as `{key}`"
     )
-    # Some of these are subclasses of those below them.
+    # The order matters: some of these are subclasses of later ones.
     remedies: tuple[tuple[type[Exception], str], ...] = (
         (errors.GatedRepoError, f"accept its licence on the hub and {login}"),
         (errors.RevisionNotFoundError, f"the revision {revision!r} does not exist there"),
@@ -77,5 +77,5 @@ def asking_hub(key: str, place: str, revision: str = "") -> Iterator[None]:
     except (ConfigError, StoreError):
         raise
     except Exception as error:
-        # The client raises errors of several packages; each means that there is nothing.
+        # The client raises errors of several packages; each means that nothing was read.
         raise hub_fault(error, key=key, place=place, revision=revision) from None

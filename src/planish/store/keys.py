@@ -30,11 +30,11 @@ _AWS = (
     *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE"),
 )
-"""Any of these variables means that keys come from AWS's own sources."""
+"""Variables of which each selects AWS's own sources of keys."""
 
 
 def has_aws_keys() -> bool:
-    """Tell whether the environment names keys by AWS's variables."""
+    """Return whether the environment names keys by AWS's variables."""
     return any(os.environ.get(name) for name in _AWS)
 
 
@@ -61,7 +61,7 @@ class _AwsKeys(Provider):
         except (AccessRefused, Transient):
             raise
         except Exception as error:
-            # The SDK trusts what it reads: an odd answer ends in almost any error.
+            # The SDK does not check what it reads: a malformed answer raises almost any error.
             reason = f"{type(error).__name__}: {str(error)[:200]}"
         if self._service.asked:
             raise self._service.hiccup("an answer without keys")
@@ -72,10 +72,10 @@ class _AwsKeys(Provider):
 
 
 class _Service(urllib3.PoolManager):
-    """Asks a service of keys once; the store's own tries ask it again."""
+    """Pool that sends a request to a key service once; the store's tries repeat it."""
 
     asked = ""
-    """Address of the last request, without its query, which may have contained a token."""
+    """Address of the last request without its query, which may contain a token."""
 
     def urlopen(self, method: str, url: str, **options: Any) -> urllib3.BaseHTTPResponse:  # type: ignore[override]
         self.asked = urlsplit(url)._replace(query="").geturl()

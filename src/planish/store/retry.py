@@ -1,6 +1,6 @@
 """Retry policy for requests to an S3 server.
 
-It knows which failures are transient, but not the meaning of a request: a failed condition is no
+It classifies failures as transient or not, whatever the request means: a failed condition is no
 failure here.
 """
 
@@ -42,7 +42,7 @@ TRANSIENT_CODES = frozenset(
     | {"XAmzContentChecksumMismatch", "BadDigest", "IncompleteBody"}
 )
 """Error codes after which the same request may succeed, under any HTTP status. Those of the last
-line say that a body was damaged on its way."""
+line mean that a body was damaged in transit."""
 FULL_CODES = frozenset({"XMinioStorageFull", "QuotaExceeded", "XMinioAdminBucketQuotaExceeded"})
 """Error codes of a full store, under any HTTP status; they stay until somebody frees space."""
 
@@ -51,8 +51,8 @@ def passes(status: int, code: str) -> bool:
     """Return whether the same request may succeed later.
 
     Args:
-        status: of HTTP.
-        code: of the error document; empty where there is none.
+        status: HTTP status.
+        code: code in the error document; empty without one.
     """
     if code in FULL_CODES:
         return False
@@ -60,7 +60,7 @@ def passes(status: int, code: str) -> bool:
 
 
 class Transient(Exception):
-    """A try failed, and a later try may succeed."""
+    """Error of a failed try; a later try may succeed."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class Transient(Exception):
     ):
         super().__init__(text)
         self.reason = reason
-        """For the count: an HTTP status, an S3 code or the name of an error."""
+        """Key of the count: an HTTP status, an S3 code or the name of an error."""
         self.sent = sent
-        """Whether the server may have got, and acted upon, the request."""
+        """True if the server may have received, and carried out, the request."""
         self.answered = answered
-        """Whether the server has answered that it cannot serve the request now."""
+        """True if the server has answered that it cannot serve the request now."""
         self.last = last
         """Error to raise after the last try, if it does not come from the server."""
         self.patience = patience
@@ -98,7 +98,7 @@ class Tries:
     retries: Counter[str]
     """Retries by reason; each retry adds one."""
     deadline: float
-    """Monotonic seconds; no try and no wait goes beyond."""
+    """End of all tries and waits, in seconds of the monotonic clock."""
     retry_seconds: float = RETRY_SECONDS
     """Limit on the sum of the waits; 0 allows one try. The tries themselves do not count: one may
     transfer gigabytes before it fails."""
@@ -108,7 +108,7 @@ class Tries:
     )
     count: int = 0
     is_ambiguous: bool = False
-    """Whether the server may have carried out an earlier try that failed here."""
+    """True if the server may have carried out an earlier try that failed here."""
 
     def run(self, once: Callable[[], T]) -> T:
         """Call `once` until it returns; after the last try raise its `Transient` unchanged."""
@@ -147,7 +147,7 @@ def transient(error: HTTPError) -> Transient | None:
     """Return the `Transient` for a connection error; None if a retry cannot help."""
     reason = _reason(error)
     if isinstance(error, SSLError) and not isinstance(reason, ssl.SSLEOFError):
-        return None  # of the handshake: a certificate, or no TLS at all
+        return None  # the handshake failed: a certificate, or no TLS at all
     is_unsent = isinstance(error, (NewConnectionError, ConnectTimeoutError))
     return Transient(type(reason).__name__, describe(error), sent=not is_unsent)
 
@@ -163,13 +163,13 @@ def describe(error: HTTPError) -> str:
         )
     if isinstance(reason, TimeoutError):
         return "no answer in time"
-    # Before the question for urllib3's own: it counts a refused connection among those.
+    # This check precedes that for urllib3's errors, which include a refused connection.
     if isinstance(reason, OSError) and reason.strerror:
         return reason.strerror.lower()
     return "no answer in time" if isinstance(error, LateError) else type(reason).__name__
 
 
 def _reason(error: HTTPError) -> BaseException:
-    """Return what urllib3 has wrapped, else the error itself."""
+    """Return the error that urllib3 has wrapped, else the error itself."""
     wrapped = [each for each in (error.__cause__, *error.args) if isinstance(each, Exception)]
     return wrapped[0] if wrapped else error

@@ -64,7 +64,7 @@ from planish.store.s3_client import (
 
 _LONGEST_RETRY_SECONDS = 86_400
 _REMOVED = b"removed by planish\n"
-"""An object of these bytes is none: MinIO heeds the condition of a write, not of a deletion."""
+"""Bytes that mark a removed object: MinIO checks conditions of writes, not of deletions."""
 _REMOVED_TAG = f'"{hashlib.md5(_REMOVED, usedforsecurity=False).hexdigest()}"'
 _HAS_CRC32C = google_crc32c.implementation == "c"
 
@@ -73,7 +73,7 @@ def connect(bucket: str, *, timeout_s: float = TIMEOUT_SECONDS) -> S3Store:
     """Return the store of a bucket at the server that the environment names.
 
     Raises:
-        StoreMisconfigured: no or impossible settings.
+        StoreMisconfigured: settings are missing or invalid.
     """
     return _connect(read_settings(), bucket, timeout_s, os.getpid())
 
@@ -174,7 +174,7 @@ class S3Store:
                     handled={412},
                 )
         except Refused:
-            # The try whose answer was lost may have written what stands there now.
+            # An earlier try without an answer may have written the present object.
             etag = self._tag_of_same(key, view) if tries.is_ambiguous else ""
             if etag:
                 return etag
@@ -185,7 +185,7 @@ class S3Store:
         return answer.get("ETag", "")
 
     def open_multipart(self, key: str, size: int) -> S3Multipart:
-        """Begin an object in parts."""
+        """Start to write an object in parts."""
         headers: dict[str, Any] = {"x-amz-checksum-algorithm": "CRC32C"} if _HAS_CRC32C else {}
         with self._client.tries() as tries:
             upload_id = self._client._create_multipart_upload(
@@ -208,7 +208,7 @@ class S3Store:
         ]
 
     def get_into(self, key: str, offset: int, target: memoryview, *, etag: str = "") -> None:
-        """Fill `target` from an object; a broken read goes on where it broke."""
+        """Fill `target` from an object; resume a broken read where it broke."""
         view = target.cast("B")
         if not view.nbytes:
             present = self.head(key).etag
@@ -248,10 +248,10 @@ class S3Store:
             )
         except Refused as refused:
             if not refused.code:
-                # The answer has no body, and not every server names its code in a header.
+                # The answer has no body, and some servers do not name the code in a header.
                 first = next(self._items(key, recursive=False), None)
                 if first and first.object_name == key and refused.status == 404:
-                    return _stat(first)  # it was a gateway that said no
+                    return _stat(first)  # the 404 is of a gateway
             raise self._client.error(refused, key) from None
         modified = parsedate_to_datetime(headers["Last-Modified"]).timestamp()
         return Stat(key, int(headers["Content-Length"]), headers.get("ETag", ""), modified)
@@ -278,23 +278,23 @@ class S3Store:
         """Remove objects, up to 1,000 per request."""
         named = (DeleteObject(check_key(key)) for key in keys)
         for _ in self._client.remove_objects(self._client.bucket, named):
-            pass  # a key that can not be removed has failed its request
+            pass  # a key that cannot be removed fails its request
 
     def delete_exact(self, key: str, etag: str) -> bool:
-        """Write over an object that has not changed what every method takes for none."""
+        """Replace an unchanged object by `_REMOVED`, which every method treats as no object."""
         try:
             tag = self.put(key, _REMOVED, if_match=etag)
         except (ObjectChanged, ObjectMissing):
             return False
         if tag != _REMOVED_TAG:
-            # Tags are no MD5 here: AWS with keys of a service, which heeds the condition.
+            # The tag is no MD5, so this is AWS with SSE-KMS, which checks conditions of deletions.
             with contextlib.suppress(Refused):
                 condition = _condition(False, tag)
                 self._client.call("DELETE", key, headers_of, headers=condition, handled={412})
         return True
 
     def tidy(self, folder: str) -> None:
-        """Remove what `delete_exact` has left."""
+        """Remove the marks of `delete_exact`."""
         items = self._items(key_prefix(folder), removed=True)
         self.delete(item.object_name or "" for item in items)
 
@@ -359,7 +359,7 @@ class S3Multipart:
             rows.append(
                 f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(etag)}</ETag>{crc}</Part>"
             )
-        # The SDK's own request names no checksums and no condition.
+        # The SDK's own request has no checksums and no condition.
         body = f"<CompleteMultipartUpload>{''.join(rows)}</CompleteMultipartUpload>".encode()
         try:
             with self._client.tries() as tries:
@@ -402,7 +402,7 @@ class S3Multipart:
 
 
 class _Download:
-    """A range of an object on its way into memory, which remembers how far it came."""
+    """Download of a range of an object into memory, which can be resumed."""
 
     def __init__(
         self,
@@ -414,7 +414,7 @@ class _Download:
         etag: str = "",
         limit: int | None = None,
     ):
-        """Read into `target`, or read a whole object of at most `limit` bytes that may change."""
+        """Read into `target`, else a whole object of at most `limit` bytes that may change."""
         self.target = target
         """Buffer with the size from the first answer, unless the caller gives it."""
         self.etag = etag
@@ -473,7 +473,7 @@ class _Download:
             if self.done >= mark + SLICE_BYTES:
                 mark, began = self.done, time.monotonic()
             elif time.monotonic() - began > self._client.read_seconds:
-                # It trickles: another connection may do better.
+                # The answer trickles: another connection may be faster.
                 raise Transient("TimeoutError", "no answer in time")
 
 
@@ -484,7 +484,7 @@ def _present(answer: Answer) -> Answer:
 
 
 def _unmet(place: str, if_match: str) -> ObjectChanged | ObjectExists:
-    """Return the error of a write whose condition does not hold."""
+    """Return the error of a write whose condition is not met."""
     if if_match:
         return ObjectChanged(
             f"{place} must be the object {if_match}, but is another; read it again"
@@ -499,7 +499,7 @@ def _condition(if_none_match: bool, if_match: str) -> dict[str, str]:
 
 
 def _checksum(view: memoryview, crc32c: int | None = None) -> dict[str, str]:
-    """Return the header by which the server checks a body, if that costs little or is known."""
+    """Return the CRC-32C header of a body, if the checksum is known or cheap, else no header."""
     if crc32c is None:
         if not _HAS_CRC32C:
             return {}

@@ -1,9 +1,9 @@
 """Requests to an S3 server by the `minio` SDK, with retries.
 
-The SDK does credentials, addresses, signatures, listings, deletions and the parsing of answers.
-This module sends every request of the SDK through its urllib3 pool: the SDK would hash each body,
-which has a checksum already, and keep each answer in memory. No message contains a key, a signature
-or a token.
+The SDK provides credentials, addresses, signatures, listings, deletions and the parsing of answers.
+This module sends every request of the SDK through its own urllib3 pool: the SDK would hash each
+body, which has a checksum already, and keep each answer in memory. No message contains a key, a
+signature or a token.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from planish.store.retry import (
 T = TypeVar("T")
 Answer = urllib3.BaseHTTPResponse
 Take = Callable[[Answer], T]
-"""Reads the body of a good answer."""
+"""Function that reads the body of a successful answer."""
 
 CONNECT_SECONDS = 5.0
 READ_SECONDS = 60.0
@@ -64,15 +64,15 @@ _HEAD_BYTES = 1000
 """Size of the start of a document that contains its first element."""
 _MAX_IDLE = 64
 _UNSIGNED = "UNSIGNED-PAYLOAD"
-"""Marks a body as unsigned: it has a checksum, and hashing would cost more than sending."""
+"""Value that marks a body as unsigned: it has a checksum, and SHA-256 would cost more time."""
 _DOCUMENT_BYTES = 16 << 20
 """Size limit of an answer that is no object; a page of a listing has about one MiB."""
 _ERROR_BYTES = 1 << 16
-"""Bytes that are read of an error answer."""
+"""Number of bytes read from an error answer."""
 _WITHOUT_CODE = {"HEAD": (400, 403, 404, 412)}
 """Statuses without an error code, beside that of a failed condition."""
 _spoken: set[tuple[str, bool]] = set()
-"""Addresses, and whether by TLS, at which an S3 server has answered this process."""
+"""(Address, uses TLS) of each S3 server that has answered this process."""
 
 
 _asked: ContextVar[Tries | None] = ContextVar("tries", default=None)
@@ -85,7 +85,7 @@ class S3Settings:
 
     endpoint: str
     access_key: str = field(repr=False)
-    """Empty takes AWS's sources in the environment: keys, a web identity, the role of a pod."""
+    """Access key; empty selects AWS's sources: keys, a web identity or the role of a pod."""
     secret_key: str = field(repr=False)
     secure: bool
     region: str
@@ -96,7 +96,7 @@ class S3Settings:
 
 
 class Refused(Exception):
-    """The server answered with an error that a retry cannot change."""
+    """Error of a server's answer that a retry cannot change."""
 
     action = ""
     """Right that the user's policy must grant for the request."""
@@ -156,16 +156,16 @@ class Client(Minio):
 
         Args:
             method: GET, PUT, ...
-            key: of the object; empty for the bucket.
+            key: key of the object; empty for the bucket.
             take: reads a successful answer; a broken answer is retried.
-            query: names and values.
-            headers: beside those of the signature; a function is called for each try.
+            query: names and values of the query.
+            headers: headers beside those of the signature; a function is called for each try.
             body: contiguous bytes.
             handled: HTTP statuses that raise Refused, because the caller handles them.
 
         Raises:
-            StoreError: the error of `error` for any other answer; StoreUnavailable once all tries
-                                have failed.
+            StoreError: result of `error` for any other answer; StoreUnavailable if all tries have
+                                failed.
         """
         tries = _asked.get() or self._new_tries()
         view = None if body is None else memoryview(body)
@@ -253,7 +253,7 @@ class Client(Minio):
         seconds: float,
     ) -> T:
         if self._process != os.getpid():
-            # The parent of a fork goes on using the connections.
+            # After a fork the parent still uses the old connections.
             self._http, self._process = _pool(), os.getpid()
         url, signed = self._signed(method, key, query, headers, body)
         answer: Answer | None = None
@@ -284,7 +284,7 @@ class Client(Minio):
             ) from None
         finally:
             if answer is not None:
-                # One that was not read to its end must not be read by the next request.
+                # The next request must not read the rest of this answer.
                 answer.close()
         code, message = error_of(page)
         code = code or answer.headers.get("x-minio-error-code", "")
@@ -299,7 +299,7 @@ class Client(Minio):
         raise Refused(answer.status, code, message)
 
     def _stranger(self, status: int) -> Transient:
-        """Return the failure by an answer that is not of S3: of a gateway, or a wrong address."""
+        """Return the failure for an answer that is not of S3: of a gateway, or a wrong address."""
         text = f"HTTP {status} without an S3 error"
         if self._server in _spoken:
             return Transient(str(status), text, answered=True)
@@ -349,7 +349,7 @@ class Client(Minio):
         return urlunsplit(url), signed
 
     def error(self, refused: Refused, key: str) -> StoreError:
-        """Return the error for an answer, with the fault and the remedy."""
+        """Return our error for an answer, with the fault and the remedy."""
         code = refused.code if refused.code in _ERRORS else _CODE_OF_STATUS.get(refused.status, "")
         if not code:
             return StoreError(f"{self.place(key)}: the server answers {refused}")
@@ -376,7 +376,7 @@ def _pool() -> urllib3.PoolManager:
 
 
 def _slices(body: memoryview) -> Iterator[memoryview]:
-    """Yield a body in pieces, each of which must leave within the time of a read."""
+    """Yield a body in slices; `READ_SECONDS` limits the sending of each."""
     for start in range(0, body.nbytes, SLICE_BYTES):
         yield body[start : start + SLICE_BYTES]
 
@@ -437,7 +437,7 @@ _CODE_OF_STATUS = {
 
 
 def _action(method: str, key: str, query: Mapping[str, Any]) -> str:
-    """Return what a policy calls a request."""
+    """Return the name of a request's action in a policy."""
     if "delete" in query:
         return "`s3:DeleteObject`"
     if not key:
@@ -481,7 +481,7 @@ def _error_in(answer: Answer) -> tuple[str, str]:
     """Return code and message of a document, or of the first key that it could not delete.
 
     Raises:
-        SyntaxError, ValueError: it is no document.
+        SyntaxError, ValueError: the answer is no XML document.
     """
     if not answer.data:
         return "", ""

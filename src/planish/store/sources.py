@@ -68,7 +68,7 @@ def parse_source(text: str, *, key: str) -> Source:
         key: setting that has the address, for messages.
 
     Raises:
-        ConfigError: no such form, a credential in it, or `https://` without a digest.
+        ConfigError: another form, a credential in the address, or `https://` without a digest.
     """
     if redact(text) != text:
         raise ConfigError(
@@ -116,7 +116,7 @@ def cache_folder() -> Path:
 
 
 def check_readable(path: Path, *, key: str) -> None:
-    """Refuse a file, or the files of a folder, that this process may not open.
+    """Refuse a file, or a folder with a file, that this process may not open.
 
     Pods run as another user, and safetensors writes files that only their owner can read.
     """
@@ -132,7 +132,7 @@ def check_readable(path: Path, *, key: str) -> None:
 
 
 def fetch_file(source: Source, *, key: str) -> Path:
-    """Return a local path of a single file, fetching it unless it is here.
+    """Return a local path of a single file; fetch the file unless it is on this machine.
 
     ConfigError names the setting `key` if the file is missing, refused or has another digest.
     """
@@ -174,7 +174,7 @@ def fetch_file(source: Source, *, key: str) -> Path:
 
 
 def _cached(digest: str, fetch: Callable[[Path], object]) -> Path:
-    """Return the folder of the cache that `fetch` fills; where that fails there is none."""
+    """Return the cache folder that `fetch` fills; if `fetch` fails, no folder is left."""
     cache = cache_folder()
     target = cache / digest
     if target.is_dir():
@@ -187,14 +187,14 @@ def _cached(digest: str, fetch: Callable[[Path], object]) -> Path:
         try:
             part.rename(target)
         except OSError:
-            # Another process was faster; its folder holds the same.
+            # Another process was faster; its folder has the same content.
             if not target.is_dir():
                 raise
     return target
 
 
 def _copied(folder_uri: str, files: Mapping[str, store.Stat]) -> Path:
-    """Return a local copy of objects of a bucket, which lie in one folder there."""
+    """Return a folder with local copies of objects that are in one folder of a bucket."""
 
     def fetch(part: Path) -> None:
         for name in files:
@@ -207,7 +207,7 @@ def _copied(folder_uri: str, files: Mapping[str, store.Stat]) -> Path:
 def _bucket_files(
     source: Source, key: str, patterns: tuple[str, ...] = ("*",)
 ) -> dict[str, store.Stat]:
-    """Return the files of a folder of a bucket by name, without those in folders below it."""
+    """Return the files directly in a folder of a bucket, by name, that match a pattern."""
     opened, place = store.open_store(source.place)
     every = {stat.key.rpartition("/")[2]: stat for stat in opened.folder(place).objects}
     files = {name: stat for name, stat in every.items() if _fits(name, patterns)}
@@ -220,16 +220,16 @@ def _bucket_files(
 
 
 def download(source: Source, target: Path, *, key: str) -> None:
-    """Write the file of an `https://` address; bytes of another digest are refused.
+    """Write the file of an `https://` address; refuse bytes with another digest.
 
-    StoreUnavailable: the server fails for now, or sends too slowly.
+    Raises StoreUnavailable if the server fails temporarily or sends too slowly.
     """
     from huggingface_hub import get_session
 
     digest = hashlib.sha256()
     done, mark, began = 0, 0, time.monotonic()
     try:
-        # Raw bytes: what a server packs on the way is not what the digest was taken of.
+        # The digest is of the raw bytes, so the server must not compress them.
         with (
             get_session().stream(
                 "GET",
@@ -250,7 +250,7 @@ def download(source: Source, target: Path, *, key: str) -> None:
                 elif time.monotonic() - began > WEB_TIMEOUT_SECONDS:
                     raise TimeoutError("it sends too slowly")
     except Exception as error:
-        # The client raises errors of three packages; each means that there is no file.
+        # The client raises errors of three packages; each means that no file was read.
         kind = StoreUnavailable if passes(error) else ConfigError
         raise kind(
             f"`{key}` must be a file that its server gives, got {source.place!r} "
@@ -265,14 +265,14 @@ def download(source: Source, target: Path, *, key: str) -> None:
 
 @dataclass(frozen=True)
 class SourceFolder:
-    """A folder of files that can be read in parts, wherever it lies."""
+    """A folder of files, on this machine or elsewhere, that can be read in parts."""
 
     name: str
     """Name for people, with the commit if the hub gives one."""
     sizes: Mapping[str, int]
     """File name to bytes, without files in subfolders."""
     read: Callable[[str, int, int], bytes] = field(repr=False)
-    """(name, first byte, most bytes) to bytes."""
+    """Function from (name, first byte, most bytes) to bytes."""
     path: Path | None = None
     """Path on this machine; None if it is elsewhere."""
 
@@ -292,7 +292,7 @@ def local_folder(path: Path, name: str) -> SourceFolder:
 def open_folder(source: Source, *, key: str, revision: str = "") -> SourceFolder:
     """List the folder of a model without fetching it; only an https archive is fetched.
 
-    `revision` is that on the hub if the address names none. ConfigError names the setting `key` if
+    `revision` is the hub revision if the address names none. ConfigError names the setting `key` if
     the folder is missing or refused.
     """
     if source.kind == "s3":
@@ -334,7 +334,7 @@ def open_folder(source: Source, *, key: str, revision: str = "") -> SourceFolder
 def fetch_folder(
     source: Source, *, key: str, patterns: tuple[str, ...], revision: str = ""
 ) -> Path:
-    """Return a local folder with the files of a model, fetching it unless it is here.
+    """Return a local folder with the files of a model; fetch them unless they are on this machine.
 
     Files whose names match no pattern are left out. An `https://` address must be a tar archive.
     Errors and `revision` are those of `open_folder`.
@@ -388,7 +388,7 @@ def unpack(archive: Path, target: Path, patterns: tuple[str, ...], *, key: str) 
                     f"{len(wanted)} files of a model in {archive.name!r}; pack the folder alone"
                 )
             for member in wanted:
-                # By its last name alone: no path of an archive is followed.
+                # Only the last name is used: no path of an archive is followed.
                 member.name = PurePosixPath(member.name).name
                 tar.extract(member, target, filter="data")
     except (tarfile.TarError, EOFError, OSError) as error:

@@ -87,7 +87,7 @@ class GangCluster(Kube):
 
         Raises:
             ConfigError: the account may not do this, or the API server refuses the object.
-            ClusterError: another refusal, or no answer within the patience; `.status` is 0 then.
+            ClusterError: another refusal, or no answer within the patience (`.status` is then 0).
         """
         try:
             return super().call(function, *arguments, **options)
@@ -207,7 +207,7 @@ class GangCluster(Kube):
                 _request_timeout=(REQUEST_SECONDS, limit + REQUEST_SECONDS),
                 **begin,
             ):
-                # A watch without a beginning tells first what is there.
+                # A watch without a start version first sends the existing object.
                 if event["raw_object"]["metadata"]["resourceVersion"] != version:
                     return
 

@@ -43,13 +43,13 @@ Job = Mapping[str, Any]
 def run_gang(cluster: GangCluster, gang: Gang, *, before: Callable[[], None]) -> None:
     """Run a gang to its end.
 
-    `before` is called before a new gang is created, and not if a gang exists to wait for.
+    `before` is called before the creation of a new gang, but not if a gang to wait for exists.
 
     Raises:
         ConfigError: another owner's job or service has the name, or the cluster refuses the
             job.
         PeerLost: a pod failed or was evicted, or the deadline has passed; the gang is deleted.
-        ClusterError: the API server stopped answering; the gang goes on.
+        ClusterError: the API server stopped answering; the gang continues.
     """
     job = submit(cluster, gang, before)
     try:
@@ -59,7 +59,7 @@ def run_gang(cluster: GangCluster, gang: Gang, *, before: Callable[[], None]) ->
         if end["type"] != "Complete":
             raise failure(cluster, gang, end)
     except BaseException as error:
-        # A stage that is asked to end has seconds only.
+        # After a signal the stage has only seconds to end.
         is_asked = not isinstance(error, Exception)
         remove(cluster, gang, patience_seconds=LAST_SECONDS, waits=not is_asked)
         raise
@@ -76,7 +76,7 @@ def submit(cluster: GangCluster, gang: Gang, before: Callable[[], None]) -> Job:
     while True:
         job, holder = cluster.job(gang.name), cluster
         if job is None:
-            # An account that may not look at the other kind has made none of it.
+            # An account without permission for the other kind has made no such job.
             with contextlib.suppress(ConfigError):
                 job, holder = others.job(gang.name), others
         if job is None:
@@ -125,7 +125,7 @@ def serve(cluster: GangCluster, gang: Gang, job: Job) -> None:
         owners = {each["uid"] for each in service["metadata"].get("ownerReferences") or ()}
         if not owners or job["metadata"]["uid"] in owners:
             break
-        # It is of the gang before this one, and goes with that one's job.
+        # The service belongs to the previous gang and is deleted with its job.
         time.sleep(GONE_SECONDS)
 
 
@@ -167,7 +167,7 @@ def wait(cluster: GangCluster, gang: Gang, job: Job) -> Mapping[str, str]:
         if end := ended(now):
             return end
         if gang.launcher == "trainjob" and time.monotonic() > deadline:
-            # A Job has a deadline of its own; a TrainJob has none.
+            # A Job has its own deadline; a TrainJob has none.
             return {"type": "Failed", "reason": "DeadlineExceeded"}
         status = now.get("status", {})
         status = next((each for each in status.get("jobsStatus", ())), status)
@@ -185,7 +185,7 @@ def failure(cluster: GangCluster, gang: Gang, end: Mapping[str, str]) -> PeerLos
     for pod in cluster.pods(gang.digest):
         for container in pod.get("status", {}).get("containerStatuses") or ():
             if code := (over := container["state"].get("terminated", {})).get("exitCode", 0):
-                # Of those that end in the same second, the ones that were asked to come last.
+                # Among pods that end in the same second, those that got a signal are last.
                 asked = code in (EXIT_TRANSIENT, 128 + 15)
                 failed.append((over.get("finishedAt") or "", asked, pod["metadata"]["name"], code))
     if not failed:
@@ -207,8 +207,8 @@ def remove(
 ) -> None:
     """Delete a gang and wait until its pods are gone, while the API server answers.
 
-    The rest is deleted with the pod of the stage, which owns it. The stage that submits the next
-    gang waits for pods that do not end in time, as on a machine that is off.
+    Kubernetes deletes the rest with the pod of the stage, its owner. The stage that submits the
+    next gang waits for pods that do not end in time, as on a machine that is off.
     """
     deadline = time.monotonic() + 2 * GRACE_SECONDS
     patience, cluster.patience_seconds = cluster.patience_seconds, patience_seconds

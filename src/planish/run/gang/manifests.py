@@ -95,7 +95,7 @@ class GangPods:
     """
 
     num_nodes: int = 1
-    """Machines that the profile was made for."""
+    """Number of machines of the profile."""
     gpus: int = 0
     """GPUs of one pod."""
     container: Raw = field(default_factory=dict)
@@ -293,7 +293,7 @@ def service_manifest(gang: Gang, job: Raw) -> dict[str, Any]:
         },
         "spec": {
             "clusterIP": "None",
-            # Ranks look for each other before any of them is ready.
+            # Ranks resolve each other's names before any pod is ready.
             "publishNotReadyAddresses": True,
             "selector": {"batch.kubernetes.io/job-name": gang.name},
             "ports": [{"name": "rendezvous", "port": gang.port}],
@@ -335,7 +335,7 @@ def pod_spec(gang: Gang, own: Raw) -> dict[str, Any]:
         "restartPolicy": "Never",
         "subdomain": gang.name,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
-        # Ranks ask the store, and never the API server.
+        # Ranks send requests to the store, never to the API server.
         "automountServiceAccountToken": False,
         "volumes": [*volumes, *more.get("volumes", ())],
         "containers": [

@@ -20,7 +20,7 @@ from planish.run.signals import STOP_VARIABLE
 logger = logging.getLogger(__name__)
 
 SIGNALLED = 128
-"""Exit code of a process that a signal ended, less the number of the signal, as in a shell."""
+"""Offset in exit codes: a process ended by signal n has 128 + n, as in a shell."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,12 +43,12 @@ def main(argv: Sequence[str]) -> int:
     line = [f"--nnodes={given.nodes}", f"--nproc-per-node={given.processes}"]
     line += ["--rdzv-backend=c10d", f"--rdzv-endpoint={given.rendezvous}"]
     line += [f"--rdzv-id={given.name}", f"--rdzv-conf=is_host={given.index == '0'}"]
-    # Ranks that are asked to end get the time that the pod has, less what torchrun itself needs.
+    # After SIGTERM ranks have the grace of the pod, less the time that torchrun needs.
     patience = GRACE_SECONDS - 10
     os.environ[STOP_VARIABLE] = str(patience - 5)
     line += [f"--shutdown-timeout={patience}", f"--local-addr={given.address}"]
     try:
-        # torch does not annotate it.
+        # torch does not annotate this function.
         run.run(run.parse_args([*line, "-m", *given.words]))  # type: ignore[no-untyped-call]
     except SignalException as error:
         logger.warning("stopped index=%s signal=%s", given.index, error.sigval.name)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         logger.error("rank failed rank=%d index=%s exit_code=%d", rank, given.index, code)
         return SIGNALLED - code if code < 0 else code
     except RendezvousError as error:
-        # The first machine has ended while ranks of this one were still at work, or never came.
+        # The first machine ended while ranks of this one still worked, or it never started.
         logger.warning("left alone by other machines index=%s error=%s", given.index, error)
         return EXIT_TRANSIENT
     return 0

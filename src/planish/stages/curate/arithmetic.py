@@ -1,6 +1,6 @@
 """Worked traces of arithmetic: the character-by-character solutions that a small model can learn.
 
-Every trace ends in `=` and the result, and is judged by the verifier `trace`.
+Every trace ends in `=` and the result; the verifier `trace` judges it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class ColumnExpression:
 
     @property
     def family(self) -> str:
-        """Equal for expressions that differ by the order of operands only."""
+        """Family for the split: equal for expressions that differ only in the order of operands."""
         low, high = sorted((self.left, self.right))
         return f"{low}{self.operator}{high}"
 
     def fault(self, max_digits: int) -> str | None:
-        """Return why this is no column arithmetic, as a reason code, or None."""
+        """Return the reason code if column traces do not cover this expression, else None."""
         if max(self.left, self.right) >= 10**max_digits:
             return f"operand_over_{max_digits}_digits"
         if self.operator == "-" and self.result < 0:
@@ -54,7 +54,7 @@ class ColumnExpression:
         return None
 
     def trace(self) -> str:
-        """Return the columns from the right, `digit, digit, carry in = value`, and the result."""
+        """Return the columns from the right (`digit, digit, carry in = value`), then the result."""
         if self.operator == "*":
             number, digit = (self.left, self.right) if self.right <= 9 else (self.right, self.left)
             columns = _product_columns(number, digit)
@@ -73,7 +73,7 @@ def _sum_columns(left: int, right: int, *, minus: bool) -> list[str]:
     columns = []
     for a, b in zip(_digits(left, width), _digits(right, width), strict=True):
         if minus:
-            # A column that borrows is written with its ten: 12-7-0=5.
+            # A column that borrows shows its ten: 12-7-0=5.
             borrow = a < b + carry
             top = a + 10 * borrow
             columns.append(f"{top}-{b}-{carry}={top - b - carry}")
@@ -96,7 +96,7 @@ def _product_columns(number: int, digit: int) -> list[str]:
 
 
 def chain_trace(operands: list[int], modulus: int) -> str:
-    """Return running sums modulo `modulus`, each operand echoed.
+    """Return the running sums of `operands` modulo `modulus`; each step repeats its operand.
 
     Example:
         >>> chain_trace([7, 5, 8, 7, 4], 10)
@@ -111,7 +111,7 @@ def chain_trace(operands: list[int], modulus: int) -> str:
 
 
 def multiplication_trace(left: int, right: int) -> str:
-    """Return long multiplication: one product per digit of `right`, added up as it goes.
+    """Return the long multiplication: after each digit of `right`, its product joins the sum.
 
     Example:
         >>> multiplication_trace(48, 24)

@@ -1,4 +1,4 @@
-"""Problems with choices: what a row lets choose from stands in its problem, under letters."""
+"""Multiple-choice problems: the choices of a row are written into its problem, with labels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from planish.stages.curate.records import as_answer
 
 CHOICES = ("choices", "options")
-"""Columns of what a problem lets choose from, in order of preference."""
+"""Columns that may contain the choices, in order of preference."""
 
 _LABEL = r"(?<!\w)(\w+)[).:\]*]+\s*"
 
@@ -18,11 +18,11 @@ _LABEL = r"(?<!\w)(\w+)[).:\]*]+\s*"
 def with_choices(
     fields: Mapping[str, Any], asked: str, given: Any, answer: str, first: int = 0
 ) -> tuple[str, str, str]:
-    r"""Return the text of a problem with its choices, the label that is its answer, and "".
+    r"""Return the text of a problem with its choices, the label of the right choice, and "".
 
-    Where choices are not understood, text and answer stay and the last item is their column.
-    `given` is the answer in the row, a label, the text of a choice or an index from `first`, and
-    `answer` is its text.
+    If the choices cannot be read, return `asked` and `answer` unchanged, and the column's name.
+    `given` is the answer in the row: a label, the text of a choice, or an index counted from
+    `first`. `answer` is `given` as text.
 
     Example:
         >>> with_choices({"choices": ["red", "blue"]}, "Which?", 1, "1")
@@ -30,7 +30,7 @@ def with_choices(
     """
     column = next((name for name in CHOICES if fields.get(name)), "")
     choices = read_choices(fields.get(column))
-    # Choices that stand in the text have the labels there.
+    # If the text already lists the choices, it gives their labels.
     patterns = [rf"{_LABEL}{re.escape(each)}(?!\w)" for each in choices.values()]
     labels = [match[1] for pattern in patterns if (match := re.search(pattern, asked))]
     text = asked
@@ -39,7 +39,7 @@ def with_choices(
         text += "".join(f"\n({label}) {each}" for label, each in choices.items())
     named = {str(number): label for number, label in enumerate(labels, first)}
     if isinstance(given, str):
-        # Digits as text may as well be what a choice says.
+        # Digits given as text may be the text of a choice instead of an index.
         named |= dict(zip(choices.values(), labels, strict=True))
     named |= {label.casefold(): label for label in labels}
     if found := named.get(answer.strip("().:[] ").casefold()) or named.get(answer):
@@ -48,7 +48,7 @@ def with_choices(
 
 
 def read_choices(value: Any) -> dict[str, str]:
-    """Return the choices of a row, label to text, or nothing where they are not understood.
+    """Return the choices of a row, label to text; empty if `value` has no known form.
 
     Example:
         >>> read_choices(["red", "blue"]), read_choices({"text": ["red"], "label": ["1"]})

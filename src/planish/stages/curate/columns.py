@@ -1,4 +1,4 @@
-"""From the columns of a row to a problem: which column is what, and what is wrong with the row."""
+"""Make a problem from the columns of a row, or name the fault of the row."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "source": ("source", "data_source"),
 }
 """Parts of a row and the usual names of their columns, in order of preference. A conversation
-that ends with its answer comes last, and a row without an answer has that in the box of `solution`.
-"""
+that ends with its answer is the last choice. A row without an answer takes the last
+`\\boxed{}` of `solution`."""
 
 WRONG_TYPE = ("prompt_is_no_text", "system_is_no_text", "answer_is_no_text", "unknown_verifier")
-"""Faults that make a row bad; one that lacks a prompt or an answer is left out and counted."""
+"""Reason codes of bad rows; rows without prompt or answer are dropped and counted instead."""
 
 
 @with_config(ConfigDict(strict=True))
 class Message(TypedDict):
-    """One turn of a conversation; further keys are left out."""
+    """One turn of a conversation; the reader ignores further keys."""
 
     role: Literal["system", "user", "assistant"]
     content: str
@@ -62,7 +62,7 @@ def read_problems(
     """Find prompt, answer, verifier and trace in the columns of each row.
 
     Raises:
-        ConfigError: `dataset_map` names a column that no row has, or as `check_types`.
+        ConfigError: `dataset_map` names a column that no row has, or `check_types` raises it.
     """
     for name, column in parse_map(config.dataset_map).items():
         if rows and all(field_of(row.fields, column) is None for row in rows):
@@ -71,7 +71,7 @@ def read_problems(
                 f"`curate.dataset_map` must name columns of the data set, got {name}={column!r}"
                 f"{nearest(column, seen)}; its columns are {', '.join(seen)}"
             )
-    # Where answers are indices of choices they count from 0, unless only from 1 all are choices.
+    # Indices of choices count from 0, or from 1 if only then every index names a choice.
     for first in (0, 1, 0):
         judged = [judge_row(config, row, first) for row in rows]
         if not any(getattr(each, "unread", "") for each in judged):
@@ -82,7 +82,7 @@ def read_problems(
 
 
 def judge_row(config: CurateConfig, row: DataRow, first: int = 0) -> Problem | Drop:
-    """Return the problem of a row, or what is wrong with it; choices count from `first`."""
+    """Return the problem of a row, or a Drop with its fault; choices count from `first`."""
     problem = read_problem(config, problem_row(row.fields) or row.fields, row.origin, first)
     if isinstance(problem, Problem):
         return replace(problem, extra=reward_columns(config, problem, row.fields))
@@ -90,14 +90,14 @@ def judge_row(config: CurateConfig, row: DataRow, first: int = 0) -> Problem | D
 
 
 def with_function_columns(config: CurateConfig, tables: Mapping[str, Any]) -> CurateConfig:
-    """Return the settings with the columns that `reward.functions` of the resolved tables name."""
+    """Return the settings with all columns that `reward.functions` take as parameters."""
     functions = Judging.of(tables.get("reward", {})).functions
     named = {column for name in functions for column in columns_of(name)}
     return config.model_copy(update={"reward_columns": sorted({*config.reward_columns, *named})})
 
 
 def reward_columns(config: CurateConfig, problem: Problem, fields: Mapping[str, Any]) -> str:
-    """Return what reward functions get of a row as a JSON object, "" where they take nothing.
+    """Return the columns of a row for reward functions as a JSON object; "" if they take none.
 
     The column `prompt` is the text of the messages that the policy sees.
     """
@@ -110,10 +110,10 @@ def reward_columns(config: CurateConfig, problem: Problem, fields: Mapping[str, 
 
 
 def check_types(config: CurateConfig, drops: Sequence[Drop], num_rows: int) -> None:
-    """Refuse rows that hold something of another type than text, unless `skip_bad` is set.
+    """Refuse rows with a value of the wrong type (`WRONG_TYPE`), unless `skip_bad` is set.
 
     Raises:
-        ConfigError: there are such rows; the first ones are named.
+        ConfigError: there are such rows; the message shows the first three.
     """
     wrong = [drop for drop in drops if drop.reason in WRONG_TYPE]
     if wrong and not config.skip_bad:
@@ -134,7 +134,7 @@ def column_names(rows: Iterable[DataRow]) -> list[str]:
 def read_problem(
     config: CurateConfig, fields: dict[str, Any], origin: str, first: int
 ) -> Problem | str:
-    """Return the problem of one row, or the code of what is wrong with it."""
+    """Return the problem of one row, or the reason code of its fault."""
     columns = parse_map(config.dataset_map)
 
     def look(name: str) -> Any:
@@ -189,12 +189,12 @@ def read_problem(
 
 
 def judged_by(config: CurateConfig, verifier: str, answer: str) -> tuple[str, str]:
-    """Return the verifier of a row, never `auto`, and the ground truth in its form."""
+    """Return the verifier of a row (never `auto`), and the ground truth in the verifier's form."""
     if verifier == "auto":
         fault = answer_fault("integer", answer)
         verifier = "integer" if fault != "answer_not_an_integer" else "math"
     if split_name(verifier)[0] in READS_FORMS:
-        # An answer is looked for in one line of a response.
+        # These verifiers search a response line by line.
         answer = " ".join(answer.split())
     if verifier == "regex" and config.answer_pattern:
         answer = config.answer_pattern.replace("{answer}", re.escape(answer))
@@ -202,26 +202,26 @@ def judged_by(config: CurateConfig, verifier: str, answer: str) -> tuple[str, st
 
 
 def is_answered(value: Any) -> bool:
-    """Tell whether a value is a conversation that ends with an answer, in place of a prompt."""
+    """Return whether a value is a conversation whose last turn is of the assistant."""
     last = value[-1] if isinstance(value, list) and value else None
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def in_asked_form(verifier: str, messages: Messages, data_source: Any) -> str:
-    """Return a verifier with the form that it looks for first: what the prompt asks for."""
+    """Return `verifier/form` for the answer form that the prompt requests, or just `verifier`."""
     form = form_of(messages, data_source)
     is_usual = verifier not in READS_FORMS or form in (None, "line")
     return verifier if is_usual else f"{verifier}/{form}"
 
 
 def form_of(messages: Messages, data_source: Any = "") -> str | None:
-    """Return the form in which a prompt asks for its answer, as `asked_form` does."""
+    """Return the answer form that a prompt requests, as `asked_form` does; None for none."""
     text = "\n".join(message["content"] for message in messages)
     return asked_form(text, data_source if isinstance(data_source, str) else "")
 
 
 def read_messages(value: Any) -> Messages | None:
-    """Return a list of {role, content} from untrusted data, without a last answer, or None."""
+    """Return untrusted data as {role, content} messages without a last answer; None if invalid."""
     try:
         read = _CONVERSATION.validate_python(value[:-1] if is_answered(value) else value)
     except ValidationError:

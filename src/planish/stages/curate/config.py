@@ -15,10 +15,10 @@ from planish.store.sources import parse_source
 Task = Literal["column-arithmetic", "modular-chain", "countdown", "scratchpad-multiplication"]
 
 MAPPED = ("prompt", "answer", "system", "verifier", "trace", "source")
-"""What `dataset_map` may give another column for."""
+"""Parts of a row whose column `dataset_map` may name."""
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-"""Instruction that scores of these sets are usually published with."""
+"""Instruction of the prompts for which scores of these sets are usually published."""
 
 KNOWN_SETS: dict[str, dict[str, str]] = {
     "aime-2024": {
@@ -41,10 +41,10 @@ KNOWN_SETS: dict[str, dict[str, str]] = {
         "prompt_suffix": BOXED,
     },
 }
-"""Evaluation sets that are known by name: their published forms on the hub."""
+"""Evaluation sets known by name, with their published copies on the hub."""
 
 SET_KEY = "curate.evaluation_sets.dataset"
-"""What messages call the address of an evaluation set."""
+"""Name, in messages, of the setting with the address of an evaluation set."""
 
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ENDINGS = re.compile(r"(\.jsonl|\.json|\.parquet|\.gz)+$")
@@ -58,7 +58,7 @@ def parse_map(text: str) -> dict[str, str]:
         {'prompt': 'question', 'answer': 'reward_model.truth'}
 
     Raises:
-        ValueError: not of that form, or a name that a row does not have.
+        ValueError: `text` has another form, or a name that is not in `MAPPED`.
     """
     columns: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -81,14 +81,14 @@ ColumnMap = Annotated[str, AfterValidator(_checked_map)]
 
 
 def set_table(text: str) -> dict[str, str]:
-    """Return the evaluation set that a word names: one that is known, or the address of its data.
+    """Return the table of an evaluation set from its known name or the address of its data.
 
     Example:
         >>> set_table("mine.jsonl"), set_table("gsm8k")["dataset"]
         ({'name': 'mine', 'dataset': 'mine.jsonl'}, 'openai/gsm8k')
 
     Raises:
-        ConfigError: no address.
+        ConfigError: `text` is no address.
     """
     if text in KNOWN_SETS:
         return {"name": text, **KNOWN_SETS[text]}
@@ -263,11 +263,11 @@ class CurateConfig(Section):
         return [key for key in ("evaluation_sets", "reward_columns") if not getattr(self, key)]
 
     def of_held_out(self) -> CurateConfig:
-        """Return how the rows of `evaluation_dataset` are read."""
+        """Return the settings for reading `evaluation_dataset`."""
         return self.model_copy(update={"dataset": self.evaluation_dataset})
 
     def of_set(self, chosen: EvaluationSet) -> CurateConfig:
-        """Return how the rows of an evaluation set are read: by its own settings."""
+        """Return the settings for reading an evaluation set: its own, else those of `curate`."""
         own = chosen.model_dump(exclude={"name"})
         if not (chosen.prompt_prefix or chosen.prompt_suffix):
             del own["prompt_prefix"], own["prompt_suffix"]

@@ -1,7 +1,7 @@
 """Remove equal and nearly equal problems, and training problems that leak held-out ones.
 
-Near duplicates are found by MinHash with fixed seeds and then checked exactly, so that the result
-depends on nothing but the problems and their order.
+MinHash with fixed seeds proposes near duplicates, and the exact Jaccard similarity decides. The
+result depends only on the problems and their order.
 
 Source: near duplicates by MinHash as in arXiv 2107.06499, section 4.2.
 """
@@ -25,26 +25,26 @@ _T = TypeVar("_T", bound=Hashable)
 NUM_PERMUTATIONS = 128
 SHINGLE_WORDS = 3
 SEED = 1
-"""Seed of the hash functions; a constant, since the run's seed must not change the data."""
+"""Seed of the hash functions; it is constant because the run's seed must not change the data."""
 SCHEME = "affine32"
-"""Family of hash functions; named, so that another default of the library changes nothing."""
+"""Family of hash functions, fixed here against a change of the library's default."""
 CANDIDATES = 0.6
-"""The index asks for this part of the threshold: at the threshold itself it misses every second
-pair, and surplus pairs are sorted out exactly."""
+"""Ratio of the index's threshold to the configured one. An index at the configured threshold would
+miss half of the pairs there; `jaccard` removes surplus pairs."""
 FRAME_WORDS = 5
-"""Words in a row by which instructions are known."""
+"""Length, in words, of the sequences that identify instructions."""
 FRAME_FRACTION = 0.005
-"""Word sequences in more than this share of the problems are instructions and are ignored: a file
-may hold a hundred sources, each with an instruction of its own."""
+"""A word sequence in more than this share of the problems is an instruction and is ignored. It is
+small because a file may have a hundred sources, each with its own instruction."""
 FRAME_MIN = 4
-"""They must stand in more problems than this as well."""
+"""Instructions must occur in more problems than this as well."""
 ANCHORS = 4
-"""Word sequences by which a problem is found in another frame, of which all but one may be part of
-something else there."""
+"""Number of word sequences under which a problem is indexed. A lookup needs only one of them; in
+the other problem the rest may belong to a pattern."""
 
 
 def remove_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[Drop]]:
-    """Keep the first of equal questions; questions with different answers are all dropped."""
+    """Keep the first of equal questions; drop all of them if their answers differ."""
     answers: dict[str, set[str]] = {}
     for problem in problems:
         answers.setdefault(problem.key, set()).add(
@@ -64,7 +64,7 @@ def remove_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[
 
 
 def ngrams(text: Sequence[str], size: int) -> frozenset[str]:
-    """Return all runs of `size` words."""
+    """Return all sequences of `size` consecutive words."""
     return frozenset(" ".join(text[i : i + size]) for i in range(len(text) - size + 1))
 
 
@@ -77,7 +77,7 @@ def sketch_of(shingles: frozenset[str]) -> Any:
 
 @lru_cache(maxsize=1)
 def _empty_sketch() -> Any:
-    """Return the sketch that all others are copies of: drawing hash functions is the slow part."""
+    """Return an empty sketch to copy: a new one would draw its hash functions, which is slow."""
     from datasketch import MinHash
 
     return MinHash(num_perm=NUM_PERMUTATIONS, seed=SEED, scheme=SCHEME)
@@ -93,10 +93,10 @@ def _sketches(sets: Sequence[frozenset[str]], workers: int) -> list[Any]:
 def remove_near_duplicates(
     problems: Sequence[Problem], *, threshold: float, min_words: int = 12, workers: int = 1
 ) -> tuple[list[Problem], list[Drop]]:
-    """Drop problems that are like an earlier kept one, or equal it but for the frame.
+    """Drop problems that are similar to an earlier kept one, or differ from it only in the frame.
 
-    `threshold` is the Jaccard similarity from which two problems count as one; problems of fewer
-    than `min_words` are kept as they are: `1+2=` and `1+3=` differ.
+    Two problems count as one from a Jaccard similarity of `threshold`. Similarity is not computed
+    for problems of fewer than `min_words` words: `1+2=` and `1+3=` differ.
     """
     found = contents([words(problem.question) for problem in problems])
     if threshold >= 1.0:
@@ -108,7 +108,7 @@ def remove_near_duplicates(
         for i, content in enumerate(found)
         if len(content.rest) >= min_words
     }
-    # Problems made from one pattern share a part that says nothing.
+    # Problems made from one pattern share words that do not distinguish them.
     boilerplate = _frequent(long.values(), _limit(len(problems)))
     enough = min_words - SHINGLE_WORDS + 1
     sets = {i: rest for i, own in long.items() if len(rest := own - boilerplate) >= enough}
@@ -138,28 +138,28 @@ def remove_near_duplicates(
 
 @dataclass(frozen=True)
 class Content:
-    """What a problem says of its own."""
+    """Words of a problem, with and without the instructions it shares with others."""
 
     text: str
     """All its words, each between spaces."""
     core: str
-    """Those between the frames."""
+    """Words between the frames, each between spaces."""
     rest: tuple[str, ...]
-    """Those of the core that belong to no pattern."""
+    """Words of the core that belong to no pattern."""
     anchors: tuple[int, ...]
-    """Hashes of the other word sequences of the core, ascending."""
+    """CRC-32 of each sequence of `FRAME_WORDS` words of the core that is no pattern, ascending."""
 
     @property
     def family(self) -> str:
-        """Text that is equal for the same problem in any frame; empty where little is left."""
+        """Text of `rest`, equal in any frame; empty if it has fewer than `FRAME_WORDS` words."""
         return " ".join(self.rest) if len(self.rest) >= FRAME_WORDS else ""
 
 
 def contents(texts: Sequence[Sequence[str]]) -> list[Content]:
-    """Take out the instructions that stand before, behind or around the problems of each source.
+    """Remove the instructions before, after or around the problems of each source.
 
-    A frame is what many of `texts`, lists of words, begin or end with alike. A word is part of a
-    pattern when five words in a row that cover it stand in as many different cores.
+    `texts` are lists of words. A frame is a common beginning or end of many of them. A word belongs
+    to a pattern if a sequence of five words with it occurs in as many different cores.
 
     Example:
         >>> found = contents([["please", "solve", "this", "for", "me", name] for name in "abcdef"])
@@ -172,11 +172,11 @@ def contents(texts: Sequence[Sequence[str]]) -> list[Content]:
     cores = []
     for text, (start, begun), (end, ended) in zip(texts, before, behind, strict=True):
         if start + end > len(text) - FRAME_WORDS:
-            # A problem in many frames is no frame.
+            # The same problem in many frames is no frame: keep the side that more texts share.
             start, end = (start, 0) if begun > ended else (0, end)
         cores.append(tuple(text[start : len(text) - end]))
     different = set(cores)
-    # Words in a row are frequent only if each of them is: few are counted.
+    # A sequence is frequent only if each word is: this leaves few sequences to count.
     usual = _frequent(map(frozenset, different), limit)
     runs = (frozenset(filter(usual.issuperset, _runs(core))) for core in different)
     patterns = _frequent(runs, limit)
@@ -197,20 +197,20 @@ def _content(text: Sequence[str], core: Sequence[str], patterns: set[tuple[str, 
 
 
 class Twins:
-    """Finds problems that are known from another frame."""
+    """Index of problems that finds the same problem in another frame."""
 
     def __init__(self) -> None:
         self._by_anchor: dict[tuple[int, str], list[tuple[Content, Problem]]] = {}
 
     def add(self, content: Content, problem: Problem) -> None:
-        """Make a problem known."""
+        """Add a problem to the index."""
         for anchor in content.anchors[:ANCHORS]:
             self._by_anchor.setdefault((anchor, problem.answer), []).append((content, problem))
 
     def find(self, content: Content, problem: Problem, *, one_sided: bool) -> Problem | None:
-        """Return a known problem of the same answer whose core this one holds, or None.
+        """Return a known problem with the same answer whose core is part of this text, or None.
 
-        Unless `one_sided`, that one must hold the core of this one as well.
+        Unless `one_sided`, this core must be part of the known text as well.
         """
         for anchor in content.anchors:
             for known, twin in self._by_anchor.get((anchor, problem.answer), ()):
@@ -221,9 +221,10 @@ class Twins:
 
 
 def _common_starts(texts: Sequence[Sequence[str]], limit: float) -> list[tuple[int, int]]:
-    """Return how many words each text begins with as more than `limit` do, and how many do so.
+    """Return the length of each text's common beginning, and the number of texts that share it.
 
-    Five such words in a row are meant that hardly any text leaves on the way.
+    More than `limit` texts share a common beginning, of five words at least. Each of its last four
+    words keeps more than half of the texts that share the words before it.
     """
     found = [(0, 0)] * len(texts)
     groups = [(list(range(len(texts))), 0)]
@@ -252,12 +253,12 @@ def _runs(text: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _limit(count: int) -> float:
-    """Return in how many of `count` problems a frame stands at least."""
+    """Return the number of problems, out of `count`, that a frame must exceed."""
     return max(FRAME_MIN, FRAME_FRACTION * count)
 
 
 def _frequent(sets: Iterable[Iterable[_T]], limit: float) -> set[_T]:
-    """Return what stands in more than `limit` sets."""
+    """Return the items of more than `limit` sets."""
     counts = Counter(item for own in sets for item in own)
     return {item for item, number in counts.items() if number > limit}
 
@@ -273,9 +274,9 @@ def remove_contaminated(
 ) -> tuple[list[Problem], list[Drop]]:
     """Drop training problems that equal a held-out one or share `ngram` words in a row with it.
 
-    One that stands whole in a training problem of the same answer is a leak as well, however short.
-    With `ngram` 0 only equal problems count. Frames do not count: 13 words of which 12 are
-    instructions are no leak.
+    A training problem that contains the whole core of a held-out one with the same answer is a leak
+    too, even below `ngram` words. With `ngram` 0 only equal problems are leaks. Frames do not
+    count: 13 words of which 12 are instructions are no leak.
     """
     held_out = {problem.key for problem in evaluation}
     leaks: set[str] = set()

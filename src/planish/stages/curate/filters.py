@@ -10,7 +10,7 @@ from planish.stages.curate.dedup import contents
 from planish.stages.curate.problem import Drop, Problem, drop, fraction_of, sift, words
 from planish.verifiers import answer_fault, verify
 
-# Some verifiers start a process for each, and `prepare` asks twice.
+# Some verifiers start a process for each call, and `prepare` checks each answer twice.
 _answer_fault = lru_cache(maxsize=1 << 12)(answer_fault)
 
 
@@ -28,7 +28,7 @@ def remove_unverifiable(
 
 
 def has_good_trace(problem: Problem) -> bool:
-    """Tell whether a problem has a worked trace that its own verifier accepts."""
+    """Return whether the problem's own verifier accepts its worked trace."""
     if problem.trace is None:
         return False
     verdict = verify(problem.verifier, problem.trace, problem.answer, extra=problem.extra)
@@ -66,18 +66,18 @@ def remove_outside_band(
 
 
 def is_held_out(problem: Problem, fraction: float) -> bool:
-    """Tell the side of the split: it depends on the problem alone, not on what else there is."""
+    """Return whether a problem is held out, which depends on this problem alone."""
     return fraction_of(problem.split_key) < fraction
 
 
 def split(
     problems: Sequence[Problem], fraction: float, most: int
 ) -> tuple[list[Problem], list[Problem]]:
-    """Return (training, held-out) problems in order; a family is never divided.
+    """Return (training, held-out) problems in order; all of a family go to one side.
 
-    Equal problems in different frames are one family, if they say enough of their own. Held out by
-    hash is this fraction, of a small set at least one family, and at most `most` problems but for
-    that family.
+    A problem in different frames is one family, if it has enough words outside of them. The hash of
+    the family decides: about `fraction` of the problems are held out, at most `most`, but always
+    at least one family.
     """
     found = contents([words(problem.question) for problem in problems])
     places = [

@@ -34,7 +34,7 @@ def parse_row(fields: Mapping[str, Any]) -> tuple[str, str, str] | None:
 
 
 def problem_row(fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Turn one row into the plain form: prompt, answer, trace; None when it has another form."""
+    """Return one row as prompt, answer and trace; None if it is not in GSM8K's form."""
     if (parsed := parse_row(fields)) is None:
         return None
     question, solution, final = parsed
@@ -48,8 +48,8 @@ def step_problems(
 ) -> list[Problem]:
     """Turn every `<<expression=result>>` of every solution into a column-arithmetic prompt.
 
-    Different expressions are kept in the order in which they first appear; three filters of the
-    ledger account for every row and every step.
+    Each expression is kept once, in order of first occurrence. Three filters of the ledger account
+    for every row and every step.
     """
     good: list[DataRow] = []
     bad: list[Drop] = []
@@ -93,7 +93,7 @@ def read_step(text: str, max_digits: int) -> ColumnExpression | str:
 
 
 def _other_form(expression: str) -> str:
-    """Name what keeps an expression from being two whole numbers and an operator."""
+    """Return the reason code of an expression that is not two whole numbers and an operator."""
     try:
         parsed = evaluate(expression)
     except ExpressionError:

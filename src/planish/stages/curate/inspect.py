@@ -1,4 +1,4 @@
-"""Look at a data set before a run: its columns, its bad rows, and what can judge its answers."""
+"""Inspect a data set before a run: its columns, its bad rows, and the verifiers of its answers."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from planish.verifiers import (
 from planish.verifiers.judging import Judging
 
 INSPECTED_ROWS = 5000
-"""Rows that are kept; no others are looked at in a data set of the hub."""
+"""Number of first rows that are kept; of a hub data set no further row is fetched."""
 READING_SECONDS = 60.0
-"""Time to read the further rows of a file, one by one: pods of this stage live for minutes."""
+"""Seconds to read the further rows of a file: pods of this stage live for minutes only."""
 VERIFIED_ROWS = 500
 TRIED_ROWS = 4
-"""Rows on which each verifier of the user is called; one that hangs costs a single time limit."""
+"""Rows for which each of the user's verifiers is called; the calls end with the first failure."""
 SAMPLED_PROMPTS = 256
-"""Prompts handed on, to be measured in tokens."""
+"""Prompts of each data set whose length in tokens `prepare` measures."""
 
 READS_ALL = {
     "exact": "compares the whole response",
     "trace": "compares what follows the last `=`",
 }
-"""Verifiers that look for no form of an answer, and what they do."""
+"""Verifiers that look for no answer form, and the text that they compare."""
 
 _KINDS = {
     str: "text",
@@ -59,7 +59,7 @@ _KINDS = {
 
 
 def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> None:
-    """Open the data sets of resolved tables and add what they hold to `found`.
+    """Open the data sets of a resolved configuration and add findings to `found`.
 
     Raises:
         StoreUnavailable: the store does not answer.
@@ -68,7 +68,7 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
     try:
         settings = columns.with_function_columns(settings, config)
     except ConfigError:
-        return  # `check_run` tells it
+        return  # `check_run` reports it
     if not settings.dataset:
         found.rows.append(("data", f"generated, {code_span(settings.task)}"))
         made = task_stream(settings, config.get("run", {}).get("seed", 0))
@@ -104,39 +104,39 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
 
 @dataclass
 class Opened:
-    """A data set that was looked at."""
+    """An inspected data set."""
 
     config: CurateConfig
-    """Names it as `dataset`."""
+    """Settings for reading it; their `dataset` is its address."""
     label: str
     """`data`, `held-out data` or the name of an evaluation set."""
     rows: list[DataRow] = field(default_factory=list)
     unreadable: list[Drop] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    """Those with prompt and answer."""
+    """Problems of the rows that have prompt and answer."""
     drops: list[Drop] = field(default_factory=list)
     num_later: int = 0
-    """Rows of a file that were read beyond the first ones."""
+    """Rows of a file read beyond the first `INSPECTED_ROWS`."""
     unread_after: str = ""
-    """The last row that was read where the time was too short for all."""
+    """Origin of the last row read, if the time was too short for all; else empty."""
 
     @property
     def is_part(self) -> bool:
-        """Whether there may be rows beyond the first ones."""
+        """True if the data set may have rows beyond the kept ones."""
         return self.num_later > 0 or len(self.rows) in (0, INSPECTED_ROWS)
 
     @property
     def num_rows(self) -> int:
-        """All rows that were read."""
+        """Number of rows read."""
         return len(self.rows) + len(self.unreadable) + self.num_later
 
     def read(self, key: str) -> None:
-        """Read the rows; those beyond the first ones are judged by their form alone."""
+        """Read the rows; of rows beyond the first `INSPECTED_ROWS`, only check the columns."""
         name, _, items = open_data(self.config, key=key, most_of_hub=INSPECTED_ROWS)
         shown: dict[str, list[Drop]] = {}
         later: list[Drop] = []
         end = 0.0
-        # Bad rows are gathered here, so that several are told at once.
+        # Bad rows are collected here, so that one message reports several.
         for item in items:
             if isinstance(item, Drop):
                 add_drop(self.unreadable, item, shown)
@@ -167,9 +167,9 @@ def inspect_source(
     found: Inspection,
     key: str = "curate.dataset",
 ) -> Opened:
-    """Open one data set and add what it holds to `found`; the result has no rows after a fault.
+    """Open one data set and add findings to `found`; after a fault the result has no rows.
 
-    `config` names it as `dataset`, and `key` is the setting that does so, for messages.
+    `config.dataset` is its address; `key` is the name of that setting in messages.
     """
     opened = Opened(config, label)
     try:
@@ -211,13 +211,13 @@ def inspect_source(
 def try_curation(
     config: CurateConfig, opened: Sequence[Opened], sets: Sequence[Problem], found: Inspection
 ) -> None:
-    """Select problems as the stage will, without pass rates, and add what people must know.
+    """Select problems as the stage will, without pass rates, and add faults and warnings.
 
-    Nothing is sure where the data sets have further rows; `sets` are the problems of all evaluation
-    sets.
+    If the data sets have further rows, a fault is only a warning. `sets` are the problems of all
+    evaluation sets.
     """
     is_part = any(source.is_part for source in opened)
-    # A rewriter of the user may take a model and minutes.
+    # A rewriter of the user may load a model and run for minutes.
     trial = config.model_copy(update={"to_integers": config.to_integers and not config.rewriter})
     ledger, tables = CurationLedger(), [DataTable(source.rows, "") for source in opened]
     try:
@@ -229,7 +229,7 @@ def try_curation(
 
 
 def judge_answers(opened: Opened, found: Inspection) -> None:
-    """Add a warning of ground truths that can not be judged, and a fault where none can."""
+    """Add a warning if no verifier can judge some ground truths, a fault if it can judge none."""
     judged, unjudged = remove_unverifiable(opened.problems[:VERIFIED_ROWS])
     if unjudged:
         shown = [f"{drop.reason} in {code_span(drop.example[:80])}" for drop in unjudged[:3]]
@@ -252,11 +252,11 @@ def judge_answers(opened: Opened, found: Inspection) -> None:
 def verifier_faults(
     problems: Sequence[Problem], options: VerifierOptions, functions: Sequence[str] = ()
 ) -> list[str]:
-    """Call the verifiers of the user on the first ground truths; return what they must not do.
+    """Call the user's verifiers for the first ground truths; return errors and time-outs as faults.
 
-    A ground truth stands for a response too. Any number from 0 to 1 is right: what a response
-    must look like is the verifier's own affair. `functions` are called on any rows; without them
-    each verifier that rows name is called on those.
+    The ground truth serves as response as well. Any score from 0 to 1 is correct, since only the
+    verifier knows the form of a response. `functions` are called for the first rows; without
+    them, each verifier is called for the first rows that name it.
     """
     faults = []
     for name in filter(is_own, dict.fromkeys(functions or (p.verifier for p in problems))):
@@ -275,7 +275,7 @@ def verifier_faults(
 
 
 def form_warnings(label: str, problems: Sequence[Problem]) -> list[str]:
-    """Return where prompts of the data set `label` ask for another form than is looked for."""
+    """Return warnings for prompts that request another answer form than their verifier expects."""
     found: Counter[tuple[str, str]] = Counter()
     for problem in problems:
         name, form = split_name(problem.verifier)
@@ -292,9 +292,9 @@ def form_warnings(label: str, problems: Sequence[Problem]) -> list[str]:
 
 
 def data_rows(opened: Opened) -> list[tuple[str, str]]:
-    """Return what a data set holds, for people."""
+    """Return (label, text) rows that describe a data set to people."""
     problems, drops, num_rows = opened.problems, opened.drops, opened.num_rows
-    # Of the hub exactly so many are asked for.
+    # A hub data set may have more rows: only this number is fetched.
     first = "the first " if num_rows == INSPECTED_ROWS else ""
     more = f"; what follows is of the first {INSPECTED_ROWS}" if num_rows > INSPECTED_ROWS else ""
     rows = [(opened.label, f"{code_span(opened.config.dataset)}, {first}{num_rows} rows{more}")]
@@ -322,7 +322,7 @@ def _counts(counter: Counter[str]) -> str:
 
 
 def column_kinds(rows: Sequence[DataRow]) -> list[str]:
-    """Return each column with the kinds of its values; more than one kind tells how often each.
+    """Return each column with the kinds of its values, and their counts if there are several.
 
     Example:
         >>> column_kinds([DataRow({"a": 1}, "row 1"), DataRow({"a": "x"}, "row 2")])

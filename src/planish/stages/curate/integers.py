@@ -1,12 +1,12 @@
-"""Rewrite problems so that their answer is one integer, by rule; or say why not.
+"""Rewrite problems by rule so that the answer is one integer, or return a reason code.
 
 Integers stay; p/q in lowest terms becomes a question for p + q; a + b*sqrt(c) with whole a and b
-and square-free c > 1 becomes a question for a + b + c. Whatever is not determined uniquely after
-such a rewrite (decimals, intervals, sets, symbols) is rejected with a reason code. The text is read
-by a small parser and computed by sympy; nothing of it is ever evaluated as code.
+and square-free c > 1 becomes a question for a + b + c. Answers without a unique rewrite (decimals,
+intervals, sets, symbols) are rejected with a reason code. A small parser reads the text and sympy
+computes the number; no text is evaluated as code.
 
-Source: DAPO, arXiv 2503.14476, section 3.5 and appendix A (data set transformation); the rules
-stand in for its language model, and the forms they accept are ours.
+Source: DAPO, arXiv 2503.14476, section 3.5 and appendix A (data set transformation); rules
+replace its language model, and the accepted forms are our choice.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _SURD_QUESTION = (
 )
 
 Rewriter = Callable[[str, str], tuple[str, str] | None]
-"""Turns (question, answer) that the rules reject into (new question, integer answer), or None."""
+"""Function from a rejected (question, answer) to (new question, integer answer), or to None."""
 
 
 class Unreadable(ValueError):
-    """The answer has none of the forms; the message is the reason code."""
+    """Error for an answer in none of the accepted forms; the message is the reason code."""
 
 
 def rewrite(question: str, answer: str) -> tuple[str, str]:
-    r"""Return a question whose answer is an integer, and its answer; an integer keeps its question.
+    r"""Return a question with an integer answer, and that answer; an integer keeps its question.
 
     Example:
         >>> rewrite("What is x?", r"11-2\sqrt{6}")[1]
@@ -85,7 +85,7 @@ def rewrite(question: str, answer: str) -> tuple[str, str]:
 
 
 def read_number(answer: str) -> Any:
-    """Read an exact number of whole numbers, fractions, roots and `+ - * /` as a sympy one.
+    """Parse an exact number (whole numbers, fractions, roots, `+ - * /`) into a sympy number.
 
     Raises:
         Unreadable: with a reason code.
@@ -163,9 +163,9 @@ class _Reader:
         return self._group(depth)
 
     def _group(self, depth: int, *, is_split: bool = False) -> Any:
-        """Read what follows a root or a fraction: a bracket or a digit.
+        """Read the argument of a root or a fraction: a bracket or a digit.
 
-        Of several digits a fraction takes one: LaTeX reads 1 and 2 from the digits 12.
+        With `is_split` a number gives only its first digit: LaTeX reads 1 and 2 from the digits 12.
         """
         kind, text = self._next()
         if kind in ("(", "{"):
@@ -181,7 +181,7 @@ class _Reader:
 
 
 def _bounded(value: Any) -> Any:
-    """Return a sum of multiples of roots; refuse one that grows."""
+    """Return a sum of multiples of roots; refuse one with too many terms or digits."""
     terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(value)]
     if len(terms) > MAX_TERMS or any(
         abs(factor.p * factor.q) > 10**60 or root**2 > MAX_RADICAND for factor, root in terms
@@ -211,7 +211,7 @@ def _root(value: Any) -> Any:
 
 
 def load_rewriter(reference: str) -> Rewriter | None:
-    """Return the configured rewriter, or None when it is off; a ConfigError says what is wrong."""
+    """Return the configured rewriter, or None if `reference` is empty; raises ConfigError."""
     if not reference:
         return None
     module, _, name = reference.partition(":")
@@ -233,9 +233,9 @@ def rewrite_problems(
     compose: Callable[[str, str], Messages],
     rewriter: Rewriter | None,
 ) -> tuple[list[Problem], list[Drop]]:
-    """Rewrite every problem that is verified as `math` or `integer`; others pass.
+    """Rewrite every problem with the verifier `math` or `integer`; keep others unchanged.
 
-    `compose` makes messages from (question, verifier); `rewriter` gets what the rules reject.
+    `compose` makes messages from (question, verifier); `rewriter` gets problems the rules reject.
     """
     kept: list[Problem] = []
     drops: list[Drop] = []

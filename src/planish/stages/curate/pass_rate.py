@@ -15,7 +15,7 @@ from planish.verifiers import VerifierOptions
 
 
 def prompt_set(problems: Sequence[Problem]) -> PromptSet:
-    """Return problems as a record."""
+    """Return problems as a PromptSet."""
     return PromptSet(
         prompt_id=[prompt_id(p.messages, p.answer) for p in problems],
         messages=[p.messages for p in problems],
@@ -36,8 +36,8 @@ def measure_pass_rates(
 ) -> list[Problem]:
     """Return the problems with `pass_rate` set: the mean accuracy of sampled responses.
 
-    Temperature 1 and no cut of the distribution, as in training. A request that the engine refuses
-    counts as wrong; requests that a lost rank took with it are asked again.
+    The engine samples at temperature 1 and top-p 1, as in training. A request that it refuses is
+    counted as wrong; requests that fail with a lost rank are submitted again.
 
     Raises:
         EngineError: the reference policy cannot be loaded or sampled.

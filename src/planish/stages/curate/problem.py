@@ -1,4 +1,4 @@
-"""A problem on its way through curation, and the ledger that accounts for every one."""
+"""A problem during curation, and the ledger that accounts for every one."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Messages = list[dict[str, str]]
 
 MAX_EXAMPLES = 3
 MUCH = 0.2
-"""A filter that drops a larger part of its rows, or of those of a source, is shown to people."""
+"""A filter that drops a larger share of all rows, or of a source's rows, gives a warning."""
 MUCH_ROWS = 10
-"""Rows that a source must have for that."""
+"""Least number of rows of a source for that warning."""
 
 _TYPOGRAPHIC = (
     r""".,;:!?'"`$\\{}\[\]"""
     r"\u2013\u2014\u2018\u2019\u201c\u201d\u2026\xab\xbb\xad\u200b-\u200f\u2060\ufeff"
 )
 _WORD = re.compile(rf"[0-9]+(?:\.[0-9]+)?|[^\W\d_]+|_|[^\w\s{_TYPOGRAPHIC}]")
-"""Marks that stand for something, as in a drawn grid, are words too; how text is set is not."""
+"""Signs with a meaning, such as those of a drawn grid, are words; punctuation marks are not."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,22 @@ class Problem:
     """
 
     question: str
-    """The problem without instructions; duplicates are judged by it."""
+    """Problem without instructions; equal ones are duplicates."""
     messages: Messages
     answer: str
     verifier: str
     source: str
     trace: str | None = None
     family: str = ""
-    """Problems of one family go to the same side of the split; empty: the normalised question."""
+    """The split keeps a family on one side; empty: the family is the normalised question."""
     origin: str = ""
-    """Place for the report: `line 12`."""
+    """Place of the row for the report: `line 12`."""
     pass_rate: float = float("nan")
-    """Measured on a reference policy."""
+    """Mean accuracy of a reference policy; NaN if not measured."""
     extra: str = ""
     """Columns of the row for reward functions, as a JSON object; empty for none."""
     unread: str = ""
-    """Column of choices that is not understood, so that the policy does not see it; or empty."""
+    """Column of choices that could not be read: the policy does not see them; empty for none."""
 
     @property
     def key(self) -> str:
@@ -63,7 +63,7 @@ class Problem:
 
     @property
     def split_key(self) -> str:
-        """Text that the split hashes."""
+        """Text whose hash decides the side of the split."""
         return self.family or self.key
 
 
@@ -75,13 +75,13 @@ class Drop:
     example: str
     """The row in short, with its origin."""
     source: str = ""
-    """Source of the problem, where rows name one."""
+    """Source of the problem; empty if rows name none."""
 
 
 def add_drop(drops: list[Drop], new: Drop, shown: dict[str, list[Drop]]) -> None:
-    """Append to the drops of one filter; beyond the examples that people see each takes no memory.
+    """Append a drop to those of one filter; after `MAX_EXAMPLES`, repeat the last to save memory.
 
-    `shown` has examples by reason, and is kept by the caller for this function.
+    `shown` has the examples by reason; the caller passes the same dict for all drops of a filter.
 
     Example:
         >>> drops, shown = [], {}
@@ -106,20 +106,20 @@ class Filter:
     num_in: int
     num_out: int
     reasons: dict[str, int]
-    """Rows dropped by reason code; with `num_out` they add up to `num_in`."""
+    """Reason code to dropped rows; their sum plus `num_out` is `num_in`."""
     examples: dict[str, list[str]]
     is_choice: bool = False
-    """Nothing is wrong with dropped rows: they are held out, for example."""
+    """True if dropped rows have no fault: they are held out, for example."""
     sources: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """(dropped, in) of each source."""
+    """Source to (dropped rows, rows in)."""
 
     @property
     def num_dropped(self) -> int:
-        """Rows that did not go on."""
+        """Number of dropped rows."""
         return self.num_in - self.num_out
 
     def much(self) -> dict[str, tuple[int, int]]:
-        """Return what people should look at: (dropped, in) of all rows, as "", or of sources."""
+        """Return large losses as (dropped, in) by source; the key "" means all rows."""
         if self.is_choice:
             return {}
         if self.num_dropped > MUCH * self.num_in:
@@ -181,7 +181,7 @@ class CurationLedger:
 
 @lru_cache(maxsize=1 << 15)
 def words(text: str) -> tuple[str, ...]:
-    """Return the words, numbers and operators of `text`, lower case, in one Unicode form."""
+    """Return the words, numbers and operators of `text`, case-folded, in Unicode form NFKC."""
     return tuple(_WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
 
 
@@ -194,7 +194,7 @@ def fraction_of(text: str) -> float:
 def sift(
     problems: Sequence[Problem], judge: Callable[[Problem], Drop | None]
 ) -> tuple[list[Problem], list[Drop]]:
-    """Return the problems that `judge` keeps, in order, and why it took out each other."""
+    """Return the problems that `judge` keeps, in order, and the drops of all others."""
     judged = [(problem, judge(problem)) for problem in problems]
     return [p for p, taken_out in judged if taken_out is None], [d for _, d in judged if d]
 
@@ -210,6 +210,6 @@ def keep_first(
 
 
 def drop(problem: Problem, reason: str) -> Drop:
-    """Return the ledger entry for a problem that is taken out."""
+    """Return the ledger entry for a dropped problem."""
     told = f"{problem.origin}: {problem.question} -> {problem.answer}"
     return Drop(reason, told, problem.source)

@@ -1,6 +1,6 @@
-"""Read rows of JSONL and Parquet files and of Hugging Face data sets; nothing is interpreted here.
+"""Read rows of JSONL and Parquet files and of Hugging Face data sets, without interpretation.
 
-Every fault names its line or row. Bad rows are left out only when the caller says so.
+Every fault names its line or row. Bad rows are left out only if `skip_bad` is set.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from planish.store.sources import Source, fetch_file, parse_source
 logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 16 << 20
-"""Longest line of a JSONL file: a worked solution of a million characters fits."""
+"""Longest line of a JSONL file; a worked solution of a million characters fits."""
 MAX_PACKED_RATIO = 100
-"""A gzip file unpacks to at most so many times its size; text gives 3 to 20."""
+"""Largest allowed ratio of unpacked to packed size of a gzip file; text has 3 to 20."""
 MIN_UNPACKED_BYTES = 64 << 20
-"""Any gzip file may unpack to this size."""
+"""Unpacked size that any gzip file may have."""
 KINDS = (
     "a data set is JSONL (one object a line, gzip may pack it), Parquet, or a data set of the hub; "
     "no JSON array and no CSV"
@@ -60,7 +60,7 @@ class DataTable:
 
 
 class BadRow(ValueError):
-    """One row cannot be read; the message says why."""
+    """Error for a row that cannot be read; the message gives the reason."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -74,12 +74,12 @@ def read_data(
     key: str = "curate.dataset",
     label: str = "",
 ) -> DataTable:
-    """Read the data set of a configuration; `ledger` gets one filter, whose name `label` begins.
+    """Read the data set of a configuration, and record bad rows in `ledger`.
 
-    `key` is the setting that holds the address, for messages.
+    `label` is a prefix of the ledger entry's name; `key` names the address setting in messages.
 
     Raises:
-        ConfigError: no such data set, no rows, or a bad row; names the line.
+        ConfigError: no such data set, no rows, or a bad row; the message names the line.
         StoreUnavailable: the store does not answer.
     """
     name, path, items = open_data(config, key=key)
@@ -121,11 +121,11 @@ def open_data(
 ) -> tuple[str, Path | None, Iterator[DataRow | Drop]]:
     """Fetch the data set that a configuration names as `dataset`.
 
-    A file holds JSONL, or Parquet where its name or its first bytes say so; gzip may pack JSONL.
-    Of a data set of the hub only `most_of_hub` rows are fetched, as they are asked for.
+    A file is Parquet if its name or first bytes show that, else JSONL, plain or in gzip.
+    `most_of_hub` limits the rows of a hub data set, which are then fetched as the caller iterates.
 
     Returns:
-        Its name, its path where it is a file, and its rows; a bad one is a drop.
+        Name, path (None if it is no file), and rows; a bad row is a Drop.
     """
     source = parse_source(config.dataset, key=key)
     if source.kind == "hub" and not source.file:
@@ -153,12 +153,12 @@ def _rows(items: Iterable[Any], unit: str) -> Iterator[DataRow | Drop]:
 
 
 def bounded_lines(path: Path) -> Iterator[bytes | BadRow]:
-    """Yield the lines of a file, unpacked where gzip has packed it; a longer one is a bad row.
+    """Yield the lines of a plain or gzip file; a line over `MAX_LINE_BYTES` is a bad row.
 
-    No more than `MAX_LINE_BYTES` of a line are ever held.
+    One read loads at most `MAX_LINE_BYTES` + 1 bytes.
 
     Raises:
-        ConfigError: it unpacks to far more than data would, or is damaged.
+        ConfigError: the file is damaged, or unpacks to more than `MAX_PACKED_RATIO` allows.
     """
     num_bytes, name = path.stat().st_size, path.name
     with path.open("rb") as file:
@@ -191,7 +191,7 @@ def bounded_lines(path: Path) -> Iterator[bytes | BadRow]:
 
 
 def _fields(item: Any) -> dict[str, Any]:
-    """Return the columns of a row, whose text can be written as UTF-8."""
+    """Return the columns of a row; raises BadRow, also for text that UTF-8 cannot encode."""
     if isinstance(item, BadRow):
         raise item
     try:
@@ -229,13 +229,13 @@ def read_hub(
     key: str = "curate.dataset",
     streaming: bool = False,
 ) -> Iterable[Any]:
-    """Return the rows of a Hugging Face data set; never runs code of the data set.
+    """Return the rows of a Hugging Face data set; never run code of the data set.
 
-    `streaming` fetches rows as they are asked for, and needs the network even for what is cached.
+    `streaming` fetches rows as the caller iterates, and needs the network even for cached data.
 
     Raises:
         ConfigError: offline and not cached, unknown, private, or without that split.
-        StoreUnavailable: the hub can not be reached, or fails, for now.
+        StoreUnavailable: the hub cannot be reached, or fails temporarily.
     """
     try:
         import datasets
@@ -248,7 +248,7 @@ def read_hub(
     revision = source.revision or revision
     offline = False
     try:
-        # One question with a short limit first: the library retries for minutes when offline.
+        # A request with a short time limit comes first: offline, the library retries for minutes.
         huggingface_hub.HfApi().dataset_info(
             source.place, revision=revision or None, timeout=HUB_TIMEOUT_SECONDS
         )
@@ -265,7 +265,7 @@ def read_hub(
             revision=revision or None,
             streaming=streaming,
         )
-        # A stream fails at its first row.
+        # A stream raises its errors at the first row.
         first = next(iter(rows), None)
     except Exception as error:
         # The library raises errors of half a dozen packages; each means that there are no rows.
@@ -292,9 +292,9 @@ def field_of(fields: Mapping[str, Any], dotted: str) -> Any:
 
 
 def as_answer(value: Any) -> str | None:
-    """Return a ground truth as text: text as it is, numbers in digits, else None.
+    """Return a ground truth as text: stripped text, a number in digits, or None.
 
-    A number of more digits than a double keeps stands for another, such as 1/3.
+    A float that 15 digits do not reproduce gives None: it stands for another number, such as 1/3.
     """
     if isinstance(value, str):
         return value.strip()

@@ -17,7 +17,7 @@ EXAMPLE_CHARS = 120
 
 
 def curation_metrics(curated: Curated) -> dict[str, float]:
-    """Return sizes, and rows in and out of every filter."""
+    """Return the sizes of the sets, and the rows in and out of every filter."""
     metrics = {
         "num_train": float(len(curated.train)),
         "num_evaluation": float(len(curated.evaluation)),
@@ -40,10 +40,7 @@ def curation_metrics(curated: Curated) -> dict[str, float]:
 
 
 def drop_warnings(ledger: CurationLedger) -> list[str]:
-    """Return a line of Markdown on each filter that drops a good part of all rows or of a source.
-
-    It shows three examples.
-    """
+    """Return a Markdown line, with up to three examples, for each large loss (`Filter.much`)."""
     lines = []
     for item in ledger.filters:
         examples = [(reason, text) for reason, own in item.examples.items() for text in own]
@@ -58,7 +55,7 @@ def drop_warnings(ledger: CurationLedger) -> list[str]:
 
 
 def curation_report(curated: Curated, source_sha256: str) -> str:
-    """Return the report as Markdown; text of the data is shown as code, never as markup."""
+    """Return the report as Markdown; it shows text of the data as code, never as markup."""
     source = ", ".join(sorted({problem.source for problem in curated.train}))
     lines = [
         "# Curation report",
@@ -111,5 +108,5 @@ def _lengths(name: str, lengths: Sequence[int]) -> list[str]:
 
 
 def _code(text: str) -> str:
-    """Return untrusted text as one line that neither a table nor a page takes for markup."""
+    """Return untrusted text as one line of code, without markup for a table or a page."""
     return code_cell(printable(" ".join(text.split()), limit=EXAMPLE_CHARS))

@@ -1,4 +1,4 @@
-"""From sources to the three sets: the order of the filters, each accounted for in a ledger."""
+"""Select the three sets from the sources: the order of the filters, with a ledger of each."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from planish.stages.curate.records import DataRow, DataTable
 from planish.stages.curate.tasks import task_stream, with_mistake
 
 MAX_DRAWS_FACTOR = 200
-"""A generated task that repeats itself so often has no more different prompts."""
+"""Draws per wanted prompt after which a generated task counts as exhausted."""
 
 PassRates = Callable[[Sequence[Problem]], list[Problem]]
-"""Measures pass rates: problems in, the same problems with `pass_rate` out."""
+"""Function that returns the given problems with `pass_rate` set."""
 
 
 @dataclass(frozen=True)
 class Curated:
-    """Everything that curation hands on."""
+    """Result of curation."""
 
     train: list[Problem]
     evaluation: list[Problem]
     traced: list[Problem]
-    """Training problems whose worked traces teach the cold start."""
+    """Training problems with worked traces for the cold start."""
     ledger: CurationLedger
     sets: dict[str, list[Problem]] = field(default_factory=dict)
 
@@ -43,7 +43,7 @@ def curate(
     *,
     sets: Mapping[str, list[Problem]] | None = None,
 ) -> Curated:
-    """Select problems as `select` does, and the worked traces among those to train on."""
+    """Select problems as `select` does, and the training problems with worked traces."""
     sets = dict(sets or {})
     alike = [problem for problems in sets.values() for problem in problems]
     train, evaluation = select(config, seed, tables, ledger, pass_rates, sets=alike)
@@ -61,7 +61,7 @@ def set_problems(
     No other problem is dropped or rewritten, so that scores are comparable with published ones.
 
     Raises:
-        ConfigError: nothing is left of a set.
+        ConfigError: no problem of a set is left.
     """
     found: dict[str, list[Problem]] = {}
     for chosen in config.evaluation_sets:
@@ -70,7 +70,7 @@ def set_problems(
         problems = ledger.record(f"{name}, readable problems", "rows", *read)
         judged = filters.remove_unverifiable(problems)
         problems = ledger.record(f"{name}, verifiable answer", "prompts", *judged)
-        # Prompts are told apart by their ids.
+        # Prompts are distinguished by their ids.
         different = keep_first(problems, lambda p: prompt_id(p.messages, p.answer))
         found[name] = ledger.record(f"{name}, equal prompts", "prompts", *different)
         if not found[name]:
@@ -94,16 +94,16 @@ def select(
     """Select (training, held-out) problems.
 
     Args:
-        config: what to do.
-        seed: seed of generated tasks; data sets are treated alike under every seed.
-        tables: rows of `dataset` and of `evaluation_dataset`, as far as they are configured.
-        ledger: already holds what reading the rows dropped.
-        pass_rates: measures pass rates, when a reference policy is configured.
-        sets: problems of all evaluation sets; what is like them is not trained on.
-        most_judged: ground truths of each table that are judged, for a first look; None for all.
+        config: settings of the stage.
+        seed: seed of generated tasks; it does not change the selection from data sets.
+        tables: rows of `dataset` and of `evaluation_dataset`, if configured.
+        ledger: ledger that already has the rows dropped by the readers.
+        pass_rates: function that measures pass rates; None without a reference policy.
+        sets: problems of all evaluation sets; training problems similar to them are dropped.
+        most_judged: number of ground truths of each table to judge; None for all.
 
     Raises:
-        ConfigError: nothing is left to train or to evaluate on; names the counts per filter.
+        ConfigError: no training or no held-out problem is left; names the counts per filter.
     """
     if not tables:
         train, evaluation = _generate(config, seed, ledger)
@@ -117,7 +117,7 @@ def select(
             )
             drops = [drop(problem, "held_out") for problem in evaluation]
             ledger.record("split, training part", "prompts", train, drops, is_choice=True)
-    # Generated problems are made of few words: only equal ones leak.
+    # Generated problems share most of their words, so only equal ones are leaks.
     ngram = config.contamination_ngram if tables else 0
     clean = dedup.remove_contaminated(train, [*evaluation, *sets], ngram=ngram)
     train = ledger.record("contamination", "prompts", *clean)
@@ -153,7 +153,7 @@ def _traced(config: CurateConfig, train: list[Problem], ledger: CurationLedger) 
 def _generate(
     config: CurateConfig, seed: int, ledger: CurationLedger
 ) -> tuple[list[Problem], list[Problem]]:
-    """Draw different problems until both sides are full or the task has no more."""
+    """Draw different problems until both sides are full or the task is exhausted."""
     sides: tuple[list[Problem], list[Problem]] = ([], [])
     wanted = (config.num_prompts, config.evaluation_size)
     seen: set[str] = set()
@@ -176,7 +176,7 @@ def _generate(
 
 
 def is_steps(config: CurateConfig, rows: Sequence[DataRow]) -> bool:
-    """Return whether the problems are arithmetic made of GSM8K's steps."""
+    """Return whether the problems are the arithmetic steps of GSM8K's solutions."""
     return config.gsm8k_as == "steps" and any(parse_row(row.fields) for row in rows[:1])
 
 
@@ -197,7 +197,7 @@ def _prepare(
         return ledger.record(label + name, "prompts", *result)
 
     if config.to_integers:
-        # Only here, since sympy takes a while to import.
+        # Imported only here: the import of sympy is slow.
         from planish.stages.curate.integers import load_rewriter, rewrite_problems
 
         rewriter = load_rewriter(config.rewriter)

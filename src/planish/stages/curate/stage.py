@@ -1,4 +1,4 @@
-"""The curate stage: read sources, select, write prompts to train and to measure on, and traces."""
+"""The curate stage: read sources, select, and write training prompts, held-out prompts, traces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(root: str, config_sha256: str, prompts: Artifact, report: Artifact) -> None:
-    """Make the prompts of a run; `components/curate.py` says what the parameters are."""
+    """Make the prompts of a run; `components/curate.py` describes the parameters."""
     execute(
         "curate",
         make_prompts,
@@ -111,13 +111,13 @@ def _write_sets(context: Context, curated: Curated, parents: dict[str, str]) -> 
         len(curated.evaluation),
         len(curated.traced),
     )
-    # The training prompts come last: they mark the stage as done.
+    # The training prompts are written last: they mark the stage as done.
     train = prompt_set(curated.train)
     return write_set(layout.prompts(context.root), train, parents=parents, attributes=attributes)
 
 
 def read_tables(config: CurateConfig, ledger: CurationLedger) -> list[DataTable]:
-    """Read the configured data sets: none for generated tasks, else one or two."""
+    """Read the configured data sets: none for a generated task, else one or two."""
     named = [("", config), ("held-out ", config.of_held_out())]
     return [
         read_data(settings, ledger, label=label) for label, settings in named if settings.dataset
@@ -125,7 +125,7 @@ def read_tables(config: CurateConfig, ledger: CurationLedger) -> list[DataTable]
 
 
 def read_set_tables(config: CurateConfig, ledger: CurationLedger) -> dict[str, DataTable]:
-    """Read the evaluation sets, by name; errors are those of `read_tables`."""
+    """Return the tables of the evaluation sets by name; raises as `read_tables`."""
     return {
         chosen.name: read_data(config.of_set(chosen), ledger, key=SET_KEY, label=f"{chosen.name}, ")
         for chosen in config.evaluation_sets

@@ -1,7 +1,7 @@
 """Generated tasks: endless streams of problems with worked traces, from a seed.
 
-Column arithmetic follows the mixture of operators and operand lengths that the worked solutions of
-GSM8K (arXiv 2110.14168) hold, so that its traces have the same lengths.
+Column arithmetic has the operators and operand lengths of GSM8K's worked solutions (arXiv
+2110.14168), in the same mixture, so its traces have the same lengths.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIXTURE: dict[tuple[int, str, int], int] = {
 
 MODULUS = 10
 _CHAIN_LOG_MEAN, _CHAIN_LOG_STD, _CHAIN_MOST = 1.6, 0.6, 23
-"""Of the natural log of the number of operands of a chain, and the most operands."""
+"""Mean and standard deviation of the log of a chain's operand count, and its maximum."""
 
 
 def _problem(
@@ -78,7 +78,7 @@ def column_arithmetic(rng: random.Random, config: CurateConfig) -> Iterator[Prob
 
 
 def modular_chain(rng: random.Random, config: CurateConfig) -> Iterator[Problem]:
-    """Yield sums of digits modulo 10 whose number of operands is log-normal."""
+    """Yield sums of digits modulo 10; the number of operands has a log-normal distribution."""
     while True:
         drawn = round(rng.lognormvariate(_CHAIN_LOG_MEAN, _CHAIN_LOG_STD))
         count = min(max(drawn, 2), _CHAIN_MOST)
@@ -89,7 +89,7 @@ def modular_chain(rng: random.Random, config: CurateConfig) -> Iterator[Problem]
 
 
 def scratchpad_multiplication(rng: random.Random, config: CurateConfig) -> Iterator[Problem]:
-    """Yield products of numbers; short factors are likelier, so that lengths have a heavy tail."""
+    """Yield products of numbers; short factors are likelier, so lengths have a heavy tail."""
     digits = range(1, config.max_operand_digits + 1)
     weights = [0.5**count for count in digits]
     while True:
@@ -145,9 +145,9 @@ def task_stream(config: CurateConfig, seed: int) -> Iterator[Problem]:
 
 
 def with_mistake(problem: Problem, share: float, seed: int) -> Problem:
-    """Change one digit of the traces of a share of all problems, 0 to 1; keep the others.
+    """Change one digit of the trace with probability `share` (0 to 1).
 
-    Equal seeds change the same digits, in whatever order the problems come.
+    Equal seeds change the same digit of a problem, in any order of the problems.
     """
     rng = random.Random(f"planish/mistakes/{seed}/{problem.question}")
     trace = problem.trace or ""

@@ -1,7 +1,7 @@
-"""Measure the policy that an iteration starts from, where `evaluate.every` asks for it.
+"""Evaluate the policy from which an iteration starts, if `evaluate.every` selects it.
 
-It is no task of its own: the first rollout task runs it behind its shards, where the image, the
-accelerator and the engine of the evaluation are there already.
+It is not a separate task: the first rollout task runs it after its shards, because that task has
+the image, the accelerator and the engine already.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 def run(root: str, config_sha256: str, number: int, offset: int, policy_pin: str) -> None:
     """Measure the policy before an iteration on all sets of prompts, if its turn has come.
 
-    The policy is that of `policy_pin`; `number` counts iterations of this run from 1, and `offset`
-    those before it.
+    `policy_pin` pins the policy; `number` counts iterations of this run from 1, and `offset` is the
+    number of iterations before this run.
     """
     evaluate_iteration(root.rstrip("/"), config_sha256, offset + number, policy_pin)
 
@@ -34,7 +34,7 @@ def evaluate_iteration(
     policy_pin: str,
     opened: OpenEngine | None = None,
 ) -> None:
-    """Do the same; `iteration` counts those before this run too, and `opened` gives the engine."""
+    """Do as `run`; `iteration` counts over the whole chain, and `opened` opens the engine."""
     try:
         tables = load_run(root, config_sha256)["config"]
         config = parse_section(EvaluateConfig, tables.get("evaluate", {}), section="evaluate")

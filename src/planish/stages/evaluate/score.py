@@ -20,7 +20,7 @@ from planish.stages.evaluate.config import EvaluateConfig
 from planish.verifiers import Verdict
 
 Accuracies = npt.NDArray[np.float64]
-"""[P, n], 1 for each right sample of each prompt and 0 for each other."""
+"""float64 [P, n]: 1 for a right sample of a prompt, else 0."""
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,64}")
 
@@ -45,11 +45,11 @@ class Judged:
         return flat.reshape(-1, self.num_samples)
 
     def marks(self) -> list[str]:
-        """Return one text a prompt, with a 1 for each right sample and a 0 for each other."""
+        """Return one text for each prompt, with `1` for a right sample and `0` for any other."""
         return ["".join("1" if x > 0 else "0" for x in row) for row in self.accuracy()]
 
     def answers(self) -> list[list[str | None]]:
-        """Return [P] lists of n extracted answers; None is invalid."""
+        """Return the extracted answers as P lists of n; None is an invalid answer."""
         answers = [None if v.invalid or v.error else v.extracted for v in self.verdicts]
         step = self.num_samples
         return [answers[start : start + step] for start in range(0, len(answers), step)]
@@ -58,10 +58,10 @@ class Judged:
 def scalars(
     sampled: Judged, greedy: Judged | None, rows: Sequence[int], config: EvaluateConfig, seed: int
 ) -> Scalars:
-    """Return every score over the prompts `rows`, of which there is at least one.
+    """Return every score over the prompts `rows`, at least one.
 
-    These are `accuracy` (avg@n) with its errors, `pass@k`, `cons@n`, shares and lengths, and
-    `greedy` where one greedy response per prompt is given; `seed` is that of the bootstrap.
+    The scores are `accuracy` (avg@n) with its errors, `pass@k`, `cons@n`, shares, lengths, and
+    `greedy` if the greedy responses are given; `seed` seeds the bootstrap.
     """
     n = sampled.num_samples
     accuracy = sampled.accuracy()[rows]
@@ -98,11 +98,11 @@ def scalars(
 
 
 def rise_error(before: Sequence[str], after: Sequence[str]) -> float:
-    """Return the standard error of the rise of avg@n between two policies, prompts held fixed.
+    """Return the standard error of the rise of avg@n between two policies, for fixed prompts.
 
-    Both are what `Judged.marks` returned on the same prompts. Sample k of a prompt has the same
-    seed under both, so that much of their noise is common: the error is that of the differences,
-    sample by sample.
+    `before` and `after` are the results of `Judged.marks` on the same prompts. Sample k of a prompt
+    has the same seed under both policies, so their noise is correlated: the error is computed from
+    the differences sample by sample.
 
     Example:
         >>> rise_error(["01", "11"], ["01", "11"])
@@ -118,10 +118,10 @@ def average(accuracy: Accuracies) -> float:
 
 
 def sampling_error(accuracy: Accuracies) -> float:
-    """Return the standard error of avg@n with the prompts held fixed, NaN for n = 1.
+    """Return the standard error of avg@n for fixed prompts, NaN for n = 1.
 
-    That is sqrt(sum_p var_p / n) / P with the sample variance of each prompt, of accuracies [P, n]
-    or of the differences of two policies whose samples share their seeds.
+    It is sqrt(sum_p var_p / n) / P, where var_p is the sample variance of prompt p. The values
+    [P, n] are accuracies, or differences of two policies whose samples share their seeds.
     """
     num_prompts, num_samples = accuracy.shape
     if num_samples < 2:
@@ -133,7 +133,7 @@ def sampling_error(accuracy: Accuracies) -> float:
 def bootstrap(
     accuracy: Accuracies, *, num_resamples: int, seed: int
 ) -> tuple[float, tuple[float, float]]:
-    """Draw P prompts with replacement to see how avg@n depends on the choice of prompts.
+    """Bootstrap over prompts: draw P of them with replacement and compute avg@n of each draw.
 
     Returns:
         Standard deviation of avg@n over the draws, and its 2.5 % and 97.5 % quantiles.
@@ -149,7 +149,7 @@ def bootstrap(
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return the chance that k of the samples, drawn without replacement, hold a right one.
+    """Return the probability that k samples, drawn without replacement, include a right one.
 
     That is 1 - C(n - c, k) / C(n, k), which is 1 when fewer than k samples are wrong; k is in 1..n.
 

@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HELD_OUT = ""
-"""In place of the name of an evaluation set: the held-out prompts."""
+"""Name that stands for the held-out prompts instead of an evaluation set."""
 MARKS = "marks"
-"""Attribute of a report: `Judged.marks` of its sampled rollouts."""
+"""Attribute of a report with `Judged.marks` of its sampled rollouts."""
 CONDITIONS = {
     *("max_prompts", "max_response_tokens", "num_samples", "temperature", "top_p"),
 }
-"""Settings that two policies must share for their scores to be compared."""
+"""Settings that must be equal for the scores of two policies to be comparable."""
 SAMPLED, GREEDY = "rollouts", "temperature-0"
-"""Folders below an evaluation: its sampled and its greedy rollouts."""
+"""Folders of an evaluation with its sampled and its greedy rollouts."""
 
 
 def run(
@@ -61,7 +61,7 @@ def run(
 ) -> None:
     """Measure the policies before and after a run on held-out prompts and evaluation sets.
 
-    `components/evaluate.py` says what the parameters are.
+    `components/evaluate.py` describes the parameters.
     """
 
     def work(context: Context) -> Outcome:
@@ -79,7 +79,7 @@ def run(
 
 
 def sampling_of(model: str) -> dict[str, float]:
-    """Return temperature and top-p by which the run of a policy measures; 1 where it is of none.
+    """Return temperature and top-p of evaluations in the run of a policy; 1 for other models.
 
     `model` is the address of a policy, without its digest, or of any model.
     """
@@ -91,28 +91,28 @@ def sampling_of(model: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Scored:
-    """One policy on one set of prompts."""
+    """Scores of one policy on one set of prompts."""
 
     name: str
     """Name of the set; empty for the held-out prompts."""
     ref: Ref
     report: EvalReport
     is_new: bool
-    """It had to be computed."""
+    """True if this attempt computed it."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What an evaluation of several policies found."""
+    """Result of an evaluation of several policies."""
 
     scores: dict[str, list[Scored]]
-    """Name of each set of prompts, those held out first, to its scores by policy."""
+    """Name of each set of prompts, held-out prompts first, to the scores of each policy."""
     best: BestPolicy | None
     """Best policy of this run so far; None if only a policy of another run was evaluated."""
 
     @property
     def already_done(self) -> bool:
-        """Nothing had to be computed."""
+        """True if this attempt computed nothing."""
         return not any(scored.is_new for own in self.scores.values() for scored in own)
 
     def of_best(self) -> Scalars:
@@ -124,7 +124,7 @@ class Measured:
 
 
 def metric_name(name: str, score: str) -> str:
-    """Return what a score of a set is called among the metrics of the stage.
+    """Return the name of a set's score among the metrics of the stage.
 
     Example:
         >>> metric_name("math-500", "accuracy_after"), metric_name("", "accuracy_after")
@@ -136,7 +136,7 @@ def metric_name(name: str, score: str) -> str:
 def measure(context: Context, pins: Iterable[str], opened: OpenEngine | None = None) -> Measured:
     """Evaluate policies on all sets unless an earlier attempt has, and pin the best of the run.
 
-    `opened` gives the engine, where one is needed; `open_engine` without it.
+    `opened` opens the engine if one is needed; the default is `open_engine`.
     """
     names = evaluation_names(context.config)
     scores: dict[str, list[Scored]] = {name: [] for name in names}
@@ -149,11 +149,11 @@ def measure(context: Context, pins: Iterable[str], opened: OpenEngine | None = N
 def measure_policy(
     context: Context, pin: str, names: Iterable[str], opened: OpenEngine | None = None
 ) -> Iterator[Scored]:
-    """Evaluate a policy on one set after the other; one engine serves all that are not done."""
+    """Evaluate a policy on one set after the other; all sets share one engine."""
     config = context.section(EvaluateConfig, "evaluate")
     uri, sha256 = parse_pin(pin)
     version = int(read_manifest(uri, sha256=sha256).attributes["policy_version"])
-    # A policy of another root would share a folder with an own one of the same version.
+    # A policy of another root goes to version 0: its own version may exist on this root.
     is_own = uri == layout.policy(context.root, version)
     with ExitStack() as stack:
         served = cache(lambda: stack.enter_context(_open(context, config, pin, opened)))
@@ -178,7 +178,7 @@ def _prompts(place: str, digest: str, most: int) -> PromptSet:
 def compare(before: EvalReport, after: EvalReport) -> Scalars:
     """Return the scores before and after, and the rise of avg@n with its standard error.
 
-    The error is left out where there is a single sample a prompt.
+    The result has no error if each prompt has a single sample.
 
     Example:
         >>> compare(EvalReport({"accuracy": 0.25}), EvalReport({"accuracy": 0.5}))
@@ -228,7 +228,7 @@ class _Task:
             is_new = True
         if is_new:
             report = self._score(attributes)
-        # Writing equal bytes again is free of effect and gives the digest.
+        # A second write of equal bytes changes nothing, and returns the digest.
         digest = write_report(uri, report)
         facts: dict[str, Scalar] = {"policy_version": self.version}
         facts |= {k: report.scalars[k] for k in ("accuracy", "greedy") if k in report.scalars}
@@ -246,11 +246,11 @@ class _Task:
 
     @property
     def judging(self) -> VerifierOptions:
-        """How responses are judged, as in every other stage."""
+        """Options of the verifiers, equal in all stages."""
         return VerifierOptions.of(self.context.config.get("reward", {}))
 
     def _verdicts(self, rollouts: RolloutSet) -> list[Verdicts]:
-        """Return the verdicts on all rollouts, of which none is judged that has one."""
+        """Return the verdicts on all rollouts; existing verdicts are kept."""
         return Judging(self.judging).complete(rollouts, range(rollouts.num_rows))
 
     def _score(self, attributes: dict[str, object]) -> EvalReport:

@@ -1,7 +1,7 @@
 """The monitor stage: looks for a faulty machine while another stage works, or in a recording.
 
-A fault does not fail it. It is written down under the root: runs that are set to keep away from
-machines that were named do so from their start on.
+A found fault does not fail the stage: it records the node under the root. Later runs on the root
+avoid recorded nodes, if their pipeline does so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(
     result: Artifact,
     metrics: Artifact,
 ) -> CheckResult:
-    """Look for a faulty machine; `components/monitor_check.py` says what the parameters are."""
+    """Look for a faulty machine; `components/monitor_check.py` describes the parameters."""
     root = root.rstrip("/")
     iteration = offset + number
 
@@ -64,10 +64,10 @@ def run(
         machines = [finding.machine for finding in watched.result.findings if finding.machine]
         machine = machines[0] if machines else ""
         if machine and is_node_name(machine):
-            # Following runs keep away from it.
+            # Following runs avoid the recorded node.
             avoid(root, AvoidedNode(machine, STAGE, os.environ.get("RUN_ID", ""), iteration))
         elif machine:
-            # A recording may name machines as it likes; what is no node can not be kept away from.
+            # A recording may use any names; a run can only avoid nodes.
             logger.warning("not the name of a node machine=%s", machine)
         return Outcome(
             documents={"result": watched.result.to_json()},

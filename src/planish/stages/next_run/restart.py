@@ -1,7 +1,7 @@
-"""Whether a run that failed beside a faulty machine is started again, and starting it once.
+"""Restart, once, a run that failed after a faulty machine was named in it.
 
-It decides from what lies under the root and never from the state of a machine. What the new run
-keeps away from is not decided here: its first stage reads the nodes that were named.
+The decision depends on records under the root, never on the state of a machine. The first stage of
+the new run reads the named nodes and avoids them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FAILED = ("FAILED", "ERROR")
 def restart(
     root: str, state: str, max_restarts: int, connect: Callable[[], KfpRuns] = KfpRuns
 ) -> str:
-    """Submit a failed run again, with its own parameters, where a machine was named in it.
+    """Submit a failed run again, with its own parameters, if a machine was named in it.
 
-    The record of a restart is written before the run is submitted, and the name of that run is
-    made of root and counter: a second attempt of the exit task finds both and adds nothing.
+    The record of the restart is written before the submission, and the new run's name contains root
+    and counter: a second attempt of the exit task finds both and submits nothing.
 
     Returns:
-        What was decided, for people; empty where restarts are off or the run has not failed.
+        Decision in words; empty if restarts are off or the run has not failed.
     """
     if max_restarts < 1 or state.upper() not in FAILED:
         return ""
@@ -58,7 +58,7 @@ def restart(
 
 
 def _claim(root: str, run_id: str, nodes: list[str], limit: int) -> int:
-    """Return the counter of the restart after this run; 0 when none is left."""
+    """Return the counter of the restart after this run; 0 if no restart is left."""
     for counter in range(1, limit + 1):
         uri = layout.restart_file(root, counter)
         record = {"after": run_id, "nodes": nodes}

@@ -1,6 +1,6 @@
 """The next stage: submit the following run of a chain, once.
 
-It never raises for a chain that has ended; it does not wait for the run that it submits.
+It does not raise if the chain has ended, and does not wait for the submitted run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Decision = Literal["submitted", "exists", "last run", "stop file", "not in a clu
 def run(root: str, config_sha256: str, chain_index: int, chain: str) -> None:
     """Submit the following run of the chain, once.
 
-    `components/next_run.py` says what the parameters are.
+    `components/next_run.py` describes the parameters.
     """
 
     def work(context: Context) -> Outcome:
@@ -41,9 +41,9 @@ def run(root: str, config_sha256: str, chain_index: int, chain: str) -> None:
 def submit_next(
     root: str, chain_index: int, max_runs: int, connect: Callable[[], KfpRuns] = KfpRuns
 ) -> Decision:
-    """Submit run `chain_index + 1` unless the chain ends here or that run exists already.
+    """Submit run `chain_index + 1` unless the chain ends here or that run exists.
 
-    `connect` is called only when a run is due: the import of Kubeflow's client takes a second.
+    `connect` is called only if a run is due: the import of Kubeflow's client takes a second.
     """
     run_id = os.environ.get("RUN_ID", "")
     if chain_index + 1 >= max_runs:
@@ -62,9 +62,9 @@ def submit_next(
 
 
 def submit_once(runs: KfpRuns, root: str, name: str, facts: KubeflowRun) -> tuple[str, bool]:
-    """Start a run unless there is one of that name; return its id, and whether it is new.
+    """Start a run unless one with this name exists; return its id, and whether it is new.
 
-    The root is handed over before: the new run may begin while this one still writes its report.
+    First the lock is handed over: the new run may start while this one still writes its report.
     """
     hand_over(root, current_holder())
     if existing := runs.find(name, facts.experiment_id):

@@ -1,4 +1,4 @@
-"""Which iterations a run does: its place in a chain of runs on one root."""
+"""Iterations of a run, from its place in a chain of runs on one root."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Link:
 
     index: int
     offset: int
-    """Iterations before it; its first iteration is `offset + 1`."""
+    """Number of iterations before this run; its first iteration is `offset + 1`."""
     num_iterations: int
 
     @property
@@ -36,7 +36,7 @@ class Link:
 
 
 def read_link(root: str, index: int) -> Link | None:
-    """Return what is known of the `index`-th run; None when there was none."""
+    """Return the record of the `index`-th run; None if there is none."""
     try:
         known = read_json(layout.chain_file(root, index))
         return Link(index, known["offset"], known["num_iterations"])
@@ -45,12 +45,12 @@ def read_link(root: str, index: int) -> Link | None:
 
 
 def is_complete(root: str, link: Link) -> bool:
-    """Tell whether the last iteration of a run is finished: its policy is exported."""
+    """Return whether a run is finished: the policy of its last iteration is exported."""
     return store.exists(f"{layout.policy(root, link.last)}/manifest.json")
 
 
 def is_evaluated(root: str, version: int, names: Iterable[str]) -> bool:
-    """Tell whether the policy of a version has its evaluations, by the names of their sets."""
+    """Return whether the policy of a version has an evaluation on each of the named sets."""
     folders = (layout.evaluation(root, version, name) for name in names)
     return all(store.exists(f"{folder}/{layout.REPORT}") for folder in folders)
 
@@ -63,12 +63,12 @@ def count_links(root: str) -> int:
 
 
 def find_link(root: str, chain_index: int, num_iterations: int) -> Link:
-    """Decide which iterations the run does; writes nothing.
+    """Return the iterations that the run must do; write nothing.
 
-    `chain_index` is 0, 1, ... or -1 for the last run if unfinished, else one more.
+    `chain_index` is 0, 1, ..., or -1 for the last run if it is unfinished, else the next run.
 
     Raises:
-        ConfigError: the run before is not finished, or a later one builds on this one.
+        ConfigError: the run before is not finished, or `num_iterations` changes under a later run.
     """
     if num_iterations < 1:
         raise ConfigError(f"`num_iterations` must be at least 1, got {num_iterations}")
@@ -105,7 +105,7 @@ def find_link(root: str, chain_index: int, num_iterations: int) -> Link:
 
 
 def record_link(root: str, link: Link) -> None:
-    """Write down which iterations the run does; an equal record is left alone."""
+    """Write the record of a run in its chain, unless it exists unchanged."""
     if read_link(root, link.index) == link:
         return
     table = {"offset": link.offset, "num_iterations": link.num_iterations}

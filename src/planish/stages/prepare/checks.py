@@ -1,4 +1,4 @@
-"""Checks across sections of a configuration: what no section can see alone."""
+"""Checks of settings that depend on several sections of a configuration."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from planish.models.headers import parse_config
 from planish.verifiers import check_verifier
 
 Sections = Mapping[str, Any]
-"""Name to validated section; algorithms differ in the settings that they have."""
+"""Name to validated section; the settings of `algorithm` depend on the algorithm."""
 
 
 def check_config(parsed: Sections) -> list[str]:
-    """Return every fault that only shows when sections are seen together."""
+    """Return every fault in the combination of several sections."""
     checks = (_limits, _batches, _windows, _older_policies, _training, _ranks)
     return [fault for check in checks for fault in check(parsed)]
 
@@ -45,7 +45,7 @@ def _batches(parsed: Sections) -> Iterator[str]:
             "iteration (`rollout.prompts_per_iteration` x `rollout.group_size`), got "
             f"{train.rollouts_per_minibatch}"
         )
-    # with windows a group may be down to the one response that goes on
+    # With windows, an iteration may continue only one response of a group.
     most = rollouts if rollout.window_tokens else rollout.prompts_per_iteration
     if train.max_groups is not None and train.max_groups >= most:
         yield (
@@ -88,7 +88,7 @@ def _windows(parsed: Sections) -> Iterator[str]:
 
 
 def _older_policies(parsed: Sections) -> Iterator[str]:
-    """Whatever lets a policy train on what an older one has sampled needs a correction."""
+    """Require a correction where the policy may train on tokens that an older policy sampled."""
     rollout, algorithm = parsed["rollout"], parsed["algorithm"]
     if getattr(algorithm, "correction", "off") != "off":
         return
@@ -136,14 +136,14 @@ def _training(parsed: Sections) -> Iterator[str]:
 
 
 def _experts(parsed: Sections) -> tuple[int | None, str]:
-    """Return the routed experts of a layer, and what says so; None where only the hub knows."""
+    """Return the number of routed experts of a layer and its source; None if not readable here."""
     model = parsed["model"]
     if not model.path:
         return model.num_experts, "`model.num_experts`"
     place = Path(model.path) / "config.json"
     try:
         config = parse_config(place.read_bytes(), str(place))
-    except (OSError, ConfigError):  # of the hub, or a fault that the stage that loads it tells
+    except (OSError, ConfigError):  # on the hub, or a fault that a later stage reports
         return None, ""
     return num_experts(config), f"experts in {str(place)!r}"
 
@@ -157,7 +157,7 @@ def _ranks(parsed: Sections) -> Iterator[str]:
         fault = spread_fault(experts, engine.expert_ranks, engine.redundant_experts)
         if fault:
             yield f"{fault} ({origin} = {experts}, `engine.name = {engine.name!r}`)"
-    # vLLM has one batch for each rank.
+    # Each vLLM rank has a single batch.
     slots = engine.attention_ranks * (engine.micro_batches if engine.name == "disagg" else 1)
     for section in ("rollout", "evaluate", "sft"):
         rows = parsed[section].max_rows
@@ -169,11 +169,11 @@ def _ranks(parsed: Sections) -> Iterator[str]:
 
 
 def check_run(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[str]:
-    """Return what stands in the way of running resolved tables.
+    """Return faults that prevent a run with a resolved configuration.
 
-    A configuration can be sound and yet lack a thing that only a run needs: the published values
-    name no model, and the small one that is built from scratch is too short for them. `num_shards`
-    are the rollout tasks of an iteration, from the compiled pipeline.
+    A valid configuration may still lack what a run needs: presets with published values name no
+    model, and the context of the small built model is too short for them. `num_shards` counts
+    the rollout shards of an iteration in the compiled pipeline.
     """
     faults = []
     prompts = config["rollout"]["prompts_per_iteration"]

@@ -1,7 +1,7 @@
-"""What the cluster must allow and hold before a run begins, checked through a small protocol.
+"""Checks of the cluster before a run: permissions, quotas, node sizes and drivers.
 
-Everything here is skipped outside a cluster. A cluster that autoscales may have no large node
-yet, so what only concerns nodes can be lowered to warnings.
+Outside a cluster `prepare` skips them. A cluster that autoscales may have no large node yet, so
+faults of room can become warnings.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from planish.run.kube import Kube, in_pod
 ACTIVE_PHASES = ("", "Pending", "Running")
 
 DRIVER_LABEL = "nvidia.com/cuda.driver.major"
-"""Label by which GPU feature discovery tells the major version of a node's driver."""
+"""Label, set by GPU feature discovery, with the major version of a node's driver."""
 
 
 class Permission(NamedTuple):
-    """One thing that a service account may do."""
+    """One permission of a service account."""
 
     group: str
     """API group; empty for the core group."""
@@ -44,21 +44,21 @@ PERMISSIONS: tuple[Permission, ...] = (
     Permission("", "resourcequotas", "list"),
     Permission("argoproj.io", "workflows", "list"),
 )
-"""What the stages do in the namespace of the run; the role in `manifests/runs` grants it."""
+"""Permissions that stages need in the namespace of the run; `manifests/runs` grants them."""
 
 CLUSTER_PERMISSIONS: tuple[Permission, ...] = (Permission("", "nodes", "list"),)
-"""What they do outside any namespace."""
+"""Permissions that they need for the whole cluster."""
 RUNTIME_PERMISSION = Permission("trainer.kubeflow.org", "clustertrainingruntimes", "get")
-"""The same for a training that Kubeflow Trainer runs."""
+"""Permission for the whole cluster if Kubeflow Trainer starts the training."""
 CONTROLLER = "workflow-controller-configmap"
-"""Settings of Argo's controller, beside the pods of a run where Kubeflow serves one user."""
+"""ConfigMap of Argo's controller; with single-user Kubeflow it is in the run's namespace."""
 
 
 class ClusterApi(Kube):
-    """The questions that the checks ask."""
+    """Requests of the checks to the API server."""
 
     def allowed(self, permission: Permission, *, namespaced: bool) -> bool:
-        """Tell whether this service account has a permission."""
+        """Return whether this service account has a permission."""
         from kubernetes.client import AuthorizationV1Api
 
         attributes = permission._asdict()
@@ -77,7 +77,7 @@ class ClusterApi(Kube):
         return [{"hard": s.get("hard", {}), "used": s.get("used", {})} for s in states]
 
     def nodes(self) -> Sequence[Mapping[str, str]]:
-        """Return what each schedulable node can allocate, by resource, and its labels by key."""
+        """Return allocatable resources and labels of each schedulable node, in one mapping."""
         return [
             {**node["metadata"].get("labels", {}), **node["status"].get("allocatable", {})}
             for node in self.items(self.core.list_node)
@@ -85,19 +85,19 @@ class ClusterApi(Kube):
         ]
 
     def run_is_active(self, run_id: str) -> bool:
-        """Tell whether the workflow of a run exists and has not ended."""
+        """Return whether the workflow of a run exists and has not ended."""
         return any(
             item.get("status", {}).get("phase", "") in ACTIVE_PHASES
             for item in self.workflows(run_id)
         )
 
     def has_runtime(self, name: str) -> bool:
-        """Tell whether Kubeflow Trainer is there and has a ClusterTrainingRuntime."""
+        """Return whether Kubeflow Trainer has a ClusterTrainingRuntime of this name."""
         place = (RUNTIME_PERMISSION.group, "v1alpha1", RUNTIME_PERMISSION.resource)
         return self.find(self.custom.get_cluster_custom_object, *place, name) is not None
 
     def controller(self) -> Mapping[str, str] | None:
-        """Return the settings of Argo's controller by key; None where they may not be read."""
+        """Return the settings of Argo's controller by key; None if missing or not readable."""
         try:
             read = self.core.read_namespaced_config_map
             found = self.find(read, CONTROLLER, self.namespace)
@@ -114,7 +114,7 @@ class Findings(NamedTuple):
     faults: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     retries: str = ""
-    """Whether the cluster tries tasks again, and what does where it does not."""
+    """Text on retries of failed pods: by the cluster, or else by the pod itself."""
 
 
 _SUFFIX = (
@@ -145,7 +145,7 @@ class Pod:
     """One pod of a stage."""
 
     gpus: int
-    """GPUs; 0 computes on the CPU."""
+    """Number of GPUs; with 0 the pod computes on the CPU."""
     memory: str
     """Limit of the host memory, as Kubernetes writes it."""
 
@@ -170,23 +170,23 @@ class PodRequests:
     stages: Mapping[str, Pod] = field(default_factory=dict)
     gpu_bytes: int = 80 * 10**9
     num_nodes: int = 1
-    """Pods that train together, each as large as `rank`; 0 outside a cluster."""
+    """Number of pods that train together, each with the requests `rank`; 0 outside a cluster."""
     has_gang_pods: bool = False
-    """The pod of `train` only waits for pods with GPUs, where other profiles give it its own."""
+    """True if the pod of `train` has no GPUs and only waits for the pods of its gang."""
     rank: Mapping[str, str] = field(default_factory=dict)
     launcher: str = "job"
     in_turn: bool = False
-    """Several iterations are one task, which has the pod of `iterate`."""
+    """True if one task, in the pod of `iterate`, runs several iterations."""
     moments: Mapping[str, tuple[int, Mapping[str, str]]] = field(default_factory=dict)
-    """Stage to how many pods of it run at the same time, and what each of them requests."""
+    """Stage to the number of its pods that run at the same time, and the requests of each."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Of the nodes that every pod goes to."""
+    """Labels of the nodes for all pods."""
     gpu_labels: Mapping[str, str] = field(default_factory=dict)
-    """Of the nodes that pods with GPUs go to, beside these."""
+    """Further labels of the nodes for pods with GPUs."""
 
     @property
     def have_gpus(self) -> bool:
-        """Whether a stage has a pod with GPUs."""
+        """True if a stage has a pod with GPUs."""
         return any(pod.gpus for pod in self.stages.values())
 
     @classmethod
@@ -220,12 +220,12 @@ class PodRequests:
         )
 
     def pod_of(self, stage: str) -> Pod | None:
-        """Return the pod in which a stage runs; `iterate` has both stages that run a model."""
+        """Return the pod of a stage; the pod of `iterate`, if any, runs `rollout` and `train`."""
         together = self.stages.get("iterate") if stage in ("rollout", "train") else None
         return together or self.stages.get(stage)
 
     def of_training(self, train: Mapping[str, Any]) -> PodRequests:
-        """Return the same for a training with these settings of `[train]`."""
+        """Return these requests adjusted to `num_nodes` and `launcher` of `[train]`."""
         num_nodes = train["num_nodes"] or self.num_nodes
         total = dict(self.total)
         for resource, each in self.rank.items():
@@ -236,14 +236,14 @@ class PodRequests:
 
 
 def inside_cluster() -> bool:
-    """Tell whether this process is a pod with a service account."""
+    """Return whether this process runs in a pod with a service account."""
     return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and in_pod()
 
 
 def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling: bool) -> Findings:
     """Check permissions, quota, node sizes and drivers.
 
-    Missing room is only a warning with `assume_autoscaling`.
+    With `assume_autoscaling`, faults of quota, nodes and drivers are only warnings.
     """
     faults: list[str] = []
     by_trainer = requests.num_nodes > 1 and requests.launcher == "trainjob"
@@ -282,10 +282,10 @@ def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling:
 
 
 def retries_under(settings: Mapping[str, str] | None) -> str:
-    """Say whether Argo's controller tries a pod again whose program failed.
+    """Return a text on whether Argo's controller retries a pod after its program failed.
 
-    A task of Kubeflow has a number of retries and no policy: Argo fills that in from the defaults
-    of its controller, and takes `OnFailure` where they have none. Unknown settings are None.
+    A task of Kubeflow sets a number of retries but no policy. Argo takes the policy from the
+    defaults of its controller (`settings`, None if unknown), else `OnFailure`.
     """
     if settings is None:
         return f"not known: `{CONTROLLER}` is not to be read in this namespace"
@@ -307,7 +307,7 @@ def retries_under(settings: Mapping[str, str] | None) -> str:
 
 
 def _driver_faults(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[str]:
-    """Return which drivers of nodes with GPUs are older than the wheels of our images need."""
+    """Return a fault if nodes have a driver older than the CUDA wheels of our images need."""
     versions = {node.get(DRIVER_LABEL, "") for node in nodes}
     old = sorted(each for each in versions if each.isdecimal() and int(each) < MIN_DRIVER)
     if not (old and requests.have_gpus):
@@ -342,7 +342,7 @@ def _quota_faults(
 def _for_pods(
     nodes: Sequence[Mapping[str, str]], requests: PodRequests, *, with_gpus: bool
 ) -> list[Mapping[str, str]]:
-    """Return the nodes that pods may go to by their labels."""
+    """Return the nodes whose labels match those of the pods."""
     labels = {**requests.labels, **(requests.gpu_labels if with_gpus else {})}
     return [node for node in nodes if labels.items() <= node.items()]
 
@@ -352,7 +352,7 @@ def _has_gpus(wanted: Mapping[str, str]) -> bool:
 
 
 def _places(nodes: Sequence[Mapping[str, str]], wanted: Mapping[str, str]) -> int:
-    """Return how many pods of this size the nodes hold at the same time, with nothing else."""
+    """Return the number of pods of this size that fit on the nodes if these are empty."""
     each = {name: amount(text) for name, text in wanted.items()}
     return sum(
         int(min(amount(node.get(name, "0")) // size for name, size in each.items()))
@@ -362,7 +362,7 @@ def _places(nodes: Sequence[Mapping[str, str]], wanted: Mapping[str, str]) -> in
 
 
 def _waiting(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[str]:
-    """Return of which stages some pods wait until others have ended."""
+    """Return a warning for each stage whose pods do not all fit at the same time."""
     found = []
     for stage, (count, wanted) in requests.moments.items():
         room = _places(_for_pods(nodes, requests, with_gpus=_has_gpus(wanted)), wanted)

@@ -15,14 +15,14 @@ from typing import Any
 from planish.base.text import Table
 
 Progress = Callable[[str, int, int], None]
-"""Called with what goes on, steps done and steps in all; nothing here takes long."""
+"""Callback with activity, steps done and all steps; these commands are fast and never call it."""
 
 Lines = Iterator[Table | str]
-"""What a command prints, piece by piece."""
+"""Output of a command, piece by piece."""
 
 
 def add_commands(commands: Any) -> None:
-    """Add both commands to the subparsers of `planish`, whose class argparse keeps to itself."""
+    """Add both commands to the subparsers of `planish` (their class is private to argparse)."""
     config = commands.add_parser("config", help="print every setting of a run")
     actions = config.add_subparsers(dest="action", required=True, metavar="ACTION")
     show = actions.add_parser("show", help="preset or file with overrides and defaults, as TOML")
@@ -51,12 +51,12 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _: Progress) -> Lines:
-    """Do what the parsed options ask for, and yield what to print."""
+    """Run the command of the parsed options, and yield its output."""
     yield from (show_config if options.command == "config" else show_plan)(options)
 
 
 def resolved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the configuration that a command line names."""
+    """Return the resolved configuration that the command line names."""
     from planish.base.config import preset_names
     from planish.base.errors import ConfigError
     from planish.stages.prepare.settings import build_config
@@ -107,7 +107,7 @@ def show_config(options: argparse.Namespace) -> Lines:
 
 
 def show_plan(options: argparse.Namespace) -> Lines:
-    """Yield what each device of train, rollout and evaluation must hold; then raise the faults."""
+    """Yield the memory demand of each device of each stage; then raise the faults."""
     from planish.base.errors import ConfigError
     from planish.base.text import bytes_text
     from planish.stages.prepare import devices

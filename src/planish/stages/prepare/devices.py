@@ -1,4 +1,4 @@
-"""Whether the settings fit the pods of a profile: devices, processes, and memory of each device."""
+"""Check that the settings fit the pods of a profile: devices, processes, memory of each device."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from planish.stages.prepare.memory import Config, MemoryPart, Sharing
 from planish.store.sources import open_folder, parse_source
 
 USABLE = 0.92
-"""Part of a GPU's memory; CUDA, NCCL, kernels and holes between tensors take the rest."""
+"""Usable part of a GPU's memory; CUDA, NCCL, kernels and fragmentation take the rest."""
 PROGRAM_BYTES = 1 << 29
-"""Host memory that a process with torch takes before it holds a model."""
+"""Host memory of a process with torch, in bytes, before it loads a model."""
 
 HOST = "the host memory"
 
@@ -49,16 +49,16 @@ DEVICES = {
     "train": "train.device",
     "evaluate": "evaluate.device",
 }
-"""Stage to the setting that says where it computes."""
+"""Stage to the setting with its device."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Memory that one device of a stage must hold."""
+    """Memory that a stage needs on one device."""
 
     stage: str
     device: str
-    """The device in words: `each of 8 GPUs`."""
+    """Device in words: `each of 8 GPUs`."""
     parts: tuple[MemoryPart, ...]
     room_bytes: int
     remedy: str
@@ -70,7 +70,7 @@ class Demand:
 
     @property
     def fault(self) -> str:
-        """Why it does not fit, "" where it does."""
+        """Message if the demand does not fit, else empty."""
         if self.num_bytes <= self.room_bytes:
             return ""
         largest = max(self.parts, key=lambda part: part.num_bytes)
@@ -93,7 +93,7 @@ class Demand:
 
 
 def profile_requests(name: str) -> PodRequests:
-    """Return what the pods of a profile ask for; a ConfigError where there is no such profile."""
+    """Return the pod requests of a profile; raises ConfigError if there is no such profile."""
     text = (resources.files("planish") / "stages/prepare/profiles.json").read_text("utf-8")
     profiles = json.loads(text)
     if name not in profiles:
@@ -104,9 +104,9 @@ def profile_requests(name: str) -> PodRequests:
 
 
 def this_machine(*, in_turn: bool = False) -> PodRequests:
-    """Return the memory of this machine for every stage; nothing is known of one with GPUs.
+    """Return pods with this machine's host memory for every stage; no pods if it has GPUs.
 
-    `in_turn`: rollout and train share their processes.
+    With `in_turn`, rollout and train share their processes.
     """
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return PodRequests({}, {}, num_nodes=0, in_turn=in_turn)
@@ -120,7 +120,7 @@ def find_shape(config: Config) -> ModelShape:
     """Return the sizes of the configured model: by its name, or from its config.json.
 
     Raises:
-        ConfigError: there is no config.json, or none whose memory can be counted.
+        ConfigError: there is no config.json, or its memory cannot be counted.
         StoreUnavailable: the store does not answer.
     """
     settings = parse_section(ModelConfig, config["model"], section="model")
@@ -134,10 +134,10 @@ def find_shape(config: Config) -> ModelShape:
 
 
 def device_faults(config: Config, requests: PodRequests) -> list[str]:
-    """Return where settings ask for other devices than the pods have, or waste all of them.
+    """Return faults of settings that do not match the devices of the pods.
 
-    Outside a cluster, where all stages run on this machine, also for packages that it lacks; the
-    images of other stages hold others than that of `prepare`, and are looked at there.
+    Outside a cluster all stages run on this machine, so missing packages are faults too. In a
+    cluster each stage checks its own image, which has other packages than that of `prepare`.
     """
     faults = []
     if not requests.num_nodes:
@@ -258,25 +258,25 @@ def is_ahead(config: Config) -> bool:
 
 
 def split_of(config: Config) -> str:
-    """Return how many processes sample, and how many train, where rollouts are ahead."""
+    """Return the ratio of sampling to training processes, such as `3:1`, for `rollout.ahead`."""
     return str(config["train"].get("split", "3:1"))
 
 
 def ranks_apart(config: Config) -> tuple[int, int]:
-    """Return how many attention and expert ranks have devices of a pod: rank i has device i."""
+    """Return the numbers of attention and expert ranks of a pod; rank i has device i."""
     engine = memory.settings_of_engine(config)
     return (0, 0) if engine.peers else (engine.attention_ranks, engine.expert_ranks)
 
 
 def grid_of(config: Config) -> dict[str, int]:
-    """Return over how many ranks the trainer cuts matrices, layers, experts and rows."""
+    """Return the degrees of tensor, pipeline, expert and context parallelism of the trainer."""
     keys = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "ep": "expert_parallel"}
     keys["cp"] = "context_parallel"
     return {axis: config["train"].get(key, 1) for axis, key in keys.items()}
 
 
 def trainer_faults(config: Config, shape: ModelShape) -> list[str]:
-    """Return why the configured trainer can not share a model over its ranks."""
+    """Return the faults that prevent the trainer from sharding this model over its ranks."""
     train, grid = config["train"], grid_of(config)
     parts = grid["tp"]
     heads = shape.num_heads // parts, max(1, shape.num_kv_heads // parts)
@@ -316,7 +316,7 @@ def trainer_faults(config: Config, shape: ModelShape) -> list[str]:
 
 
 def device_warnings(config: Config, requests: PodRequests) -> list[str]:
-    """Return settings that work but waste the GPUs of the pods."""
+    """Return warnings for settings that work but waste the GPUs of the pods."""
     pod = requests.pod_of("train")
     is_wide = config["train"]["compute_dtype"] == "float32"
     if not (pod and pod.gpus and config["model"]["path"] and is_wide):
@@ -328,9 +328,9 @@ def device_warnings(config: Config, requests: PodRequests) -> list[str]:
 
 
 def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[Demand]:
-    """Return what the cold start, each stage of an iteration and the evaluation need of a device.
+    """Return the demands per device of the cold start, the iteration's stages and the evaluation.
 
-    A stage without a pod is left out, and so are ranks at `engine.peers`.
+    Stages without a pod and ranks at `engine.peers` are left out.
     """
     found, gpu_bytes = [], requests.gpu_bytes
     num_nodes = config["train"]["num_nodes"] or requests.num_nodes or 1
@@ -354,7 +354,7 @@ def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[De
 
 
 def _room(pod: Pod, processes: int, gpu_bytes: int) -> int:
-    """Return the usable memory of a GPU, or of the host where there is none."""
+    """Return the usable bytes of a GPU, or of the host if the pod has no GPU."""
     return int(USABLE * gpu_bytes) if pod.gpus else pod.memory_bytes - processes * PROGRAM_BYTES
 
 
@@ -380,7 +380,7 @@ def _engine_demands(
         total = (*_times(parts, attention), *_times(others, experts))
         return [Demand(stage, HOST, total, room, more)]
     if name.startswith("vllm"):
-        # What vLLM takes is its share; frames come beside it.
+        # The share limits vLLM itself; memory of frames comes on top.
         share = int(memory.memory_share(config) * gpu_bytes)
         room = min(share + num_frame_bytes, max(share, room))
         more = f"raise `engine.memory_share`, lower `{stage}.max_response_tokens`, {remedy}"
@@ -396,18 +396,18 @@ def _engine_demands(
 
 
 def _gpus(first: int, count: int) -> str:
-    """Return the GPUs of ranks in words: rank i of a pod has GPU i."""
+    """Return the GPUs of `count` ranks in words; rank i of a pod has GPU i."""
     return f"GPU {first}" if count == 1 else f"each of GPUs {first} to {first + count - 1}"
 
 
 def _demands_in_turn(
     config: Config, shape: ModelShape, pod: Pod, gpu_bytes: int, num_nodes: int
 ) -> list[Demand]:
-    """Return what a device needs on which an engine and a trainer work in turn.
+    """Return the demands of a device on which engine and trainer work in turn.
 
-    While the engine samples, the trainer keeps its weights and moments. While the trainer works,
-    vLLM keeps nothing, and the engine `transformers` its weights. Where rollouts are ahead, each of
-    the two has devices of its own.
+    While the engine samples, the trainer keeps weights and moments on the device. While the trainer
+    works, vLLM keeps nothing there, and the engine `transformers` keeps its weights. With
+    `rollout.ahead`, engine and trainer have separate devices.
     """
     train, *others = _train_demands(config, shape, pod, gpu_bytes, num_nodes)
     ranks = config["train"]["num_processes"] or max(1, pod.gpus)
@@ -423,7 +423,7 @@ def _demands_in_turn(
         return in_turn(ranks - num_trainers(split_of(config), ranks))
     share = engine_share(config, shape, ranks * num_nodes, gpu_bytes)
     beside = {**config, "engine": {**config["engine"], "memory_share": share}}
-    # One vLLM serves both; an evaluation has no limit of its own for prompts.
+    # One vLLM serves rollout and evaluation; an evaluation does not limit its prompts.
     is_both = config["evaluate"]["every"] and config["engine"].get("name") == "vllm"
     section = "evaluate" if is_both else "rollout"
     (sampling,) = _engine_demands(beside, shape, section, pod, gpu_bytes)
@@ -444,16 +444,16 @@ def _demands_in_turn(
 
 
 def engine_share(config: Config, shape: ModelShape, num_ranks: int, gpu_bytes: int) -> float:
-    """Return the part of a GPU that vLLM may take beside a trainer of so many ranks.
+    """Return the part of a GPU that vLLM may take beside a trainer of `num_ranks` ranks.
 
-    It is `engine.memory_share`, or less where weights and moments of the trainer need the memory.
+    It is `engine.memory_share`, or less if weights and moments of the trainer need the memory.
     """
     left = math.floor(100 * (USABLE - _at_rest(config, shape, num_ranks) / gpu_bytes)) / 100
     return min(memory.memory_share(config), max(left, 0.01))
 
 
 def _at_rest(config: Config, shape: ModelShape, num_ranks: int) -> int:
-    """Return the bytes of weights and moments on a device."""
+    """Return the bytes of the trainer's weights and moments on a device; 0 with offload."""
     if config["train"].get("offload"):
         return 0
     weights, moments, _ = memory.state_parts(config, shape, _sharing(config, num_ranks))
@@ -465,7 +465,7 @@ def _sharing(config: Config, num_ranks: int) -> Sharing:
     if train["trainer"] != "megatron":
         ranks = max(1, num_ranks // train.get("replicas", 1))
         return Sharing(ranks, ranks, gathers=num_ranks > 1 or train.get("offload", False))
-    # Its data-parallel ranks have a copy each.
+    # Each data-parallel rank of Megatron has a copy.
     grid = grid_of(config)
     return Sharing(grid["tp"] * grid["pp"], grid["ep"] * grid["pp"], gathers=False)
 
@@ -479,7 +479,7 @@ def _times(parts: list[MemoryPart], ranks: int) -> list[MemoryPart]:
 def _train_demands(
     config: Config, shape: ModelShape, pod: Pod, gpu_bytes: int, num_nodes: int
 ) -> list[Demand]:
-    """Return what a step needs of a device of `num_nodes` pods, and what the host of one holds."""
+    """Return the demands of a training step: of each device of `num_nodes` pods, and of a host."""
     train = config["train"]
     ranks = train["num_processes"] or max(1, pod.gpus)
     is_long = train["tokens_per_microbatch"] < memory.tokens_of_rank(config)
@@ -493,7 +493,7 @@ def _train_demands(
     remedy = f"{', '.join(steps)}, or take a smaller model or a profile with more memory"
     total = ranks * num_nodes
     if is_ahead(config):
-        # A split that does not divide the processes is refused by name.
+        # `device_faults` refuses a split that does not divide the processes.
         total = num_trainers(split_of(config), total) or total
         ranks = min(ranks, total)
     sharing = _sharing(config, total)
@@ -524,10 +524,11 @@ def _train_demands(
 def memory_faults(
     config: Config, shape: ModelShape, found: Iterable[Demand]
 ) -> tuple[list[str], list[str]]:
-    """Return faults and warnings: why ranks can not share a model, and demands that do not fit.
+    """Return faults and warnings: faults of the trainer, and demands that do not fit.
 
-    What GPUs hold is an estimate that has been within a few per cent of the peak, so that it only
-    warns; a process that takes more memory than its pod has is killed without a word.
+    Demands on GPUs are estimates, within a few per cent of measured peaks, so they only warn.
+    Demands on the host are faults: the kernel kills a process over its pod's limit without a
+    message.
     """
     tight = [each for each in found if each.fault]
     faults = [each.fault for each in tight if each.device == HOST]
@@ -538,12 +539,12 @@ def memory_faults(
 def memory_rows(
     config: Config, model_config: Mapping[str, Any], requests: PodRequests
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return what each stage needs of a device, (what, value in Markdown), and warnings.
+    """Return the memory demands as rows (what, value in Markdown), and warnings.
 
-    `model_config` is the model's config.json; empty where it was not opened.
+    `model_config` is the model's config.json; empty if `prepare` did not open the model.
 
     Raises:
-        ConfigError: a stage does not fit, or the trainer can not share the model.
+        ConfigError: a stage does not fit, or the trainer cannot shard the model.
     """
     if config["model"]["path"] and not model_config:
         return [], []

@@ -1,4 +1,4 @@
-"""Open data and model before anything expensive begins, and say what they are."""
+"""Open data and model before anything expensive starts, and describe them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from planish.models.inspect import inspect_model, open_tokenizer
 from planish.store.sources import open_folder, parse_source
 
 DATA_INSPECTOR = "planish.stages.curate.inspect"
-"""Module that opens the data; named, since stages do not import each other."""
+"""Module that opens the data; it is loaded by name because stages do not import each other."""
 
 
 def vocabulary_faults(found: Inspection, policy: str) -> list[str]:
-    """Return why a changed model cannot be meant for a run that goes on with `policy`."""
+    """Return a fault if a changed model has another vocabulary than the policy of the run."""
     source = parse_source(policy.partition("#")[0], key="resume_from")
     tokenizer = open_tokenizer(open_folder(source, key="resume_from"), ModelConfig())
     ours = tokenizer.backend.get_vocab()
@@ -37,11 +37,11 @@ def vocabulary_faults(found: Inspection, policy: str) -> list[str]:
 def inspect_sources(
     config: Mapping[str, Mapping[str, Any]], *, policy: str = "", changed: Sequence[str] = ()
 ) -> Inspection:
-    """Open the data sets and the model of resolved tables.
+    """Open the data sets and the model of a resolved configuration.
 
-    `policy` is the URI or pin of what the run goes on with; then the model is opened only if its
-    setting has changed, since the run would go on without it. `changed` is what `differences`
-    returned.
+    `policy` is the URI or pin of the policy from which the run continues, if any; then the model is
+    opened only if its setting is among `changed` (the result of `differences`), because the run
+    does not use it.
 
     Raises:
         ConfigError: every fault of data and model in one message.

@@ -1,13 +1,13 @@
-"""Bytes that training and rollout take of one device, from the settings and the model's sizes.
+"""Memory of one device for training and rollout, in bytes, from settings and model sizes.
 
-Everything is counted for the largest micro-batch that the settings allow. What kernels, NCCL and
-the allocator keep for themselves is not counted: a part of each GPU is left for it. All functions
-take resolved tables and the sizes of the policy; a critic is taken to have the same sizes.
+The counts assume the largest micro-batch that the settings allow. They leave out the memory of
+kernels, NCCL and the allocator, for which each GPU has a reserve. All functions take the resolved
+configuration and the sizes of the policy, and assume that a critic has the same sizes.
 
 Source: ZeRO, arXiv 1910.02054, section 3.1 (16 bytes of state a parameter in mixed precision, here
 with float32 gradients); Korthikanti et al., arXiv 2205.05198, section 4 (activations of a layer by
 counting what its operations keep for the backward pass, and recomputation from the layer's input),
-counted anew for grouped heads, gated feed-forward layers, root-mean-square norms in float32 and
+adapted to grouped heads, gated feed-forward layers, root-mean-square norms in float32 and
 attention that keeps no scores (FlashAttention-2, arXiv 2307.08691).
 """
 
@@ -27,33 +27,33 @@ Config = Mapping[str, Mapping[str, Any]]
 LOGIT_CHUNK = 1024
 """Tokens whose logits exist at once: `planish.models.logprobs.TOKENS_PER_CHUNK`."""
 LOGIT_BYTES = 8
-"""Bytes of each: itself and its gradient; a temperature other than 1 makes a copy of both."""
+"""Bytes of each logit with its gradient; a temperature other than 1 makes a copy of both."""
 DRAWN_LOGIT_BYTES = 32
-"""Bytes of each logit from which the engine `transformers` draws: from the model, in float32, as
-log-probabilities, as probabilities, and twice in float64 while these are summed."""
+"""Bytes of each logit in the sampler of `transformers`: in the model's type, in float32, as
+log-probability, as probability, and two float64 values of the cumulative sum."""
 CACHE_STEP = 64
-"""Its rows are as wide as a multiple of so many tokens: `ROW_STEP` of its `kv_cache`."""
+"""Rows of its KV cache are padded to a multiple of this many tokens: `ROW_STEP` of `kv_cache`."""
 BATCH_TOKENS = 8192
-"""Tokens of one forward pass of vLLM where `engine.batch_tokens` leaves it open; twice that on
-devices of 70 GiB or more."""
+"""Tokens of one forward pass of vLLM if `engine.batch_tokens` is 0; twice as many on devices of
+70 GiB or more."""
 SAMPLER_BYTES = 24
-"""Bytes of each logit of vLLM's sampler: float32 logits and log-probabilities, sorted with
-indices."""
+"""Bytes of each logit in vLLM's sampler: float32 logits and log-probabilities, and their sorted
+copies with indices."""
 
 BATCH_BYTES = {False: 76, True: 104}
-"""Bytes of a cell of the rollout batch while its advantages are made, without and with a critic:
-tokens, masks and log-probabilities, values and returns, and what metrics add for a moment
-(measured: up to 73 and 103)."""
+"""Bytes per token of the rollout batch while advantages are computed, without and with a critic:
+tokens, masks, log-probabilities, values, returns and temporary tensors of metrics (measured: up
+to 73 and 103)."""
 SCORE_BYTES = 8
-"""Bytes of a pair of tokens and a head: the score under its cap, and its share, in float32; in
-bfloat16 the share once more in place of half of the score."""
+"""Bytes per pair of tokens and head: capped score and softmax weight in float32; in bfloat16 a
+second softmax weight replaces half of the score."""
 RECORD_BYTES = 20
-"""Bytes of a token of the rollouts while they are read: its id, log-probability, version, text."""
+"""Bytes per token of the rollouts as they are read: id, log-probability, version, text."""
 
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """One thing that takes memory of a device."""
+    """One item of a device's memory."""
 
     name: str
     num_bytes: int
@@ -62,7 +62,7 @@ class MemoryPart:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How many training processes share parameters, gradients and moments.
+    """Numbers of training processes over which parameters, gradients and moments are sharded.
 
     Example:
         >>> Sharing(2, 4, gathers=False).of(100, 60)
@@ -70,20 +70,20 @@ class Sharing:
     """
 
     ranks: int
-    """Ranks that share what is outside of experts."""
+    """Ranks that share the parameters outside of experts."""
     expert_ranks: int
     gathers: bool
-    """A layer is whole on every rank while it computes, as under FSDP2; else each rank computes
-    with its part."""
+    """True if every rank gathers a layer to compute with it, as in FSDP2; else each rank computes
+    with its shard."""
 
     def of(self, parameters: int, experts: int) -> int:
-        """Return the parameters per process; `experts` of them are shared over `expert_ranks`."""
+        """Return the parameters per process, of which `experts` are sharded over `expert_ranks`."""
         return (self.expert_ranks * (parameters - experts) + self.ranks * experts) // (
             self.ranks * self.expert_ranks
         )
 
     def __str__(self) -> str:
-        """Return what follows a count of parameters."""
+        """Return the divisor in words, to follow a count of parameters: ` / 8 ranks`."""
         if self.ranks == self.expert_ranks:
             return f" / {self.ranks} ranks" if self.ranks > 1 else ""
         return f" / {self.ranks} ranks, experts / {self.expert_ranks}"
@@ -91,29 +91,29 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of numbers in a forward pass."""
+    """Bytes per number in a forward pass."""
 
     product: int
     """Inputs and results of matrix products."""
     stream: int
     casts: int
-    """1 where each product makes a copy of its input in its own type, else 0."""
+    """1 if each matrix product makes a copy of its input (autocast), else 0."""
     head: int = 4
-    """Embedding and LM head where they are gathered."""
+    """Gathered embedding and LM head."""
 
     @classmethod
     def of(cls, compute_dtype: str, *, gathers: bool, head_dtype: str = "float32") -> Precision:
-        """Return those of the trainer: what is gathered is in bfloat16 already, else autocast."""
+        """Return the precision of a trainer: gathered weights are bfloat16, others use autocast."""
         if compute_dtype == "float32":
             return cls(4, 4, 0)
         return cls(2, 2, 0, 4 if head_dtype == "float32" else 2) if gathers else cls(2, 4, 1)
 
 
 def kept_by_layer(shape: ModelShape, precision: Precision, context: int = 1) -> int:
-    """Return the bytes of a token that one layer keeps for its backward pass.
+    """Return the bytes per token that one layer keeps for its backward pass.
 
-    Of `context` ranks that share the tokens each keeps its heads of all of them, and once more what
-    was read, of its tokens; it has at least one head of keys and values.
+    With `context` ranks that share the tokens, each keeps its heads for all tokens, at least one
+    key-value head, and a second copy of the attention output for its own tokens.
 
     Example:
         >>> from planish.models.shapes import known_shape
@@ -123,11 +123,11 @@ def kept_by_layer(shape: ModelShape, precision: Precision, context: int = 1) -> 
     width, heads = shape.hidden_size, shape.q_size + shape.kv_size
     repeated = shape.kv_size * (max(1, context // shape.num_kv_heads) - 1)
     wide, stream = precision.product, precision.stream
-    # Both norms keep their input in float32, its normalised form and a scale; their results are the
-    # inputs of products. Autocast makes a copy for each product, kept in place of the result.
+    # Both norms keep the input in float32, the normalised input and a scale; matrix products keep
+    # the norms' results. Under autocast each product keeps a copy of its input instead.
     norms = 2 * ((4 + stream) * width + 4)
     inputs = (5 * wide * precision.casts or 2 * wide) * width
-    # Rotated queries, keys, values, what was read, and a number a head to redo the softmax.
+    # Rotated queries, keys, values, attention output, and the log-sum-exp of each head.
     attention = 2 * wide * (heads + repeated) + 4 * shape.num_heads
     attention += wide * shape.q_size if context > 1 else 0
     if shape.has_qk_norm:
@@ -138,22 +138,22 @@ def kept_by_layer(shape: ModelShape, precision: Precision, context: int = 1) -> 
 
 
 def scores_of_layer(shape: ModelShape, columns: int) -> int:
-    """Return the bytes of a token that a layer keeps of the scores of its pairs with `columns`.
+    """Return the bytes per token of the attention scores that a layer keeps, with `columns` keys.
 
-    Only attention by lines of transformers keeps any: under its cap, and as shares in float32.
+    Only eager attention, as for capped scores, keeps them: capped score and softmax weight.
     """
     return SCORE_BYTES * shape.num_heads * columns * shape.keeps_scores
 
 
 def state_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[MemoryPart]:
-    """Return weights, moments and gradients of one training process, wherever it keeps them."""
+    """Return weights, moments and gradients of one training process, on the device or offloaded."""
     policy, critic = shape.parameters, critic_parameters(config, shape)
     experts, models = shape.expert_parameters, 2 if critic else 1
     trained, largest = policy + critic, max(policy, critic)
     of = f"{trained:,} parameters of policy{' and critic' if critic else ''}"
     weights = sharing.of(4 * trained, 4 * models * experts)
     if rank := config["model"].get("lora_rank", 0):
-        # Adapters on every matrix of every layer, the most that there can be.
+        # The upper bound: adapters on every matrix of every layer.
         largest = rank * shape.layers * shape.adapter_rows
         trained, experts = largest * models, 0
     gradients = sharing.of(4 * largest, 4 * experts)
@@ -167,7 +167,7 @@ def state_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
 
 
 def tokens_of_rank(config: Config) -> int:
-    """Return the tokens of the largest micro-batch that are on one rank."""
+    """Return the tokens per rank of the largest micro-batch."""
     train, rollout = config["train"], config["rollout"]
     longest: int = rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
     own = -(-longest // int(train.get("context_parallel", 1)))
@@ -175,7 +175,7 @@ def tokens_of_rank(config: Config) -> int:
 
 
 def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[MemoryPart]:
-    """Return what one training process holds on its device at the busiest moment of a step."""
+    """Return the memory of one training process on its device at the peak of a step."""
     train, rollout = config["train"], config["rollout"]
     precision = Precision.of(
         train["compute_dtype"],
@@ -184,11 +184,11 @@ def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
     )
     held = state_parts(config, shape, sharing)
     if train.get("offload"):
-        # What a group of ranks has summed stays on the device until the groups add theirs.
+        # Gradients of a replica stay on the device until the all-reduce between replicas.
         sums = replace(held[2], name="gradients until groups add them up")
         held = [sums] if train.get("replicas", 1) > 1 else []
     tokens = tokens_of_rank(config)
-    # Ranks that share tokens keep their part of what a layer keeps (Korthikanti et al., eq. 4).
+    # With sequence parallelism each rank keeps its part of a layer (Korthikanti et al., eq. 4).
     parts_of_tokens = train.get("tensor_parallel", 1) if train.get("sequence_parallel") else 1
     each = layer = kept_by_layer(shape, precision, train.get("context_parallel", 1))
     longest = rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
@@ -210,10 +210,10 @@ def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
 
 
 def batch_part(config: Config, groups: int) -> MemoryPart:
-    """Return what one training process holds of a rollout batch in host memory.
+    """Return the host memory of the rollout batch in one training process.
 
-    It reads all rollouts, and builds the rows of its data-parallel group, one of `groups`, as wide
-    as the longest of them.
+    The process reads all rollouts, and builds the rows of its data-parallel group, one of `groups`,
+    padded to the longest row.
     """
     rollout, has_critic = config["rollout"], "lambda_critic" in config["algorithm"]
     rows = rollout["prompts_per_iteration"] * rollout["group_size"]
@@ -225,20 +225,20 @@ def batch_part(config: Config, groups: int) -> MemoryPart:
 
 
 def critic_parameters(config: Config, shape: ModelShape) -> int:
-    """Return the parameters of the critic: only algorithms with one have a decay of its target."""
+    """Return the number of parameters of the critic; 0 for algorithms without `lambda_critic`."""
     return shape.body_parameters if "lambda_critic" in config["algorithm"] else 0
 
 
 def cold_start_parts(
     config: Config, shape: ModelShape, room_bytes: int, *, on_cpu: bool
 ) -> list[MemoryPart]:
-    """Return what learning from traces takes of one device, beside the engine that measures.
+    """Return the memory of the cold start on one device, including its engine for measurements.
 
-    Everything is float32, one process has all of it, and nothing is computed again. The arguments
-    are those of `engine_parts`.
+    One process trains in float32 without checkpointing of activations. The arguments are those of
+    `engine_parts`.
     """
     sft, rank = config["sft"], config["model"].get("lora_rank", 0)
-    # A model that is built has nothing to keep: it learns with all of its weights.
+    # A model built from scratch trains all of its weights, without adapters.
     has_adapters = rank and config["model"]["path"]
     trained = rank * shape.layers * shape.adapter_rows if has_adapters else shape.parameters
     longest = config["rollout"]["max_prompt_tokens"] + sft["max_response_tokens"]
@@ -269,9 +269,9 @@ def cold_start_parts(
 
 
 def _gathered_outer(shape: ModelShape, precision: Precision) -> int:
-    """Return the bytes of embedding and LM head where they are whole, and of the head's gradient.
+    """Return the bytes of gathered embedding and LM head, and of the head's gradient.
 
-    FSDP2 keeps them from the forward pass to the end of the backward pass.
+    FSDP2 keeps them gathered from the forward pass to the end of the backward pass.
     """
     outside = shape.parameters - shape.layers * shape.layer_parameters
     return precision.head * (outside + shape.embedding_parameters)
@@ -280,7 +280,7 @@ def _gathered_outer(shape: ModelShape, precision: Precision) -> int:
 def logits_moment(
     shape: ModelShape, precision: Precision, sharing: Sharing, chunk: int, temperature: float = 1.0
 ) -> MemoryPart:
-    """Return what the LM head takes while it scores a chunk of tokens."""
+    """Return the memory of the LM head while it scores a chunk of tokens."""
     each = LOGIT_BYTES * (1 if temperature == 1.0 else 2)
     logits = each * chunk * shape.vocab_size
     how = f"{chunk:,} tokens x {shape.vocab_size:,} logits x {each} B"
@@ -299,18 +299,18 @@ def logits_moment(
 def layer_moment(
     shape: ModelShape, precision: Precision, sharing: Sharing, again: int, tokens: int
 ) -> MemoryPart:
-    """Return what the backward pass of one layer takes for the tokens of a micro-batch.
+    """Return the memory of the backward pass of one layer for the tokens of a micro-batch.
 
-    `again` are the bytes that the layer's second forward pass keeps; 0 without checkpointing.
+    `again` is the number of bytes of recomputed activations; 0 without checkpointing.
     """
     wide = precision.product
-    # Gradients of two results of the feed-forward layer, and of the stream before and after.
+    # Gradients of two feed-forward activations, and of the residual stream before and after.
     feed_forward = 2 * wide * shape.intermediate_size * shape.experts_per_token
     flow = tokens * (feed_forward + 2 * precision.stream * shape.hidden_size)
     how = f"one layer of {tokens:,} tokens{' again' if again else ''} and its gradients"
     copies = 0
     if sharing.gathers:
-        # Two layers gathered, a third in the buffer it arrives in, gradients in both types.
+        # Two gathered layers, the receive buffer of a third, and gradients in both types.
         copies = (4 * wide + 8) * shape.layer_parameters
         copies += _gathered_outer(shape, precision)
         how += ", weights gathered"
@@ -324,18 +324,18 @@ def layer_moment(
 
 
 def settings_of_engine(config: Config) -> EngineConfig:
-    """Return the settings of `[engine]` with those that resolved tables leave out."""
+    """Return the settings of `[engine]`, with defaults for those not in the configuration."""
     return parse_section(EngineConfig, config["engine"], section="engine")
 
 
 def engine_parts(
     config: Config, shape: ModelShape, section: str, room_bytes: int, *, on_cpu: bool
 ) -> list[MemoryPart]:
-    """Return what the engine of `section` takes of one device; the cache is the last part.
+    """Return the memory of the engine of `section` on one device; the KV cache is the last part.
 
-    Where attention and experts are apart it is the device of an attention rank, which has every row
-    of its own; `expert_rank_part` has those of the others. `room_bytes` is the memory of the
-    device, which with `on_cpu` is the machine's own.
+    For engines with separate attention and expert ranks the device is that of an attention rank,
+    which has all data of its rows; `expert_rank_part` is for the others. `room_bytes` is the
+    memory of the device, or of the host with `on_cpu`.
     """
     engine, settings = config.get("engine", {}), config[section]
     name, ranks = engine.get("name", "transformers"), engine.get("tensor_parallel", 1)
@@ -373,7 +373,7 @@ def engine_parts(
         at_once * forward * wide // 2 + SAMPLER_BYTES * rows * shape.vocab_size,
         f"{at_once:,} tokens x {forward:,} B and {logits} {SAMPLER_BYTES} B",
     )
-    # An evaluation has no limit of its own for prompts: vLLM must hold the longest context.
+    # An evaluation does not limit its prompts: vLLM must have room for the longest context.
     least = cached * (limit if section == "rollout" else shape.max_model_tokens)
     left = int(memory_share(config) * room_bytes) - weights.num_bytes - step.num_bytes
     cache = engine.get("cache_bytes", 0) or (1 << 30 if on_cpu else max(left, least))
@@ -385,17 +385,17 @@ def engine_parts(
 
 
 def memory_share(config: Config) -> float:
-    """Return the part of a GPU that vLLM takes."""
+    """Return the part of a GPU's memory that vLLM takes, 0 to 1."""
     return float(config["engine"].get("memory_share", 0.85))
 
 
 def bytes_per_weight(config: Config) -> int:
-    """Return the bytes of a number of the policy in an engine."""
+    """Return the bytes per weight of the policy in an engine."""
     return 2 if config["model"]["dtype"] == "bfloat16" else 4
 
 
 def expert_rank_part(config: Config, shape: ModelShape) -> MemoryPart:
-    """Return the weights on a rank of an engine whose attention and experts are apart."""
+    """Return the weights on an expert rank of an engine with separate attention and experts."""
     wide, engine = bytes_per_weight(config), settings_of_engine(config)
     each = shape.expert_parameters // max(1, shape.num_experts)
     count = shape.num_experts // engine.expert_ranks + engine.redundant_experts
@@ -405,17 +405,17 @@ def expert_rank_part(config: Config, shape: ModelShape) -> MemoryPart:
 
 
 def read_at_start(config: Config, num_bytes: int) -> str:
-    """Return, in words, how fast a rank must read its weights so that its engine starts."""
+    """Return, in words, the read rate a rank needs to load its weights before the time-out."""
     seconds = settings_of_engine(config).start_seconds
     rate = num_bytes / seconds / 1e9
     return f", read at {rate:.2g} GB/s or more (`engine.rank_timeout_seconds` allows {seconds:g} s)"
 
 
 def frames_part(config: Config, shape: ModelShape, section: str, peers: int) -> MemoryPart:
-    """Return what rows to and from the ranks of the other role take of a rank's device.
+    """Return the memory of frames (rows to and from the other role) on a rank's device.
 
-    Each of them has, for each micro-batch, a place for the largest frame that leaves and one for
-    the largest that arrives; a token sends a rank at most one row for each of its experts there.
+    For each of `peers` and each micro-batch, the rank has one buffer for the largest sent frame and
+    one for the largest received frame. A token sends at most one row per expert on the peer.
     """
     wide, engine = bytes_per_weight(config), settings_of_engine(config)
     slots = engine.micro_batches if engine.name == "disagg" else 1

@@ -1,4 +1,4 @@
-"""The plan of a run in Markdown: what will happen, before anything expensive does."""
+"""The plan of a run in Markdown, written before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class RunPlan:
     newest_version: int | None
     changed: Sequence[str] = field(default_factory=tuple)
     opened: Sequence[tuple[str, str]] = field(default_factory=tuple)
-    """Data and model as they were found: (what, value in Markdown)."""
+    """Facts of the opened data and model: (what, value in Markdown)."""
     warnings: Sequence[str] = field(default_factory=tuple)
     away_from: Sequence[str] = field(default_factory=tuple)
     retries: str = ""
-    """Whether the cluster tries tasks again, in Markdown; empty outside a cluster."""
+    """Text on retries of failed pods, in Markdown; empty outside a cluster."""
     is_evaluated: bool = False
-    """The policy of its last iteration has been evaluated."""
+    """True if the policy of the last iteration has been evaluated."""
     is_followed: bool = False
-    """A further run of the chain is to be submitted at its end."""
+    """True if the last task submits a further run of the chain."""
 
     @property
     def num_finished(self) -> int:
@@ -41,7 +41,7 @@ class RunPlan:
 
     @property
     def is_done(self) -> bool:
-        """Whether an earlier attempt has done all of it, with the same settings."""
+        """True if earlier attempts with the same settings have done the whole run."""
         finished = self.num_finished == self.link.num_iterations
         return finished and self.is_evaluated and not (self.is_followed or self.changed)
 

@@ -1,4 +1,4 @@
-"""Whether the store of a run does what every run asks of it, tried once on an object of our own."""
+"""Probe of a run's store: try once, on an own object, every operation that a run needs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from planish.store import open_store
 
 
 def probe_store(root: str) -> None:
-    """Write, list, read and delete an object below a root, and write it on conditions.
+    """Write, list, read and delete an object below a root, with plain and conditional writes.
 
     Raises:
-        AccessRefused: one of these is forbidden; the message names the action.
-        StoreMisconfigured: the store does not list what it holds, or ignores a condition.
+        AccessRefused: the store forbids one of these; the message names the action.
+        StoreMisconfigured: the store does not list a written object, or ignores a condition.
     """
     folder = layout.locks(root)
     store, key = open_store(f"{folder}/probe-{secrets.token_hex(8)}")

@@ -1,7 +1,7 @@
-"""`run.json`: resolved configuration and identity of a run, and where it starts from.
+"""`run.json`: resolved configuration, identity and start of a run.
 
-`initial` names the policy and train state that the first iteration of the present run begins
-with: empty for the supervised start, else the newest of another root or of the run before.
+`initial` pins the policy and the train state from which the first iteration of the present run
+starts: empty for the supervised start, else those of another root or of the run before.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _FOLDERS = ("policies", "states")
 
 @dataclass(frozen=True)
 class StartPins:
-    """Pins of the policy and the train state that the run begins with."""
+    """Pins of the policy and the train state from which a run starts."""
 
     policy: Pin = ""
-    """Pin of the newest policy; empty when the run makes its own."""
+    """Pin of the policy; empty if the run makes its own."""
     state: Pin = ""
-    """Pin of the newest train state; empty before the first update."""
+    """Pin of the train state; empty before the first update."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class RunFile:
     config: Config
     code_version: str
     resumed_from: str
-    """Root of the run that this one began from, or the pin in it; empty for none."""
+    """Root of another run, or pin in it, from which this root started; empty for none."""
     origin: StartPins
     initial: StartPins
-    """Where the present run of the chain begins."""
+    """Start of the present run of the chain."""
     preset: str = ""
-    """Preset that the settings started from; empty for none."""
+    """Preset below all other settings; empty for none."""
     offset: int = 0
-    """Iterations of the chain before the present run."""
+    """Number of iterations of the chain before the present run."""
     num_shards: int = 0
     """Rollout shards of an iteration of the present run."""
 
@@ -73,7 +73,7 @@ class RunFile:
 
 
 def read_run_file(root: str) -> RunFile | None:
-    """Return `run.json` of a root, None when the root is new."""
+    """Return `run.json` of a root; None if the root is new."""
     try:
         raw = read_run(root)
     except ObjectMissing:
@@ -94,7 +94,7 @@ def check_same_config(
     """Return the settings that differ from those of an earlier run.
 
     Raises:
-        ConfigError: some say more than where the run is computed, and that was not allowed.
+        ConfigError: some of them change more than the place of computation, without permission.
     """
     changed = differences(unplaced(before.config), unplaced(config))
     if changed and not allow_config_change:
@@ -109,14 +109,14 @@ def check_same_config(
 def open_run_file(
     root: str, config: Config, *, resume_from: str, allow_config_change: bool
 ) -> tuple[RunFile, list[str], bool]:
-    """Decide what `run.json` must say; writes nothing.
+    """Return the content that `run.json` must have; write nothing.
 
-    `resume_from` is the root of another run to start from, or the pin of one of its policies or
-    train states; empty, or this root, for none.
+    `resume_from` is the root of another run from which to start, or the pin of one of its policies
+    or train states; it is empty, or this root, for none.
 
     Returns:
-        The file (with `initial` still where the root began), the settings that changed, and
-        whether the root is new.
+        The file (whose `initial` is still the start of the root), the changed settings, and whether
+        the root is new.
 
     Raises:
         ConfigError: another configuration, another origin, or no run at `resume_from`.
@@ -189,7 +189,7 @@ def resumed_root(place: str) -> str:
 
 
 def _start_at(root: str, pin: str) -> StartPins:
-    """Return the pins of an earlier policy and its state, of which `pin` is one."""
+    """Return the pins of a policy and of its train state; `pin` is one of the two."""
     uri, digest = parse_pin(pin)
     try:
         pinned = read_manifest(uri, sha256=digest)
@@ -209,7 +209,7 @@ def _start_at(root: str, pin: str) -> StartPins:
 
 
 def newest_version(root: str) -> int | None:
-    """Return the newest finished policy version of a root; None when there is none."""
+    """Return the newest finished policy version of a root; None if there is none."""
     return max(policy_versions(root), default=None)
 
 
@@ -217,14 +217,14 @@ def start_after(root: str, version: int) -> StartPins:
     """Return the pins of a policy version and of the train state that it was exported from.
 
     Raises:
-        RecordError: the state is gone.
+        RecordError: the train state does not exist any more.
     """
     uri = layout.policy(root, version)
     policy = read_manifest(uri)
     pin = f"{uri}#sha256={policy.sha256}"
     uris = store.list_uris(layout.state(root, 0).rpartition("/")[0])
     states = {uri.rpartition("/")[0] for uri in uris if uri.endswith("/manifest.json")}
-    # The newest is the likeliest.
+    # The newest state is the likeliest match.
     for state in sorted(states, reverse=True):
         digest = read_manifest(state).sha256
         if digest in policy.parents.values():
@@ -238,7 +238,7 @@ def start_after(root: str, version: int) -> StartPins:
 
 
 def write_run_file(root: str, run: RunFile) -> None:
-    """Write `run.json` unless it says the same already."""
+    """Write `run.json` unless it exists with the same content."""
     if read_run_file(root) == run:
         return
     write_json(layout.run_file(root), run.document())

@@ -29,7 +29,7 @@ def toml_value(value: Any) -> str:
     """
     shown = "none" if value is None else value
     text = json.dumps(shown, ensure_ascii=False, separators=(", ", " = "), default=str)
-    # The one control character that JSON lets stand and TOML does not.
+    # JSON allows this control character in a string, TOML does not.
     return text.replace("\x7f", "\\u007f")
 
 
@@ -37,7 +37,7 @@ def read_config_file(place: str) -> dict[str, dict[str, Any]]:
     """Read a TOML file from a URI or a local path, optionally pinned by `#sha256=<digest>`.
 
     Raises:
-        ConfigError: missing, not TOML in UTF-8, or of another digest.
+        ConfigError: the file is missing, is not TOML in UTF-8, or has another digest.
     """
     pinned = _PIN.match(place)
     place = pinned["place"] if pinned else place
@@ -64,15 +64,15 @@ def read_config_file(place: str) -> dict[str, dict[str, Any]]:
 def split_overrides(text: str) -> list[str]:
     """Split `a.b=1 c.d='x y'` as a shell would, but keep the escapes of values.
 
-    A value in brackets, and one in quotes that holds a backslash, stay as TOML reads them. Outside
-    of those a backslash hides a space, a quote or a backslash, and stays before anything else.
+    A value in brackets, or in quotes with a backslash inside, stays unchanged, as TOML. Elsewhere a
+    backslash escapes a space, a quote or a backslash, and is kept before any other character.
 
     Example:
         >>> split_overrides("a.b='x y' a.c=[1, 2]")
         ['a.b=x y', 'a.c=[1, 2]']
 
     Raises:
-        ConfigError: a quote that is not closed.
+        ConfigError: a quote is not closed.
     """
     words = []
     rest = text.lstrip()
@@ -93,7 +93,7 @@ def split_overrides(text: str) -> list[str]:
 
 
 def _toml_end(text: str) -> int:
-    """Return where a first override ends whose value must stay TOML; 0 where there is none."""
+    """Return the end of the first override if its value must stay TOML, else 0."""
     match = _TOML_VALUE.match(text)
     if match is None:
         return 0
@@ -124,8 +124,8 @@ def build_config(
 
     Later layers win: preset, TOML file (URI or path), overrides (`section.key=value` separated by
     spaces), then the run parameters `model`, `dataset` and `seed`. Empty texts, and a seed of -1,
-    leave what is configured. With a `model.path`, the steps of GSM8K's solutions are trained on
-    only where file or overrides say so: those of presets are meant for models that are made here.
+    change nothing. With a `model.path`, `curate.gsm8k_as` of the preset is ignored, because presets
+    set it for models built from scratch.
 
     Raises:
         ConfigError: every fault of every section in one message.

@@ -1,4 +1,4 @@
-"""The prepare stage: nothing expensive begins before everything cheap has been checked."""
+"""The prepare stage: it checks everything cheap before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class PreparedRun(NamedTuple):
     config_sha256: str
     offset: int
     chain_index: int
-    """Place of this run in its chain, never -1."""
+    """Place of this run in its chain, 0 or more."""
     node_affinity: dict[str, Any]
-    """Keeps the pods of this run away from faulty machines; empty for none."""
+    """Node affinity by which the pods of this run avoid faulty machines; empty for none."""
     unfinished: bool
 
 
@@ -105,7 +105,7 @@ def run(
 ) -> PreparedRun:
     """Check everything that needs no GPU, take the lock and write run.json.
 
-    `components/prepare.py` says what the parameters are.
+    `components/prepare.py` describes the parameters.
     """
     # fmt: off
     wish = Wish(
@@ -125,7 +125,7 @@ def run(
 
 
 def liveness(api: ClusterApi | None) -> Callable[[Holder], bool | None]:
-    """Return a function that checks whether the holder of a lock lives, here or in the cluster."""
+    """Return a function that returns whether a lock's holder lives, here or in the cluster."""
 
     def alive(holder: Holder) -> bool | None:
         if holder.kind == "local" or api is None:
@@ -136,12 +136,12 @@ def liveness(api: ClusterApi | None) -> Callable[[Holder], bool | None]:
 
 
 def check_reference(config: Config, start: StartPins) -> None:
-    """Look for the reference policy of a KL penalty; a ConfigError says that it is not there.
+    """Check that the reference policy of a KL penalty exists; raises ConfigError.
 
-    `start` is where the present run begins: its state names the reference.
+    `start` is the start of the present run; its train state names the reference.
     """
     pinned = config["train"].get("reference_policy", "")
-    # A training that has yet to begin takes its own first policy.
+    # A run without a start policy takes its own first policy as the reference.
     if config["algorithm"].get("kl_coefficient") and (pinned or start.policy):
         find_reference(
             pinned,
@@ -152,14 +152,14 @@ def check_reference(config: Config, start: StartPins) -> None:
 
 
 def check_adapters(config: Config, state: str) -> None:
-    """Refuse other adapters than those of the pinned train state, if there is one."""
+    """Refuse adapter settings that differ from those of the pinned train state, if any."""
     if state:
         settings = parse_section(ModelConfig, config["model"], section="model")
         check_same(read_state_info(state), configured(settings), pin=state)
 
 
 def check_not_stopped(root: str) -> None:
-    """Refuse a root that an operator has stopped: every task would only pass."""
+    """Refuse a root that an operator has stopped: its tasks would do no work."""
     if store.exists(uri := layout.stop_file(root)):
         raise ConfigError(
             f"the root must not be stopped, got `{uri}`; `planish stop {root} --undo` lets runs on "
@@ -168,10 +168,10 @@ def check_not_stopped(root: str) -> None:
 
 
 def nodes_to_avoid(root: str, resume_from: str, limit: int, *, api: ClusterApi | None) -> list[str]:
-    """Return the nodes named first, on this root and on the one that this run starts from.
+    """Return the first `limit` nodes named on this root and on the root of `resume_from`.
 
     Raises:
-        ConfigError: a person has named one and this pipeline keeps away from none.
+        ConfigError: an operator has named a node, but this pipeline avoids none.
     """
     if limit < 0:
         raise ConfigError(
@@ -197,20 +197,20 @@ def nodes_to_avoid(root: str, resume_from: str, limit: int, *, api: ClusterApi |
 
 
 def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
-    """Do the work of the stage; without `api` the cluster is asked only from inside one.
+    """Do the work of the stage; without `api`, check a cluster only if this is one of its pods.
 
     Raises:
         RootInUse: another run uses the root.
-        ConfigError: whatever the user must mend; at most the lock has been written then.
+        ConfigError: any fault of settings, data or cluster; only the lock may be written by then.
         StoreUnavailable: the store does not answer.
     """
     if not root.startswith("/"):
-        # A relative path would lie in the folder of this program.
+        # A relative path would be below the working directory of this program.
         parse_uri(root)
     if api is None and inside_cluster():
         api = ClusterApi.connect()
     chain, me = parse_chain(wish.chain), current_holder()
-    # Before all else: a run that may not be here leaves no fault on another run's root.
+    # This check is first: a refused run must leave nothing on another run's root.
     check_free(root, me, alive=liveness(api))
     check_not_stopped(root)
     config = wish.configuration()
@@ -265,7 +265,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
 
 
 def outcome_of(plan: RunPlan, lock_generation: int) -> Outcome:
-    """Return what the stage hands on of its plan."""
+    """Return the outcome of the stage from its plan."""
     text = render(plan)
     logger.info("plan\n%s", text)
     return Outcome(

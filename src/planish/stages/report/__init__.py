@@ -1,1 +1,1 @@
-"""The exit task: a page, a summary and a few scalars about a run, from what lies in its root."""
+"""The exit task: a page, a summary and a few scalars about a run, from the records in its root."""

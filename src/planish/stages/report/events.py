@@ -1,6 +1,6 @@
-"""What disturbed a run and what was done about it, put together from events, stage logs and alerts.
+"""Disturbances of a run and the reactions to them, from events, stage logs and alerts.
 
-An undisturbed run has none: gangs are told only of iterations in which something else happened too.
+An undisturbed run has none: gangs are shown only in iterations with another disturbance.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ ROWS = {
     ALERTS: "red",
     CORDONS: "orange",
 }
-"""Rows of the picture, from top to bottom, to the colour of what went well."""
+"""Rows of the chart, from top to bottom, to the colour of events without a fault."""
 CORDONED = ("cordon done", "evict done")
-"""How the monitor's words begin for an action after which a node takes no pods any more."""
+"""First words of the monitor's text for actions after which a node takes no more pods."""
 
 
 def run_events(
     records: Sequence[Mapping[str, Any]], tasks: Sequence[TaskLog], alerts: Sequence[MachineAlert]
 ) -> list[Event]:
-    """Return what disturbed a run, by begin; `tasks` are the newest attempts."""
+    """Return the disturbances of a run in order of start; `tasks` are the newest attempts."""
     attempts = [record for record in records if record["kind"] == "attempt"]
     events = [_attempt(record) for record in attempts]
     again = {(record["stage"], record["iteration"], record["shard"]) for record in attempts}
@@ -52,7 +52,7 @@ def run_events(
 
 
 def _attempt(record: Mapping[str, Any]) -> Event:
-    """Return an attempt that a later one has followed."""
+    """Return the event of an attempt that was tried again."""
     begin, end = record["begin_seconds"], record["end_seconds"]
     name = task_name(record["stage"], record["iteration"], record["shard"])
     code = record.get("exit_code")
@@ -63,7 +63,7 @@ def _attempt(record: Mapping[str, Any]) -> Event:
 
 
 def _alert(alert: MachineAlert) -> Iterator[Event]:
-    """Return an alert and, where its node was cordoned, the time from then on."""
+    """Yield the event of an alert and, if its node was cordoned, that of the cordon."""
     end = alert.last_second if alert.state == "resolved" else 0.0
     text = f"{alert.machine} unlike its peers in {alert.what}"
     yield Event(ALERTS, alert.first_second, end, text, True)

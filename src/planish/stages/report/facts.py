@@ -1,4 +1,4 @@
-"""What the report knows about a run: plain values, gathered once, drawn and written afterwards."""
+"""Facts of a run for the report: plain values, collected once before drawing and writing."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from planish.records.reports import BestPolicy, EvalReport
 from planish.run.avoid import AvoidedNode
 
 WEIGHT = "num_generated_groups"
-"""Metric of a shard that weighs its means."""
+"""Metric of a shard that is the weight of its means."""
 Evaluations = Mapping[int, EvalReport]
-"""Evaluations on one set of prompts by policy version, increasing."""
+"""Policy version, increasing, to the evaluation on one set of prompts."""
 ACCURACY_ERROR = "accuracy_standard_error"
-"""Score that is there where a prompt has several samples."""
+"""Score that exists if a prompt has several samples."""
 SUCCESS = {"SUCCEEDED", "COMPLETE", "COMPLETED", "DONE"}
 
 
 def task_name(stage: str, iteration: int, shard: int) -> str:
-    """Return how people call a task.
+    """Return the name of a task for people.
 
     Example:
         >>> task_name("rollout", 3, 1), task_name("sft", 0, 0)
@@ -48,23 +48,23 @@ class TaskLog:
     state: str
     """running, done or failed."""
     start_seconds: float
-    """Seconds since 1970."""
+    """Start of the attempt, seconds since 1970."""
     seconds: float
     startup_seconds: float = 0.0
-    """Process start and imports before `start_seconds`."""
+    """Seconds of process start and imports before `start_seconds`."""
     already_done: bool = False
-    """The output stood there from an earlier attempt."""
+    """True if the output existed from an earlier attempt."""
     metrics: dict[str, float] = field(default_factory=dict)
     error: str = ""
 
     @property
     def end_seconds(self) -> float:
-        """Seconds since 1970 at which the attempt ended, or was last heard of."""
+        """End of the attempt, or of its last log entry, seconds since 1970."""
         return self.start_seconds + self.seconds
 
     @property
     def name(self) -> str:
-        """How people call the task: `rollout 1 of iteration 3`."""
+        """Name of the task for people: `rollout 1 of iteration 3`."""
         return task_name(self.stage, self.iteration, self.shard)
 
 
@@ -78,7 +78,7 @@ def busy_seconds(tasks: Iterable[TaskLog]) -> float:
 
 
 def last_pin(refs: Mapping[int, Ref]) -> str | None:
-    """Return the pin of the newest policy or state, None without any."""
+    """Return the pin of the newest policy or state; None if there is none."""
     return refs[max(refs)].pin() if refs else None
 
 
@@ -88,7 +88,7 @@ class Sample:
 
     prompt_id: str
     prompt: str
-    """Empty when the set of prompts is missing."""
+    """Text of the prompt; empty if the set of prompts is missing."""
     answer: str
     response: str
     is_correct: bool
@@ -98,7 +98,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleComparison:
-    """Responses to one prompt by two policies, or by one."""
+    """Responses of one or two policies, to compare."""
 
     title: str
     columns: Sequence[tuple[str, Sequence[Sample]]]
@@ -106,13 +106,13 @@ class SampleComparison:
 
     @property
     def prompts(self) -> Iterable[Sample]:
-        """One response to each of the prompts."""
+        """One sample of each prompt."""
         return {s.prompt_id: s for _, column in self.columns for s in column}.values()
 
 
 @dataclass(frozen=True)
 class MachineAlert:
-    """An anomaly that the monitor reported while the run was alive."""
+    """An anomaly that the monitor reported during the run."""
 
     machine: str
     metric: str
@@ -124,81 +124,81 @@ class MachineAlert:
     kind: str = ""
     """dissimilar, silent or job_wide."""
     state: str = ""
-    """Newest state that the monitor wrote; `resolved` when it is over."""
+    """Newest state that the monitor wrote; `resolved` after its end."""
     stage: str = ""
     iteration: int = 0
     """1, 2, ...; 0 outside iterations."""
     history: tuple[tuple[float, str], ...] = ()
-    """Seconds since 1970 and what was done or refused then, in words."""
+    """(Seconds since 1970, text of the action or refusal), in order."""
 
     @property
     def what(self) -> str:
-        """Metric that showed the fault, or else its kind."""
+        """Metric that shows the fault, else its kind."""
         return self.metric or self.kind
 
     @property
     def is_over(self) -> bool:
-        """The monitor has told its end."""
+        """True if the monitor has reported its end."""
         return self.state in ("", "resolved")
 
     @property
     def where(self) -> str:
-        """Task that ran on the machine, in words."""
+        """Task on the machine, in words."""
         is_inside = self.stage and self.iteration
         return f"{self.stage} of iteration {self.iteration}" if is_inside else self.stage
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that disturbed a run, or that it did about it."""
+    """A disturbance of a run, or a reaction to one."""
 
     row: str
-    """Which row of the picture shows it."""
+    """Row of the chart that shows it."""
     begin_seconds: float
     end_seconds: float
-    """The same; 0 where it has no end."""
+    """End, seconds since 1970; 0 if it has none."""
     text: str
     is_bad: bool = False
-    """It was a fault, or ended in one."""
+    """True if it was a fault, or ended in one."""
 
 
 @dataclass
 class ReportFacts:
-    """Everything that the report shows."""
+    """All facts that the report shows."""
 
     root: str
     state: str = ""
     run: dict[str, Any] = field(default_factory=dict)
-    """`run.json`; empty when unknown."""
+    """Content of `run.json`; empty if unknown."""
     tasks: list[TaskLog] = field(default_factory=list)
-    """Newest attempt of each task, by start."""
+    """Newest attempt of each task, in order of start."""
     updates: dict[int, dict[str, float]] = field(default_factory=dict)
     """Iteration to the scalars of its update."""
     evaluations: Evaluations = field(default_factory=dict)
     sets: dict[str, Evaluations] = field(default_factory=dict)
     control: dict[str, float] = field(default_factory=dict)
-    """Scores of as many seconds of supervised training from the same start; empty: not measured."""
+    """Scores after supervised training from the same start for as long; empty if not measured."""
     best: BestPolicy | None = None
     policies: dict[int, Ref] = field(default_factory=dict)
     states: dict[int, Ref] = field(default_factory=dict)
     alerts: list[MachineAlert] = field(default_factory=list)
     avoided: list[AvoidedNode] = field(default_factory=list)
-    """Nodes that following runs keep away from, where that is set."""
+    """Nodes that following runs avoid, if their pipeline does so."""
     restart: str = ""
-    """Whether this run is started again; empty where restarts are off or none was due."""
+    """Decision on a restart, in words; empty if restarts are off or none was due."""
     curation: str = ""
     events: list[Event] = field(default_factory=list)
-    """Faults and what was done about them; empty for an undisturbed run."""
+    """Faults and the reactions to them; empty for an undisturbed run."""
     comparisons: list[SampleComparison] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     failure: PlanishError | None = None
-    """Why nothing more could be read; None where the store answered to the end."""
+    """Error of the store that ended the reading; None if it answered to the end."""
     is_stopped: bool = False
-    """An operator ended the run through the stop file."""
+    """True if an operator ended the run by the stop file."""
 
     @property
     def config(self) -> dict[str, dict[str, Any]]:
-        """Resolved configuration; empty when unknown."""
+        """Resolved configuration; empty if unknown."""
         config: dict[str, dict[str, Any]] = self.run.get("config", {})
         return config
 
@@ -209,12 +209,12 @@ class ReportFacts:
 
     @property
     def is_success(self) -> bool:
-        """The run ended well as far as the scheduler knows."""
+        """True if the scheduler reports success."""
         return self.final_state in SUCCESS
 
     @property
     def failed(self) -> list[TaskLog]:
-        """Tasks that failed or were cut off, newest first."""
+        """Failed and interrupted tasks, newest first."""
         return [task for task in reversed(self.tasks) if task.state != "done"]
 
     @property
@@ -224,13 +224,13 @@ class ReportFacts:
 
     @property
     def after(self) -> Mapping[str, float]:
-        """The same of the newest evaluated policy, when it is another one."""
+        """Scores of the newest evaluated policy; empty if it is the starting policy."""
         last = max(self.evaluations, default=0)
         return self.evaluations[last].scalars if len(self.evaluations) > 1 else {}
 
     @property
     def rise_error(self) -> float | None:
-        """Standard error of the rise of accuracy, as the evaluate stage measured it."""
+        """Standard error of the rise of accuracy, computed by the evaluate stage."""
         measured = [
             task.metrics for task in self.tasks if task.stage == "evaluate" and not task.iteration
         ]
@@ -238,12 +238,12 @@ class ReportFacts:
 
     @property
     def began(self) -> float:
-        """Seconds since 1970 at which the first task began; 0 without one."""
+        """Start of the first task, seconds since 1970; 0 without tasks."""
         return min((task.start_seconds for task in self.tasks), default=0.0)
 
     @property
     def seconds(self) -> float:
-        """From the first task's begin to the last one's end."""
+        """Seconds from the start of the first task to the end of the last one."""
         return max((task.end_seconds for task in self.tasks), default=0.0) - self.began
 
     @property
@@ -261,7 +261,7 @@ class ReportFacts:
 
     @property
     def num_tokens(self) -> float | None:
-        """Response tokens generated in the iterations, dropped groups included."""
+        """Number of response tokens generated in all iterations, dropped groups included."""
         counts = self.series("rollout/num_generated_tokens", combine=sum)
         return sum(counts.values()) if counts else None
 
@@ -273,10 +273,10 @@ class ReportFacts:
     def series(
         self, *sources: str, combine: Callable[[list[float]], float] | None = None
     ) -> dict[int, float]:
-        """Return iteration -> value of the first source (`stage/metric`) that has any.
+        """Return iteration -> value, from the first source (`stage/metric`) with any values.
 
-        The stage `update` is the update report. `combine` makes one value of those of parallel
-        tasks; without it that is their mean, weighted by the groups that each has generated.
+        The stage `update` is the update report. `combine` reduces the values of parallel tasks;
+        the default is their mean, weighted by the number of groups that each generated.
         """
         for source in sources:
             stage, _, key = source.partition("/")

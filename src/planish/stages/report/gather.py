@@ -1,6 +1,6 @@
-"""Collect the facts of a run from its root; what is missing is listed and never raised.
+"""Collect the facts of a run from its root; list missing files instead of raising.
 
-No drawing here, and no wording beyond what is missing.
+This module draws nothing, and words only the list of missing files.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from planish.store.documents import read_json
 _ITERATION = re.compile(r"/iterations/(\d{1,9})/")
 _SAVED = re.compile(r"(?:step-)?(\d{1,12})/manifest\.json")
 OWN_STAGE = "report"
-"""Log entries of this stage say nothing about the run."""
+"""Stage whose log entries are not facts of the run."""
 
 
 def gather(root: str, state: str = "", *, curves_only: bool = False) -> ReportFacts:
-    """Read everything that the report shows; never raises for a missing or damaged file.
+    """Read everything that the report shows; never raise for a missing or damaged file.
 
     `state` is the final state of the run as the scheduler gives it. With `curves_only` only
     configuration, stage logs, updates and evaluations are read.
@@ -63,7 +63,7 @@ def gather(root: str, state: str = "", *, curves_only: bool = False) -> ReportFa
 
 
 def _read_the_rest(reader: Reader, facts: ReportFacts) -> None:
-    """Fill in what no curve is drawn from."""
+    """Fill in the facts without a curve."""
     root = reader.root
     facts.policies = _saved(reader, "policy", layout.policy(root, 0))
     facts.states = _saved(reader, "state", layout.state(root, 0))
@@ -97,7 +97,7 @@ def _task(raw: dict[str, Any]) -> TaskLog:
 def _alert(raw: dict[str, Any]) -> MachineAlert:
     facts = {name: raw[name] for name in MachineAlert.__annotations__ if name in raw}
     history = tuple((told["second"], told["action"]) for told in raw.get("history", ()))
-    # The end of an alert is reported without an action; what was done before it stays true.
+    # The last report of an alert has no action; the last earlier action is still true.
     done = [action for _, action in history if action]
     machine = raw["machine"] or f"{len(raw['machines'])} machines"
     action = raw["action"] or (done[-1] if done else "")
@@ -122,7 +122,7 @@ def _read_updates(reader: Reader, facts: ReportFacts) -> None:
 
 
 def _evaluations(reader: Reader) -> dict[str, Evaluations]:
-    """Read the evaluations of each set of prompts, by version; those held out have no name."""
+    """Read the evaluations of each set of prompts, by version; the held-out set has the name ""."""
     found: dict[str, dict[int, EvalReport]] = {}
     for uri in reader.list(f"{reader.root}/evals", "the evaluations"):
         if place := layout.parse_evaluation(reader.root, uri):
@@ -139,7 +139,7 @@ def _evaluations(reader: Reader) -> dict[str, Evaluations]:
 
 
 def _saved(reader: Reader, kind: str, example: str) -> dict[int, Ref]:
-    """Find finished sets whose folders are numbered like `example`."""
+    """Return finished sets, by number, in the folders numbered like `example`."""
     folder = example.rpartition("/")[0]
     sets = {}
     for uri in reader.list(folder, f"the folder of each {kind}"):

@@ -1,4 +1,4 @@
-"""What stands where on the page: header, cards, failure; plain texts for the templates."""
+"""Content of the page as plain texts for the templates: header, cards, failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planish.stages.report.text import number, one_line, percent, seconds, utc, 
 FAILURES = {"FAILED", "ERROR", "TERMINATED", *CANCELLED}
 ENDED = "Ended by a person"
 MAX_LISTED = 40
-"""Rows of a list that may grow without bound."""
+"""Limit on the rows of a list that may grow without bound."""
 
 
 class Card(NamedTuple):
@@ -29,11 +29,11 @@ class Card(NamedTuple):
     before: str = ""
     change: ScoreChange | None = None
     is_big: bool = False
-    """Takes twice the width."""
+    """True if the card has twice the width."""
 
 
 def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> dict[str, Any]:
-    """Turn facts, and what the scheduler says of a failure, into what the templates print."""
+    """Return the variables of the templates from the facts and the scheduler's failure message."""
     failure = _failure(facts, failed_task, error_message)
     saved, more = tables.saved_rows(facts)
     config = tables.config_tables(facts.config)
@@ -96,7 +96,7 @@ def _header(facts: ReportFacts) -> list[tuple[str, str]]:
 
 
 def _trained_parameters(facts: ReportFacts) -> dict[str, str]:
-    """Return how many parameters adapters train, of all; nothing where all weights are trained."""
+    """Return the number of adapter parameters out of all; empty if all weights are trained."""
     scalars = facts.updates[facts.iterations[-1]] if facts.iterations else {}
     rows = {}
     for label, kind in (("trained parameters", ""), ("of the critic", "critic_")):
@@ -109,14 +109,14 @@ def _trained_parameters(facts: ReportFacts) -> dict[str, str]:
 
 
 def _of_rewards(facts: ReportFacts, tell: Callable[[Mapping[str, float]], str]) -> list[str]:
-    """Return what the metrics of each reward task tell, where they tell anything."""
+    """Return the line that `tell` makes of each reward task's metrics, without empty ones."""
     rewards = (task for task in facts.tasks if task.stage == "reward")
     lines = ((task.iteration, tell(task.metrics)) for task in rewards)
     return [f"iteration {number}: {line}" for number, line in lines if line][-MAX_LISTED:]
 
 
 def _cards(facts: ReportFacts) -> list[Card]:
-    """Return the key numbers: accuracy before and after, then what the run cost."""
+    """Return the key numbers: accuracy before and after, then the costs of the run."""
     before, after = facts.before, facts.after
     cards: list[Card] = []
     if not before:
@@ -152,7 +152,7 @@ def _cards(facts: ReportFacts) -> list[Card]:
     if facts.num_tokens is not None:
         count = number(facts.num_tokens)
         cards.append(Card("Tokens generated", count, "in the rollouts of all iterations"))
-        # Shards sample side by side: of one iteration the slowest counts.
+        # Shards sample in parallel: the slowest one decides the time of an iteration.
         spent = sum(facts.series("rollout/sample_seconds", combine=max).values())
         if spent > 0:
             rate = f"{number(facts.num_tokens / spent)} / s"
@@ -189,7 +189,7 @@ def _state(facts: ReportFacts) -> str:
 
 
 def _failure(facts: ReportFacts, failed_task: str, error_message: str) -> dict[str, Any] | None:
-    """Return what a failed run's owner has to know first; None where nothing has failed."""
+    """Return the most important facts of a failure; None if nothing has failed."""
     if facts.is_success or not (facts.final_state in FAILURES or facts.failed):
         return None
     tasks = [
@@ -220,7 +220,7 @@ def _failure(facts: ReportFacts, failed_task: str, error_message: str) -> dict[s
 
 
 def resume_command(facts: ReportFacts) -> str:
-    """Return the command that goes on where the run ended; two when it may run in two places."""
+    """Return the command that resumes the run; two if it may run on a cluster or on one machine."""
     preset = facts.run.get("preset")
     root = shlex.quote(facts.root)
     local = f"planish run --root {root}" + (f" --preset {shlex.quote(preset)}" if preset else "")

@@ -1,4 +1,4 @@
-"""Read what lies under the root of a run; what is missing is listed and never raised."""
+"""Read files under the root of a run; list missing ones instead of raising."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Reader:
-    """Reads from one run root; collects in `missing` what could not be read.
+    """Reader of one run root, which collects in `missing` what it could not read.
 
     Example:
         >>> reader = Reader("file:///no/such/run")
@@ -30,13 +30,13 @@ class Reader:
         self.root = root.rstrip("/")
         self.missing: list[str] = []
         self.failure: PlanishError | None = None
-        """Why the store is not asked any more; None while it answers."""
+        """Error after which no request is sent to the store; None while it answers."""
 
     def attempt(self, what: str, read: Callable[[], ResultT], default: ResultT) -> ResultT:
-        """Return what `read` returns, or note the fault and return `default`.
+        """Return the result of `read`; after a fault, add it to `missing` and return `default`.
 
-        After the store has once refused or failed to answer it is not asked again, since each
-        call would wait for its whole retry policy.
+        Once the store has refused a request or not answered, no further request is sent, since each
+        would wait for its whole retry policy.
         """
         if self.failure:
             return default
@@ -50,19 +50,19 @@ class Reader:
         except (PlanishError, OSError) as error:
             self.missing.append(f"{what}: {one_line(str(error))}")
         except Exception as error:
-            # The exit task reports what it can even when a file is damaged; the fault is listed.
+            # A damaged file must not end the exit task: the report lists the fault.
             logger.warning("unreadable what=%s", what, exc_info=True)
             self.missing.append(f"{what}: {one_line(f'{type(error).__name__}: {error}')}")
         return default
 
     def list(self, uri: str, what: str) -> list[str]:
-        """Return the URIs below the folder `uri`, none when it can not be listed."""
+        """Return the URIs below the folder `uri`; none if the store cannot list it."""
         return self.attempt(what, lambda: store.list_uris(f"{uri.rstrip('/')}/"), [])
 
     def documents(
         self, folder: str, what: str, make: Callable[[dict[str, Any]], ResultT]
     ) -> Iterator[ResultT]:
-        """Return what `make` makes of each JSON object in a folder that it can read."""
+        """Yield `make(document)` for each readable JSON object in a folder."""
         for uri in self.list(folder, f"the {what}s"):
             if uri.endswith(".json"):
                 name = f"{what} {uri.rpartition('/')[2]}"

@@ -1,7 +1,7 @@
 """The page as one self-contained HTML file and as Markdown.
 
-Every text is escaped here, by the template engine: nothing in a run can add markup, a link, an
-image or a script to the page.
+The template engine escapes every text, so no content of a run can add markup, a link, an image or a
+script to the page.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from planish.stages.report.figures.charts import Chart
 from planish.stages.report.text import number, one_line, utc, visible
 
 MAX_BYTES = 1 << 20
-"""The Kubeflow page shows no larger HTML artifact."""
+"""Size limit of an HTML artifact that the Kubeflow page shows, in bytes."""
 _MAX_CURATION = 60_000
 
 
 def render_html(page: Mapping[str, Any]) -> str:
-    """Return what `build_page` returned as HTML of less than `MAX_BYTES` bytes.
+    """Return the result of `build_page` as HTML of less than `MAX_BYTES` bytes.
 
-    A page that would be larger loses its samples, then the report of curation, then its charts.
+    A larger page loses its samples, then the curation report, then its charts.
     """
     kept = dict(page)
     for drop in ((), ("comparisons",), ("curation",), ("charts", "recovery")):
@@ -41,19 +41,19 @@ def render_html(page: Mapping[str, Any]) -> str:
 
 
 def drawn(charts: Sequence[Chart]) -> list[dict[str, Any]]:
-    """Return charts as the templates take them; their drawings are the only text that is markup."""
+    """Return charts for the templates; their drawings are the only text that is not escaped."""
     return [{**chart._asdict(), "svg": Markup(chart.svg)} for chart in charts]
 
 
 def fill(template: str, page: Mapping[str, Any]) -> str:
-    """Return a template in the report's style as HTML, all text escaped."""
+    """Return a template filled with `page`, as HTML in the report's style, all text escaped."""
     css = resources.files("planish.stages.report").joinpath("templates/report.css").read_text()
     environment = _environment(autoescape=True)
     return environment.get_template(template).render(page=page, css=Markup(css))
 
 
 def render_markdown(page: Mapping[str, Any]) -> str:
-    """Return what `build_page` returned as Markdown; model text stays out of it."""
+    """Return the result of `build_page` as Markdown, without text of the model."""
     environment = _environment(autoescape=False)
     environment.filters.update(cell=_cell, inline=code_span, code=code_cell, fenced=_fenced)
     return environment.get_template("report.md.j2").render(page=page)
@@ -64,7 +64,7 @@ def _environment(*, autoescape: bool) -> Environment:
         loader=PackageLoader("planish.stages.report"),
         autoescape=autoescape,
         undefined=StrictUndefined,
-        # Control and direction characters show in everything that is printed.
+        # Control and direction characters become visible in all printed text.
         finalize=lambda value: visible(value, limit=MAX_BYTES) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -82,7 +82,7 @@ def _safe_markdown(text: str) -> Markup:
 
 
 def _cell(text: str) -> str:
-    """Return text for a Markdown table: with an identifier in it as code, else escaped."""
+    """Return text for a Markdown table: as code if it contains an identifier, else escaped."""
     if re.search(r"\w_\w", text):
         return code_cell(text)
     return re.sub(r"([\\`*_\[\]<>&|#~])", r"\\\1", " ".join(text.split()))

@@ -1,6 +1,6 @@
-"""Choose a few rollouts worth reading: before against after, early against late, right and wrong.
+"""Choose a few rollouts to read: before and after, early and late, right and wrong.
 
-The choice is deterministic: the first prompt in order of its id that shows the case.
+The choice is deterministic: the first prompt, in order of prompt id, that shows the case.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from planish.stages.report.reader import Reader
 
 MAX_SET_BYTES = 256 << 20
 RESPONSES_PER_COLUMN = 2
-"""Responses shown of one policy for one prompt."""
+"""Number of responses shown for one policy and prompt."""
 
 Groups = dict[str, list[Sample]]
-"""Responses by prompt, in order of its id."""
+"""Prompt id, in order, to responses."""
 Texts = dict[str, str]
 
 
 def sample_comparisons(reader: Reader, facts: ReportFacts) -> list[SampleComparison]:
-    """Read the sets that samples come from and choose; missing sets give fewer comparisons."""
+    """Return comparisons from the sets that can be read; missing sets give fewer comparisons."""
     root, comparisons = reader.root, _held_out(reader, facts)
     texts = _prompt_texts(reader, layout.prompts(root), "the training prompts")
     groups = {}
@@ -62,7 +62,7 @@ def _prompt_texts(reader: Reader, uri: str, what: str) -> Texts:
 def _rows(
     rollouts: RolloutSet, accuracy: Sequence[float], extracted: Sequence[str], texts: Texts
 ) -> Groups:
-    """Group rows by prompt; unfinished or failed rows are left out."""
+    """Return finished rows by prompt; leave out unfinished and failed rows."""
     lengths = rollouts.response_tokens.lengths
     groups: Groups = {}
     for row in range(rollouts.num_rows):
@@ -86,12 +86,12 @@ def _iteration_groups(root: str, iteration: int, texts: Texts) -> Groups:
         return {}
     rollouts = read_set(RolloutSet, uri, with_optional=False)
     rewards = read_set(RewardSet, scores_uri)
-    # Rewards lie in shard order, so that the rows of shard 0 come first.
+    # Rewards are in order of the shards, so the rows of shard 0 are the first.
     return _rows(rollouts, rewards.accuracy.tolist(), rewards.extracted, texts)
 
 
 def _evaluation_groups(root: str, version: int, texts: Texts, report: EvalReport) -> Groups:
-    """Return the sampled rollouts that lie beside an evaluation, with the marks of its report."""
+    """Return the sampled rollouts of an evaluation, with the marks of its report."""
     files = store.list_uris(f"{layout.evaluation(root, version)}/")
     sets = (uri.rpartition("/")[0] for uri in files if uri.endswith("/manifest.json"))
     uri = next((s for s in sets if read_manifest(s).schema.startswith("rollouts/")), "")
@@ -137,7 +137,7 @@ def _held_out(reader: Reader, facts: ReportFacts) -> list[SampleComparison]:
 
 
 def _clearest(before: Groups, after: Groups, was_right: bool, is_right: bool) -> str | None:
-    """Return the prompt that shows the case most clearly; ties by prompt id."""
+    """Return the prompt that shows the case most clearly; the lowest prompt id breaks ties."""
     found = []
     for key in before.keys() & after.keys():
         old, new = (

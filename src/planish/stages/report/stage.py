@@ -24,7 +24,7 @@ from planish.stages.report.webhook import post
 logger = logging.getLogger(__name__)
 
 WEBHOOK = "PLANISH_WEBHOOK"
-"""Environment variable with the URL, which is a credential: no parameter, log or page holds it."""
+"""Environment variable with the URL, a credential: no parameter, log or page contains it."""
 
 
 def run(
@@ -36,24 +36,24 @@ def run(
     report: Artifact,
     summary: Artifact,
 ) -> None:
-    """Report on a run from what lies under its root; `components/report.py` has the parameters.
+    """Report on a run from the records under its root; `components/report.py` has the parameters.
 
-    The webhook that hears of it, an http(s) URL, is the environment variable `PLANISH_WEBHOOK`.
+    The environment variable `PLANISH_WEBHOOK` is the http(s) URL to which the summary is posted.
     """
 
     def work(context: Context) -> Outcome:
         try:
-            # What lies under the root may be another run's, which has refused this one.
+            # The root may belong to another run, whose lock refused this one.
             refuse_stranger(context.root, current_holder())
         except RootInUse:
             raise
         except PlanishError as error:
-            # Where nothing can be read nothing can be overwritten; the page says what is missing.
+            # If nothing can be read, nothing can be overwritten; the page lists what is missing.
             logger.warning("lock not read root=%s error=%s", context.root, error)
         try:
             decision = restart(context.root, state, max_restarts)
         except Exception as error:
-            # The report is the last that a run writes: a restart that fails is named in it.
+            # The report is the last output of a run: a failed restart must not prevent it.
             logger.warning("not restarted", exc_info=True)
             decision = f"not restarted: {type(error).__name__}: {error}"
         facts = gather(context.root, final_state(state))
@@ -65,14 +65,14 @@ def run(
 
 
 def final_state(state: str) -> str:
-    """Return the state of the run: the exit task is given `FAILED` also where a person ended it."""
+    """Return the state of the run; Kubeflow passes `FAILED` even if a person has ended it."""
     run_id = os.environ.get("RUN_ID", "")
     if state.upper() not in FAILED or not run_id:
         return state
     try:
         found = KfpRuns().facts(run_id).state
     except Exception as error:
-        # Outside Kubeflow there is nobody to ask; the report is the last that a run writes.
+        # Outside Kubeflow there is no such API, and no failure here may prevent the report.
         logger.warning("state of the run not asked for error=%s", type(error).__name__)
         return state
     return found if found in CANCELLED else state
@@ -87,7 +87,7 @@ def write_report(facts: ReportFacts, *, failed_task: str, error_message: str) ->
         if failure is None:
             _write(facts.root, html, markdown, summary)
     except PlanishError as error:
-        # Raised when the artifacts are written: they help people although the store refused.
+        # The error is raised only after the artifacts are written: they help people.
         failure = error
     place = f"{layout.report(facts.root)}/report.html"
     post(os.environ.get(WEBHOOK, ""), {**summary, "report": place})
@@ -103,7 +103,7 @@ def _write(root: str, html: str, markdown: str, summary: Mapping[str, Any]) -> N
 
 
 def add_control(root: str, state: str, control: Mapping[str, float]) -> None:
-    """Write the scores of the control under a root, and draw the report of its run with them."""
+    """Write the control's scores under a root, and draw the report of that run with them."""
     store.write(layout.control(root), json.dumps(control, sort_keys=True).encode())
     facts = gather(root, state)
     page = build_page(facts, failed_task="", error_message="")
@@ -147,6 +147,6 @@ def as_summary(facts: ReportFacts) -> dict[str, Any]:
 
 
 def as_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scalars of a summary that are known, for the metrics artifact."""
+    """Return the known scalars of a summary for the metrics artifact."""
     metrics = {key: float(x) for key, x in summary.items() if isinstance(x, (int, float))}
     return {**metrics, "num_failed_tasks": float(len(summary["failed_tasks"]))}

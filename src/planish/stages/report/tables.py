@@ -1,4 +1,4 @@
-"""Tables of the page: scores, configuration, digests, the funnel of curation."""
+"""Tables of the page: scores, configuration, digests, steps of curation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _STEP = re.compile(r"\| (.{1,80}?) \| ([a-z ]{1,20}) \| (\d{1,12}) \| (\d{1,12})
 MAX_STEPS = 30
 MAX_SAVED = 24
 NEWEST_SCORES = 4
-"""Evaluations with a column, beside the first and the best one."""
+"""Number of newest evaluations with a column, beside the first and the best one."""
 _ERROR = "_standard_error"
 _SHARES = ("accuracy", "pass@", "cons@", "greedy", "invalid", "truncated", "refused")
 _LESS_IS_BETTER = ("invalid", "truncated", "refused", "verifier_")
 _ORDER = ("accuracy", "greedy", "cons@", "pass@", "invalid", "truncated")
-"""Beginnings of names, in the order of the table."""
+"""Prefixes of scores, in the order of the table."""
 _QUIET = ("refused_fraction", "verifier_errors", "verifier_timeouts")
-"""Scores that are shown only where one of them is not 0."""
+"""Scores that are shown only if one value is not 0."""
 _LABELS = {
     "greedy": "greedy (temperature 0)",
     "invalid_fraction": "responses without a readable answer",
@@ -35,7 +35,7 @@ _LABELS = {
 
 
 class ScoreChange(NamedTuple):
-    """A difference in words, judged."""
+    """A difference in words, and its direction."""
 
     text: str
     is_better: bool = False
@@ -55,13 +55,13 @@ class ScoreTable(NamedTuple):
 
     title: str
     columns: list[str]
-    """Heads, that of the labels included."""
+    """Column heads, including that of the labels."""
     rows: list[ScoreRow]
     has_change: bool
 
 
 def change_of(before: float, after: float, *, noise: float = 0.0) -> ScoreChange:
-    """Describe a change of a fraction in percentage points; none is judged up to `noise`.
+    """Return a change of a fraction in percentage points; up to `noise` it has no direction.
 
     Example:
         >>> change_of(0.25, 0.5).text
@@ -69,7 +69,7 @@ def change_of(before: float, after: float, *, noise: float = 0.0) -> ScoreChange
     """
     difference = after - before
     is_clear = abs(difference) > noise
-    # The difference of what is printed: 21.0 and 42.8 give 21.8, whatever the digits after them.
+    # The difference of the printed numbers: 21.0 and 42.8 give 21.8, whatever their further digits.
     points = round(100 * after, 1) - round(100 * before, 1)
     return ScoreChange(
         f"{points:+.1f} points", is_clear and difference > 0, is_clear and difference < 0
@@ -77,7 +77,7 @@ def change_of(before: float, after: float, *, noise: float = 0.0) -> ScoreChange
 
 
 def score_cell(scalars: Mapping[str, float], name: str) -> str:
-    """Return a score with its standard error where that is known; empty without the score."""
+    """Return a score with its standard error, if known; empty without the score."""
     if name not in scalars:
         return ""
     value = scalars[name]
@@ -92,7 +92,7 @@ def _change(name: str, first: Mapping[str, float], last: Mapping[str, float]) ->
     if name not in first or name not in last:
         return None
     if not name.startswith(_SHARES):
-        # As many decimals as the value is printed with, at least one: zeros are dropped there.
+        # The decimals of the printed value, at least one, because `number` drops zeros.
         plain = number(last[name]).replace(",", "").lstrip("-")
         decimals = max(1, len(plain.partition(".")[2])) if plain.replace(".", "").isdigit() else 6
         rise = round(last[name] - first[name], decimals)
@@ -115,7 +115,7 @@ def score_tables(
 ) -> list[ScoreTable]:
     """Return the table over all prompts and the table per source; none without evaluations.
 
-    Of many evaluations the first, the best and the newest have a column. `name` is that of the
+    The first, the best and the newest evaluations have a column. `name` is the name of the
     evaluation set, empty for the held-out prompts.
     """
     if not evaluations:
@@ -147,7 +147,7 @@ def score_tables(
 
 def _overall(evaluations: Sequence[EvalReport]) -> list[ScoreRow]:
     first, last = evaluations[0].scalars, evaluations[-1].scalars
-    # What stands in other cells is no row of its own, and pass@1 is avg@n.
+    # Scores that other cells show have no row of their own, and pass@1 equals avg@n.
     names = {name for evaluation in evaluations for name in evaluation.scalars}
     names = {n for n in names if not n.startswith(("num_", "accuracy_")) and n != "pass@1"}
     names -= {n for n in _QUIET if not any(e.scalars.get(n) for e in evaluations)}
@@ -188,7 +188,7 @@ def _per_source(evaluations: Sequence[EvalReport]) -> list[ScoreRow]:
 
 
 def saved_rows(facts: ReportFacts) -> tuple[list[dict[str, str]], str]:
-    """Return the best and the newest policies and states with digests, and what was left out."""
+    """Return rows of the best and newest policies and states, and a note on hidden ones."""
     best = facts.best.policy_version if facts.best else None
     newest = [*facts.policies][-MAX_SAVED // 2 :]
     kept = [
@@ -212,7 +212,7 @@ def saved_rows(facts: ReportFacts) -> tuple[list[dict[str, str]], str]:
 def config_tables(
     config: Mapping[str, Mapping[str, Any]],
 ) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return section -> (key, value as JSON) of a resolved configuration, sorted."""
+    """Return (section, [(key, value as JSON)]) of a resolved configuration, sorted."""
     return [
         (
             one_line(section),
@@ -227,13 +227,13 @@ def config_tables(
 
 
 def funnel(curation: str) -> list[dict[str, Any]]:
-    """Read the steps of curation from its report: label, unit, what is left, what was dropped.
+    """Return the steps of curation from its report: label, unit, rows kept, rows dropped.
 
     The table of the report has the columns filter, unit, in, out, dropped.
     """
     found = [match.groups() for line in curation.splitlines() if (match := _STEP.match(line))]
     steps = [(name, unit, int(out), int(gone)) for name, unit, _, out, gone in found[:MAX_STEPS]]
-    # One scale for all: a step that counts something else is as long as its number says.
+    # All bars have one scale, whatever unit a step counts.
     largest = max((num_out for _, _, num_out, _ in steps), default=1) or 1
     return [
         {

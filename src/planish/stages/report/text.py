@@ -1,4 +1,4 @@
-"""Numbers as people read them, and hostile text made visible."""
+"""Formats of numbers for people, and untrusted text with visible control characters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Literal
 
 _NOT_PLAIN = re.compile(r"[^\x20-\x7e\n\t]")
 MAX_TEXT = 1600
-"""Characters of one piece of model text that the page shows."""
+"""Limit on the characters of one model text on the page."""
 
 
 def number(value: float) -> str:
-    """Write a number with about three digits.
+    """Return a number with about three digits.
 
     Example:
         >>> [number(v) for v in (0.0, 0.1234, 0.0006, -2.5, 1536.0, 1234567.0, 0.00004)]
@@ -40,7 +40,7 @@ def number(value: float) -> str:
 
 
 def percent(value: float, *, decimals: int | None = None) -> str:
-    """Write a fraction as per cent: 0.0234 -> `2.3 %`; None chooses the decimals by its size."""
+    """Return a fraction in per cent: 0.0234 -> `2.3 %`; its size decides the default decimals."""
     scaled = 100 * value
     if decimals is not None:
         return f"{scaled:.{decimals}f} %"
@@ -50,7 +50,7 @@ def percent(value: float, *, decimals: int | None = None) -> str:
 
 
 def seconds(value: float) -> str:
-    """Write a duration: `0.4 s`, `12 s`, `3 min 5 s`, `2 h 10 min`."""
+    """Return a duration in words: `0.4 s`, `12 s`, `3 min 5 s`, `2 h 10 min`."""
     if value < 0:
         return str(value)
     if value < 10:
@@ -66,7 +66,7 @@ def seconds(value: float) -> str:
 
 
 def utc(second: float) -> str:
-    """Write seconds since 1970 as a time; empty for 0."""
+    """Return seconds since 1970 as a UTC time; empty for 0."""
     return f"{datetime.fromtimestamp(second, UTC):%Y-%m-%d %H:%M:%S} UTC" if second else ""
 
 
@@ -82,7 +82,7 @@ def visible(text: str, *, limit: int = MAX_TEXT) -> str:
     """Return text cut to `limit` characters, with control and direction characters made visible.
 
     A control character becomes its picture (U+2400 block), any other invisible one its code point;
-    new lines and tabs stay. Markup is escaped later, by the template.
+    new lines and tabs are kept. The template escapes markup later.
     """
     shown = _NOT_PLAIN.sub(_picture, text[:limit])
     hidden = len(text) - limit

@@ -14,20 +14,20 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 5.0
 LIMIT_SECONDS = 20.0
-"""For the whole message and its answer, each byte of which may come within `TIMEOUT_SECONDS`."""
+"""Limit for the message and its answer together; `TIMEOUT_SECONDS` limits each read alone."""
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """A redirect would turn the POST into a GET elsewhere."""
+    """Handler that refuses redirects, which would turn the POST into a GET elsewhere."""
 
     def redirect_request(self, *_: object, **__: object) -> None:
         return None
 
 
 def post(url: str, message: Mapping[str, object]) -> bool:
-    """Send `message` as JSON by one POST; return whether the server took it.
+    """Send `message` as JSON by one POST; return whether the server accepted it.
 
-    An empty URL sends nothing. A URL is a credential: no part of it is logged.
+    With an empty URL nothing is sent. The URL is a credential: the log contains no part of it.
     """
     taken: list[bool] = []
     sending = Thread(target=lambda: taken.append(_post(url, message)), daemon=True)

@@ -1,1 +1,1 @@
-"""The stage that writes a checkpoint anew for another layout, checks it and keeps the newest."""
+"""The stage that rewrites a checkpoint for another layout, checks it and removes older ones."""

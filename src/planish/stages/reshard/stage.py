@@ -1,4 +1,4 @@
-"""Check a wish to reshard before anything is written, do it, and check what was written."""
+"""The reshard stage: check the request, write the new checkpoint, and verify it."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def run(
 ) -> Resharded:
     """Pin the source, write it anew, read that back, and remove older checkpoints.
 
-    A second call finds what the first one has written. `components/reshard.py` says what the
-    parameters are.
+    A second call finds the result of the first one. `components/reshard.py` describes the
+    parameters.
     """
 
     def work(context: Context) -> Outcome:
-        # The first touch of both stores: tells a missing bucket, refused keys and silence apart.
+        # The first request to both stores shows a missing bucket, refused keys or no answer.
         present = store.exists(layout.run_file(context.root))
         open_store(target or context.root)
         opened = open_whole(source)
@@ -76,7 +76,7 @@ def run(
 
 
 def _record(root: str, job: ReshardJob, *, present: bool) -> str:
-    """Write `run.json`, or check that it says the same; return the configuration's digest."""
+    """Write `run.json`, or check that it has this configuration; return the digest."""
     config = {SECTION: asdict(job)}
     digest = config_sha256(config)
     uri = layout.run_file(root)

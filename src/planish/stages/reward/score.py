@@ -1,6 +1,6 @@
-"""Rollouts in, rewards and their summary out: the rule of the reward stage.
+"""Compute rewards and their metrics from rollouts: the rule of the reward stage.
 
-It decides nothing about the loss: masks of truncated responses belong to training.
+It does not affect the loss mask: training masks truncated responses.
 
 Source: DAPO, arXiv 2503.14476, equations 7, 11 and 13.
 """
@@ -26,24 +26,23 @@ from planish.verifiers.shaping import equal_rows, overlong_penalty, rows_of_grou
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards, one row per rollout, and their counts and means; a mean over no row is left out."""
+    """Rewards, one row per rollout, with counts and means; a mean over no rows is left out."""
 
     rewards: RewardSet
     metrics: dict[str, float]
 
 
 def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
-    """Score every rollout by its verdicts; those of sets of earlier versions are judged here.
+    """Score every rollout by its verdicts; judge rollouts here if the set has no verdicts.
 
-    A right response gets `reward_correct`, any other `reward_wrong`; a score between 0 and 1 lies
-    between them on a straight line. Each of `functions` adds its score times its weight.
-    Unfinished responses (WINDOW) and failed ones (ABORT) get no reward. A group with a failed
-    response is dropped whole; a finished group whose outcomes are all equal is dropped unless
-    `keep_uniform_groups` is set.
+    A right response gets `reward_correct`, any other `reward_wrong`; a score between 0 and 1 is
+    interpolated linearly. Each of `functions` adds its score times its weight. Unfinished responses
+    (WINDOW) and failed ones (ABORT) get no reward. A group with a failed response is dropped;
+    so is a finished group with equal outcomes, unless `keep_uniform_groups` is set.
 
     Raises:
-        ConfigError: a row names a verifier that is not here.
-        VerifierFailure: the verifier failed on too many rows, or hangs.
+        ConfigError: a row names a verifier that is not installed.
+        VerifierFailure: a verifier failed or timed out on too many rows.
     """
     has_reward = np.isin(rollouts.finish, ENDED)
     rows = np.flatnonzero(has_reward).tolist()
@@ -99,7 +98,7 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
 
 
 def _of(verdicts: Sequence[Verdicts], names: Sequence[str]) -> list[Verdict]:
-    """Return the verdict of verifier `names` [R] on each rollout; wrong where there is none."""
+    """Return the verdict of verifier `names` [R] on each of R rollouts; wrong if missing."""
     none = Verdict(accuracy=0.0)
     return [each.get(name, none) for each, name in zip(verdicts, names, strict=True)]
 
@@ -107,7 +106,7 @@ def _of(verdicts: Sequence[Verdicts], names: Sequence[str]) -> list[Verdict]:
 def _check_errors(
     rollouts: RolloutSet, names: Sequence[str], verdicts: Sequence[Verdict], config: RewardConfig
 ) -> None:
-    """Refuse verdicts of verifiers `names` [R] where too many of them have failed."""
+    """Raise VerifierFailure if too many verdicts of the verifiers `names` [R] are errors."""
     num_rows = int(np.isin(rollouts.finish, ENDED).sum())
     limit = config.max_verifier_error_rate * num_rows
     errors = [row for row, verdict in enumerate(verdicts) if verdict.error]
@@ -124,7 +123,7 @@ def _check_errors(
             or "check the answers of that prompt source, or that the extra `planish[reward]` is "
             "installed"
         ),
-        # Whatever did not answer in time may do so on a machine with less to do.
+        # A verifier that timed out may answer in time on a machine with less load.
         is_final=len(errors) - timeouts > limit,
     )
 

@@ -10,19 +10,19 @@ from planish.records.rewards import RewardSet
 from planish.records.rollouts import RolloutSet
 
 _EQUAL = 1e-6
-"""Least difference between two rewards."""
+"""Difference up to which two rewards count as equal."""
 
 
 def groups_without_signal(
     rollouts: RolloutSet, rewards: RewardSet, shards: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Count groups all wrong and all right where no two rewards differ; {} where some do.
+    """Return the numbers of all-wrong and all-right groups if all rewards are equal, else {}.
 
-    Rewards are compared within a group, and over the iteration where no group has two scored
-    responses: there a critic makes the difference.
+    Rewards are compared within each group. If no group has two scored responses, they are compared
+    over the iteration, because only a critic can then give a signal.
 
-    The metrics of each shard know the groups that dynamic sampling has dropped. {} is returned too
-    where no response has a reward yet.
+    `shards` are the metrics of each shard, which count the groups that dynamic sampling dropped.
+    The result is also {} if no response has a reward yet.
     """
     used = rewards.has_reward & rewards.keep
     groups = rollouts.group_index

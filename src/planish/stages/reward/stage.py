@@ -30,7 +30,7 @@ def run(
 ) -> None:
     """Score the rollouts of one iteration.
 
-    `components/reward.py` says what the parameters are.
+    `components/reward.py` describes the parameters.
     """
     execute(
         "reward",
@@ -91,7 +91,7 @@ def reward(context: Context, num_shards: int, policy_pin: str) -> Outcome:
 def _outcome(
     context: Context, ref: Ref, metrics: dict[str, float], *, already_done: bool = False
 ) -> Outcome:
-    """Return the outcome, a failure where too many iterations in a row could teach nothing."""
+    """Return the outcome, with a failure after too many iterations in a row without signal."""
     outcome = Outcome(refs={"rewards": ref}, metrics=metrics, already_done=already_done)
     told = nothing_learnt(metrics)
     if not told:

@@ -1,9 +1,8 @@
 """Kinds of charts as SVG: lines over iterations, stacked bars, a timeline.
 
-They take plain numbers and know nothing of metric names. Colours are variables of the page, and
-places across are per cent of its width, so that one drawing serves light and dark pages, wide and
-narrow ones. A chart of many points is thinned out, so that the page of a run of a thousand
-iterations is not larger than that of a short one.
+The charts take plain numbers and do not depend on metric names. Colours are CSS variables and
+horizontal positions are per cent of the width, so one drawing fits light and dark, wide and narrow
+pages. A chart with many points is thinned out, so the page of a long run is not larger.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from planish.stages.report.figures.panels import Panel
 from planish.stages.report.text import FORMATS, seconds
 
 MAX_MARKED_POINTS = 40
-"""Lines with more points than this are drawn without a marker and a tool tip on each."""
+"""Lines with more points have no marker and tool tip on each point."""
 MAX_POINTS = 400
 MAX_BARS = 60
 MAX_SPANS = 600
-"""A timeline with more bars joins neighbours."""
+"""Number of bars above which a timeline joins neighbours."""
 
 _ROUND_SECONDS = (
     *(10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200),
@@ -43,7 +42,7 @@ class Chart(NamedTuple):
     legend: Sequence[tuple[str, str, str]] = ()
     """Label, name of the colour and kind (line, dash, box, mark)."""
     values: Sequence[Sequence[str]] = ()
-    """The numbers as a table, its heads first; empty for many points."""
+    """Numbers of the chart as a table, column heads first; empty for many points."""
     is_wide: bool = False
 
 
@@ -53,7 +52,7 @@ class Line(NamedTuple):
     label: str
     color: str
     points: Mapping[int, float]
-    """Iteration to value, iterations increasing."""
+    """Iteration, increasing, to value."""
     is_secondary: bool = False
 
 
@@ -68,7 +67,7 @@ class Mark(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One bar of the timeline, in seconds since its beginning."""
+    """One bar of the timeline, in seconds since the start of the timeline."""
 
     row: str
     color: str
@@ -79,9 +78,9 @@ class Span(NamedTuple):
 
 @dataclass
 class _Plot:
-    """A drawing under construction: `x` fills its width, and `y` its height inside the margins.
+    """A drawing under construction: range `x` over its width, `y` over its height without margins.
 
-    Labels of the vertical axis stand in the margins of the page, left of 0 and right of 100 %.
+    Labels of the vertical axis are in the margins of the page, left of 0 and right of 100 %.
     """
 
     x: Range
@@ -127,7 +126,7 @@ class _Plot:
         self.box(x, y, color, stroke="var(--surface)", stroke_width="0.75", tip=tip)
 
     def axes(self, panel: Panel, first: float, last: float) -> None:
-        """Draw heights in the unit of the panel, and the iterations from `first` to `last`."""
+        """Draw the vertical axis in the panel's unit, and iterations from `first` to `last`."""
         self.write(panel.y_label, 2 - self.left, self.top - 14)
         low, high = self.y
         if self.is_log:
@@ -143,7 +142,7 @@ class _Plot:
         self.x_axis("iteration", {tick: f"{tick:.0f}" for tick in ticks if tick <= last})
 
     def x_axis(self, label: str, ticks: Mapping[float, str], *, in_narrow: int = 1) -> None:
-        """Write the axis; a narrow window shows every `in_narrow`th of the texts."""
+        """Draw the horizontal axis; a narrow window shows every `in_narrow`th label."""
         base = self.height - self.bottom
         self.rule((0, 100), (base, base), "grid")
         for place, (tick, text) in enumerate(ticks.items()):
@@ -159,7 +158,7 @@ class _Plot:
 
 
 def _element(name: str, *inside: str, tip: str = "", **attributes: float | str) -> str:
-    """Return an element as markup; `inside` is markup as well, everything else plain text."""
+    """Return an element as markup; `inside` is markup too, all other arguments are plain text."""
     if tip:
         attributes["class_"] = "tip"
         inside = (f"<title>{escape(tip)}</title>", *inside)
@@ -187,7 +186,7 @@ def _ticks(
     least: float = 0.0,
     is_time: bool = False,
 ) -> list[float]:
-    """Return the multiples of the smallest round step of which at most `most` fit."""
+    """Return the multiples, in range, of the smallest round step of at least range / `most`."""
     size = (high - low) / most
     steps = [max(least, factor * 10.0 ** math.floor(math.log10(size))) for factor in factors]
     if is_time and high >= 30:
@@ -198,7 +197,7 @@ def _ticks(
 
 
 def _values(panel: Panel, lines: Sequence[Line], most: int) -> list[list[str]]:
-    """Return a row of heads and one for each iteration; none where a line has too many points."""
+    """Return a row of heads and one per iteration; empty if a line has more than `most` points."""
     if not lines or max(len(line.points) for line in lines) > most:
         return []
     write = FORMATS[panel.unit]
@@ -220,15 +219,15 @@ def line_chart(
     bands: Sequence[tuple[int, int]] = (),
     hint: str = "",
 ) -> Chart:
-    """Draw curves over iterations, at least one unless there is a mark.
+    """Draw curves over iterations; at least one line or mark is required.
 
-    `limit` is label and height of a dotted line across the chart; `bands` are the first and the
-    last iteration of each stretch of value pretraining, which is shaded.
+    `limit` is label and value of a dotted horizontal line; `bands` are the first and the last
+    iteration of each shaded range of value pretraining.
     """
     heights = [max(panel.floor, y) for line in lines for y in line.points.values()]
     heights += [mark.y + sign * mark.error for mark in marks for sign in (-1, 1)]
     heights += [limit[1]] if limit else []
-    # A curve that begins later keeps the axis of the other charts.
+    # Bands count too, so a curve that starts after them has the same axis as other charts.
     xs = [x for line in lines for x in line.points] + [mark.x for mark in marks]
     xs += [x for band in bands for x in band]
     first, last, low, high = min(xs), max(xs), min(heights), max(heights)
@@ -270,7 +269,7 @@ def _draw_line(plot: _Plot, line: Line, panel: Panel) -> None:
     style = {"stroke_width": "2.25", "stroke_linecap": "round"}
     if line.is_secondary:
         style = {"stroke_width": "1.6", "stroke_dasharray": "6.4 4"}
-    # The points of a path are numbers alone: a drawing of 100 units is stretched to the width.
+    # Points of a path cannot be per cent: a drawing of 100 units is stretched to the width.
     curve = _element(
         "polyline", points=path, fill="none", stroke=color, vector_effect="non-scaling-stroke",
         **style,
@@ -302,10 +301,10 @@ def _draw_mark(plot: _Plot, mark: Mark, panel: Panel) -> None:
 
 
 def bar_chart(panel: Panel, layers: Sequence[Line], *, is_wide: bool = False) -> Chart:
-    """Draw a stacked bar for each iteration; neighbours are averaged beyond `MAX_BARS`.
+    """Draw a stacked bar for each iteration; average neighbours above `MAX_BARS` iterations.
 
-    `layers` go from the bottom up and have the same iterations; `is_wide` takes both columns of
-    the page.
+    `layers`, from the bottom up, have the same iterations. With `is_wide` the chart covers both
+    columns of the page.
     """
     stride = -(-len(layers[0].points) // MAX_BARS)
 
@@ -316,7 +315,7 @@ def bar_chart(panel: Panel, layers: Sequence[Line], *, is_wide: bool = False) ->
     at = average(layers[0].points)
     tops = [average(layer.points.values()) for layer in layers]
     bar = 0.68 * stride
-    # Few bars would be as broad as the page.
+    # Without this room, few bars would be as wide as the page.
     room = bar / 2 + max(0.0, 5 - len(at)) * 0.5 * stride
     pad = max(0.35, (at[-1] - at[0]) * 0.03) + room
     highest = max(max(map(sum, zip(*tops, strict=True))) * 1.06, 1e-9)
@@ -339,8 +338,8 @@ def timeline(
 ) -> Chart:
     """Draw when each task ran, in a wide chart.
 
-    `rows` are labels from top to bottom, one of which each span names; `since` says what happened
-    at second 0.
+    `rows` are the labels from top to bottom; each span names one of them. `since` is the event at
+    second 0, in words.
     """
     end = max(span.start + span.length for span in spans) or 1.0
     y_range, height = (-0.6, len(rows) - 0.4), 52 + 26 * len(rows)
@@ -359,7 +358,7 @@ def timeline(
 
 
 def _merge(spans: Sequence[Span], end: float) -> list[Span]:
-    """Join neighbours of one row and colour that a reader could not tell apart."""
+    """Join neighbours of one row and colour that are too close to be distinguished."""
     merged = []
     ordered = sorted(spans, key=lambda span: (span.row, span.color, span.start))
     for (row, color), own in groupby(ordered, key=lambda span: (span.row, span.color)):

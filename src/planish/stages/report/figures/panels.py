@@ -1,7 +1,6 @@
-"""Which curves the page has, where their numbers come from, and how a reader takes them.
+"""Curves of the page: the sources of their numbers, and hints for reading them.
 
-A curve without numbers is left out of its chart, a chart without curves out of the page; nothing is
-guessed.
+A curve without numbers is left out of its chart, and a chart without curves out of the page.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ class Curve:
     label: str
     color: str
     sources: tuple[str, ...]
-    """`stage/metric`, `update` being the update report; the first that has numbers is drawn."""
+    """Sources `stage/metric` (`update` is the update report); the first with numbers is drawn."""
     combine: Callable[[list[float]], float] | None = None
-    """How the values of parallel tasks become one; None is the mean, weighted by their groups."""
+    """Reduction of the values of parallel tasks; None is the mean weighted by their groups."""
     is_secondary: bool = False
-    """Drawn thinner and dashed."""
+    """True for a thinner, dashed line."""
     is_quiet: bool = False
-    """Left out where it is 0 throughout."""
+    """True if the curve is left out when all its values are 0."""
     unless: str = ""
-    """Iterations in which this source is not 0 have no point."""
+    """Source whose non-zero iterations have no point on this curve; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,9 @@ class Panel:
     unit: Unit = "number"
     from_zero: bool = True
     is_log: bool = False
-    """The vertical axis is logarithmic, where every value is positive."""
+    """True for a logarithmic vertical axis, if every value is positive."""
     floor: float = -math.inf
-    """The vertical axis ends here at the latest; lower points are drawn on its edge."""
+    """Lower bound of the vertical axis; lower points are drawn on its edge."""
 
 
 def _gibibytes(values: list[float]) -> float:

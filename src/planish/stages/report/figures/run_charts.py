@@ -1,4 +1,4 @@
-"""The charts of one run: curves over iterations, fates of groups, slots, and where time went."""
+"""Charts of one run: curves over iterations, fates of groups, slots, and times of stages."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ STAGE_COLORS = {
     "checkpoint": "violet",
     "evaluate": "violet",
 }
-"""Stage to colour; stages outside iterations may share one with each other."""
+"""Stage to colour; stages outside iterations may share a colour."""
 
 
 def all_charts(facts: ReportFacts) -> list[Chart]:
-    """Draw every chart whose numbers exist, in the order of the page."""
+    """Return every chart whose numbers exist, in the order of the page."""
     keeps_all = facts.config.get("rollout", {}).get("dynamic_sampling") is False
     sections = (facts.config.get(name, {}) for name in ("rollout", "reward"))
     limits = [section.get("max_response_tokens") for section in sections]
@@ -81,7 +81,7 @@ def all_charts(facts: ReportFacts) -> list[Chart]:
         found += [draw(facts, panel) for panel in panels.CRITIC_PANELS]
     found += _window_charts(facts)
     drawn = [chart for chart in found if chart is not None]
-    # Two columns: an odd count would leave a hole before the timeline.
+    # The page has two columns: an odd count would leave a gap before the timeline.
     times = _stage_times(facts, is_wide=len(drawn) % 2 == 0)
     return drawn + [chart for chart in (times, _task_timeline(facts)) if chart is not None]
 
@@ -114,7 +114,7 @@ def held_out(facts: ReportFacts) -> list[Mark]:
 
 
 def pretraining(facts: ReportFacts) -> list[tuple[int, int]]:
-    """Return the stretches of iterations that trained the critic alone: every chart shades them."""
+    """Return the ranges of iterations that trained only the critic; every chart shades them."""
     stretches: list[tuple[int, int]] = []
     for number, flag in facts.series("update/pretraining").items():
         if flag > 0:
@@ -146,7 +146,7 @@ def draw(
     limit: tuple[str, float] | None = None,
     hint: str = "",
 ) -> Chart | None:
-    """Draw a panel with `lines`, or else its own curves; None where there is nothing to draw."""
+    """Draw a panel with `lines`, else with its own curves; None if there are no numbers."""
     lines = lines or lines_of(facts, panel.curves)
     if not lines and not marks:
         return None
@@ -155,7 +155,7 @@ def draw(
 
 
 def _groups(facts: ReportFacts, *, keeps_all: bool) -> Chart | None:
-    """Draw the shares of groups by what the filter of dynamic sampling sees in them."""
+    """Draw the shares of groups by their class in the filter of dynamic sampling."""
     fates = [(label, color, facts.series(source)) for label, color, source in GROUPS]
     iterations = sorted({iteration for _, _, values in fates for iteration in values})
     layers = [
@@ -171,7 +171,7 @@ def _groups(facts: ReportFacts, *, keeps_all: bool) -> Chart | None:
 
 
 def _window_charts(facts: ReportFacts) -> list[Chart | None]:
-    """Draw how many slots went on with a response, and what that cost; none without windows."""
+    """Draw the share of slots that continued a response, and its cost; empty without windows."""
     live = facts.series("rollout/num_live_slots", combine=sum)
     continued = facts.series("rollout/num_continued", combine=sum)
     if not live or not any(continued.values()):
@@ -217,7 +217,7 @@ def _task_timeline(facts: ReportFacts) -> Chart | None:
 
 
 def _spans(task: TaskLog, rows: Collection[str], zero: float) -> list[Span]:
-    """Return the bar of a task, and one for the start of its process."""
+    """Return the bar of a task, after one for the start of its process."""
     row = task.stage if task.stage in rows else f"{task.stage} {task.shard}"
     color = "red" if task.state == "failed" else STAGE_COLORS.get(task.stage, "slate")
     start = task.start_seconds - zero
@@ -232,7 +232,7 @@ def _spans(task: TaskLog, rows: Collection[str], zero: float) -> list[Span]:
 
 
 def recovery(facts: ReportFacts) -> Chart | None:
-    """Draw what disturbed a run and what was done about it; None for an undisturbed run."""
+    """Draw the disturbances of a run and the reactions; None for an undisturbed run."""
     if not facts.events:
         return None
     zero = min(event.begin_seconds for event in facts.events)
