@@ -26,7 +26,7 @@ CEILINGS = {
     "base": 6_320,
     "checkpoint": 70_150,
     "engines": 48_300,
-    "minder": 48_250,
+    "minder": 48_270,
     "models": 14_150,
     "records": 11_500,
     "run": 12_450,

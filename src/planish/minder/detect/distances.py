@@ -97,7 +97,9 @@ def compared_values(
     mine = np.array([known.get(m, 0.0) for m in prepared.frame.machines], np.float32)
     if not mine.any():
         return values
-    is_sure = np.array([m in job.mature for m in prepared.frame.machines])
+    # What a GPU differs by follows its work, other than what a host does beside it.
+    sure = () if METRICS[name].is_gpu else job.mature
+    is_sure = np.array([m in sure for m in prepared.frame.machines])
     compared = values.copy()
     for columns in groups:
         masked = of_group(prepared.masked[name], columns)
