@@ -58,6 +58,7 @@ GONE: dict[str, dict[str, Any]] = {
         "chain_log_mean": 1.6,
         "chain_log_std": 0.6,
         "chain_max_operands": 23,
+        "countdown_numbers": 3,
         "near_duplicate_min_words": 12,
     },
     "sft": {

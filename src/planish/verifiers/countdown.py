@@ -34,11 +34,6 @@ def parse_countdown(answer: str) -> tuple[list[int], int] | None:
     return numbers, target
 
 
-def countdown_answer(numbers: list[int], target: int) -> str:
-    """Write the ground truth that `parse_countdown` reads."""
-    return json.dumps({"numbers": numbers, "target": target}, sort_keys=True)
-
-
 def verify_countdown(response: str, answer: str, options: VerifierOptions) -> Verdict:
     """Evaluate the expression of the response exactly.
 

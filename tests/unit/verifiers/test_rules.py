@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from planish.base.errors import ConfigError
 from planish.verifiers import VERIFIERS, VerifierOptions, answer_fault, own, verify
-from planish.verifiers.countdown import countdown_answer, parse_countdown
+from planish.verifiers.countdown import parse_countdown
 from planish.verifiers.expressions import ExpressionError, evaluate
 from planish.verifiers.json_schema import last_json
 from planish.verifiers.shaping import (
@@ -19,7 +19,7 @@ from planish.verifiers.shaping import (
 )
 from tests.thin import examples
 
-TASK = countdown_answer([3, 5, 9], 24)
+TASK = '{"numbers": [3, 5, 9], "target": 24}'
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ JUDGED = [
             "3*5+9=",
         ],
     ),
-    ("countdown", countdown_answer([8, 3, 8, 3], 24), RIGHT, ["8/(3-8/3)"]),
+    ("countdown", '{"numbers": [8, 3, 8, 3], "target": 24}', RIGHT, ["8/(3-8/3)"]),
     ("regex", r"\b42\b", RIGHT, ["the sum is 42."]),
     ("regex", r"\b42\b", WRONG, ["the sum is 421"]),
     ("regex", r"(?m)^Answer: 7$", RIGHT, ["a\nAnswer: 7\n"]),

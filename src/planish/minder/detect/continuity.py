@@ -6,7 +6,6 @@ silence, roles, turns and events of the whole job are ours.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,9 +26,25 @@ from planish.minder.detect.distances import (
 )
 from planish.minder.detect.frame import COARSE_SECONDS, F32, F64, I64, Frame, Job, Mask
 from planish.minder.detect.metrics_table import BUSY, DEVICES, METRICS, WORK
-from planish.minder.detect.preprocess import Prepared
-from planish.minder.detect.result import Candidate, Evidence, Finding, Kind, Result
-from planish.minder.detect.runs import FEWEST_WINDOWS, Rule, Run, long_runs, runs_of
+from planish.minder.detect.preprocess import Prepared, are_dead
+from planish.minder.detect.result import (
+    Candidate,
+    Evidence,
+    Finding,
+    Kind,
+    Result,
+    make_result,
+)
+from planish.minder.detect.runs import (
+    BEYOND_TURNS,
+    FEWEST_WINDOWS,
+    LONG_TURN,
+    Rule,
+    Run,
+    long_runs,
+    runs_of,
+    turn_of,
+)
 from planish.minder.detect.two_modes import BLOCK_SECONDS, find_parts
 
 _NEXT_SHARE = 0.2
@@ -46,22 +61,16 @@ _THIRD_SHARE = 0.12
 """The third machine is at most this share as far away as a faulty one."""
 _OTHER_SHARE = 0.5
 """The same share of the time, in another metric that may be aliased."""
-_BEYOND_TURNS = 1.75
-"""Where machines differ in turn, a faulty one differs for longer than so many of their turns."""
 _RAMP_SHARE = 0.55
 """A machine whose work runs out differs at first by not much more than just before, in which this
 share of the rise is missing; faults begin at once."""
 _STAGGERED_SECONDS = 45
 """Where work runs out, GPUs are less busy only so long after they differ in another metric."""
-_LONG_TURN = 60.0
-"""Where machines differ in turn for so long, a part of them does too."""
 _AGAIN = 1.25
 """A machine that differs again and again does so for longer by this factor, others in all for less
 than a third of it."""
 _SIDE_RISE = 0.15
 """What a host does beside its job, as a backup, takes less than this share of its processors."""
-_DEAD_SHARE = 0.35
-"""Without some of its machines a job does less than this share of what it did."""
 _YOUNG_PARTS = 1.3
 """As long as no turns are known, a part must lie apart for longer by this factor."""
 
@@ -136,7 +145,10 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
     }
     frozen = np.isin(frame.machines, view.prepared.frozen)
     limit = max(1.0, config.preprocess.outage_share * frame.num_machines)
-    if frozen.sum() > limit or (silent.sum() > limit and not are_dead(view, silent)):
+    after, before = config.preprocess.silent_after_seconds, view.job.named
+    if frozen.sum() > limit or (
+        silent.sum() > limit and not are_dead(view.prepared, before, after)
+    ):
         facts["silent"] = tuple(np.array(frame.machines)[silent | frozen].tolist())
         facts["broken"] = {}
         return make_result(frame, config, "outage", started, **facts)
@@ -172,29 +184,6 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
     findings.sort(key=lambda finding: (finding.confirmed_at, finding.machine))
     status = "fault" if findings else "ok"
     return make_result(frame, config, status, started, findings=tuple(findings), **facts)
-
-
-def are_dead(view: View, silent: Mask) -> bool:
-    """Return whether many `silent` machines [N] are dead, and not only the telemetry of them.
-
-    Then they fell silent one after the other, or the others have stopped since.
-    """
-    seconds = view.prepared.silent_seconds[silent]
-    if np.isin(view.frame.machines, list(view.job.named))[silent].all():
-        return True
-    if 2 * silent.sum() > len(silent):
-        return False
-    if np.ptp(seconds) > view.config.preprocess.silent_after_seconds:
-        return True
-    last = view.frame.num_seconds - int(seconds.min())
-    for name, values in view.frame.values.items():
-        rest = np.where(view.frame.mask[name], values, np.nan)[:, ~silent]
-        sides = (rest[:last], rest[last:])
-        if name in METRICS and METRICS[name].is_gpu and all(np.isfinite(s).any() for s in sides):
-            before, after = (float(np.nanmean(side)) for side in sides)
-            if after < _DEAD_SHARE * before:
-                return True
-    return False
 
 
 def _finding(
@@ -430,22 +419,6 @@ def _turns(view: View, named: Mapping[str, _Named]) -> dict[str, dict[str, int]]
     return turns
 
 
-def turn_of(name: str, turns: Mapping[str, int], machine: str, *, is_again: bool = False) -> float:
-    """Return for how long a machine must differ in a metric of a job whose machines do in turn.
-
-    In metrics of GPUs the longest turn of the others counts, once two machines had long ones: that
-    is how each of them waits for the rest. Elsewhere the second longest does, since a host may have
-    been busy for a while. For one that differs again and again the longest counts anyway.
-    """
-    long = [turn for place, turn in turns.items() if place and turn >= _LONG_TURN]
-    others = sorted(turn for place, turn in turns.items() if place not in (machine, ""))
-    if is_again:
-        return _BEYOND_TURNS * max(others, default=0)
-    if METRICS[name].is_gpu:
-        return _BEYOND_TURNS * others[-1] if len(long) > 1 and others else 0.0
-    return _BEYOND_TURNS * others[-2] if len(others) > 1 else 0.0
-
-
 def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[Finding]:
     """Go through the metrics once and return the machines that were candidates for long enough."""
     rules, frame = view.config.detect, view.frame
@@ -453,7 +426,7 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
     aliased = {name for name in named if may_be_aliased(name, view)}
     busy = [named[name] for name in named if METRICS[name].name in BUSY]
     # Machines that lay apart together for so long do something else than the rest at times.
-    is_split = any(turns.get("", 0) >= 2 * _LONG_TURN for turns in view.job.turns.values())
+    is_split = any(turns.get("", 0) >= 2 * LONG_TURN for turns in view.job.turns.values())
     shown: dict[bool, set[int]] = {True: set(), False: set()}
     for name, metric in named.items():
         totals = metric.candidates.sum(axis=0)
@@ -485,7 +458,7 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
             is_ramp = (is_phase or not is_aliased) and _is_ramp(run, trace, busy, held)
             is_gradual = METRICS[name].is_gpu and (is_new or is_ramp)
             if is_gradual or is_split:
-                usual = max(usual, _BEYOND_TURNS * needed)
+                usual = max(usual, BEYOND_TURNS * needed)
             if rules.exhaustive and (run.length <= usual * times or is_one_of_many(run, metric)):
                 continue
             if rules.exhaustive and _is_beside(run, name, view, named):
@@ -566,7 +539,7 @@ def _part_findings(view: View, turns: dict[str, dict[str, int]]) -> list[Finding
             known = view.job.turns.get(name, {})
             needed = rules.continuity_seconds * (_YOUNG_PARTS if view.job.is_young else 1.0)
             if turn_of(name, known, "") or known.get(""):
-                needed = _BEYOND_TURNS * max(rules.continuity_seconds, known.get("", 0))
+                needed = BEYOND_TURNS * max(rules.continuity_seconds, known.get("", 0))
             end = int(frame.ts[-1]) + 1 - 2 * BLOCK_SECONDS
             for part in parts:
                 if _is_by_design(columns[part.columns], columns, view):
@@ -611,22 +584,3 @@ def _as_job_wide(view: View, findings: list[Finding]) -> list[Finding]:
             machines=tuple(names),
         )
     ]
-
-
-def make_result(
-    frame: Frame, config: MinderConfig, status: str, started: float, **facts: object
-) -> Result:
-    """Return a result about a frame; `started` is the call's `time.perf_counter()`."""
-    start = int(frame.ts[0]) if frame.num_seconds else 0
-    known = {"theta": config.detect.theta, **facts}
-    return Result(
-        job=frame.job,
-        status=status,  # type: ignore[arg-type]
-        start=start,
-        end=start + frame.num_seconds,
-        n_machines=frame.num_machines,
-        profile=config.profile,
-        distance=config.detect.distance,
-        call_seconds=time.perf_counter() - started,
-        **known,  # type: ignore[arg-type]
-    )

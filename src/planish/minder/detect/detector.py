@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planish.minder.detect.config import MinderConfig
-from planish.minder.detect.continuity import View, conclude, make_result
+from planish.minder.detect.continuity import View, conclude
 from planish.minder.detect.denoise import WINDOW, Models, touching, windows_of
 from planish.minder.detect.distances import Trace, compared_values, comparison_groups, fill_trace
 from planish.minder.detect.frame import F32, I64, Frame, Job, Mask
 from planish.minder.detect.metrics_table import METRICS, columns_of
 from planish.minder.detect.preprocess import Prepared, prepare
-from planish.minder.detect.result import Result
+from planish.minder.detect.result import Result, make_result
 
 _SCORE_WINDOWS = 60
 """Newest windows over which the score of a machine is averaged."""

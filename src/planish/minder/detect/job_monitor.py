@@ -10,14 +10,13 @@ import numpy as np
 
 from planish.minder.detect.baseline import Baseline, History
 from planish.minder.detect.config import MinderConfig
-from planish.minder.detect.continuity import make_result
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
 from planish.minder.detect.distances import comparison_groups
 from planish.minder.detect.frame import Frame, Job, Mask, Stretches
 from planish.minder.detect.metrics_table import BUSY, DEVICES, METRICS, columns_of
 from planish.minder.detect.preprocess import limits_of, needed_scale
-from planish.minder.detect.result import Result
+from planish.minder.detect.result import Result, make_result
 from planish.minder.detect.roles import ROLE_SECONDS, differ, find_roles
 from planish.minder.detect.runs import stretches
 

@@ -7,7 +7,7 @@ metric); limits on gaps, usability and silence are ours.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +24,8 @@ _FEWEST_CHANGES = 4
 """Of a machine whose samples change less often it is not known how often they come."""
 _ADJACENT_SHARE = 0.1
 """Where so many changes follow one another, samples come every second."""
+_DEAD_SHARE = 0.35
+"""Without some of its machines a job does less than this share of what it did."""
 _FRESH_ROWS = 10
 """A machine whose last sample is older has stopped, which is another matter than standing still."""
 
@@ -355,6 +357,31 @@ def silent_seconds(frame: Frame) -> F64:
     for real in frame.mask.values():
         last = np.maximum(last, last_rows(real))
     return (frame.num_seconds - 1 - last).astype(np.float64)
+
+
+def are_dead(prepared: Prepared, named: Collection[str], after_seconds: int) -> bool:
+    """Return whether many silent machines are dead, and not only the telemetry of them.
+
+    Then they were `named` before, they fell silent one after the other, or the others have stopped
+    since.
+    """
+    frame, silent = prepared.frame, prepared.silent_seconds > after_seconds
+    seconds = prepared.silent_seconds[silent]
+    if np.isin(frame.machines, list(named))[silent].all():
+        return True
+    if 2 * silent.sum() > len(silent):
+        return False
+    if np.ptp(seconds) > after_seconds:
+        return True
+    last = frame.num_seconds - int(seconds.min())
+    for name, values in frame.values.items():
+        rest = np.where(frame.mask[name], values, np.nan)[:, ~silent]
+        sides = (rest[:last], rest[last:])
+        if name in METRICS and METRICS[name].is_gpu and all(np.isfinite(s).any() for s in sides):
+            before, after = (float(np.nanmean(side)) for side in sides)
+            if after < _DEAD_SHARE * before:
+                return True
+    return False
 
 
 def fit_limits(frames: list[Frame], metric: Metric) -> tuple[float, float]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Literal
+
+from planish.minder.detect.config import MinderConfig
+from planish.minder.detect.frame import Frame
 
 Kind = Literal["dissimilar", "silent", "job_wide", "telemetry"]
 """`telemetry`: what measures the machines has failed, and nothing is known of them."""
@@ -100,3 +104,22 @@ class Result:
     def to_json(self) -> str:
         """Return canonical JSON."""
         return json.dumps(asdict(self), sort_keys=True, allow_nan=False)
+
+
+def make_result(
+    frame: Frame, config: MinderConfig, status: str, started: float, **facts: object
+) -> Result:
+    """Return a result about a frame; `started` is the call's `time.perf_counter()`."""
+    start = int(frame.ts[0]) if frame.num_seconds else 0
+    known = {"theta": config.detect.theta, **facts}
+    return Result(
+        job=frame.job,
+        status=status,  # type: ignore[arg-type]
+        start=start,
+        end=start + frame.num_seconds,
+        n_machines=frame.num_machines,
+        profile=config.profile,
+        distance=config.detect.distance,
+        call_seconds=time.perf_counter() - started,
+        **known,  # type: ignore[arg-type]
+    )

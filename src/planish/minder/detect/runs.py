@@ -15,6 +15,7 @@ import numpy as np
 from planish.minder.detect.config import DetectConfig
 from planish.minder.detect.denoise import WINDOW
 from planish.minder.detect.frame import COARSE_SECONDS, F64, I64, Mask
+from planish.minder.detect.metrics_table import METRICS
 from planish.minder.detect.preprocess import Prepared
 
 _TOLERATED_SHARE = 0.02
@@ -23,6 +24,10 @@ _SAMPLE_SHARE = 0.12
 """Where samples are held, one that lacks the candidate may be at most this share of a run."""
 _MOMENT = 20
 """For so many windows another machine may hide one that is far away."""
+BEYOND_TURNS = 1.75
+"""Where machines differ in turn, a faulty one differs for longer than so many of their turns."""
+LONG_TURN = 60.0
+"""Where machines differ in turn for so long, a part of them does too."""
 FEWEST_WINDOWS = 30
 """A shorter run is not reported as a candidate."""
 
@@ -178,3 +183,19 @@ def resting(share: F64, rules: DetectConfig) -> Mask:
     """Return [W], windows of short stretches in which the machines do less than they mostly do."""
     low = share < rules.rest_share
     return np.asarray(short_stretches(low[None], rules.idle_seconds)[0])
+
+
+def turn_of(name: str, turns: Mapping[str, int], machine: str, *, is_again: bool = False) -> float:
+    """Return for how long a machine must differ in a metric of a job whose machines do in turn.
+
+    In metrics of GPUs the longest turn of the others counts, once two machines had long ones: that
+    is how each of them waits for the rest. Elsewhere the second longest does, since a host may have
+    been busy for a while. For one that differs again and again the longest counts anyway.
+    """
+    long = [turn for place, turn in turns.items() if place and turn >= LONG_TURN]
+    others = sorted(turn for place, turn in turns.items() if place not in (machine, ""))
+    if is_again:
+        return BEYOND_TURNS * max(others, default=0)
+    if METRICS[name].is_gpu:
+        return BEYOND_TURNS * others[-1] if len(long) > 1 and others else 0.0
+    return BEYOND_TURNS * others[-2] if len(others) > 1 else 0.0

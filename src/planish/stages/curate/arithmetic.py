@@ -93,37 +93,3 @@ def _product_columns(number: int, digit: int) -> list[str]:
         columns.append(f"{a}*{digit}+{carry}={total}")
         carry = total // 10
     return columns
-
-
-def chain_trace(operands: list[int], modulus: int) -> str:
-    """Return the running sums of `operands` modulo `modulus`; each step repeats its operand.
-
-    Example:
-        >>> chain_trace([7, 5, 8, 7, 4], 10)
-        '7+5=2+8=0+7=7+4=1'
-    """
-    total = operands[0] % modulus
-    text = str(operands[0])
-    for operand in operands[1:]:
-        total = (total + operand) % modulus
-        text += f"+{operand}={total}"
-    return text
-
-
-def multiplication_trace(left: int, right: int) -> str:
-    """Return the long multiplication: after each digit of `right`, its product joins the sum.
-
-    Example:
-        >>> multiplication_trace(48, 24)
-        '8*4+0=32;4*4+3=19=192:8*2+0=16;4*2+1=9=96:2+0+0=2;9+6+0=15;1+9+1=11=1152'
-    """
-    segments = []
-    total = 0
-    for place, digit in enumerate(_digits(right, 1)):
-        product = ColumnExpression(left, "*", digit)
-        segments.append(product.trace())
-        shifted = product.result * 10**place
-        if place:
-            segments.append(ColumnExpression(total, "+", shifted).trace())
-        total += shifted
-    return ":".join(segments)

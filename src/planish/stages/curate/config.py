@@ -12,7 +12,7 @@ from planish.base.config import Section, nearest
 from planish.base.parallel import DeviceName
 from planish.store.sources import parse_source
 
-Task = Literal["column-arithmetic", "modular-chain", "countdown", "scratchpad-multiplication"]
+Task = Literal["column-arithmetic"]
 
 MAPPED = ("prompt", "answer", "system", "verifier", "trace", "source")
 """Parts of a row whose column `dataset_map` may name."""
@@ -170,9 +170,7 @@ class CurateConfig(Section):
     were scraped hold mistakes: the cold start learns them, reinforcement learning can unlearn
     them. Traces of a data set stay as they are."""
     max_operand_digits: int = Field(default=4, ge=1, le=9)
-    """Longest operand of column arithmetic, and of the factors of scratchpad multiplication."""
-    countdown_numbers: int = Field(default=3, ge=2, le=6)
-    """Numbers of a countdown prompt."""
+    """Longest operand of column arithmetic."""
     hub_config: str = ""
     """Configuration name of a hub data set; empty: its only one."""
     hub_split: str = "train"

@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import random
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from planish.stages.curate.arithmetic import ColumnExpression, chain_trace, multiplication_trace
+from planish.stages.curate.arithmetic import ColumnExpression
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.problem import Problem
-from planish.verifiers.countdown import countdown_answer
 
 MIXTURE: dict[tuple[int, str, int], int] = {
     (2, "+", 2): 642, (2, "-", 2): 568, (3, "-", 3): 360, (3, "-", 2): 307, (2, "*", 1): 291,
@@ -27,34 +26,18 @@ MIXTURE: dict[tuple[int, str, int], int] = {
 }  # fmt: skip
 """(digits, operator, digits) to the number of different expressions in GSM8K's training file."""
 
-MODULUS = 10
-_CHAIN_LOG_MEAN, _CHAIN_LOG_STD, _CHAIN_MOST = 1.6, 0.6, 23
-"""Mean and standard deviation of the log of a chain's operand count, and its maximum."""
-
-
-def _problem(
-    question: str,
-    answer: str,
-    source: str,
-    trace: str,
-    *,
-    verifier: str = "trace",
-    family: str = "",
-    origin: str = "generated",
-) -> Problem:
-    messages = [{"role": "user", "content": question}]
-    return Problem(question, messages, answer, verifier, source, trace, family, origin)
-
 
 def column_problem(expression: ColumnExpression, *, source: str, origin: str) -> Problem:
     """Return the prompt of one column expression."""
-    return _problem(
+    return Problem(
         expression.prompt,
+        [{"role": "user", "content": expression.prompt}],
         str(expression.result),
+        "trace",
         source,
         expression.trace(),
-        family=expression.family,
-        origin=origin,
+        expression.family,
+        origin,
     )
 
 
@@ -77,71 +60,9 @@ def column_arithmetic(rng: random.Random, config: CurateConfig) -> Iterator[Prob
             yield column_problem(expression, source="column-arithmetic", origin="generated")
 
 
-def modular_chain(rng: random.Random, config: CurateConfig) -> Iterator[Problem]:
-    """Yield sums of digits modulo 10; the number of operands has a log-normal distribution."""
-    while True:
-        drawn = round(rng.lognormvariate(_CHAIN_LOG_MEAN, _CHAIN_LOG_STD))
-        count = min(max(drawn, 2), _CHAIN_MOST)
-        operands = [rng.randrange(MODULUS) for _ in range(count)]
-        question = f"({'+'.join(map(str, operands))})%{MODULUS}="
-        answer = str(sum(operands) % MODULUS)
-        yield _problem(question, answer, "modular-chain", chain_trace(operands, MODULUS))
-
-
-def scratchpad_multiplication(rng: random.Random, config: CurateConfig) -> Iterator[Problem]:
-    """Yield products of numbers; short factors are likelier, so lengths have a heavy tail."""
-    digits = range(1, config.max_operand_digits + 1)
-    weights = [0.5**count for count in digits]
-    while True:
-        left, right = (_number(rng, rng.choices(digits, weights)[0]) for _ in range(2))
-        yield _problem(
-            f"{left}*{right}=",
-            str(left * right),
-            "scratchpad-multiplication",
-            multiplication_trace(left, right),
-            family=f"{min(left, right)}*{max(left, right)}",
-        )
-
-
-def countdown(rng: random.Random, config: CurateConfig) -> Iterator[Problem]:
-    """Yield numbers and a target between 1 and 999 that they can reach."""
-    while True:
-        numbers = [rng.randrange(1, 26) for _ in range(config.countdown_numbers)]
-        expression, value = _combine(rng, numbers)
-        if 1 <= value <= 999:
-            given = sorted(numbers)
-            question = f"use {','.join(map(str, given))} to make {value}"
-            answer, trace = countdown_answer(given, value), f"{expression}={value}"
-            yield _problem(question, answer, "countdown", trace, verifier="countdown")
-
-
-def _combine(rng: random.Random, numbers: list[int]) -> tuple[str, int]:
-    """Join numbers two by two in random order; every intermediate value is a whole number."""
-    parts = [(str(number), number) for number in numbers]
-    while len(parts) > 1:
-        (left, a), (right, b) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
-        choices = [("+", a + b), ("*", a * b)]
-        if a >= b:
-            choices.append(("-", a - b))
-        if b > 0 and a % b == 0:
-            choices.append(("/", a // b))
-        operator, value = rng.choice(choices)
-        parts.append((f"({left}{operator}{right})", value))
-    text, value = parts[0]
-    return text[1:-1], value
-
-
-TASKS: dict[str, Callable[[random.Random, CurateConfig], Iterator[Problem]]] = {
-    "column-arithmetic": column_arithmetic,
-    "countdown": countdown,
-    "modular-chain": modular_chain,
-    "scratchpad-multiplication": scratchpad_multiplication,
-}
-
-
 def task_stream(config: CurateConfig, seed: int) -> Iterator[Problem]:
     """Return the endless stream of the configured task; equal seeds give equal streams."""
-    return TASKS[config.task](random.Random(f"planish/{config.task}/{seed}"), config)
+    return column_arithmetic(random.Random(f"planish/{config.task}/{seed}"), config)
 
 
 def with_mistake(problem: Problem, share: float, seed: int) -> Problem:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.base.errors import ConfigError
-from planish.stages.curate.arithmetic import ColumnExpression, multiplication_trace
+from planish.stages.curate.arithmetic import ColumnExpression
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.filters import has_good_trace
 from planish.stages.curate.gsm8k import parse_row, problem_row, read_step
@@ -26,7 +26,7 @@ from planish.stages.curate.integers import (
 from planish.stages.curate.problem import CurationLedger, Problem
 from planish.stages.curate.select import curate
 from planish.stages.curate.stage import read_tables
-from planish.stages.curate.tasks import MIXTURE, TASKS, task_stream, with_mistake
+from planish.stages.curate.tasks import MIXTURE, task_stream, with_mistake
 from planish.verifiers import answer_fault, verify
 
 WORDS = {"n": "How much?", "p/q": "give p + q as", "a+b*sqrt(c)": "a and b may be negative"}
@@ -234,7 +234,6 @@ def test_all_word_problems_of_the_real_file_have_integer_answers():
 )
 def test_column_traces_worked_by_hand(expression, trace):
     assert ColumnExpression(*expression).trace() == trace
-    assert multiplication_trace(7, 8) == "7*8+0=56=56"
 
 
 @given(st.integers(0, 9999), st.sampled_from("+-*"), st.integers(0, 9999))
@@ -264,9 +263,8 @@ def test_what_is_no_column_arithmetic_is_named(expression, fault):
     assert ColumnExpression(*expression).family == swapped.family
 
 
-@pytest.mark.parametrize("task", sorted(TASKS))
-def test_each_task_is_verifiable_solved_and_equal_for_equal_seeds(task):
-    config = CurateConfig(task=task)
+def test_the_task_is_verifiable_solved_and_equal_for_equal_seeds():
+    config = CurateConfig()
     problems = list(islice(task_stream(config, 3), 300))
     assert problems == list(islice(task_stream(config, 3), 300))
     assert problems != list(islice(task_stream(config, 4), 300))
