@@ -96,10 +96,10 @@ class View:
         return self.prepared.frame
 
     @property
-    def has_silent(self) -> bool:
-        """Whether a machine has fallen silent."""
+    def silent(self) -> Mask:
+        """[N], machines that have fallen silent."""
         after = self.config.preprocess.silent_after_seconds
-        return bool(after and (self.prepared.silent_seconds > after).any())
+        return np.asarray((self.prepared.silent_seconds > after) & (after > 0))
 
     @property
     def job_wide_limit(self) -> int:
@@ -124,9 +124,7 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
     """
     config, rules, frame = view.config, view.config.detect, view.frame
     end = int(frame.ts[-1]) + 1 if frame.num_seconds else 0
-    silent = np.zeros(frame.num_machines, bool)
-    if config.preprocess.silent_after_seconds:
-        silent = view.prepared.silent_seconds > config.preprocess.silent_after_seconds
+    silent = view.silent
     unmodelled = {name: "no model" for name in view.prepared.values if name not in view.traces}
     used = {name: denoisers[METRICS[name].name] for name in view.traces}
     facts = {
@@ -145,9 +143,9 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
     }
     frozen = np.isin(frame.machines, view.prepared.frozen)
     limit = max(1.0, config.preprocess.outage_share * frame.num_machines)
-    after, before = config.preprocess.silent_after_seconds, view.job.named
+    after = config.preprocess.silent_after_seconds
     if frozen.sum() > limit or (
-        silent.sum() > limit and not are_dead(view.prepared, before, after)
+        silent.sum() > limit and not are_dead(view.prepared, view.job.named, after)
     ):
         facts["silent"] = tuple(np.array(frame.machines)[silent | frozen].tolist())
         facts["broken"] = {}
@@ -297,17 +295,18 @@ def is_alone(
     named: Mapping[str, _Named],
     aliased: Collection[str],
     interval: int,
+    is_phase: bool,
 ) -> bool:
     """Return whether no other machine is nearly as far away, nor a candidate for nearly as long.
 
     Others may have their turns in the `aliased` metrics. Where another metric shows the machine
-    too, only those that differ alike speak against it; where it can show no other part of an
-    iteration, turns do not. A run that was over at the last call, `interval` seconds ago, is not
+    too, only those that differ alike speak against it; without `is_phase`, see `may_be_phase`,
+    turns do not. A run that was over at the last call, `interval` seconds ago, is not
     asked about again: what lay before it leaves the window, and a machine that was alone has been
     found while its run went on.
     """
     metric, rows = named[name], slice(run.first, run.last + 1)
-    away, is_phase = _away(run, metric), may_be_phase(run, name, named)
+    away = _away(run, metric)
     others = np.arange(len(away)) != run.machine
     share = _NEXT_SHARE if is_phase else _PAIR_SHARE
     if (away[others] > share * away[run.machine]).any():
@@ -396,7 +395,7 @@ def _is_beside(run: Run, name: str, view: View, named: Mapping[str, _Named]) -> 
     for other, metric in named.items():
         if other != name and metric.candidates[rows, run.machine].mean() > _OTHER_SHARE:
             return False
-    if view.has_silent:
+    if view.silent.any():
         return True
     for other, metric in named.items():
         if METRICS[other].is_gpu and metric.share[rows].mean() < view.config.detect.rest_share:
@@ -434,29 +433,29 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
     both = shown[True] & shown[False]
     findings: dict[str, Finding] = {}
     for name, metric in named.items():
-        trace = metric.trace
-        is_asked = is_first and rules.exhaustive and name not in aliased
+        trace, is_aliased = metric.trace, name in aliased
+        known = view.job.turns.get(name, {})
+        is_asked = is_first and rules.exhaustive and not is_aliased
         again = metric.again(both, is_young=view.job.is_young) if is_asked else []
         for run in [*long_runs(metric.runs, metric.rule), *again]:
-            is_aliased = name in aliased
             is_phase = is_aliased and may_be_phase(run, name, named)
             is_from_start = run.first <= metric.rule.samples[run.machine] and view.job.is_young
             if is_phase and is_from_start:
                 # A young job does not tell this from another part of an iteration.
                 continue
-            if is_aliased and not is_alone(run, name, named, aliased, interval):
+            if is_aliased and not is_alone(run, name, named, aliased, interval, is_phase):
                 continue
             times = sum(run.first <= one.first <= run.last for one in metric.runs[run.machine])
-            known = view.job.turns.get(name, {})
-            usual = turn_of(name, known, frame.machines[run.machine], is_again=times > 1)
+            machine = frame.machines[run.machine]
+            usual = turn_of(name, known, machine, is_again=times > 1)
             # Of a young job it is not known how its machines differ in turn.
             is_slight = _away(run, metric)[run.machine] < 1.75 * metric.least
-            is_new = is_from_start and is_slight
             needed = metric.rule.needed[run.machine]
-            held = needed - rules.continuity_seconds
             # The tensor cores of a machine whose rows run out do less as well.
-            is_ramp = (is_phase or not is_aliased) and _is_ramp(run, trace, busy, held)
-            is_gradual = METRICS[name].is_gpu and (is_new or is_ramp)
+            is_ramp = (is_phase or not is_aliased) and _is_ramp(
+                run, trace, busy, needed - rules.continuity_seconds
+            )
+            is_gradual = METRICS[name].is_gpu and (is_ramp or (is_from_start and is_slight))
             if is_gradual or is_split:
                 usual = max(usual, BEYOND_TURNS * needed)
             if rules.exhaustive and (run.length <= usual * times or is_one_of_many(run, metric)):
@@ -466,7 +465,7 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
             start = int(frame.ts[run.first])
             end = int(frame.ts[run.last]) + WINDOW + int(metric.rule.samples[run.machine])
             is_over = end <= view.job.asked
-            if is_over and frame.machines[run.machine] not in view.job.named:
+            if is_over and machine not in view.job.named:
                 continue
             evidence = {}
             for other, theirs in named.items():
@@ -476,7 +475,7 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
                 evidence[other] = Evidence(float(mine.mean()), distance)
             cells = (slice(run.first, run.last + 1), run.machine)
             finding = Finding(
-                machine=frame.machines[run.machine],
+                machine=machine,
                 metric=name,
                 kind="dissimilar",
                 run_start=start,

@@ -101,10 +101,8 @@ class JobMonitor:
             ignored.append((start, stop + warmup * (stop - start >= warmup)))
         self._widen(frame, board)
         self._count_devices(frame)
-        last_named = {**(suspects or {}), **self._suspects}
-        self.baseline.suspects = {
-            name for name, at in last_named.items() if at > now - _SUSPECT_SECONDS
-        }
+        self._suspects = of_last_day(self._suspects, now)
+        self.baseline.suspects = {*self._suspects, *of_last_day(suspects or {}, now)}
         self.baseline.keep(frame.machines)
         self.usual.keep(frame.machines)
         metrics = columns_of(rules.metrics, frame.values) if rules.role_baseline else ()
@@ -327,6 +325,11 @@ class JobMonitor:
         monitor._roles = {str(name): str(role) for name, role in roles.items()}
         monitor._idle = [(int(start), int(stop)) for start, stop in state.get("idle", ())]
         return monitor
+
+
+def of_last_day(suspects: Mapping[str, int], now: int) -> dict[str, int]:
+    """Return the machines that were named, at a unix second, within the day before `now`."""
+    return {name: at for name, at in suspects.items() if at > now - _SUSPECT_SECONDS}
 
 
 def too_few_machines(job: str, machines: Sequence[str], config: MinderConfig) -> Result | None:

@@ -20,7 +20,7 @@ from planish.minder.act.kube.objects import JobInfo, PodInfo
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
 from planish.minder.detect.frame import Frame
-from planish.minder.detect.job_monitor import JobMonitor, too_few_machines
+from planish.minder.detect.job_monitor import JobMonitor, of_last_day, too_few_machines
 from planish.minder.detect.result import Result
 from planish.minder.service.config import ServiceSettings
 from planish.minder.service.evidence import confirmed, silent_machines, suspects, without
@@ -157,7 +157,9 @@ class JobWatch:
             deadline.left()
             if self.is_over:
                 raise BackendUnavailable("the job is watched no longer", code="stopped")
-            shared.suspects = {**shared.suspects, **self.monitor.suspects}
+            shared.suspects = of_last_day(
+                {**shared.suspects, **self.monitor.suspects}, int(self.now())
+            )
             shared.metrics.pulled(frame, self._source.intervals)
             metrics = shared.settings.detect.metrics
             lacking = {name for name in metrics if not frame.mask[name].any()}

@@ -100,6 +100,10 @@ def test_a_machine_that_one_job_named_has_no_role_in_the_next():
     assert following.monitor.baseline.suspects == ()
     following.call()
     assert following.monitor.baseline.suspects == {"a-0"}
+    # A day later neither the jobs nor what they share remember it.
+    clock.seconds += 86_400 + 1000
+    following.call()
+    assert (shared.suspects, following.monitor.baseline.suspects) == ({}, set())
 
 
 def test_failures_are_tried_again_after_1_2_4_to_60_seconds_and_keep_alerts():
