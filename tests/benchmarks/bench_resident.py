@@ -24,16 +24,18 @@ from planish.base.parallel import SINGLE
 from planish.engines.config import EngineConfig
 from planish.engines.requests import ModelRef
 from planish.engines.weights import fetch_weights
-from planish.run.pins import Pins
+from planish.records.stream import StreamState, fresh_cursor
 from planish.run.stage import Context
 from planish.stages.export.stage import export
+from planish.stages.iterate.commit import Made
 from planish.stages.iterate.residents import Residents
-from planish.stages.rollout.job import Start
+from planish.stages.rollout.job import engine_options, rollout_config
 from planish.stages.train.ranks.job import TrainJob
 from planish.stages.train.ranks.worker import begin_iteration
 from tests.benchmarks.facts import require_idle_machine, write_result
 from tests.unit.stages.train.runs import add_iteration, start_run
 
+SIZES = {"max_rows": 4, "max_prompt_tokens": 32, "max_response_tokens": 32, "device": "cpu"}
 LARGE = {"hidden_size": 1024, "num_layers": 20, "intermediate_size": 4096, "head_dim": 64}
 """A dense policy whose float32 weights are 1 GB."""
 
@@ -91,11 +93,12 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 def compare_refreshes(rounds: int) -> dict[str, float]:
     """Time new weights of 1 GB in memory, by export, fetch and load, and a plain copy of them."""
-    options = {"max_rows": 4, "max_model_len": 64, "device": "cpu"}
     with tempfile.TemporaryDirectory() as folder:
         tiny = start_run(f"file://{folder}/run", **LARGE)
         rewards = add_iteration(tiny, 1)
-        residents = Residents(SINGLE, torch.device("cpu"), {})
+        residents = Residents(SINGLE, torch.device("cpu"), {"rollout": SIZES})
+        residents.open(tiny.policy_pin)
+        options = engine_options(rollout_config({"rollout": SIZES}))
         with residents.serve(EngineConfig(), ModelRef(pin=tiny.policy_pin), **options) as engine:
             pass
         job = TrainJob(
@@ -118,10 +121,9 @@ def compare_refreshes(rounds: int) -> dict[str, float]:
                 engine.update_weights(source, context.iteration)
 
             times["files"].append(seconds_of(by_files))
-            start = Start(Pins(pins[0], state_pin))
-            start.held_version = number
-            times["memory"].append(seconds_of(lambda start=start: residents.refresh(start)))
-            residents.settle(start)
+            made = Made(StreamState(fresh_cursor()), pins[0], version=number)
+            times["memory"].append(seconds_of(lambda made=made: residents.refresh(made)))
+            residents.trainer.state_pin = state_pin
             times["copy"].append(
                 seconds_of(lambda: [c.copy_(w) for c, w in zip(copies, weights, strict=True)])
             )

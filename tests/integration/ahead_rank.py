@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from planish.stages.iterate import block, iteration
+from planish.stages.iterate import iteration, loop
 
 
 def padded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,4 +24,4 @@ def padded(function: Callable[..., Any]) -> Callable[..., Any]:
 if __name__ == "__main__":
     iteration.sample = padded(iteration.sample)  # type: ignore[assignment]
     iteration.begin_iteration = padded(iteration.begin_iteration)  # type: ignore[assignment]
-    raise SystemExit(block.main(sys.argv[1:]))
+    raise SystemExit(loop.main(sys.argv[1:]))

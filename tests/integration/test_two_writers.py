@@ -175,7 +175,7 @@ def second_holds(root, first, second, request):
 
 
 def commits(root, seed):
-    return Commits(f"{root}/commits", parents=dict, facts={"seed": seed})
+    return Commits(f"{root}/commits", parents={}, facts={"seed": seed})
 
 
 def commit(root, seed=0):

@@ -41,6 +41,8 @@ class Ranks:
 
     rank: int
     size: int
+    group: Any = None
+    """Process group of the collectives; None means the default group."""
 
     @property
     def is_first(self) -> bool:
@@ -64,13 +66,13 @@ class Ranks:
         if self.size > 1:
             import torch.distributed as dist
 
-            dist.barrier()
+            dist.barrier(group=self.group)
 
     def _reduce(self, tensor: Tensor, operation: str) -> Tensor:
         if self.size > 1:
             import torch.distributed as dist
 
-            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation))
+            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation), group=self.group)
         return tensor
 
 
@@ -454,6 +456,13 @@ def data_mesh(grid: Grid, device: torch.device, replicas: int, timeout_seconds: 
     places, limit = torch.arange(size).view(replicas, -1), timedelta(seconds=timeout_seconds)
     groups = [make(axis.tolist(), timeout=limit)[0] for axis in (places.T, places)]
     return DeviceMesh.from_group(groups, device.type, places, mesh_dim_names=("replicate", "shard"))
+
+
+def patient(ranks: Ranks, timeout_seconds: float) -> Ranks:
+    """Return the ranks with a process group of their own, whose collectives may take this long."""
+    if ranks.size == 1:
+        return ranks
+    return replace(ranks, group=neighbours(ranks.size, timeout_seconds))
 
 
 @functools.cache

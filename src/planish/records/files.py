@@ -27,7 +27,7 @@ from planish.records.manifest import (
     read_manifest,
     seal,
 )
-from planish.records.refs import Ref
+from planish.records.refs import Ref, parse_pin
 from planish.store.sources import cache_folder
 
 WEIGHTS = "weights_crc32c"
@@ -51,6 +51,16 @@ def weights_checksum(parts: Mapping[str, int]) -> str:
     """
     lines = [f"{name} {parts[name]:08x}\n" for name in sorted(parts)]
     return f"{google_crc32c.value(''.join(lines).encode()):08x}"
+
+
+def weights_name(policy_pin: str) -> tuple[int, str]:
+    """Return version and weights checksum of a policy; rollouts name their policy by these two.
+
+    The checksum is "" for a policy that records none.
+    """
+    uri, digest = parse_pin(policy_pin)
+    attributes = read_manifest(uri, sha256=digest).attributes
+    return int(attributes["policy_version"]), str(attributes.get(WEIGHTS, ""))
 
 
 def write_files(

@@ -14,9 +14,10 @@ from planish.engines.config import EngineConfig
 from planish.engines.requests import ModelRef
 from planish.engines.weights import FolderWeights
 from planish.models.policy import load_policy, save_policy
+from planish.records.stream import StreamState, fresh_cursor
 from planish.run.pins import Pins
-from planish.stages.iterate.residents import Residents, TrainerWeights
-from planish.stages.rollout.job import Start
+from planish.stages.iterate.commit import Made, stored
+from planish.stages.iterate.residents import Residents, TrainerWeights, check_weights
 from planish.stages.train.config import TrainConfig
 from planish.stages.train.trainer import Trainer
 from tests.unit.engines.tiny import request
@@ -59,23 +60,21 @@ def main(folder: str, ranks_of_engine: str) -> None:
     pins.append(json.loads((Path(folder) / "second.json").read_text()))
     residents = Residents(ranks, device, settings)
     told: list = []
-    residents.refresh(Start(Pins(first, "")))
+    residents.refresh(stored(Pins(first, "")))
     residents.rest()
     for number in (1, 0, 1, 0, 1):
         with torch.no_grad():
             for name, part in parts.items():
                 part.to_local().copy_(kept[name] * SCALE if number else kept[name])
         residents.trainer.keep(trainer, {})
-        start = Start(Pins(pins[number], ""))
-        start.held_version = 0
-        residents.refresh(start)
-        residents.settle(start)
+        start = residents.refresh(Made(StreamState(fresh_cursor()), pins[number], version=0))
+        check_weights(start, pins[number])
 
-        def sample(number: int = number, start: Start = start) -> None:
-            with residents.serve(config, ModelRef(), start, device="cpu") as engine:
+        def sample(number: int = number) -> None:
+            with residents.serve(config, ModelRef(), device="cpu") as engine:
                 told.append({"policy": number, "sampled": sampled(engine)})
 
-        residents.lead(sample, start)
+        residents.lead(sample)
         residents.rest()
     source = TrainerWeights(trainer, FolderWeights(Path(folder) / "second"), ranks)
     for name in source.names():

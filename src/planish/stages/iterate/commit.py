@@ -1,16 +1,13 @@
-"""The end of an update: it commits the state and exports the policy beside the next rollouts.
+"""The end of an update: a thread commits the state and exports the policy beside the next rollouts.
 
-The engine that samples next has its weights from the trainer. It waits for state and policy only
-before it writes records with their digests.
+The engine that samples next has its weights from the trainer, so sampling waits for neither.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, wait
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 
 from planish.base.errors import (
     EXIT_CONFIG,
@@ -26,7 +23,7 @@ from planish.run.pins import Pins
 from planish.run.signals import STOP_SECONDS
 from planish.run.stage import Context, Outcome, execute
 from planish.stages.export.stage import export
-from planish.stages.rollout.job import Start, whole_pins
+from planish.stages.rollout.job import read_data, whole_pins
 from planish.stages.train.ranks.job import TrainJob
 from planish.stages.train.ranks.worker import Trained
 
@@ -36,66 +33,59 @@ LEAVE_SECONDS = STOP_SECONDS
 """Time that a running commit has to finish if the task ends early."""
 
 
-class Commit(Start):
-    """Start of an iteration while the update before it is still on its way to the store."""
+@dataclass(frozen=True)
+class Made:
+    """Policy and train state that the next iteration starts from.
 
-    def __init__(self, job: TrainJob, trained: Trained) -> None:
-        """Start a thread that waits for the state and then exports; every rank does so."""
-        super().__init__(Pins(job.policy_pin, ""))
-        self.held_version = job.iteration
-        self._job, self._trained = job, trained
-        subject = f"export of iteration {job.iteration}"
-        call = control_of().call(subject, LIMIT_SECONDS)
-        self._call = call.twin(missing=SaveFailed)
-        self._saved: Future[str] = Future()
-        self._ended: Future[Pins] = Future()
-        threading.Thread(target=self._end, name="commit", daemon=True).start()
+    A future raises the error of the stage that failed to make its value.
+    """
 
-    def data(self) -> StreamState:
-        """Return cursor and sets of the state on its way, with whole pins."""
-        return whole_pins(self._trained.stream, self._job.root)
+    data: StreamState
+    """Data part of the state; pins are whole URIs."""
+    files_pin: str
+    """A policy in the store with the same tokenizer and configuration."""
+    version: int | None = None
+    """Version of the policy, if the trainers of this task have its weights in memory."""
+    state_pin: Future[str] = field(default_factory=Future)
+    """Pin of the state once it is committed."""
+    pins: Future[Pins] = field(default_factory=Future)
+    """Both pins once the policy is exported."""
 
-    def state_pin(self) -> str:
-        """Wait for the state and return its pin; the export of the policy follows it."""
-        return self._saved.result()
 
-    def when_exported(self, told: Callable[[str], None]) -> None:
-        """Call `told` with the pin of the policy once it is exported, maybe in another thread."""
+def stored(pins: Pins) -> Made:
+    """Return a policy and a state that are in the store; "" is no state."""
+    made = Made(read_data(pins.state_pin), pins.policy_pin)
+    made.state_pin.set_result(pins.state_pin)
+    made.pins.set_result(pins)
+    return made
 
-        def call(ended: Future[Pins]) -> None:
-            if ended.exception() is None:
-                told(ended.result().policy_pin)
 
-        self._ended.add_done_callback(call)
+def begin_commit(job: TrainJob, trained: Trained) -> Made:
+    """Start the thread that waits for the state and then exports; every rank calls it."""
+    call = control_of().call(f"export of iteration {job.iteration}", LIMIT_SECONDS)
+    call = call.twin(missing=SaveFailed)
+    data = whole_pins(trained.stream, job.root)
+    made = Made(data, job.policy_pin, job.iteration)
 
-    def leave(self, seconds: float) -> None:
-        """Wait at most `seconds` until the commit succeeds or fails."""
-        wait([self._ended], seconds)
-
-    def _wait(self) -> Pins:
-        began = time.monotonic()
+    def end() -> None:
         try:
-            return self._ended.result()
-        finally:
-            self.waited_seconds += time.monotonic() - began
-
-    def _end(self) -> None:
-        try:
-            state_pin = self._trained.commit().pin()
+            state_pin = trained.commit().pin()
             # The record of the state exists once the first rank gets here.
-            self._call.decide(bytes, "state")
-            self._saved.set_result(state_pin)
-            policy_pin = export_policy(self._job, state_pin, self._call)
-            self._ended.set_result(Pins(policy_pin, state_pin))
+            call.decide(bytes, "state")
+            made.state_pin.set_result(state_pin)
+            made.pins.set_result(Pins(export_policy(job, state_pin, call), state_pin))
         except BaseException as error:
             reason = error if isinstance(error, Exception) else SaveFailed(repr(error))
             try:
-                self._call.abort(reason)
+                call.abort(reason)
             finally:
                 # Everybody who waits for the pins raises it.
-                if not self._saved.done():
-                    self._saved.set_exception(reason)
-                self._ended.set_exception(reason)
+                if not made.state_pin.done():
+                    made.state_pin.set_exception(reason)
+                made.pins.set_exception(reason)
+
+    threading.Thread(target=end, name="commit", daemon=True).start()
+    return made
 
 
 def export_policy(job: TrainJob, state_pin: str, call: Control | None = None) -> str:

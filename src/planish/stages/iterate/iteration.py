@@ -1,4 +1,4 @@
-"""The two halves of one iteration of a resident task: rollouts, and everything after them."""
+"""The parts of one iteration of a resident task, each run as a task of its stage."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from threading import Event
 
-from planish.base.parallel import Ranks
-from planish.engines import OpenEngine
+from planish.base.parallel import Ranks, patient
 from planish.records import layout
 from planish.records.manifest import read_manifest
 from planish.run.pins import Pins
 from planish.run.stage import Context, Outcome, execute, is_stopped
 from planish.stages.evaluate.iteration import evaluate_iteration
 from planish.stages.export.stage import passed_through
-from planish.stages.iterate.commit import Commit, export_policy
+from planish.stages.iterate.commit import (
+    LIMIT_SECONDS,
+    Made,
+    begin_commit,
+    export_policy,
+    stored,
+)
 from planish.stages.iterate.job import Block
 from planish.stages.iterate.residents import Residents
 from planish.stages.reward.stage import reward
@@ -40,15 +45,17 @@ def _task(
     )  # fmt: skip
 
 
-def sample_shards(
-    block: Block, iteration: int, start: Start, engines: Ranks, opened: OpenEngine
-) -> None:
-    """Sample the shards of this engine among `engines` from the policy of `start`."""
-    for shard in engines.share(block.num_shards):
-        _task(
-            block, iteration, "rollout",
-            lambda context: sample(context, block.num_shards, start, opened), shard,
-        )  # fmt: skip
+def sample_shards(block: Block, iteration: int, start: Start, residents: Residents) -> None:
+    """Sample and judge the shards of this rank's engine; every rank that samples calls it."""
+
+    def work() -> None:
+        for shard in residents.engines.share(block.num_shards):
+            _task(
+                block, iteration, "rollout",
+                lambda context: sample(context, block.num_shards, start, residents.serve), shard,
+            )  # fmt: skip
+
+    residents.lead(work)
 
 
 def evaluate(block: Block, iteration: int, policy_pin: str, residents: Residents) -> None:
@@ -62,12 +69,12 @@ def update(
     block: Block,
     iteration: int,
     sampled_pin: str,
-    before: Start,
+    before: Made,
     ranks: Ranks,
     held: HeldTrainer,
     *,
     asked: Event | None,
-) -> Start:
+) -> Made:
     """Judge the rollouts of an iteration, train on them, and begin to commit; every rank calls it.
 
     Args:
@@ -87,7 +94,7 @@ def update(
             block, iteration, "reward",
             lambda context: reward(context, block.num_shards, sampled_pin),
         )  # fmt: skip
-    ranks.barrier()
+    patient(ranks, LIMIT_SECONDS).barrier()
     rewards = layout.rewards(block.root, iteration)
     job = TrainJob(
         root=block.root,
@@ -96,31 +103,40 @@ def update(
         iteration=iteration,
         num_shards=block.num_shards,
         policy_pin=sampled_pin,
-        state_pin=before.state_pin(),
+        state_pin=before.state_pin.result(),
         rewards_pin=read_manifest(rewards).ref(rewards).pin(),
     )
-    begun: list[Trained] = []
+    results: list[Trained] = []
 
     def work() -> JobResult:
-        begun.append(begin_iteration(job, ranks, asked, held))
-        return JobResult(None, begun[0].metrics)
+        results.append(begin_iteration(job, ranks, asked, held))
+        return JobResult(None, results[0].metrics)
 
     def train(_: Context | None = None) -> Outcome:
         return train_once(job, work)
 
     outcome = _task(block, iteration, "train", train) if ranks.is_first else train()
-    if begun:
-        return Commit(job, begun[0])
+    if results:
+        return begin_commit(job, results[0])
     # An earlier attempt has trained, or the run was stopped before.
-    is_open = not is_stopped(block.root, iteration)
     state_pin = str(outcome.values["state_pin"])
-    policy_pin = "" if is_open else before.pins().policy_pin
-    if ranks.is_first and is_open:
+    return stored(Pins(_export_or_pass(block, job, state_pin, before, ranks), state_pin))
+
+
+def _export_or_pass(block: Block, job: TrainJob, state_pin: str, before: Made, ranks: Ranks) -> str:
+    """Return the policy of a state that this attempt has not trained; every rank calls it.
+
+    A stopped run keeps the policy before.
+    """
+    iteration = job.iteration
+    if is_stopped(block.root, iteration):
+        policy_pin = before.pins.result().policy_pin
+        if ranks.is_first:
+            _task(block, iteration, "checkpoint", lambda context: passed_through(policy_pin))
+        patient(ranks, LIMIT_SECONDS).barrier()
+        return policy_pin
+    if ranks.is_first:
         export_policy(job, state_pin)
-    elif ranks.is_first:
-        _task(block, iteration, "checkpoint", lambda context: passed_through(policy_pin))
-    ranks.barrier()
-    if is_open:
-        place = layout.policy(block.root, iteration)
-        policy_pin = read_manifest(place).ref(place).pin()
-    return Start(Pins(policy_pin, state_pin))
+    patient(ranks, LIMIT_SECONDS).barrier()
+    place = layout.policy(block.root, iteration)
+    return read_manifest(place).ref(place).pin()

@@ -15,3 +15,8 @@ class Block(TrainJob):
     """Iterations of the block."""
     earlier_pin: str = ""
     """Policy before `policy_pin`, which samples first if rollouts are ahead; "" if they are not."""
+
+    @property
+    def last(self) -> int:
+        """Number of the last iteration."""
+        return self.iteration + self.count - 1

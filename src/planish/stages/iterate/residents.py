@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from planish.base.config import parse_section
-from planish.base.errors import ConfigError
+from planish.base.errors import ConfigError, EngineError
 from planish.base.parallel import SINGLE, Ranks
 from planish.engines import open_engine
 from planish.engines.base import BaseEngine
@@ -31,13 +31,13 @@ from planish.engines.weights import Index, Names, WeightSource, fetch_weights
 from planish.models.experts import on_disk
 from planish.models.policy import checksum, read_model_config
 from planish.models.shapes import shape_of
-from planish.records.files import weights_checksum
-from planish.run.pins import Pins
+from planish.records.files import weights_checksum, weights_name
+from planish.records.stream import StreamState
 from planish.run.stage_metrics import show_phase
 from planish.stages.evaluate.config import EvaluateConfig
-from planish.stages.iterate.commit import LIMIT_SECONDS
+from planish.stages.iterate.commit import LIMIT_SECONDS, Made
 from planish.stages.prepare.devices import engine_share
-from planish.stages.rollout.job import Start, engine_options, read_attributes, rollout_config
+from planish.stages.rollout.job import Start, engine_options, rollout_config, start_of
 from planish.stages.train.ranks.worker import HeldTrainer
 from planish.stages.train.trainer import Trainer
 
@@ -108,17 +108,29 @@ class TrainerWeights(SummedWeights):
         return self._parts[name][index]
 
 
-def held_weights(
-    held: HeldTrainer, start: Start, files: WeightSource, ranks: Ranks
-) -> TrainerWeights | None:
-    """Return the weights in training for an iteration; None if engines must read their files.
+def gives_weights(held: HeldTrainer, made: Made) -> bool:
+    """Return True if engines can take the weights of `made` from the trainer's memory.
 
     Only `fsdp2` without adapters gives weights: others have other names, or need a merge.
     """
     trainer = held.trainer
-    if trainer is None or start.held_version is None or trainer.adapters is not None:
-        return None
-    return TrainerWeights(trainer, files, ranks) if trainer.config.trainer == "fsdp2" else None
+    if trainer is None or made.version is None:
+        return False
+    return trainer.config.trainer == "fsdp2" and trainer.adapters is None
+
+
+def check_weights(start: Start, policy_pin: str) -> None:
+    """Compare the weights that an engine took from memory with those of the exported policy.
+
+    Raises:
+        EngineError: they differ.
+    """
+    exported = weights_name(policy_pin)[1]
+    if start.in_memory and start.weights != exported:
+        raise EngineError(
+            f"the weights in memory must be those of `{policy_pin}` with the checksum {exported}, "
+            f"got {start.weights}; run the task again, which reads them from the store"
+        )
 
 
 class Residents:
@@ -142,55 +154,54 @@ class Residents:
         self._team = Team(ranks, size, LIMIT_SECONDS) if size > 1 else None
         self._engine: BaseEngine | None = None
         self._kind: tuple[Any, ...] = ()
-        self._served: Start | None = None
+        self._served: tuple[int, str] | None = None
+        """Version and checksum of the engine's weights."""
         self._files: WeightSource | None = None
+        """Files of the policy with which the engine was opened."""
 
-    def settle(self, start: Start) -> Pins:
-        """Return the pins of `start`; if the trainer has its weights, note the pin of the state."""
-        pins = start.pins()
-        if start.held_version is not None:
-            self.trainer.state_pin = pins.state_pin
-        return pins
+    def refresh(self, made: Made) -> Start:
+        """Return the start of the next iteration, whose weights the engine gets from the trainer.
 
-    def refresh(self, start: Start) -> None:
-        """Give the engine the weights in training, if `start` is made of them.
+        If the trainer cannot give them, this waits for the export, and the engine reads its files.
+        """
+        if not gives_weights(self.trainer, made):
+            return self.read(made.pins.result().policy_pin, made.data)
+        assert self.trainer.trainer is not None
+        files = self.open(made.files_pin)
+        source = TrainerWeights(self.trainer.trainer, files, self._ranks)
+        return self.take(source, made)
 
-        With several ranks vLLM opens here: it makes process groups, in which all ranks take part.
+    def read(self, policy_pin: str, data: StreamState, lag: int = 0) -> Start:
+        """Return the start from a policy in the store, which the engine reads when it samples.
+
+        A vLLM of several ranks opens here: it makes process groups, in which all ranks take part.
         Its end would destroy the process groups of the trainer too.
         """
-        is_vllm = self._settings.name == "vllm"
-        if is_vllm and self._ranks.size > 1 and self._engine is None:
-            with self._lend(self._settings, ModelRef(), start):
-                pass
-        lacks_engine = torch.tensor([float(not self.is_open)])
-        if start.held_version is None or bool(self._ranks.max(lacks_engine)):
-            return
-        source = held_weights(self.trainer, start, self.files, self._ranks)
-        if source is not None:
-            _free_device()
-            self.take(source, start)
+        if self._settings.name == "vllm" and self._ranks.size > 1 and self._engine is None:
+            self.open(policy_pin)
+        return start_of(policy_pin, data, lag=lag)
 
-    @property
-    def files(self) -> WeightSource:
-        """Files of the policy with which the engine was opened."""
+    def open(self, policy_pin: str) -> WeightSource:
+        """Open the engine of the rollouts with a policy; return the files that it was opened with.
+
+        An engine that is open already keeps its weights.
+        """
+        self._open(self._settings, policy_pin, engine_options(rollout_config(self._config)))
         assert self._files is not None
         return self._files
 
-    @property
-    def is_open(self) -> bool:
-        """True if this rank has an open engine."""
-        return self._engine is not None
-
-    def take(self, source: SummedWeights, start: Start) -> None:
-        """Give the open engine the weights that an iteration starts from."""
+    def take(self, source: SummedWeights, made: Made, lag: int = 0) -> Start:
+        """Give the open engine the weights of a policy in memory; return the start from them."""
         assert self._engine is not None
-        assert start.held_version is not None
-        self._engine.update_weights(source, start.held_version)
-        start.weights = source.checksum()
-        self._served = start
+        assert made.version is not None
+        _free_device()
+        self._engine.update_weights(source, made.version)
+        weights = source.checksum()
+        self._served = (made.version, weights)
+        return Start(made.version, weights, made.files_pin, made.data, lag, in_memory=True)
 
-    def lead(self, work: Callable[[], None], start: Start | None = None) -> None:
-        """Do `work` on the first rank of each engine; `work` calls `serve` with `start` or none.
+    def lead(self, work: Callable[[], None]) -> None:
+        """Do `work`, which calls `serve`, on the first rank of each engine.
 
         The other ranks return when it is done; until then their engines follow that of the first.
         """
@@ -203,32 +214,43 @@ class Residents:
         call, pin = self._team.hear()
         while call == "serve":
             engine: Any
-            with self._lend(self._settings, ModelRef(pin=pin), None if pin else start) as engine:
+            with self._lend(self._settings, pin, {}) as engine:
                 engine.follow()
             call, pin = self._team.hear()
 
     @contextmanager
-    def serve(
-        self, config: EngineConfig, model: ModelRef, start: Start | None = None, **options: Any
-    ) -> Iterator[BaseEngine]:
+    def serve(self, config: EngineConfig, model: ModelRef, **options: Any) -> Iterator[BaseEngine]:
         """Lend the engine with the weights of a policy, in place of `open_engine`.
 
-        The weights are those of `start` if it is given, else those of `model`.
+        A model without a pin means the weights that the engine took from memory.
         """
         if self._team is not None:
-            self._team.tell("serve", model.pin if start is None else "")
-        with self._lend(config, model, start, **options) as engine:
+            self._team.tell("serve", model.pin)
+        with self._lend(config, model.pin, options) as engine:
             yield engine
         if self._team is not None:
             self._team.tell("end")
 
     @contextmanager
     def _lend(
-        self, config: EngineConfig, model: ModelRef, start: Start | None, **options: Any
+        self, config: EngineConfig, pin: str, options: Mapping[str, Any]
     ) -> Iterator[BaseEngine]:
-        start = start or Start(Pins(model.pin, ""))
-        if config.name == "vllm":
-            options = self._vllm_options()
+        engine = self._open(config, pin, options)
+        if pin:
+            self._read_weights(engine, pin)
+        engine.renew()
+        try:
+            yield engine
+            # Nobody needs groups that entered early for a round that did not follow.
+            engine.abort()
+            engine.poll(0.0)
+        except BaseException:
+            self._close_engine()
+            raise
+
+    def _open(self, config: EngineConfig, pin: str, options: Mapping[str, Any]) -> BaseEngine:
+        """Return the engine with these options; if another one is open, close that first."""
+        options = self._vllm_options() if config.name == "vllm" else dict(options)
         if torch.device(options["device"]).type == self._device.type:
             # This process has one of several accelerators.
             options["device"] = str(self._device)
@@ -238,30 +260,20 @@ class Residents:
         torch.use_deterministic_algorithms(False)
         if self._engine is None:
             _free_device()
-            model = ModelRef(pin=start.pins().policy_pin)
-            self._files = fetch_weights(model.pin)
+            self._files = fetch_weights(pin)
             if config.name == "vllm" and self._device.type == "cuda" and self._trains:
                 config = self._beside_trainer(config)
-            self._engine, self._kind = open_engine(config, model, **options), kind
-        elif start is not self._served or self._engine.state is EngineState.ASLEEP:
-            self._read_weights(self._engine, start.pins().policy_pin)
-        self._served = start
-        self._engine.renew()
-        try:
-            yield self._engine
-            # Nobody needs groups that entered early for a round that did not follow.
-            self._engine.abort()
-            self._engine.poll(0.0)
-        except BaseException:
-            self._close_engine()
-            raise
+            self._engine = open_engine(config, ModelRef(pin=pin), **options)
+            self._kind, self._served = kind, weights_name(pin)
+        return self._engine
 
     def _read_weights(self, engine: BaseEngine, pin: str) -> None:
         """Give the engine the exported weights of a policy, unless it has them."""
-        assert self._served is not None
-        if self._served.pins().policy_pin != pin or engine.state is EngineState.ASLEEP:
-            version = int(read_attributes(pin)["policy_version"])
-            engine.update_weights(fetch_weights(pin), version)
+        name = weights_name(pin)
+        # Policies without a checksum cannot be told apart.
+        if name != self._served or not name[1] or engine.state is EngineState.ASLEEP:
+            engine.update_weights(fetch_weights(pin), name[0])
+            self._served = name
 
     def _vllm_options(self) -> dict[str, Any]:
         """Return options with which one vLLM serves rollouts, and evaluations if there are any."""

@@ -42,7 +42,7 @@ class Roles:
             self.mine = Ranks(rank - num_trainers, self.num_samplers)
         self._store, self._limit, self.device = PrefixStore("told", store), timeout_seconds, device
         side = PrefixStore("trainers" if self.trains else "samplers", store)
-        join(device, timeout_seconds=timeout_seconds, part=(side, self.mine))
+        join(device, timeout_seconds=job.train.timeout_seconds, part=(side, self.mine))
         self.group: Any = None
         if not self.trains or self.mine.is_first:
             place = 0 if self.trains else 1 + self.mine.rank

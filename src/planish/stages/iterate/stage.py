@@ -27,7 +27,7 @@ from planish.stages.train.stage import in_ranks
 
 logger = logging.getLogger(__name__)
 
-RANK = "planish.stages.iterate.block"
+RANK = "planish.stages.iterate.loop"
 """Program of a rank."""
 
 
@@ -70,7 +70,7 @@ def run(
             told = in_ranks(block, RANK)
             if told is not None:
                 return Pins(*json.loads(told))
-            from planish.stages.iterate.block import run_block
+            from planish.stages.iterate.loop import run_block
 
             try:
                 return run_block(block)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from planish.base.errors import ConfigError, ObjectMissing, RecordError
 from planish.records import layout
+from planish.records.files import WEIGHTS, weights_name
 from planish.records.io import finished, read_manifest, read_set, write_set
-from planish.records.refs import Ref, parse_pin
+from planish.records.refs import Ref
 from planish.records.rewards import MAX_ITERATIONS_WITHOUT_SIGNAL, RewardSet, nothing_learnt
 from planish.records.rollouts import RolloutSet
 from planish.run.stage import Artifact, Context, Outcome, execute
@@ -46,7 +49,13 @@ def reward(context: Context, num_shards: int, policy_pin: str) -> Outcome:
     """Score the shards of an iteration unless an earlier attempt has."""
     config = context.section(RewardConfig, "reward")
     target = layout.rewards(context.root, context.iteration)
-    digests = [_shard_digest(context, shard, policy_pin) for shard in range(num_shards)]
+    version, weights = weights_name(policy_pin)
+    wanted = {
+        "config_sha256": context.config_sha256,
+        "policy_version": version,
+        WEIGHTS: weights,
+    }
+    digests = [_shard_digest(context, shard, wanted) for shard in range(num_shards)]
     parents = {f"rollouts-{shard:02d}": digest for shard, digest in enumerate(digests)}
     ready = finished(target, RewardSet.SCHEMA, parents=parents, config_sha256=context.config_sha256)
     if ready is not None:
@@ -108,8 +117,8 @@ def _outcome(
     return outcome
 
 
-def _shard_digest(context: Context, shard: int, policy_pin: str) -> str:
-    """Return the manifest digest of one shard after checking that it belongs to this iteration."""
+def _shard_digest(context: Context, shard: int, wanted: Mapping[str, Any]) -> str:
+    """Return the manifest digest of a shard; its attributes must have the `wanted` values."""
     uri = layout.rollouts(context.root, context.iteration, shard)
     try:
         manifest = read_manifest(uri)
@@ -118,11 +127,8 @@ def _shard_digest(context: Context, shard: int, policy_pin: str) -> str:
             f"rollout shard {shard} must be complete before reward runs, got no manifest at "
             f"`{uri}`; the rollout task of that shard has not finished: run it again"
         ) from None
-    wanted = {
-        "config_sha256": (manifest.attributes.get("config_sha256"), context.config_sha256),
-        "policy": (manifest.parents.get("policy"), parse_pin(policy_pin)[1]),
-    }
-    for name, (seen, expected) in wanted.items():
+    for name, expected in wanted.items():
+        seen = manifest.attributes.get(name)
         if seen != expected:
             raise RecordError(
                 f"rollout shard {shard} (manifest {manifest.sha256}) must have {name} "

@@ -7,7 +7,7 @@ is ever rewritten. A retry reads the commits in order; the last state of a group
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,14 +36,9 @@ class Committed:
 class Commits:
     """The commits of one shard of one iteration."""
 
-    def __init__(
-        self, uri: str, *, parents: Callable[[], Mapping[str, str]], facts: Mapping[str, Any]
-    ) -> None:
-        """Bind a folder; a retry uses a commit if it has these digests of inputs and these facts.
-
-        `parents` may wait for a digest, so it is called only for a commit to read or to write.
-        """
-        self._uri, self._parents, self._facts = uri, parents, dict(facts)
+    def __init__(self, uri: str, *, parents: Mapping[str, str], facts: Mapping[str, Any]) -> None:
+        """Bind a folder; a retry uses commits with these digests of inputs and these facts."""
+        self._uri, self._parents, self._facts = uri, dict(parents), dict(facts)
         self._next = 0
 
     def read(self) -> Committed:
@@ -61,7 +56,7 @@ class Commits:
                 manifest = read_manifest(uri)
                 facts = manifest.attributes
                 same = all(facts.get(name) == value for name, value in self._facts.items())
-                if not same or manifest.parents != self._parents():
+                if not same or not self._parents.items() <= manifest.parents.items():
                     break
                 rollouts = read_set(RolloutSet, uri, sha256=manifest.sha256)
                 groups = from_set(rollouts, facts["ordinals"], facts["drawn"])
@@ -89,7 +84,7 @@ class Commits:
         counts = {"steps": steps, "most_rows": most_rows}
         attributes = {**self._facts, **group_facts(groups), **counts}
         uri = self._place(self._next)
-        write_set(uri, as_set(groups), parents=self._parents(), attributes=attributes)
+        write_set(uri, as_set(groups), parents=self._parents, attributes=attributes)
         self._next += 1
 
     def clear(self) -> None:

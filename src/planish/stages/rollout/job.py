@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from planish.base.config import parse_section
-from planish.base.errors import EngineError
 from planish.engines import OpenEngine, open_engine
 from planish.records import layout
-from planish.records.files import WEIGHTS
-from planish.records.manifest import read_manifest
+from planish.records.files import WEIGHTS, weights_name
 from planish.records.prompts import PromptSet
 from planish.records.refs import parse_pin
 from planish.records.rollouts import RolloutSet
 from planish.records.stream import StreamState, fresh_cursor, parse_data, state_root
-from planish.run.pins import Pins
 from planish.run.stage import Context
 from planish.stages.rollout.commits import Commits
 from planish.stages.rollout.config import RolloutConfig
@@ -28,58 +25,31 @@ if TYPE_CHECKING:
     from planish.stages.rollout.generate import GroupSampler
 
 
+@dataclass(frozen=True)
 class Start:
-    """The policy and the train state that an iteration starts from."""
+    """The policy from which an iteration samples, and the data part of the train state before it.
 
-    held_version: int | None = None
-    """Version of the policy if an engine takes its weights from a trainer's memory, else None."""
-    lag = 0
+    Rollouts name their policy by version and checksum of the weights. Both are known as soon as
+    the weights are, so sampling waits for no export.
+    """
+
+    version: int
+    weights: str
+    """Checksum of the weights (`records.files.weights_checksum`); "" if the policy records none."""
+    files_pin: str
+    """Pinned policy folder with the tokenizer, and with the weights unless they are `in_memory`."""
+    data: StreamState
+    """Prompt cursor and sets of the train state; pins are whole URIs."""
+    lag: int = 0
     """Versions by which the policy that trains on these rollouts is newer than the sampling one."""
-    waited_seconds = 0.0
-    """Seconds so far in waits for the pins."""
-    weights = ""
-    """Checksum of weights that an engine took from memory; "" once `pins` has compared it."""
+    in_memory: bool = False
+    """True if an engine took the weights from a trainer; the weights of `files_pin` are older."""
 
-    def __init__(self, pins: Pins) -> None:
-        self.files_pin = pins.policy_pin
-        """Pin of a policy with the tokenizer of the one that samples."""
-        self._pins = pins
 
-    def data(self) -> StreamState:
-        """Return cursor and sets of the state, with whole pins; a fresh start without one."""
-        return read_data(self._pins.state_pin)
-
-    def pins(self) -> Pins:
-        """Wait until both pins are known and return them; code that needs the digests calls this.
-
-        Raises:
-            EngineError: the engine sampled from other weights than those of the policy.
-        """
-        pins = self._wait()
-        if self.weights:
-            exported = read_attributes(pins.policy_pin).get(WEIGHTS)
-            if self.weights != exported:
-                raise EngineError(
-                    f"the weights in memory must be those of `{pins.policy_pin}` with the checksum "
-                    f"{exported}, got {self.weights}; run the task again, which reads them from "
-                    "the store"
-                )
-            self.weights = ""
-        return pins
-
-    def state_pin(self) -> str:
-        """Return the pin of the state alone, which may be there before the policy."""
-        return self._wait().state_pin
-
-    def when_exported(self, told: Callable[[str], None]) -> None:
-        """Call `told` with the pin of the policy once it is exported."""
-        told(self._wait().policy_pin)
-
-    def leave(self, seconds: float) -> None:
-        """Wait at most `seconds` until a running commit ends; here none is running."""
-
-    def _wait(self) -> Pins:
-        return self._pins
+def start_of(policy_pin: str, data: StreamState, *, lag: int = 0) -> Start:
+    """Return the start from a policy in the store."""
+    version, weights = weights_name(policy_pin)
+    return Start(version, weights, policy_pin, data, lag)
 
 
 @dataclass(frozen=True)
@@ -91,17 +61,19 @@ class RolloutJob:
     config: RolloutConfig
     num_shards: int
     start: Start
-    data: StreamState
-    """Prompt cursor and sets of the train state; pins are whole URIs."""
     prompts_sha256: str
     opened: OpenEngine = open_engine
     """Function that opens the engine."""
 
     @property
+    def data(self) -> StreamState:
+        """Prompt cursor and sets of the train state; pins are whole URIs."""
+        return self.start.data
+
+    @property
     def parents(self) -> dict[str, str]:
-        """Digests of prompts and policy; it waits until that of the policy is known."""
-        policy = parse_pin(self.start.pins().policy_pin)[1]
-        return {"prompts": self.prompts_sha256, "policy": policy}
+        """Digests of the sets that the shard reads; `facts` name the policy."""
+        return {"prompts": self.prompts_sha256}
 
     @property
     def judging(self) -> Judging:
@@ -132,6 +104,8 @@ class RolloutJob:
             "shard": self.context.shard,
             "num_shards": self.num_shards,
             "cursor": dict(self.data.cursor),
+            "policy_version": self.start.version,
+            WEIGHTS: self.start.weights,
         }
         if self.has_surplus:
             facts["surplus_sources"] = [parse_pin(pin)[1] for pin in self.data.surplus]
@@ -143,7 +117,7 @@ class RolloutJob:
         """Return the commits of this shard."""
         context = self.context
         uri = layout.commits(context.root, context.iteration, context.shard)
-        return Commits(uri, parents=lambda: self.parents, facts=self.facts())
+        return Commits(uri, parents=self.parents, facts=self.facts())
 
     @contextmanager
     def serve(self, prompts: PromptSet) -> Iterator[Session]:
@@ -160,7 +134,8 @@ class RolloutJob:
         tokenizer = policy_tokenizer(self.start.files_pin)
         begin = time.monotonic()
         settings = self.context.section(EngineConfig, "engine")
-        model, options = ModelRef(pin=self.start.files_pin), engine_options(config)
+        pin = "" if self.start.in_memory else self.start.files_pin
+        model, options = ModelRef(pin=pin), engine_options(config)
         with self.opened(settings, model, **options) as engine:
             loaded = time.monotonic()
             sampler = GroupSampler(
@@ -173,7 +148,7 @@ class RolloutJob:
                 iteration=self.context.iteration,
                 judging=self.judging,
             )
-            session = Session(sampler, engine.version())
+            session = Session(sampler)
             yield session
             session.stats = sampler.flight.stats()
             session.load_seconds = loaded - begin
@@ -205,8 +180,6 @@ class Session:
     """A sampler and its engine; the numbers are there after the `with` block."""
 
     sampler: GroupSampler
-    version: int
-    """Policy version of the engine."""
     stats: dict[str, Any] = field(default_factory=dict)
     """Counters of the engine."""
     load_seconds: float = 0.0
@@ -242,12 +215,6 @@ class Sampled:
     attributes: dict[str, Any]
     """Attributes of their manifest, beside the facts of the job."""
     timing: dict[str, float]
-
-
-def read_attributes(policy_pin: str) -> Mapping[str, Any]:
-    """Return the attributes of a policy's manifest."""
-    uri, digest = parse_pin(policy_pin)
-    return read_manifest(uri, sha256=digest).attributes
 
 
 def read_data(state_pin: str) -> StreamState:

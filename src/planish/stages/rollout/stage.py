@@ -9,19 +9,18 @@ from typing import Any
 from planish import store
 from planish.engines import OpenEngine, open_engine
 from planish.records import layout
-from planish.records.files import WEIGHTS
-from planish.records.io import finished, read_manifest, read_set, write_set
+from planish.records.io import read_manifest, read_set, write_set
 from planish.records.manifest import manifest_uri
 from planish.records.prompts import PromptSet
 from planish.records.rollouts import RolloutSet
-from planish.run.pins import Pins
 from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, mark_stopped
 from planish.stages.rollout.job import (
     RolloutJob,
     Sampled,
     Start,
-    read_attributes,
+    read_data,
     rollout_config,
+    start_of,
 )
 from planish.stages.rollout.side_sets import is_there
 from planish.stages.rollout.whole import sample_whole
@@ -61,7 +60,7 @@ def run(
     """
     execute(
         "rollout",
-        lambda context: sample(context, num_shards, Start(Pins(policy_pin, state_pin))),
+        lambda context: sample(context, num_shards, start_of(policy_pin, read_data(state_pin))),
         root=root,
         config_sha256=config_sha256,
         iteration=offset + number,
@@ -79,7 +78,7 @@ def sample(
     """
     config = rollout_config(context.config)
     digest = read_manifest(layout.prompts(context.root)).sha256
-    job = RolloutJob(context, config, num_shards, start, start.data(), digest, opened)
+    job = RolloutJob(context, config, num_shards, start, digest, opened)
     facts = job.facts()
     ready = _ready(job, facts)
     if ready is not None:
@@ -95,9 +94,7 @@ def sample(
         prompts = _prompts(layout.prompts(context.root), digest)
         sampled = (sample_windows if config.window_tokens else sample_whole)(job, prompts)
     uri = layout.rollouts(context.root, context.iteration, context.shard)
-    policy = read_attributes(start.pins().policy_pin)
-    weights = {WEIGHTS: policy.get(WEIGHTS, "")}
-    attributes = {"stopped": False, **facts, **weights, **sampled.attributes}
+    attributes = {"stopped": False, **facts, **sampled.attributes}
     ref = write_set(uri, sampled.rollouts, parents=job.parents, attributes=attributes)
     job.commits().clear()
     metrics: dict[str, float] = sampled.attributes["metrics"]
@@ -125,15 +122,19 @@ def _ready(job: RolloutJob, facts: dict[str, Any]) -> Outcome | None:
     uri = layout.rollouts(*place)
     if not store.exists(manifest_uri(uri)):
         return None
-    digest, schemas = context.config_sha256, (RolloutSet.SCHEMA, *RolloutSet.OLDER)
-    ref = finished(uri, *schemas, parents=job.parents, config_sha256=digest)
-    if ref is None:
-        return None
-    attributes = read_manifest(uri, sha256=ref.manifest_sha256).attributes
-    if any(attributes.get(name) != value for name, value in facts.items()):
+    manifest = read_manifest(uri)
+    attributes = manifest.attributes
+    # Sets of earlier releases also name the manifest of their policy as a parent.
+    is_same = (
+        manifest.schema in (RolloutSet.SCHEMA, *RolloutSet.OLDER)
+        and job.parents.items() <= manifest.parents.items()
+        and all(attributes.get(name) == value for name, value in facts.items())
+    )
+    if not is_same:
         return None
     if not all(is_there(at(*place), attributes.get(name, "")) for name, at in _SIDE_SETS.items()):
         return None
     if attributes["stopped"] and not is_stopped(context.root, context.iteration):
         return None
-    return Outcome(refs={"rollouts": ref}, metrics=dict(attributes["metrics"]), already_done=True)
+    refs = {"rollouts": manifest.ref(uri)}
+    return Outcome(refs=refs, metrics=dict(attributes["metrics"]), already_done=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from planish.base.errors import ConfigError
 from planish.records import layout
 from planish.records.prompts import PromptSet
@@ -34,27 +36,23 @@ def sample_whole(job: RolloutJob, prompts: PromptSet) -> Sampled:
     limit = config.max_staleness
     surplus = read_surplus(job.data.surplus, context.config_sha256)
     mine = judged(share(surplus, context.shard, job.num_shards), job.judging)
+    version = job.start.version
     with job.serve(prompts) as session:
-        version = session.version
         taken = take_over(mine, room=job.num_groups, version=version, max_staleness=limit)
         ordinals = assign(job.data.cursor, context.shard, job.num_shards)
         room = job.num_groups - len(taken.used)
         session.sampler.go_on(room)
         batch = draw_batch(ordinals, session.sampler, room, config, num_prompts=prompts.num_rows)
     exchange = None
-    attributes = {
-        "policy_version": version,
-        "consumed": batch.consumed(with_surplus=limit > 0),
-    }
+    attributes: dict[str, Any] = {"consumed": batch.consumed(with_surplus=limit > 0)}
     if job.has_surplus:
         # The policy of the next iteration has the number of this iteration as its version.
         exchange = settle(taken, batch.surplus, next_version=context.iteration, max_staleness=limit)
         attributes["surplus_sha256"] = ""
         if exchange.carried:
             uri = layout.surplus(context.root, context.iteration, context.shard)
-            facts = {**job.facts(), "policy_version": version}
             rows, columns = as_set(exchange.carried), group_facts(exchange.carried)
-            digest = write_side_set(uri, rows, job.parents, facts, columns)
+            digest = write_side_set(uri, rows, job.parents, job.facts(), columns)
             attributes["surplus_sha256"] = digest
     rollouts = as_set([*taken.used, *batch.kept])
     num_tokens = sum(group.num_tokens for group in batch.generated())

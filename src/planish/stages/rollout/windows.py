@@ -73,18 +73,16 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
     growths = [Growth(groups[g], groups[g].slots[s], grown[g].slots[s]) for g, s in places]
     given, kept = settle(grown, job.config.unfinished)
     rollouts = as_set(given)
-    facts = {**job.facts(), "policy_version": session.version}
     uri = layout.carry(context.root, context.iteration, context.shard)
-    digest = write_side_set(uri, as_set(kept), job.parents, facts, group_facts(kept))
+    digest = write_side_set(uri, as_set(kept), job.parents, job.facts(), group_facts(kept))
     metrics = {
         **window_metrics(growths, given, kept),
         "num_drawn_groups": num_new,
         "group_dropped_incomplete": len(drawn) - num_new,
-        **staleness_metrics(rollouts, session.version),
+        **staleness_metrics(rollouts, job.start.version),
     }
     num_tokens = int(metrics["num_generated_tokens"])
     attributes = {
-        "policy_version": session.version,
         "consumed": sorted(drawn),
         "ordinals": [group.ordinal for group in given],
         "carry_sha256": digest,

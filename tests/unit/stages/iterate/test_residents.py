@@ -1,7 +1,6 @@
 """What a rank keeps between iterations: the trainer at its state, the engine with its weights."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from planish.engines.requests import ModelRef, Request, Sampling
 from planish.engines.weights import DictWeights, fetch_weights
 from planish.models.policy import checksum, load_policy, save_policy
 from planish.records import layout
-from planish.records.files import WEIGHTS, weights_checksum
+from planish.records.files import weights_checksum, weights_name
 from planish.records.io import write_set
 from planish.records.manifest import manifest_uri, read_manifest
 from planish.records.prompts import PromptSet
@@ -27,11 +26,11 @@ from planish.run.stage import Context
 from planish.stages.iterate import broadcast
 from planish.stages.iterate import residents as module
 from planish.stages.iterate.broadcast import SentWeights, names_from_json, names_to_json, send
-from planish.stages.iterate.commit import Commit
+from planish.stages.iterate.commit import begin_commit
 from planish.stages.iterate.job import Block
-from planish.stages.iterate.residents import Residents, TrainerWeights
+from planish.stages.iterate.residents import Residents, TrainerWeights, check_weights
 from planish.stages.iterate.stage import _earlier_pin
-from planish.stages.rollout.job import Start, engine_options, read_attributes, rollout_config
+from planish.stages.rollout.job import read_data, start_of
 from planish.stages.rollout.stage import sample
 from planish.stages.train.ranks.job import TrainJob
 from planish.stages.train.ranks.worker import HeldTrainer, begin_iteration
@@ -75,17 +74,17 @@ def test_an_engine_gets_the_very_numbers_that_are_exported(name, tmp_path):
         engine.generate(REQUESTS)
     residents.rest()
     job = job_of(tiny)
-    start = Commit(job, begin_iteration(job, held=residents.trainer))
-    residents.refresh(start)
-    policy_pin, state_pin = residents.settle(start)
-    assert residents.trainer.state_pin == state_pin
+    made = begin_commit(job, begin_iteration(job, held=residents.trainer))
+    start = residents.refresh(made)
+    policy_pin = made.pins.result().policy_pin
+    check_weights(start, policy_pin)
     wanted = fetch_weights(policy_pin)
     given = TrainerWeights(residents.trainer.trainer, fetch_weights(tiny.policy_pin))
     names = given.names()
     assert names == {name: wanted.names()[name] for name in names}
     assert set(wanted.names()) - set(names) <= {"lm_head.weight"}
     assert all(torch.equal(given.read(name), wanted.read(name)) for name in names)
-    assert given.checksum() == read_attributes(policy_pin)[WEIGHTS]
+    assert (1, given.checksum()) == weights_name(policy_pin) == (start.version, start.weights)
     with residents.serve(EngineConfig(), ModelRef(pin=policy_pin), **OPTIONS) as engine:
         assert engine.version() == 1
         seen = [(o.token_ids, o.logprobs) for o in engine.generate(REQUESTS)]
@@ -94,23 +93,22 @@ def test_an_engine_gets_the_very_numbers_that_are_exported(name, tmp_path):
     residents.close()
 
 
-def test_an_engine_whose_weights_differ_from_the_exported_samples_nothing(tmp_path):
+def test_an_engine_whose_weights_differ_from_the_exported_ends_the_task(tmp_path):
     tiny = start_run(f"file://{tmp_path}/run")
     residents = Residents(SINGLE, torch.device("cpu"), {})
     with residents.serve(EngineConfig(), ModelRef(pin=tiny.policy_pin), **OPTIONS):
         pass
     job = job_of(tiny)
-    start = Commit(job, begin_iteration(job, held=residents.trainer))
+    made = begin_commit(job, begin_iteration(job, held=residents.trainer))
     weight = next(iter(residents.trainer.trainer.policy.weights().values()))
     weight.data.view(-1)[0] += 1.0
-    residents.refresh(start)
-    for _ in range(2):
-        with pytest.raises(EngineError, match=r"with the checksum \w{8}, got \w{8}; run the task"):
-            start.pins()
+    start = residents.refresh(made)
+    with pytest.raises(EngineError, match=r"with the checksum \w{8}, got \w{8}; run the task"):
+        check_weights(start, made.pins.result().policy_pin)
     residents.close()
 
 
-def test_rollouts_wait_for_the_state_before_them_only_to_name_it(tmp_path):
+def test_rollouts_from_memory_are_written_before_their_policy_is_exported(tmp_path):
     tiny = start_run(f"file://{tmp_path}/run", tiny_config() | {"rollout": SAMPLING})
     texts = ["1+1=", "1+2="]
     prompts = PromptSet(
@@ -124,9 +122,6 @@ def test_rollouts_wait_for_the_state_before_them_only_to_name_it(tmp_path):
     write_set(layout.prompts(tiny.root), prompts, parents={}, attributes={})
     residents = Residents(SINGLE, torch.device("cpu"), tiny.config)
     context = Context(tiny.root, "rollout", 2, 0, tiny.config, tiny.digest, {})
-    options = engine_options(rollout_config(tiny.config))
-    with residents.serve(EngineConfig(), ModelRef(pin=tiny.policy_pin), **options):
-        pass
     job, has_sampled = job_of(tiny), Event()
     trained = begin_iteration(job, held=residents.trainer)
 
@@ -134,20 +129,17 @@ def test_rollouts_wait_for_the_state_before_them_only_to_name_it(tmp_path):
         assert has_sampled.wait(60.0)
         return trained.commit()
 
-    start = Commit(job, replace(trained, commit=late))
-    residents.refresh(start)
-
-    @contextmanager
-    def opened(*given, **more):
-        with residents.serve(*given, start=start, **more) as engine:
-            yield engine
-        assert not store.exists(layout.policy(tiny.root, 1) + "/manifest.json")
-        has_sampled.set()
-
-    seen = sample(context, 1, start, opened).refs["rollouts"]
+    made = begin_commit(job, replace(trained, commit=late))
+    start = residents.refresh(made)
+    seen = sample(context, 1, start, residents.serve).refs["rollouts"]
+    assert not store.exists(layout.policy(tiny.root, 1) + "/manifest.json")
+    has_sampled.set()
+    pins = made.pins.result()
+    check_weights(start, pins.policy_pin)
     store.delete(manifest_uri(seen.uri))
     residents.close()
-    assert sample(context, 1, Start(start.pins())).refs["rollouts"] == seen
+    again = start_of(pins.policy_pin, read_data(pins.state_pin))
+    assert sample(context, 1, again).refs["rollouts"] == seen
     (entry,) = (e for e in store.list_uris(layout.logs(tiny.root)) if e.endswith(".json"))
     assert read_json(entry)["state"] == "done"
 

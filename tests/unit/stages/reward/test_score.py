@@ -10,6 +10,7 @@ from planish import store
 from planish.base.config import config_sha256, parse_section
 from planish.base.errors import EXIT_CONFIG, ConfigError, VerifierFailure, exit_code
 from planish.records import layout
+from planish.records.files import WEIGHTS, write_files
 from planish.records.io import read_manifest, read_set, write_set
 from planish.records.refs import Ref
 from planish.records.rewards import RewardSet, judged_late, nothing_learnt
@@ -254,7 +255,7 @@ def test_impossible_settings_are_refused(table, words):
         parse_section(RewardConfig, table, section="reward")
 
 
-POLICY = "ab" * 32
+WEIGHTS_SUM = "00c0ffee"
 RUN = {"run": {"seed": 0}, "reward": {"max_response_tokens": 64, "overlong_buffer_tokens": 16}}
 DIGEST = config_sha256(RUN)
 SHARDS = [
@@ -263,17 +264,20 @@ SHARDS = [
 ]
 
 
-def prepare(root, shards=SHARDS, *, policy=POLICY, digest=DIGEST):
+def prepare(root, shards=SHARDS, **changed):
     write_json(layout.run_file(root), {"config": RUN, "config_sha256": DIGEST})
+    named = {"policy_version": 2, WEIGHTS: WEIGHTS_SUM}
+    write_files(layout.policy(root, 2), "policy/1", {}, parents={}, attributes=named)
     for number, shard in enumerate(shards):
         uri = layout.rollouts(root, 3, number)
-        attributes = {"config_sha256": digest, "iteration": 3}
-        write_set(uri, shard, parents={"policy": policy}, attributes=attributes)
+        attributes = {"config_sha256": DIGEST, "iteration": 3, **named, **changed}
+        write_set(uri, shard, parents={}, attributes=attributes)
 
 
 def reward(root, folder, num_shards=2):
     outputs = {name: PathArtifact(f"{folder}/{name}") for name in ("rewards", "metrics")}
-    pin = f"file:///policies/00002#sha256={POLICY}"
+    policy = layout.policy(root, 2)
+    pin = read_manifest(policy).ref(policy).pin()
     run(root=root, config_sha256=DIGEST, number=1, offset=2, num_shards=num_shards,
         policy_pin=pin, **outputs)  # fmt: skip
     return Ref.from_json(Path(outputs["rewards"].path).read_text()), outputs
@@ -333,11 +337,19 @@ def test_a_damaged_shard_is_named(file_root, tmp_path, caplog):
     assert f"`{uri}/shard-00000.parquet`" in refused(file_root, tmp_path, caplog)
 
 
-def test_a_shard_of_another_policy_or_configuration_is_refused(file_root, tmp_path, caplog):
-    prepare(file_root, policy="cd" * 32)
-    assert f"must have policy {POLICY}, got {'cd' * 32}" in refused(file_root, tmp_path, caplog)
-    prepare(file_root, digest="0" * 64)
-    assert "must have config_sha256" in refused(file_root, tmp_path, caplog)
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        (WEIGHTS, "0badf00d", WEIGHTS_SUM),
+        ("policy_version", 1, 2),
+        ("config_sha256", "0" * 64, DIGEST),
+    ],
+)
+def test_a_shard_of_another_policy_or_configuration_is_refused(
+    name, value, wanted, file_root, tmp_path, caplog
+):
+    prepare(file_root, **{name: value})
+    assert f"must have {name} {wanted}, got {value}" in refused(file_root, tmp_path, caplog)
 
 
 def test_too_many_verifier_errors_fail_the_stage_and_write_nothing(file_root, tmp_path, caplog):

@@ -113,7 +113,7 @@ def draw(
     tokenizer = build_policy(ModelConfig(num_layers=1), 0).tokenizer
     engine = TailEngine(max_rows=max_rows, device="cpu", config=EngineConfig())
     engine.start(ModelRef())
-    commits = Commits((folder / "commits").as_uri(), parents=dict, facts={})
+    commits = Commits((folder / "commits").as_uri(), parents={}, facts={})
     sampler = GroupSampler(
         engine,
         tokenizer,

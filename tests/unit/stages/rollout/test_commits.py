@@ -120,8 +120,8 @@ def test_commits_of_other_inputs_are_dropped(new_run, caplog):
     uri = layout.commits(run.root, 1, 0)
     parents = read_manifest(f"{uri}/000000").parents
     facts = {"seed": 3, "config_sha256": run.digest}
-    assert Commits(uri, parents=lambda: parents, facts=facts).read().groups
-    assert not Commits(uri, parents=lambda: parents, facts=facts | {"seed": 4}).read().groups
+    assert Commits(uri, parents=parents, facts=facts).read().groups
+    assert not Commits(uri, parents=parents, facts=facts | {"seed": 4}).read().groups
     assert commits(run) == []
     caplog.clear()
     assert run.call()[0].manifest_sha256 == other.call()[0].manifest_sha256

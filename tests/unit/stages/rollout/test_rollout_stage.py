@@ -18,7 +18,7 @@ from planish.records.stream import StreamState, advance, position
 from planish.run.stage import is_stopped
 from planish.stages.reward.config import RewardConfig
 from planish.stages.reward.score import score
-from planish.stages.rollout import job
+from planish.stages.rollout import stage
 from planish.stages.rollout.in_flight import InFlight
 from planish.store.documents import write_json
 from tests.unit.stages.rollout.stage_run import after_iteration, easy_policy
@@ -116,11 +116,21 @@ def test_a_second_call_is_already_done_only_while_all_its_sets_are_there(new_run
     assert new_run(**changes).call()[0].manifest_sha256 == first.manifest_sha256
 
 
+def test_rollouts_of_a_release_that_named_the_policys_manifest_are_already_done(new_run):
+    run = new_run()
+    first, _ = run.call()
+    manifest, rollouts = read_manifest(first.uri), read_set(RolloutSet, first.uri)
+    parents = {**manifest.parents, "policy": "ab" * 32}
+    older = write_set(first.uri, rollouts, parents=parents, attributes=manifest.attributes)
+    second, _ = run.call()
+    assert second.manifest_sha256 == older.manifest_sha256 != first.manifest_sha256
+
+
 def test_another_cursor_is_not_already_done(new_run, monkeypatch):
     run = new_run()
     first, _ = run.call()
     data = StreamState({"next": 7, "pending": [2]})
-    monkeypatch.setattr(job, "read_data", lambda pin: data)
+    monkeypatch.setattr(stage, "read_data", lambda pin: data)
     second, _ = run.call()
     assert second.manifest_sha256 != first.manifest_sha256
     assert run.attributes()["consumed"][0] == 2

@@ -25,10 +25,9 @@ from planish.records.rollouts import FinishReason, RolloutSet
 from planish.records.stream import StreamState, advance, fresh_cursor
 from planish.records.values import ValueSet
 from planish.records.waiting import WaitingSet
-from planish.run.pins import Pins
 from planish.run.stage import Context
 from planish.stages.rollout.config import RolloutConfig
-from planish.stages.rollout.job import RolloutJob, Start
+from planish.stages.rollout.job import RolloutJob, start_of
 from planish.stages.rollout.progress import SamplingProgress
 from planish.stages.rollout.windows import sample_windows
 from planish.stages.train.batching import train_batch
@@ -292,8 +291,8 @@ class Simulation:
         pin = self.policies[self.number - 1]
         tables = {"run": {"seed": SEED}, "engine": {"name": NAME}}
         context = Context(self.root, "rollout", self.number, shard, tables, "c" * 64, {})
-        start = Start(Pins(pin, ""))
-        return RolloutJob(context, self.config, num_shards, start, self.data, "0" * 64)
+        start = start_of(pin, self.data)
+        return RolloutJob(context, self.config, num_shards, start, "0" * 64)
 
     def collect(self, rollouts: RolloutSet, attributes: dict[str, Any]) -> None:
         for row in range(rollouts.num_rows):
