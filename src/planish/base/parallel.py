@@ -8,13 +8,15 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from planish.base.errors import ConfigError
+from planish.base.errors import ConfigError, PeerLost
 
 if TYPE_CHECKING:
     import torch
@@ -456,6 +458,20 @@ def data_mesh(grid: Grid, device: torch.device, replicas: int, timeout_seconds: 
     places, limit = torch.arange(size).view(replicas, -1), timedelta(seconds=timeout_seconds)
     groups = [make(axis.tolist(), timeout=limit)[0] for axis in (places.T, places)]
     return DeviceMesh.from_group(groups, device.type, places, mesh_dim_names=("replicate", "shard"))
+
+
+@contextmanager
+def peers(who: str) -> Iterator[None]:
+    """Turn errors in a collective of `who` into PeerLost."""
+    import torch.distributed as dist
+
+    try:
+        yield
+    except RuntimeError as error:
+        # Most errors of gloo have no class of their own, but name the file of gloo that found them.
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise PeerLost(f"{who} must all live and answer in time, got {error}") from error
 
 
 def patient(ranks: Ranks, timeout_seconds: float) -> Ranks:

@@ -7,15 +7,14 @@ and end the same requests in one order. Source: vLLM 0.32, `v1/executor/uniproc_
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from planish.base.errors import PeerLost
-from planish.base.parallel import Ranks, neighbours
+from planish.base.parallel import Ranks, neighbours, peers
 
 
 class Team:
@@ -27,16 +26,9 @@ class Team:
         self._first = ranks.rank // size * size
         self.leads = ranks.rank == self._first
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Turn gloo's errors in a collective of the team into PeerLost."""
-        try:
-            yield
-        except RuntimeError as error:
-            # Most of it has no class of its own, but names the file of gloo that found it.
-            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-                raise
-            raise PeerLost(f"the ranks that share a vLLM must all live, got {error}") from error
+    def together(self) -> AbstractContextManager[None]:
+        """Turn errors in a collective of the team into PeerLost."""
+        return peers("the ranks that share a vLLM")
 
     def tell(self, call: str, words: Any = None) -> None:
         """Send a message to the other ranks, where `hear` returns it."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from threading import Event
 
-from planish.base.parallel import Ranks, patient
+from planish.base.parallel import Ranks, patient, peers
 from planish.records import layout
 from planish.records.manifest import read_manifest
 from planish.run.pins import Pins
@@ -109,7 +109,8 @@ def update(
     results: list[Trained] = []
 
     def work() -> JobResult:
-        results.append(begin_iteration(job, ranks, asked, held))
+        with peers("the ranks that train"):
+            results.append(begin_iteration(job, ranks, asked, held))
         return JobResult(None, results[0].metrics)
 
     def train(_: Context | None = None) -> Outcome:
