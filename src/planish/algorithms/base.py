@@ -48,8 +48,7 @@ class TrainBatch:
     """[B, S] float32, log-probabilities from the trainer at the start of the iteration."""
     reference_logprobs: Tensor
     """[B, S] float32, log-probabilities of the reference policy for a KL penalty; 0 without a
-    penalty.
-    """
+    penalty."""
     values: Tensor
     """[B, S] float32, critic's value of the state before each token; 0 outside the masks."""
     advantages: Tensor
@@ -69,12 +68,10 @@ class TrainBatch:
     routing: Tensor | None = None
     """[T, layers with experts, experts per token] of the smallest integer type: the experts to
     which the engine sent each of the T input tokens of `attention_mask`, row after row; -1 if
-    unknown. None if the run did not record routing.
-    """
+    unknown. None if the run did not record routing."""
     is_fresh: Tensor | None = None
     """[B] bool, True if all tokens of the policy loss come from the policy before the iteration, so
-    the trainer must compute the engine's log-probabilities; None if this is true of every row.
-    """
+    the trainer must compute the engine's log-probabilities; None if this is true of every row."""
     share: Share = ALONE
     """This rank's rows of the rollout batch."""
 
@@ -147,8 +144,7 @@ class LossOutput:
     """Scalar with gradient; the parts of all micro-batches and ranks add up to the loss."""
     means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Metric to (sum, count). Sums and counts are added up first and divided then; a metric with
-    count 0 is left out.
-    """
+    count 0 is left out."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
     """Metric to the largest value seen."""
 

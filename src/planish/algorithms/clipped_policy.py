@@ -40,30 +40,26 @@ class ClippedPolicyConfig(Section):
     """The upper clip of the policy ratio is 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1.0)
     """Bound of the loss of tokens with negative advantage, as a multiple of the advantage; None is
-    off, as published.
-    """
+    off, as published."""
     aggregation: Aggregation = "token-mean"
     """How the losses of tokens become one number."""
     norm_tokens: int | None = Field(default=None, ge=1)
     """Maximum response length in tokens; only aggregation `seq-sum-norm` needs it."""
     correction: Correction = "off"
     """Importance weights that correct the difference between engine and trainer; `bypass` takes the
-    engine's log-probabilities as those of the old policy.
-    """
+    engine's log-probabilities as those of the old policy."""
     correction_min: float = Field(default=0.0, ge=0.0)
     """Lower bound of the weights that the two mask modes keep."""
     correction_max: float = Field(default=2.0, gt=0.0)
     """Largest weight of the truncate modes, or upper bound of the weights that the mask modes
-    keep.
-    """
+    keep."""
     kl_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the divergence from the reference policy, which is added to the loss with the same
     aggregation; 0 is off and loads no reference. GRPO, arXiv 2402.03300, section 4.2: 0.04.
     `train.reference_policy` says which policy is the reference."""
     kl_estimator: KlEstimator = "k3"
     """Estimator of the divergence of a token. `k3` is that of GRPO (arXiv 2402.03300, equation 4),
-    `k2` has the gradient of the divergence, `k1` has a gradient of 0 on average.
-    """
+    `k2` has the gradient of the divergence, `k1` has a gradient of 0 on average."""
     clips_weights: ClassVar[bool] = False
     """True: both clips apply to advantages of either sign. False: each clip applies to one sign."""
 

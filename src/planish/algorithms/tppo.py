@@ -48,8 +48,7 @@ class TppoConfig(ActorCriticConfig):
     """Number of tokens before a cut that do not train the policy, as in the public code."""
     dual_clip: float | None = Field(default=10.0, gt=1.0)
     """Bound of the loss of tokens with negative advantage, as a multiple of the advantage; from the
-    public code.
-    """
+    public code."""
     advantage_clip: float | None = Field(default=10.0, gt=0.0)
     """Bound of the absolute advantage after whitening, as in the public code."""
     value_clip_low: float | None = Field(default=0.5, gt=0.0)

@@ -66,12 +66,10 @@ class ActorCriticConfig(ClippedPolicyConfig):
     """Decay of the policy's advantage if `lambda_alpha` is 0."""
     lambda_alpha: float = Field(default=0.05, ge=0.0)
     """The decay is 1 - 1 / (lambda_alpha * response tokens) (section 4.2). 0: the decay is
-    `lambda_policy` for every length.
-    """
+    `lambda_policy` for every length."""
     lambda_min: float = Field(default=0.95, ge=0.0, lt=1.0)
     """Lower bound of the decay that follows the length, as in the public code of T-PPO's authors;
-    it applies below 400 tokens.
-    """
+    it applies below 400 tokens."""
     clip_high: float = Field(default=0.28, ge=0.0)
     """The upper clip of the ratio is 1 + clip_high; 0.2 switches clip-higher off (section 4.3)."""
     aggregation: Aggregation = "token-mean"
@@ -81,14 +79,12 @@ class ActorCriticConfig(ClippedPolicyConfig):
     """Weight of the language-model loss on correct responses (section 4.3); 0 is off."""
     whiten_advantages: bool = True
     """Shift and scale the advantages of the whole rollout batch to mean 0 and variance 1. The paper
-    does not say whether it does.
-    """
+    does not say whether it does."""
     advantage_clip: float | None = Field(default=None, gt=0.0)
     """Bound of the absolute advantage after whitening; None is off."""
     value_clip_low: float | None = Field(default=None, gt=0.0)
     """Largest distance of a value below its old value in the value loss, after pretraining; None is
-    any distance.
-    """
+    any distance."""
     value_clip_high: float | None = Field(default=None, gt=0.0)
     """Largest distance of a value above its old value; None is any distance."""
     value_aggregation: Aggregation = "token-mean"

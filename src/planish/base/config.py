@@ -43,8 +43,7 @@ SECTIONS: dict[str, str] = {
     "evaluate": "planish.stages.evaluate.config:EvaluateConfig",
 }
 """Section name to `module:class`, or to `module:function` that returns a class for the raw
-table.
-"""
+table."""
 
 LENGTHS = ("evaluate", "reward")
 """Sections whose `max_response_tokens` defaults to that of `rollout`."""
@@ -54,8 +53,7 @@ CHECKS: tuple[str, ...] = ("planish.stages.prepare.checks:check_config",)
 
 PLACED: dict[str, str] = {"train": "planish.stages.train.config:DEFAULT_PLACEMENT"}
 """Section name to the `module:name` of those settings that only place the computation on
-machines.
-"""
+machines."""
 
 GONE: dict[str, dict[str, Any]] = {
     "curate": {

@@ -28,8 +28,7 @@ GPU_POD_VARIABLE = "PLANISH_GPU_POD"
 
 MIN_DRIVER = 580
 """Smallest major version of NVIDIA's driver for CUDA 13. Source: CUDA Toolkit 13.0 release
-notes.
-"""
+notes."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,7 @@ class Grid:
     """Pipeline parallelism: stages of consecutive layers."""
     ep: int = 1
     """Expert parallelism: ranks of a stage that share the experts of a layer; divides `tp` x `cp` x
-    `dp`.
-    """
+    `dp`."""
     cp: int = 1
     """Context parallelism: ranks that share the tokens of every row."""
 
@@ -186,8 +184,7 @@ class Share:
     """R, number of rows of all ranks; not used if `rows` is None."""
     rows: Tensor | None = None
     """[B] int64, numbers of this rank's rows among the R rows, in the order of its batch; None: all
-    rows.
-    """
+    rows."""
     grid: Grid = Grid()
     device: Any = "cpu"
     """Device for tensors that collectives send."""

@@ -81,8 +81,7 @@ READS_FORMS = frozenset({"integer", "math"})
 
 PARALLEL = frozenset({"python_tests"})
 """Verifiers that start processes for each row; they judge as many rows at once as there are
-processors.
-"""
+processors."""
 
 _DEFAULTS = VerifierOptions()
 _MAX_ANSWER_CHARS = {"json_schema": 100_000, "python_tests": 1_000_000}

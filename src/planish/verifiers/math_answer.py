@@ -183,8 +183,7 @@ _MULTIPLE = re.compile(
     r"(?:[^A-Za-z|!\\]|(?P=name))*|(?P<words>)[0-9.]+\s*[A-Za-z]{4,}(?: [A-Za-z]+)*"
 )
 """Left side of an equation for a multiple of one name, such as `2x`; the right side is then no
-answer.
-"""
+answer."""
 _CHOSEN = re.compile(
     r"\s*(?:option|choice)?\s*\(?(?-i:([A-Z]))(?:[).:]+(?!.*(?-i:\b[A-Z]\b)).*)?", re.I | re.S
 )

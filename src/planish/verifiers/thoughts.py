@@ -16,8 +16,7 @@ CLOSING = (
     "<|end_of_thought|> <channel|> <|channel|>final<|message|>"
 )
 """Marks that end the thought of a model; `OPENING` has the marks that begin it, in the same
-order.
-"""
+order."""
 
 OPENS, _CLOSES = ("|".join(map(re.escape, marks.split())) for marks in (OPENING, CLOSING))
 """Patterns of the marks."""

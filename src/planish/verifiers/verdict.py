@@ -32,16 +32,13 @@ class Verdict:
     """True if the response has no answer."""
     timeout: bool = False
     """True if the comparison did not end in time. `error` is True too if the verifier, and not the
-    response, was too slow.
-    """
+    response, was too slow."""
     error: bool = False
     """True if the verifier itself failed (timeout, crash, unusable ground truth); accuracy is then
-    0.
-    """
+    0."""
     score: float | None = None
     """Score in [0, 1] of a verifier with partial scores; accuracy is 1 only if the score is 1.
-    None: the score is `accuracy`.
-    """
+    None: the score is `accuracy`."""
     reason: str = ""
     """One line with the reason of `error` or `timeout`, if the verifier gives one."""
 

@@ -1,7 +1,8 @@
-"""Training processes that share one vLLM: the first leads, the others follow its engine.
+"""Training processes that share one vLLM: the first process leads, the others follow its engine.
 
-With `external_launcher` each rank has its own scheduler; all stay equal as long as they add, step
-and end the same requests in one order. Source: vLLM 0.32, `v1/executor/uniproc_executor.py`.
+With `external_launcher` each rank has its own scheduler. The schedulers stay equal as long as they
+add, step and end the same requests in the same order. Source: vLLM 0.32,
+`v1/executor/uniproc_executor.py`.
 """
 
 from __future__ import annotations
@@ -19,21 +20,23 @@ from planish.base.parallel import Ranks, neighbours
 
 
 class Team:
-    """`size` neighbouring ranks, with JSON messages from the first of them to the others."""
+    """`size` neighbouring ranks, of which the first sends JSON messages to the others."""
 
     def __init__(self, ranks: Ranks, size: int, timeout_seconds: float) -> None:
-        """Make the groups of all teams; every rank does so. `size` divides the number of ranks."""
+        """Make the process groups of all teams; every rank must call this. `size` divides the
+        number of ranks.
+        """
         self._group = neighbours(size, timeout_seconds)
         self._first = ranks.rank // size * size
         self.leads = ranks.rank == self._first
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Turn gloo's errors in a collective of the team into PeerLost."""
+        """Convert gloo's errors in a collective of the team into PeerLost."""
         try:
             yield
         except RuntimeError as error:
-            # Most of it has no class of its own, but names the file of gloo that found it.
+            # Most of these errors have no class of their own, but their text names a file of gloo.
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
             raise PeerLost(f"the ranks that share a vLLM must all live, got {error}") from error
@@ -56,7 +59,7 @@ class Team:
         return call, words
 
     def union(self, found: Collection[str], among: Iterable[str]) -> set[str]:
-        """Return the names, in one order, that any rank of the team has found."""
+        """Return the names in `among` that any rank of the team has found."""
         names = list(among)
         marks = torch.tensor([name in found for name in names], dtype=torch.uint8)
         with self.together():

@@ -63,13 +63,11 @@ class ActionOutcome:
     result: ActionResult
     """Outcome of the action. done: complete. waiting: for a second call, or for pods that a
     disruption budget holds back; `handle` must be called again. blocked: those pods were given up.
-    refused: by a guard. forbidden: the API server answered 403.
-    """
+    refused: by a guard. forbidden: the API server answered 403."""
     detail: str = ""
     has_changed: bool = True
     """True if the outcome differs from the last one of this alert; only then it is counted and
-    logged.
-    """
+    logged."""
 
 
 @dataclass
@@ -86,8 +84,7 @@ class Memory:
     """True if no step is left."""
     job: JobInfo | None = None
     """The job when it was last seen; the end of an alert is reported also after the job has
-    ended.
-    """
+    ended."""
     pods: Sequence[PodInfo] = ()
     """Pods of the job's namespace when they were last read."""
     evictions: Evictions = field(default_factory=Evictions)
@@ -115,15 +112,13 @@ class Actor:
         self.events = EventBook(cluster)
         self.forbidden = ""
         """Message of the API server when it refused a right; the actor only observes from then
-        on.
-        """
+        on."""
         self._notifier = Notifier(cluster, self.events)
         self._is_leader, self._is_silenced = is_leader, is_silenced
         self._memory: dict[str, Memory] = {}
         self._taken: list[Taken] = []
         """Nodes that this process has cordoned or marked; in a dry run, nodes that it would
-        have.
-        """
+        have."""
         self._lock = threading.Lock()
 
     @property

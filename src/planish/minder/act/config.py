@@ -20,8 +20,7 @@ class ActConfig(Section):
 
     mode: Mode = "observe"
     """The strongest action that is allowed anywhere. `mark` sets a condition on the node, to which
-    tools of the cluster that drain or repair nodes can react. `cordon` and `evict` set it too.
-    """
+    tools of the cluster that drain or repair nodes can react. `cordon` and `evict` set it too."""
     dry_run: bool = True
     """Only report the actions that would be taken."""
     nodes_per_job: int = Field(default=1, ge=1)
@@ -34,8 +33,7 @@ class ActConfig(Section):
     """Window of `nodes_per_cluster` and `max_node_share`."""
     max_node_share: float = Field(default=0.1, gt=0.0, le=1.0)
     """Largest share of all GPU nodes that the cluster may lose, rounded up to nodes. The smaller of
-    this limit and `nodes_per_cluster` holds.
-    """
+    this limit and `nodes_per_cluster` holds."""
     gpu_resource: str = "nvidia.com/gpu"
     """Resource that a node must have to count for the share; empty: every node counts."""
 
@@ -53,5 +51,4 @@ class KubernetesConfig(Section):
     """Namespace of lease and state; empty: the namespace of this pod."""
     run_roots: tuple[str, ...] = Field(default=(), strict=False)
     """URIs below which the monitor may write alerts. Pods name their run root themselves, so the
-    default allows none.
-    """
+    default allows none."""

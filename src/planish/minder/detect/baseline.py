@@ -22,20 +22,16 @@ _MAX_CHUNKS = 64
 _FLOOR_WITHOUT_FLOORS = 0.02
 _SETTLED = 0.25
 """A new baseline replaces the old one only if the two differ by more than this share of the floor.
-Otherwise windows computed earlier stay valid.
-"""
+Otherwise windows computed earlier stay valid."""
 _ALIKE_SHARE = 0.1
 """Two machines are alike if their differences are at most this share of them plus the floor
-apart.
-"""
+apart."""
 _SINGLE_SHARE = 0.145
 """Largest difference in power that a single machine may have as its role, as a share of the fleet's
-highest median minute (power caps of single boards).
-"""
+highest median minute (power caps of single boards)."""
 _GROWTH = 1.25
 """A machine's baseline is computed again when its history has grown by this factor, so that old
-windows stay valid meanwhile.
-"""
+windows stay valid meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +62,14 @@ class Baseline:
         """Machines that some job has named lately: they may be faulty, so they get no role."""
         self.refused: dict[str, list[str]] = {}
         """Metric to the machines whose difference is too large for a role and lies on the bad side:
-        GPUs that draw little power, networks that send many pauses.
-        """
+        GPUs that draw little power, networks that send many pauses."""
         self.until = 0
         """Unix second up to which measurements have been processed."""
         self._stride = 1
         self._chunks: dict[str, list[F32]] = {}
         self._waiting: dict[str, list[tuple[int, F32]]] = {}
         """Medians of 2^k chunks that wait until `_stride` chunks are complete, the longest
-        first.
-        """
+        first."""
         self._levels: dict[str, float] = {}
         """Metric to the fleet's median in its busiest chunk."""
         self._used: dict[str, dict[str, float]] = {}

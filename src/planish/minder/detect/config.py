@@ -25,32 +25,27 @@ class PreprocessConfig(Section):
 
     max_gap_seconds: int = Field(default=30, ge=0)
     """Longest gap in a series that is filled, in seconds. A longer gap ends a run; 0 fills every
-    gap, as the paper does.
-    """
+    gap, as the paper does."""
     min_known_share: float = Field(default=0.9, gt=0.0, le=1.0)
     """Share of seconds that must be known, after filling short gaps, before a metric is used."""
     min_machine_share: float = Field(default=0.8, gt=0.0, le=1.0)
     """Share of the machines for which `min_known_share` must hold; never fewer than four
-    machines.
-    """
+    machines."""
     join_grace_seconds: int = Field(default=120, ge=0)
     """Seconds after which a machine that joined a running job is compared with the others."""
     mask_broken_exporter: bool = True
     """Ignore a GPU metric that is 0 on a single machine whose other GPU metrics still change: its
-    exporter is broken.
-    """
+    exporter is broken."""
     silent_after_seconds: int = Field(default=60, ge=0)
     """Seconds without a sample of any metric after which a machine is silent; 0 switches this off,
-    as in the paper.
-    """
+    as in the paper."""
     outage_share: float = Field(default=0.2, gt=0.0, le=1.0)
     """Share of silent machines above which the telemetry is taken to have failed."""
     widen_limits: bool = True
     """Widen fitted limits for a job if most of its machines exceed them."""
     frozen_after_seconds: int = Field(default=60, ge=0)
     """Seconds after which an exporter is broken if all its values on one machine stand still while
-    those of the peers change; 0 switches this off, as in the paper.
-    """
+    those of the peers change; 0 switches this off, as in the paper."""
 
 
 class DenoiseConfig(Section):
@@ -73,14 +68,12 @@ class DetectConfig(Section):
     """Distance between the embeddings of two machines."""
     max_peers: int | None = Field(default=256, ge=16)
     """Number of evenly spaced peers that each machine of a larger job is compared with; None:
-    all.
-    """
+    all."""
     theta: float = Field(default=2.0, gt=0.0)
     """Normal score above which a machine is a candidate. The paper does not give its value."""
     kappa: float | None = Field(default=0.9, gt=0.0, le=1.0)
     """Upper bound of theta, as a share of the largest score that is possible with N machines; None:
-    no bound.
-    """
+    no bound."""
     floors: dict[str, float] | None = Field(
         default={
             "pfc_tx_packet_rate": 0.04,
@@ -93,43 +86,36 @@ class DetectConfig(Section):
         }
     )
     """Smallest distance above the median machine that counts, in normalised units, by metric; None
-    switches floors off.
-    """
+    switches floors off."""
     default_floor: float = Field(default=0.05, ge=0.0)
     """Floor of metrics that `floors` does not name."""
     role_baseline: bool = True
     """Subtract the difference that a machine showed in healthy history of the same job."""
     usual_distance: bool = True
     """Raise a machine's floor by the distance that it showed in healthy history of the same job.
-    Hosts whose samples are cached or taken at another moment are always some distance apart.
-    """
+    Hosts whose samples are cached or taken at another moment are always some distance apart."""
     unknown_role_distance: float = Field(default=0.1, ge=0.0)
     """Distance that is added to the floor of a machine as long as it has no baseline, so at first
-    to the floors of all machines; 0 switches this off, as in the paper.
-    """
+    to the floors of all machines; 0 switches this off, as in the paper."""
     role_limits: dict[str, float] = Field(default_factory=dict)
     """Largest lasting difference that counts as a machine's role, normalised, by metric. `planish
     minder calibrate` fits it to healthy jobs of the site. A single machine that differs by more
     from its first minute on is faulty; several machines with similar differences have a role.
     Without an entry the limit of a GPU metric is `unknown_role_distance`, the limit of power is
     14.5 % of the fleet's, and the limit of network pauses is twice `unknown_role_distance`. CPU has
-    no limit, since hosts differ by their other work.
-    """
+    no limit, since hosts differ by their other work."""
     rest_share: float = Field(default=0.75, ge=0.0, le=1.0)
     """Share of the usual activity below which the machines rest, e.g. during a checkpoint, when
     differences shrink. While they rest for at most `idle_seconds`, a run of a candidate does not
-    end. 0 switches this off, as in the paper.
-    """
+    end. 0 switches this off, as in the paper."""
     baseline_min_seconds: int = Field(default=600, ge=60)
     """Seconds of healthy history after which a baseline stops learning while any machine is a
-    candidate.
-    """
+    candidate."""
     baseline_early_seconds: int = Field(default=120, ge=120)
     """Seconds of healthy history that a first baseline needs."""
     compare_within_stage: bool = True
     """Compare machines with those of the same pipeline stage only, if every stage has at least
-    four.
-    """
+    four."""
     continuity_seconds: int = Field(default=240, ge=1)
     """Seconds without a break after which a candidate is named. Windows are one second apart."""
     gap_tolerance: int = Field(default=3, ge=0)
@@ -138,27 +124,23 @@ class DetectConfig(Section):
     """Share of masked machines above which a window neither counts nor ends a run."""
     only_most_unlike: bool = False
     """Let only the machine with the highest score be a candidate, as published. Two machines with
-    the same fault then hide each other.
-    """
+    the same fault then hide each other."""
     exhaustive: bool = True
     """Look for further faulty machines after the first one."""
     max_rounds: int = Field(default=3, ge=1)
     """Most rounds of one call; each round looks for faulty machines without those found before."""
     job_wide_share: float = Field(default=0.05, gt=0.0, le=1.0)
     """Share of faulty machines above which, if they are more than two, the whole job has an
-    event.
-    """
+    event."""
     two_modes: bool = True
     """Look for a part of the machines, larger than `job_wide_share` and at most half of them, that
     lies apart from the rest. It is an event of the whole job too, since the machines of the part
-    are too similar to be found one by one.
-    """
+    are too similar to be found one by one."""
     warmup_seconds: int = Field(default=180, ge=0)
     """Seconds after a start of the job that are ignored; 0 as published."""
     idle_seconds: int = Field(default=60, ge=0)
     """Seconds for which all machines must be idle before the stretch is ignored; 0 switches this
-    off.
-    """
+    off."""
     min_machines: int = Field(default=4, ge=3)
     """Fewest machines of a job whose machines are compared."""
 
@@ -211,12 +193,10 @@ class MinderConfig(Section):
     limits: dict[str, Range] = Field(default_factory=dict)
     """Metric to its limits at this site, in place of the limits that the models were trained with.
     A model sees only values scaled by the limits, so it fits any hardware whose limits are
-    right.
-    """
+    right."""
     boards: dict[str, dict[str, Range]] = Field(default_factory=dict)
     """Board model, or a part of its name, to the limits of jobs on such boards. If several entries
-    match, the longest name wins.
-    """
+    match, the longest name wins."""
 
     @model_validator(mode="after")
     def _known_limits(self) -> MinderConfig:
@@ -274,14 +254,12 @@ PAPER: dict[str, dict[str, Any]] = {
     "service": {"interval_seconds": 480, "window_seconds": 900},
 }
 """Settings that the profile "paper" changes. `kappa` stays: without it no job of four machines, the
-smallest of the paper, could have an alert.
-"""
+smallest of the paper, could have an alert."""
 
 
 SITE_FILE = "site.toml"
 """File beside the configuration with the values that `planish minder calibrate` fitted to the
-site.
-"""
+site."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -49,36 +49,29 @@ from planish.minder.detect.two_modes import BLOCK_SECONDS, find_parts
 
 _NEXT_SHARE = 0.2
 """Largest share of the faulty machine's distance that the next machine may have in an aliased
-metric; also the largest share of the needed time.
-"""
+metric; also the largest share of the needed time."""
 _ALIKE_SHARE = 0.35
 """Smallest share of the faulty machine's distance at which another machine counts as a second
-case.
-"""
+case."""
 _WORK_SHARE = 0.2
 """A machine may only be in another phase of its iteration if its tensor cores differ by more than
-this share of the difference in the other GPU metric.
-"""
+this share of the difference in the other GPU metric."""
 _PAIR_SHARE = 0.5
 """Largest share of the faulty machine's distance that the next machine may have, if another phase
-is no explanation.
-"""
+is no explanation."""
 _THIRD_SHARE = 0.12
 """Largest share of the faulty machine's distance that the third machine may have."""
 _OTHER_SHARE = 0.5
 """Largest share of the needed time that another machine may have been a candidate in another
-aliased metric. Also: share of a run's windows in which another metric must show the machine.
-"""
+aliased metric. Also: share of a run's windows in which another metric must show the machine."""
 _RAMP_SHARE = 0.55
 """A rise is gradual if more than one minus this share of it is there before the run begins: rows of
-a rollout run out one by one, while a fault begins at once.
-"""
+a rollout run out one by one, while a fault begins at once."""
 _STAGGERED_SECONDS = 45
 """Seconds by which GPUs become less busy later than another metric changes, if rows run out."""
 _AGAIN = 1.25
 """Factor by which several runs of a machine must be longer in total than a single run. All runs of
-any other machine must be less than a third of that total.
-"""
+any other machine must be less than a third of that total."""
 _SIDE_RISE = 0.15
 """Largest rise of a host's CPU, as a share, that is taken for other work, e.g. a backup."""
 _YOUNG_PARTS = 1.3
@@ -229,8 +222,7 @@ class _Named:
     rule: Rule
     runs: Mapping[int, Sequence[Run]]
     """Machine to its runs in order of time; only machines with at least `FEWEST_WINDOWS`
-    windows.
-    """
+    windows."""
     floor: F64
     """[W, N], smallest distance that counts."""
     share: F64

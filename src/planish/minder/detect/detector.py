@@ -46,8 +46,7 @@ class Detector:
         """Windows that the last call computed, over all metrics."""
         self.prepared: Prepared | None = None
         """Preprocessed metrics of the last call; None before a call and for a job that is too
-        small.
-        """
+        small."""
         self.last: Mapping[str, Trace] = {}
         self.seconds: Mapping[str, float] = {}
         """Stage of the last call to its duration in seconds."""

@@ -102,8 +102,7 @@ class Job:
     """Stretches in which each machine only waits for others, as its ranks report."""
     since: Mapping[str, int] = field(default_factory=dict)
     """Machine to the unix second from which it counts; a missing machine counts from the
-    beginning.
-    """
+    beginning."""
     unknown: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Metric to the machines that have no baseline yet."""
     refused: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -114,8 +113,7 @@ class Job:
     """Metric to the factor by which its limits are widened for this job."""
     turns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Metric to machine to its longest turn in seconds: a time in which it differed from its peers
-    and then no longer did. The machine "" is a part of the job.
-    """
+    and then no longer did. The machine "" is a part of the job."""
     devices: Mapping[str, int] = field(default_factory=dict)
     """Machine to the largest number of GPUs that it has shown."""
     mature: Collection[str] = ()
@@ -124,8 +122,7 @@ class Job:
     """True while the turns of the machines are not known."""
     asked: int = 0
     """Unix second up to which an earlier call has judged every run; 0 if there was no call. A run
-    before it is not judged again, since the time before the run has left the window.
-    """
+    before it is not judged again, since the time before the run has left the window."""
     named: Sequence[str] = ()
     """Machines that the last call named."""
     ignored: Sequence[tuple[int, int]] = ()

@@ -32,8 +32,7 @@ _YOUNG_SECONDS = 1_800
 """Seconds after which a job has shown which of its machines differ in turn."""
 _MOVED_SHARE = 0.1
 """Share of the machines that must have changed roles, in two consecutive looks, before the new
-roles are used.
-"""
+roles are used."""
 _SAME_JOB_SHARE = 0.5
 """Share of its machines that a job must keep; a job that keeps fewer has moved to other nodes."""
 

@@ -47,8 +47,7 @@ class Metric:
     """Number that is added after scaling."""
     agg: Aggregation = "mean"
     """Aggregation from the devices of a machine to the machine; `spread` is the largest minus the
-    smallest value.
-    """
+    smallest value."""
     transform: Transform = "none"
     """Function that is applied before the limits; `log1p` for heavy tails."""
     is_gpu: bool = False
@@ -57,12 +56,10 @@ class Metric:
     """True if a negative value is a broken sample."""
     node_label: str = "node"
     """Label of the series that names the machine. The label that the GPU exporter sets itself
-    (`Hostname`) may name the exporter's pod, so the scrape configuration sets `node`.
-    """
+    (`Hostname`) may name the exporter's pod, so the scrape configuration sets `node`."""
     node_regex: str = ""
     """Regular expression whose first group is the machine, e.g. `([^:]+).*` to drop a port; empty:
-    the label is the machine.
-    """
+    the label is the machine."""
     required: bool = False
     """True if a call without this metric has failed."""
 

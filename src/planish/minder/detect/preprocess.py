@@ -28,8 +28,7 @@ _DEAD_SHARE = 0.35
 """Share of its earlier activity below which a job has lost machines."""
 _FRESH_ROWS = 10
 """Seconds after its last sample for which a machine is taken to still send; a silent machine does
-not count as standing still.
-"""
+not count as standing still."""
 
 Limits = Mapping[str, tuple[float, float]]
 """Metric to the transformed values that scale to 0 and 1."""

@@ -12,8 +12,7 @@ from planish.minder.detect.frame import Frame
 
 Kind = Literal["dissimilar", "silent", "job_wide", "telemetry"]
 """Kind of a finding. `telemetry`: the exporters have failed, so nothing is known of the
-machines.
-"""
+machines."""
 Status = Literal["ok", "fault", "outage", "skipped", "too_few_machines"]
 
 
@@ -92,12 +91,10 @@ class Result:
     """Metric to machines whose exporter is broken, see `Prepared.broken`."""
     intervals: dict[str, float] = field(default_factory=dict)
     """Metric to the seconds between its samples, if more than two. A machine must differ for longer
-    by about 1.5 times as much.
-    """
+    by about 1.5 times as much."""
     turns: dict[str, dict[str, int]] = field(default_factory=dict)
     """Metric to machine to its longest turn in seconds: a time in which it differed and then no
-    longer did. The machine "" is a part of the job.
-    """
+    longer did. The machine "" is a part of the job."""
     call_seconds: float = 0.0
 
     @property

@@ -19,8 +19,7 @@ from planish.minder.detect.two_modes import BLOCK_SECONDS, block_medians
 
 ROLE_SECONDS = 300
 """Length of the stretches in which roles are looked for. Two consecutive stretches must show the
-same roles.
-"""
+same roles."""
 _APART = 2.0
 """Mean distance of two roles over blocks and metrics, in units of the metric's floor."""
 _OWN_SHARE = 0.6
@@ -29,8 +28,7 @@ _FARTHEST = 5.0
 """Largest difference that counts, in floors, so that one metric does not decide alone."""
 _FEWEST_METRICS = 3
 """Fewest metrics in which two roles differ; a difference in fewer may be a fault, e.g. of a
-switch.
-"""
+switch."""
 _ROUNDS = 8
 
 

@@ -105,8 +105,7 @@ class Rule:
     """[N], windows that one slow sample touches; 0 for samples every second."""
     resting: Mask
     """[W], windows in which machines rest: they count for a candidate and are unknown for the
-    others.
-    """
+    others."""
     gap_tolerance: int
     """Windows in a run that may lack the candidate, see `runs`."""
 

@@ -15,8 +15,7 @@ from planish.minder.detect.frame import F32, I64, Mask
 
 BLOCK_SECONDS = 30
 """Length of a block; a machine is compared by its median over a block, which covers an iteration of
-most jobs.
-"""
+most jobs."""
 _SEPARATION = 3.0
 """Smallest gap between two sides, in units of the mean deviation within them."""
 _SAME_SHARE = 0.9

@@ -23,8 +23,7 @@ from planish.minder.lab.files import ENDINGS, read_frame, write_frame
 
 DETECTABLE_SECONDS = 285
 """Shortest visible time in seconds of a fault that a detector with a continuity of four minutes can
-name. Slow samples make it longer, see `growth` in `detect.runs`.
-"""
+name. Slow samples make it longer, see `growth` in `detect.runs`."""
 
 
 @dataclass(frozen=True)

@@ -80,14 +80,12 @@ class Training:
     grad_clip: float = 1.0
     starts: int = 4
     """Number of initial models; the one with the smallest error after a tenth of the epochs goes
-    on.
-    """
+    on."""
     max_windows: int = 200_000
     """Largest number of training windows; of more, a random subset is used."""
     max_seconds: float = math.inf
     """Longest CPU time in seconds; no epoch begins after it, and the learning rate reaches its
-    minimum by then.
-    """
+    minimum by then."""
     seed: int = 0
 
 

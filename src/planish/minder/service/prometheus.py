@@ -139,13 +139,11 @@ class PrometheusConfig(AccessConfig):
     """Seconds before now at which a call's window ends, since samples need time to arrive."""
     late_seconds: int = Field(default=30, ge=0)
     """Seconds at the end of the last window that a call reads again, since some samples come
-    late.
-    """
+    late."""
     max_samples: int = Field(default=10_000_000, ge=1)
     """Most samples that one query may load, i.e. its series times their seconds. A longer span is
     split into pieces. Prometheus allows 50 million (`query.max-samples`), and counts some samples
-    several times.
-    """
+    several times."""
     concurrency: int = Field(default=4, ge=1)
     """Queries of one call that run at the same time."""
     board_label: str = "modelName"

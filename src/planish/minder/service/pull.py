@@ -45,8 +45,7 @@ _RATE_JITTER = 0.1
 """Share by which a rate of idle time may exceed one second in a second."""
 _EDGE_INTERVALS = 1.1
 """Distance of samples from the ends of a range, in intervals, up to which Prometheus extrapolates
-the rate to the end.
-"""
+the rate to the end."""
 RANKS = 16
 """Upper bound of the ranks on one machine."""
 GPU_ERROR = "MachineGpuError"

@@ -31,8 +31,7 @@ _RETRY_SECONDS = 60.0
 _TICK_SECONDS = 5.0
 _SAVE_SECONDS = 600.0
 """Seconds from one save of the baselines to the next. A crash loses at most that much, and the
-first call afterwards pulls a longer time. A change of alerts is saved with the next tick.
-"""
+first call afterwards pulls a longer time. A change of alerts is saved with the next tick."""
 _RECONCILE_SECONDS = 60.0
 _CONTROL_THREADS = 3
 _GONE_AFTER = 2
@@ -150,8 +149,7 @@ class Service:
         self._missed: dict[str, int] = {}
         self._earlier: dict[str, Any] | None = None
         """State of an earlier process, for jobs that have not been found again; None: not read
-        yet.
-        """
+        yet."""
         self._is_leading = False
         self._last_save = self._last_tick = shared.clock()
         self._why_not_ready = "no query has been answered yet"

@@ -52,14 +52,12 @@ class RewardConfig(Section):
     gradient but count in its denominators."""
     max_verifier_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
     """Largest share of verified rows on which the verifier itself may fail; above it the stage
-    fails. A time-out on a response does not count: it makes the response wrong.
-    """
+    fails. A time-out on a response does not count: it makes the response wrong."""
     accept_integral_decimals: bool = True
     """Accept `5.0` as 5."""
     verifier_timeout_seconds: float = Field(default=10.0, gt=0.0, le=600.0)
     """Longest duration of one mathematical comparison, or of one call of your own verifier; after
-    it the child process is killed.
-    """
+    it the child process is killed."""
     answer_after: str = Field(default="auto", min_length=1)
     """Text behind whose last place a response is judged, such as `</think>`; without it there is
     no answer. `auto`: behind the end of a thought where the prompt or the response opens one."""

@@ -77,8 +77,7 @@ _IOCTLS = (0x5401, 0x5413, 0x5421, 0x5450, 0x5451, 0x541B)
 """Allowed ioctls: terminal check, terminal size, blocking mode, close on exec, bytes to read."""
 _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
 """Allowed fcntls: copies, flags, locks, pipe size. The owner of a file's signals is not among
-them.
-"""
+them."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

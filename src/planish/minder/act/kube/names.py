@@ -4,8 +4,7 @@ from __future__ import annotations
 
 TRAINING_LABEL = "training.kubeflow.org/job-name"
 """Label of the Kubeflow training operator (PyTorchJob, TFJob, MPIJob v1) and mpi-operator (MPIJob
-v2).
-"""
+v2)."""
 JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 """Label of JobSet, and so of TrainJob in Kubeflow Trainer v2."""
 WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
@@ -41,8 +40,7 @@ RANK_ROLES = ("master", "chief", "worker")
 """Roles of the training operators and of Volcano that are ranks of one gang; master is rank 0."""
 LAUNCHER_ROLES = ("launcher", "mpimaster")
 """Roles of the training operators and of Volcano that start the ranks from outside and compute
-nothing.
-"""
+nothing."""
 WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 """Label of a pod of a LeaderWorkerSet; 0 is the leader."""
 NODE_NAME = "workflows.argoproj.io/node-name"
