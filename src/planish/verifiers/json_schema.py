@@ -23,7 +23,7 @@ _BLOCK = re.compile(r"```[a-zA-Z]*[ \t]*\r?\n(.*?)```", re.DOTALL)
 
 
 def verify_json_schema(response: str, answer: str, options: VerifierOptions) -> Verdict:
-    """Return right if the last JSON value of the response follows the schema `answer`."""
+    """A response is right if its last JSON value follows the schema `answer`."""
     reference = "planish.verifiers.json_schema:follows_schema"
     return shared_verifier(reference)(response, answer, options)
 

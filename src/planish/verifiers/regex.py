@@ -19,7 +19,7 @@ MEMORY_BYTES = 4 << 30
 
 
 def verify_regex(response: str, answer: str, options: VerifierOptions) -> Verdict:
-    """Return right if `re.search` finds the pattern `answer` anywhere in the response."""
+    """A response is right if `re.search` finds the pattern `answer` anywhere in it."""
     return shared_verifier("planish.verifiers.regex:contains_pattern")(response, answer, options)
 
 

@@ -150,8 +150,9 @@ def extract_code(response: str) -> str | None:
 
 
 def verify_python_tests(response: str, answer: str, options: VerifierOptions) -> Verdict:
-    """Return right if every test passes in time; the limit is for each case, or for all Python
-    tests.
+    """A response is right if every test passes within the time limit.
+
+    The limit is for each case, or for all tests in Python together.
     """
     try:
         tests = parse_tests(answer)
