@@ -146,7 +146,7 @@ class LossOutput:
     """Metric to (sum, count). Sums and counts are added up first and divided then; a metric with
     count 0 is left out."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    """Metric to the largest value seen."""
+    """Map from metric to the largest value seen."""
 
     def scaled(self, weight: float, device: Any) -> LossOutput:
         """Return a copy on a device, with loss, sums and counts multiplied by a factor."""

@@ -52,7 +52,7 @@ CHECKS: tuple[str, ...] = ("planish.stages.prepare.checks:check_config",)
 """`module:function` of checks over several sections; each returns a list of faults."""
 
 PLACED: dict[str, str] = {"train": "planish.stages.train.config:DEFAULT_PLACEMENT"}
-"""Section name to the `module:name` of those settings that only place the computation on
+"""Map from section name to the `module:name` of those settings that only place the computation on
 machines."""
 
 GONE: dict[str, dict[str, Any]] = {
@@ -192,9 +192,9 @@ _THEIRS = {
     "train.tokens_per_microbatch": "per_device_train_batch_size ppo_max_token_len_per_gpu",
     "train.warmup_iterations": "lr_scheduler_type lr_warmup_steps warmup_ratio warmup_steps",
 }
-"""Setting to the names that verl and TRL give it."""
+"""Map from setting to the names that verl and TRL give it."""
 ELSEWHERE = {word: key for key, words in _THEIRS.items() for word in words.split()}
-"""Name in verl or TRL to the setting here."""
+"""Map from name in verl or TRL to the setting here."""
 
 
 def _elsewhere(table: object) -> str:

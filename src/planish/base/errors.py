@@ -53,7 +53,7 @@ class PlanishError(Exception):
     """Root of the tree; catch it to catch every error of this program."""
 
     per_rank: Mapping[int, str] = MappingProxyType({})
-    """Rank to its error, if some ranks failed and all ranks raise this exception."""
+    """Errors by rank, if some ranks failed and all ranks raise this exception."""
 
 
 class RanksError(PlanishError):
@@ -232,7 +232,7 @@ _EXTRAS = {
     "pyarrow": "tables",
     **dict.fromkeys(("torch", "transformers"), "train"),
 }
-"""Package that the base install lacks to the extra that installs it."""
+"""Map from a package that the base install lacks to the extra that installs it."""
 
 
 def named_error(error: PlanishError | ModuleNotFoundError) -> PlanishError:

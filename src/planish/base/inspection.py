@@ -18,4 +18,4 @@ class Inspection:
     model_config: dict[str, object] = field(default_factory=dict)
     """Content of the model's config.json; empty for a model built from scratch."""
     vocabulary: dict[str, int] = field(default_factory=dict)
-    """Token to id in the model's tokenizer; empty for a model built from scratch."""
+    """Map from token to id in the model's tokenizer; empty for a model built from scratch."""

@@ -282,7 +282,7 @@ _PACKAGES = {
         ("vllm", "`pip install 'planish[rollout]'`, or `make engines` where there is no GPU,"),
     ),
 }
-"""Value of a setting to the module that it needs and the command that installs it."""
+"""Map from a setting's value to the module that it needs and the command that installs it."""
 
 
 def package_fault(key: str, choice: str) -> str:

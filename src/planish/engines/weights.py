@@ -29,7 +29,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
-"""Type in a safetensors header to the torch type."""
+"""Map from type in a safetensors header to the torch type."""
 
 
 class WeightSource(Protocol):

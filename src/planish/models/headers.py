@@ -25,7 +25,7 @@ BY_LENGTH = ("dynamic", "longrope", "su")
 `longrope`."""
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-"""Name of a tensor to its type, as safetensors writes it, and its shape."""
+"""Map from name of a tensor to its type, as safetensors writes it, and its shape."""
 
 
 def read_headers(folder: SourceFolder) -> tuple[Tensors, list[str]]:

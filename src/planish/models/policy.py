@@ -44,7 +44,7 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Type in a file header to the torch type."""
+"""Map from type in a file header to the torch type."""
 _tokenizers: dict[tuple[tuple[str, str], ...], Tokenizer] = {}
 """The tokenizer of the last policy, by names and digests of its files."""
 

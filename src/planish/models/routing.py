@@ -27,8 +27,9 @@ ROUTERS: dict[str, Callable[[Tensor], Tensor]] = {
     "MixtralTopKRouter": partial(torch.softmax, dim=-1, dtype=torch.float32),
     "DeepseekV3TopkRouter": torch.sigmoid,
 }
-"""Router class of transformers to its function of the logits [tokens, experts]. A router returns
-the logits, and the weights and ids of the chosen experts, [tokens, experts per token] each."""
+"""Map from router class of transformers to its function of the logits [tokens, experts]. A router
+returns the logits, and the weights and ids of the chosen experts, [tokens, experts per token]
+each."""
 
 
 class RoutingReplay:

@@ -153,7 +153,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def points_of(facts: ReportFacts, panel: Panel) -> Mapping[int, float]:
-    """Return iteration or policy version to the value of a run; empty if unknown."""
+    """Return the values of a run by iteration or policy version; empty if unknown."""
     if panel is HELD_OUT:
         return {mark.x: mark.y for mark in held_out(facts)}
     if panel is SECONDS:
@@ -172,7 +172,7 @@ def settings(facts: ReportFacts) -> dict[str, str]:
 
 
 def outcomes(facts: ReportFacts) -> dict[str, str]:
-    """Return label to text for the key numbers of a run; "" if unknown."""
+    """Return the key numbers of a run as text, by label; "" if unknown."""
     found = {
         f"{score} {when}": score_cell(scalars, score)
         for score in ("accuracy", "greedy")

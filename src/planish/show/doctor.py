@@ -27,7 +27,7 @@ TOOLS = {
     "docker": "builds the images",
     "kubectl": "talks to a cluster",
 }
-"""Program to its use."""
+"""Map from program to its use."""
 
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([a-z-]+)['\"]")
 

@@ -26,7 +26,7 @@ _PARTS = {
     "iterate": ("rollout", "evaluate", "reward", "train", "checkpoint"),
     "next_run": ("next",),
 }
-"""Task whose logs have other names to the stages that write them."""
+"""Tasks whose logs have other names, each with the stages that write these logs."""
 
 
 def stop(root: str, *, undo: bool = False) -> list[str]:
@@ -167,7 +167,7 @@ def running(root: str) -> Iterator[str]:
 
 
 def open_alerts(root: str) -> dict[str, str]:
-    """Return URI to text for each open alert on machines of a run."""
+    """Return a text for each open alert on machines of a run, by the alert's URI."""
     found = {}
     for uri in store.list_uris(layout.alerts(root)):
         # Objects that are not alerts are left out.

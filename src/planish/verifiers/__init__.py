@@ -74,7 +74,8 @@ VERIFIERS: dict[str, str] = {
 CHECKS: dict[str, str] = {
     "python_tests": "planish.verifiers.isolated.python_tests:check_isolation",
 }
-"""Name of a verifier to the `module:function` that checks whether this machine can run it."""
+"""Map from name of a verifier to the `module:function` that checks whether this machine can run
+it."""
 
 READS_FORMS = frozenset({"integer", "math"})
 """Verifiers that search for an answer in one of the `FORMS` first: `math/box`."""
@@ -90,7 +91,7 @@ _UNUSABLE = {
     "python_tests": "answer_not_tests",
     "regex": "answer_not_a_pattern",
 }
-"""Verifier to the reason code if it fails on the empty response."""
+"""Reason codes by verifier, for verifiers that fail on the empty response."""
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -17,7 +17,8 @@ from planish.records.rollouts import VERDICT, RolloutSet
 from planish.verifiers import Verdict, VerifierOptions, verify_many
 
 Verdicts = Mapping[str, Verdict]
-"""Verifier name to verdict, with the row's own verifier first; empty if the row is not judged."""
+"""Map from verifier name to verdict, with the row's own verifier first; empty if the row is not
+judged."""
 
 _FLAGS = ("invalid", "error", "timeout")
 

@@ -53,7 +53,7 @@ _GRADED_AS = {
     "hiyouga/geometry3k": "box",
     "math_dapo": "line",
 }
-"""`data_source` of verl to the form that verl's published rule reads."""
+"""Map from `data_source` of verl to the form that verl's published rule reads."""
 
 _VALUE = re.compile(
     r"\$\$.+?\$\$|\$\s*\\(?:begin|boxed)\{(?:\\.|[^$\\])+\$|\\\[.+?\\\]|\\\(.+?\\\)|\\begin\{.+?\\end\{[^\n]*"
@@ -65,7 +65,7 @@ _CONTENT = {
     "hash": re.compile(r"####(?![ \t*]*[A-Za-z]{2})([^\n]*)"),
     "tags": re.compile(r"<answer>(?:((?:(?!<answer>).)*?)</answer>)?", re.DOTALL),
 }
-"""Form to the pattern of its content, for forms whose content is in one place."""
+"""Map from form to the pattern of its content, for forms whose content is in one place."""
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _INTEGRAL_DECIMAL = re.compile(r"([+-]?[0-9]+)\.0+")
@@ -140,7 +140,8 @@ _SURFACE = {
     r"(?<![\w.,])([0-9]+) ([0-9]+)\s*/\s*([0-9]+)(?!\w)": r"\1\\frac{\2}{\3}",
     r"(?<=[0-9}])\s+(?=i(?![A-Za-z]))": "",
 }
-"""Pattern of a part without a value (degrees, units, wrappers, spaces) to its replacement."""
+"""Patterns of parts without a value (degrees, units, wrappers, spaces), each with its
+replacement."""
 _EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
 _NAMED = re.compile(r"\|?\\?[A-Za-z][A-Za-z' ]*(?:_\w|_\{[^{}]*\})?'*(?:\(\w+\))?\|?|[^A-Za-z]*")
 """Left side of a ground truth that is a name or empty."""

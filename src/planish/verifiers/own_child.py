@@ -32,7 +32,7 @@ TEXTS = {
     "answer": "answer",
     "ground_truth": "answer",
 }
-"""Parameter name to the text that it gets; two names are those of verl."""
+"""Map from parameter name to the text that it gets; two names are those of verl."""
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,9 @@ class Answers:
 
     given: dict[int, Message] = field(default_factory=dict)
     faults: dict[int, str] = field(default_factory=dict)
-    """Rank to the reason why it could not carry out the request."""
+    """Map from rank to the reason why it could not carry out the request."""
     lost: dict[int, str] = field(default_factory=dict)
-    """Rank to the reason why it died; each loss is reported once."""
+    """Map from rank to the reason why it died; each loss is reported once."""
 
 
 class Processes:

@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "wait for a coordinator and run one rank for it, on the machine of the rank",
     ),
 }
-"""Command to its `module:function` and its line of help."""
+"""Map from command to its `module:function` and its line of help."""
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -26,7 +26,8 @@ from planish.engines.planner.performance import (
 from planish.engines.planner.pipeline import iteration_seconds
 
 Profiles = Mapping[tuple[str, str, int], Measured]
-"""(`attention` or `experts`, GPU, tp) to the measured stage, which replaces the computed one."""
+"""Map from (`attention` or `experts`, GPU, tp) to the measured stage, which replaces the computed
+one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Deployment:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Name to number of GPUs, replicas and nodes."""
+        """Map from name to number of GPUs, replicas and nodes."""
         return {"tp_a": self.tp_a, "tp_e": self.tp_e, "n_a": self.n_a, "n_e": self.n_e}
 
     def sum_of(self, figure: str) -> float:

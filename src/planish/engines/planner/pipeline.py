@@ -65,9 +65,9 @@ class Pipeline:
     """Number of attention ranks; dead ranks count too, but get no work."""
     expert_ranks: int
     busy: dict[str, list[float]] = field(init=False)
-    """Kind of resource to the seconds of work of each of its ranks."""
+    """Map from kind of resource to the seconds of work of each of its ranks."""
     free: dict[str, list[float]] = field(init=False)
-    """Kind of resource to the time at which each of its ranks becomes free."""
+    """Map from kind of resource to the time at which each of its ranks becomes free."""
 
     def __post_init__(self) -> None:
         ranks = dict(zip(KINDS, [self.attention_ranks] * 2 + [self.expert_ranks] * 2, strict=True))

@@ -20,7 +20,7 @@ from planish.engines.planner.performance import Constants, Workload
 
 Objective = Literal["gpu", "cost", "watt"]
 FIGURES: dict[Objective, str] = {"gpu": "flops", "cost": "price", "watt": "watts"}
-"""Objective to the figure of a GPU that it needs."""
+"""Map from objective to the figure of a GPU that it needs."""
 BaselineName = Literal["ideal", "framework"]
 
 

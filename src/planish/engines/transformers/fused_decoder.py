@@ -52,7 +52,7 @@ SCALINGS: dict[str, Callable[[Mapping[str, Any], Tensor], Tensor]] = {
     "linear": lambda rope, frequencies: frequencies / float(rope["factor"]),
     "llama3": _llama3,
 }
-"""`rope_type` of a configuration to the function that scales the frequencies."""
+"""Map from `rope_type` of a configuration to the function that scales the frequencies."""
 
 
 def rotation_table(rope: Mapping[str, Any], head_dim: int, length: int) -> Tensor:

@@ -256,7 +256,7 @@ class RunningRows:
 _FIELDS: Mapping[str, int] = {
     name: index for index, name in enumerate(("position", "end", "prompt", "seed", "top_k"))
 }
-"""Name to column of the rows' table of integers."""
+"""Map from name to column of the rows' table of integers."""
 
 
 def _is_special(sampling: Sampling) -> bool:

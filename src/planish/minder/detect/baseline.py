@@ -61,8 +61,8 @@ class Baseline:
         self.suspects: Collection[str] = ()
         """Machines that some job has named lately: they may be faulty, so they get no role."""
         self.refused: dict[str, list[str]] = {}
-        """Metric to the machines whose difference is too large for a role and lies on the bad side:
-        GPUs that draw little power, networks that send many pauses."""
+        """Map from metric to the machines whose difference is too large for a role and lies on the
+        bad side: GPUs that draw little power, networks that send many pauses."""
         self.until = 0
         """Unix second up to which measurements have been processed."""
         self._stride = 1
@@ -71,7 +71,7 @@ class Baseline:
         """Medians of 2^k chunks that wait until `_stride` chunks are complete, the longest
         first."""
         self._levels: dict[str, float] = {}
-        """Metric to the fleet's median in its busiest chunk."""
+        """Map from metric to the fleet's median in its busiest chunk."""
         self._used: dict[str, dict[str, float]] = {}
         self._decided: dict[str, dict[str, int]] = {}
 
@@ -143,8 +143,8 @@ class Baseline:
         self.until = max(self.until, until)
 
     def table(self) -> dict[str, dict[str, float]]:
-        """Return metric to machine to baseline, normalised. A machine that is missing has baseline
-        0.
+        """Return the baselines by metric and machine, normalised. A machine that is missing has
+        baseline 0.
         """
         return {metric: used for metric, used in self._used.items() if used}
 

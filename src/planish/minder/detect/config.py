@@ -191,12 +191,12 @@ class MinderConfig(Section):
     detect: DetectConfig = DetectConfig()
     service: ServiceConfig = ServiceConfig()
     limits: dict[str, Range] = Field(default_factory=dict)
-    """Metric to its limits at this site, in place of the limits that the models were trained with.
-    A model sees only values scaled by the limits, so it fits any hardware whose limits are
-    right."""
+    """Map from metric to its limits at this site, in place of the limits that the models were
+    trained with. A model sees only values scaled by the limits, so it fits any hardware whose
+    limits are right."""
     boards: dict[str, dict[str, Range]] = Field(default_factory=dict)
-    """Board model, or a part of its name, to the limits of jobs on such boards. If several entries
-    match, the longest name wins."""
+    """Map from board model, or a part of its name, to the limits of jobs on such boards. If several
+    entries match, the longest name wins."""
 
     @model_validator(mode="after")
     def _known_limits(self) -> MinderConfig:

@@ -91,7 +91,7 @@ class View:
     """[W], True for windows in which no machine may be a candidate."""
     job: Job
     compared: Mapping[str, F32]
-    """Metric to the compared values [T, N]."""
+    """Map from metric to the compared values [T, N]."""
 
     @property
     def frame(self) -> Frame:
@@ -221,7 +221,7 @@ class _Named:
     unknown: Mask
     rule: Rule
     runs: Mapping[int, Sequence[Run]]
-    """Machine to its runs in order of time; only machines with at least `FEWEST_WINDOWS`
+    """Map from machine to its runs in order of time; only machines with at least `FEWEST_WINDOWS`
     windows."""
     floor: F64
     """[W, N], smallest distance that counts."""
@@ -420,7 +420,7 @@ def _is_beside(run: Run, name: str, view: View, named: Mapping[str, _Named]) -> 
 
 
 def _turns(view: View, named: Mapping[str, _Named]) -> dict[str, dict[str, int]]:
-    """Return metric to machine to the length of its longest run that has ended, in seconds."""
+    """Return the length in seconds of the longest run that has ended, by metric and machine."""
     turns: dict[str, dict[str, int]] = {}
     for name, metric in named.items():
         newest = len(metric.candidates) - 1 - metric.rule.gap_tolerance

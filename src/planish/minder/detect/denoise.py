@@ -45,7 +45,7 @@ class Models:
     denoisers: Mapping[str, Denoiser]
     """Denoiser by metric; a metric without a denoiser is skipped."""
     limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Metric to the transformed values that scale to 0 and 1, where they are fitted."""
+    """Map from metric to the transformed values that scale to 0 and 1, where they are fitted."""
 
 
 def windows_of(values: NDArray[T]) -> NDArray[T]:

@@ -49,7 +49,7 @@ class Detector:
         small."""
         self.last: Mapping[str, Trace] = {}
         self.seconds: Mapping[str, float] = {}
-        """Stage of the last call to its duration in seconds."""
+        """Duration in seconds of each stage of the last call."""
         self._denoise_seconds = 0.0
         self._machines: tuple[str, ...] = ()
         self.groups: list[I64] = []
@@ -97,7 +97,7 @@ class Detector:
         return result
 
     def newest_scores(self) -> dict[str, dict[str, float]]:
-        """Return metric to machine to the mean normal score of its newest windows."""
+        """Return the mean normal score over the newest windows, by metric and machine."""
         return {
             name: dict(zip(self._machines, newest.mean(axis=0).tolist(), strict=True))
             for name, trace in self.last.items()

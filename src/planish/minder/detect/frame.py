@@ -17,10 +17,10 @@ I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 Samples = Mapping[str, Mapping[str, tuple[F64, F64]]]
-"""Metric to machine to (timestamps in unix seconds, values), in any order."""
+"""(timestamps in unix seconds, values) by metric and machine, in any order."""
 
 Stretches = Mapping[str, Sequence[tuple[int, int]]]
-"""Machine to stretches of time `start <= t < stop` (unix seconds)."""
+"""Map from machine to stretches of time `start <= t < stop` (unix seconds)."""
 
 COARSE_SECONDS = 2.0
 """Spacing of samples, in seconds, above which a series is coarse."""
@@ -45,7 +45,8 @@ class Frame:
     mask: dict[str, Mask] = field(default_factory=dict)
     """Metric to [T, N], True for a real sample; computed from `values` if not given."""
     held: Mapping[str, float] = field(default_factory=dict)
-    """Metric to the seconds that one measurement is valid for, where the server reports it."""
+    """Map from metric to the seconds that one measurement is valid for, where the server reports
+    it."""
 
     def __post_init__(self) -> None:
         for name, array in self.values.items():
@@ -93,29 +94,30 @@ class Job:
     """Facts on a job besides its metrics."""
 
     stages: Mapping[str, str] = field(default_factory=dict)
-    """Machine to pipeline stage."""
+    """Map from machine to pipeline stage."""
     baseline: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Metric to machine to its difference from its peers in healthy history, normalised."""
+    """Difference of a machine from its peers in healthy history, normalised, by metric and
+    machine."""
     usual: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Metric to machine to its distance above the median machine in healthy history."""
+    """Distance of a machine above the median machine in healthy history, by metric and machine."""
     waiting: Stretches = field(default_factory=dict)
     """Stretches in which each machine only waits for others, as its ranks report."""
     since: Mapping[str, int] = field(default_factory=dict)
-    """Machine to the unix second from which it counts; a missing machine counts from the
+    """Map from machine to the unix second from which it counts; a missing machine counts from the
     beginning."""
     unknown: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Metric to the machines that have no baseline yet."""
+    """Map from metric to the machines that have no baseline yet."""
     refused: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Metric to those of the unknown machines whose difference is too large for a role."""
+    """Map from metric to those of the unknown machines whose difference is too large for a role."""
     board: str = ""
     """Model of the job's GPU boards; empty if not known."""
     scales: Mapping[str, float] = field(default_factory=dict)
-    """Metric to the factor by which its limits are widened for this job."""
+    """Map from metric to the factor by which its limits are widened for this job."""
     turns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Metric to machine to its longest turn in seconds: a time in which it differed from its peers
-    and then no longer did. The machine "" is a part of the job."""
+    """Longest turn in seconds, by metric and machine. A turn is a time in which a machine differed
+    from its peers and then no longer did. The machine "" is a part of the job."""
     devices: Mapping[str, int] = field(default_factory=dict)
-    """Machine to the largest number of GPUs that it has shown."""
+    """Map from machine to the largest number of GPUs that it has shown."""
     mature: Collection[str] = ()
     """Machines whose baselines rest on `baseline_min_seconds` of history."""
     is_young: bool = False

@@ -43,7 +43,8 @@ class JobMonitor:
     _begun: int
     """Unix second of the first measurement of the job."""
     _roles: dict[str, str]
-    """Machine to the role that the monitor found, for jobs whose pods have no labels of roles."""
+    """Map from machine to the role that the monitor found, for jobs whose pods have no labels of
+    roles."""
 
     def __init__(
         self, job: str, models: Models, config: MinderConfig, *, detector: Detector | None = None
@@ -145,7 +146,7 @@ class JobMonitor:
 
     @property
     def suspects(self) -> Mapping[str, int]:
-        """Machine to the unix second at which this job named it last."""
+        """Unix second at which this job named a machine last, by machine."""
         return self._suspects
 
     def _follow(self, frame: Frame, started: int, now: int) -> None:
@@ -228,11 +229,11 @@ class JobMonitor:
         self._unlearn()
         self._roles = {}
         self._seen: dict[str, str] = {}
-        """Machine to role in the last frame that showed roles."""
+        """Map from machine to role in the last frame that showed roles."""
         self._looked = 0
         """Unix second at which roles were looked for last."""
         self._devices: dict[str, int] = {}
-        """Machine to the largest number of GPUs that it has shown."""
+        """Map from machine to the largest number of GPUs that it has shown."""
         self._begun = 0
 
     def _learn_roles(self, result: Result, now: int) -> None:

@@ -31,7 +31,7 @@ _FRESH_ROWS = 10
 not count as standing still."""
 
 Limits = Mapping[str, tuple[float, float]]
-"""Metric to the transformed values that scale to 0 and 1."""
+"""Map from metric to the transformed values that scale to 0 and 1."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class Prepared:
 
     frame: Frame
     values: dict[str, F32]
-    """Usable metric to values [T, N] in 0 .. 1; 0 where `masked`."""
+    """Map from usable metric to values [T, N] in 0 .. 1; 0 where `masked`."""
     masked: dict[str, Mask]
     """Usable metric to [T, N], True where nothing is known even after filling."""
     skipped: dict[str, str]
-    """Unusable metric to the reason: absent, missing, flat, coarse or limits."""
+    """Map from unusable metric to the reason: absent, missing, flat, coarse or limits."""
     clipped: dict[str, float]
-    """Usable metric to the share of values outside its limits before they are widened."""
+    """Map from usable metric to the share of values outside its limits before they are widened."""
     broken: dict[str, tuple[str, ...]]
-    """Metric to machines whose exporter is broken: it sends 0, or repeats its values."""
+    """Map from metric to machines whose exporter is broken: it sends 0, or repeats its values."""
     intervals: dict[str, F64]
     """Usable metric to [N], seconds from one distinct sample of a machine to the next."""
     silent_seconds: F64
@@ -56,7 +56,7 @@ class Prepared:
     frozen: tuple[str, ...] = ()
     """Machines with an exporter that repeats its values."""
     known: dict[str, float] = field(default_factory=dict)
-    """Metric to its `known_share`, for metrics that were skipped as missing or coarse."""
+    """Map from metric to its `known_share`, for metrics that were skipped as missing or coarse."""
 
 
 def prepare(

@@ -76,25 +76,25 @@ class Result:
     distance: str
     findings: tuple[Finding, ...] = ()
     skipped: dict[str, str] = field(default_factory=dict)
-    """Unused metric to the reason."""
+    """Map from unused metric to the reason."""
     known: dict[str, float] = field(default_factory=dict)
-    """Metric that lacks samples to the share of seconds that enough machines know."""
+    """Share of seconds that enough machines know, by metric, for metrics that lack samples."""
     model_ids: dict[str, str] = field(default_factory=dict)
-    """Metric to denoiser and version."""
+    """Map from metric to denoiser and version."""
     silent: tuple[str, ...] = ()
     """Machines without a sample at the end of the frame."""
     candidates: tuple[Candidate, ...] = ()
     """Machines that differ at the end of the frame."""
     clipped: dict[str, float] = field(default_factory=dict)
-    """Metric to the share of its values outside the limits."""
+    """Map from metric to the share of its values outside the limits."""
     broken: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Metric to machines whose exporter is broken, see `Prepared.broken`."""
+    """Map from metric to machines whose exporter is broken, see `Prepared.broken`."""
     intervals: dict[str, float] = field(default_factory=dict)
-    """Metric to the seconds between its samples, if more than two. A machine must differ for longer
-    by about 1.5 times as much."""
+    """Map from metric to the seconds between its samples, if more than two. A machine must differ
+    for longer by about 1.5 times as much."""
     turns: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Metric to machine to its longest turn in seconds: a time in which it differed and then no
-    longer did. The machine "" is a part of the job."""
+    """Longest turn in seconds, by metric and machine. A turn is a time in which a machine differed
+    and then no longer did. The machine "" is a part of the job."""
     call_seconds: float = 0.0
 
     @property

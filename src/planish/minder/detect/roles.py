@@ -33,7 +33,7 @@ _ROUNDS = 8
 
 
 def find_roles(prepared: Prepared, config: DetectConfig) -> dict[str, str]:
-    """Return machine to role in the last `ROLE_SECONDS`; empty if there are no two roles.
+    """Return the role of each machine in the last `ROLE_SECONDS`; empty if there are no two roles.
 
     The name of a role is the first machine that has it.
     """

@@ -50,7 +50,7 @@ _ROUNDS = 3
 _FIGURES = ("precision", "recall", "f1")
 
 SiteLimits = Mapping[str, tuple[float, float]]
-"""Metric to its limits, in its unit."""
+"""Map from metric to its limits, in its unit."""
 Hits = tuple[tuple[str, int], ...]
 """Pairs of a machine and the unix second of the call that would name it."""
 
@@ -75,7 +75,7 @@ class Recorded:
     outcome: CaseOutcome
     """Outcome with only the alarms that no threshold changes: silent machines."""
     hits: Mapping[tuple[str, float, float], Hits]
-    """(metric, threshold of the score, floor) to the machines that would be named."""
+    """Map from (metric, threshold of the score, floor) to the machines that would be named."""
     job_wide_limit: float
     """Most machines that are named one by one; more are an event of the whole job."""
     window_seconds: int
@@ -290,7 +290,7 @@ def fitted_limits(cases: Sequence[Case], metrics: Sequence[str]) -> dict[str, Si
 
 
 def fitted_roles(cases: Sequence[Case], models: Models, config: MinderConfig) -> dict[str, float]:
-    """Return metric to 1.25 times the largest lasting difference of a healthy machine."""
+    """Return 1.25 times the largest lasting difference of a healthy machine, by metric."""
     most: dict[str, float] = {}
     for case in (case for case in cases if not case.truth.faulty):
         prepared = prepare(case.frame, config, models.limits, board=case.board)

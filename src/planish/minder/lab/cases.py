@@ -38,7 +38,7 @@ class Truth:
     halt: int = 0
     """Unix second at which the whole job stops or the trace ends."""
     visible: Mapping[str, int] = field(default_factory=dict)
-    """Metric (or `silent`) to the seconds for which the fault shows in it on a machine."""
+    """Map from metric (or `silent`) to the seconds for which the fault shows in it on a machine."""
     detectable: bool = False
     """True if the fault shows for at least `DETECTABLE_SECONDS` in one metric or as silence."""
 
@@ -55,7 +55,7 @@ class Case:
     frame: Frame
     truth: Truth
     stages: Mapping[str, str] = field(default_factory=dict)
-    """Machine to pipeline stage."""
+    """Map from machine to pipeline stage."""
     name: str = ""
     """Name of the file without its ending."""
     board: str = ""

@@ -66,7 +66,7 @@ class StaticJob(Section):
     started: int = Field(default=0, ge=0)
     """Unix seconds of the job's last start; 0 if not known."""
     stages: dict[str, str] = Field(default_factory=dict)
-    """Machine to pipeline-parallel stage."""
+    """Map from machine to pipeline-parallel stage."""
 
 
 class MetricConfig(Section):
@@ -88,7 +88,7 @@ class ServiceSettings(MinderConfig):
 
     prometheus: PrometheusConfig = PrometheusConfig()
     metrics: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Metric to those keys of `MetricConfig` that are set."""
+    """Map from metric to those keys of `MetricConfig` that are set."""
     alertmanager: AlertmanagerConfig = AlertmanagerConfig()
     server: ServerConfig = ServerConfig()
     act: ActConfig = ActConfig()
@@ -120,7 +120,7 @@ class ServiceSettings(MinderConfig):
 
     @cached_property
     def sources(self) -> dict[str, Metric]:
-        """Metric to its query, for the metrics in `detect.metrics`."""
+        """Map from metric to its query, for the metrics in `detect.metrics`."""
         sources = {}
         for name in self.detect.metrics:
             key = f"metrics.{name}"

@@ -48,7 +48,7 @@ class Shared:
     has_succeeded: threading.Event = field(default_factory=threading.Event)
     """Set by the first successful call."""
     suspects: Mapping[str, int] = field(default_factory=dict)
-    """Machine to the unix second at which a job named it last."""
+    """Map from machine to the unix second at which a job named it last."""
     lacking: set[str] = field(default_factory=set)
     """Metrics that had no sample in some job; each is logged once in all."""
 

@@ -29,7 +29,7 @@ _MOST_NODES = 20
 """Most nodes that the alert of a whole job lists."""
 _MACHINE_KINDS = ("dissimilar", "silent")
 _Levels = dict[tuple[str, ...], float]
-"""Label values to the value of a gauge."""
+"""Values of a gauge by label values."""
 
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "last_success_timestamp_seconds": ("Unix time of the last call that was done.", ("job_name",)),
@@ -96,7 +96,7 @@ class OwnMetrics:
         )
         self._lock = threading.Lock()
         self._gauges: dict[str, dict[str, _Levels]] = defaultdict(dict)
-        """Job (empty for none) to its gauges."""
+        """Gauges by job; "" for gauges of no job."""
         self.set("build_info", 1.0, __version__, platform.python_version())
         self.registry.register(self)
 

@@ -70,12 +70,12 @@ class Puller:
         self._prometheus, self._sources, self._job = prometheus, dict(sources), job
         self.on_duplicate = on_duplicate
         self.intervals: dict[str, float] = {}
-        """Metric to the median seconds between its samples."""
+        """Map from metric to the median seconds between its samples."""
         self.seconds_pulled = 0
         """Seconds that the last call queried."""
         self._kept: Frame | None = None
         self._counts: dict[str, int] = {}
-        """Metric to the number of series that its query reads."""
+        """Map from metric to the number of series that its query reads."""
         self._board: tuple[tuple[str, ...], str] = ((), "")
 
     def pull(
@@ -146,7 +146,8 @@ class Puller:
         return self._board[1]
 
     def waiting(self, frame: Frame, deadline: Deadline) -> dict[str, list[tuple[int, int]]]:
-        """Return machine to the stretches of a frame in which all its ranks only wait for others.
+        """Return, by machine, the stretches of a frame in which all ranks of the machine only wait
+        for others.
 
         Machines whose ranks do not report their phase are missing.
         """

@@ -25,7 +25,7 @@ class Result:
     accuracy_after: float | None
     """Held-out accuracy after reinforcement learning, 0 to 1; None if it was not measured."""
     control: Mapping[str, float] | None
-    """Metric to accuracy after a control: as much time of supervised training in place of
+    """Accuracies after the control, which is as much time of supervised training in place of
     reinforcement learning; None if the control did not run."""
     report: str
     summary: Mapping[str, Any]

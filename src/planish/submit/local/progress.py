@@ -29,7 +29,8 @@ SAMPLING = re.compile(
 """Log line that a rollout task writes every few seconds."""
 
 WORK_SECONDS = {"rollout": "sample_seconds", "train": "update_seconds"}
-"""Stage to the metric of its working seconds, without process start, imports and loading."""
+"""Map from stage to the metric of its working seconds, without process start, imports and
+loading."""
 
 FACTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "curate": (
@@ -55,7 +56,7 @@ FACTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("accuracy_after", "after", "{:.3f}"),
     ),
 }
-"""Stage to the content of its progress line: (metric, text, format)."""
+"""Map from stage to the content of its progress line: (metric, text, format)."""
 
 
 def read_tasks(root: str, since: float) -> list[TaskLog]:
@@ -169,7 +170,7 @@ def watch(
 
 
 def seconds_by_stage(tasks: Sequence[TaskLog]) -> dict[str, float]:
-    """Return stage to wall seconds; parallel shards count once, from the first start to the last
+    """Return wall seconds by stage; parallel shards count once, from the first start to the last
     end.
     """
     spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)

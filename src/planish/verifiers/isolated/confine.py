@@ -32,7 +32,7 @@ _READ, _WRITE = 1 << 2 | 1 << 3, 1 << 1 | 1 << 2 | 1 << 3 | 1 << 5 | 1 << 8
 """Rights to read files and folders, and further rights to write, remove and make regular files."""
 _TRUNCATE = 1 << 14
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""Version of Landlock to the number of its rights on files; 16 from version 5."""
+"""Number of rights on files by version of Landlock; 16 from version 5."""
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_FILTER = 38, 22, 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
@@ -40,7 +40,7 @@ _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
 """Results of a filter: allow the call; refuse it with EPERM; kill the process."""
 
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""Machine to its number in audit.h and its column in the tables below."""
+"""Machine names, each with the number in audit.h and the column in the tables below."""
 _CALLS: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "stat": (4, None), "fstat": (5, 80),
     "lstat": (6, None), "poll": (7, None), "lseek": (8, 62), "mmap": (9, 222),
@@ -67,12 +67,12 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "getrandom": (318, 278), "statx": (332, 291), "close_range": (436, 436),
     "faccessat2": (439, 439),
 }  # fmt: skip
-"""System call that is always allowed to its number on each machine."""
+"""System calls that are always allowed, each with its number on each machine."""
 _GUARDED: dict[str, tuple[int | None, int | None]] = {
     "open": (2, None), "openat": (257, 56), "ioctl": (16, 29), "fcntl": (72, 25),
     "kill": (62, 129), "tgkill": (234, 131), "sendto": (44, 206), "prlimit64": (302, 261),
 }  # fmt: skip
-"""System call that is allowed with some arguments to its number on each machine."""
+"""System calls that are allowed with some arguments, each with its number on each machine."""
 _IOCTLS = (0x5401, 0x5413, 0x5421, 0x5450, 0x5451, 0x541B)
 """Allowed ioctls: terminal check, terminal size, blocking mode, close on exec, bytes to read."""
 _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)

@@ -108,7 +108,7 @@ class InTurn:
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, int], int] = {}
-        """(peer, micro-batch) to the time at which its last frame was sent."""
+        """Map from (peer, micro-batch) to the time at which its last frame was sent."""
 
     def check(self, header: FrameHeader, *, is_own_name: bool) -> None:
         """Accept a frame.

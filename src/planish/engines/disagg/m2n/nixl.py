@@ -102,7 +102,8 @@ class NixlTransport:
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
         self.address = [metadata, *places[1][::2]]
         self._memory: dict[int, tuple[int, int]] = {}
-        """Connected peer to address and device of its buffer for the first rank of our role."""
+        """Map from connected peer to address and device of its buffer for the first rank of our
+        role."""
         self._in_turn = InTurn()
         self._lost: dict[int, str] = {}
         self._under_way: list[tuple[int, Any]] = []

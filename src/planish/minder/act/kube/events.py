@@ -23,7 +23,7 @@ class EventBook:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._written: dict[tuple[str, str], float] = {}
-        """Uid of the object and reason to the unix seconds of the last Event."""
+        """Map from uid of the object and reason to the unix seconds of the last Event."""
 
     def note(
         self,

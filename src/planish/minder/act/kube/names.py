@@ -35,7 +35,8 @@ ROLE_LABELS = {
     RAY_LABEL: ("ray.io/group",),
     VOLCANO_LABEL: ("volcano.sh/task-spec",),
 }
-"""Label of the job to the labels that name its roles; the first of these that a pod has counts."""
+"""Map from label of the job to the labels that name its roles; the first of these that a pod has
+counts."""
 RANK_ROLES = ("master", "chief", "worker")
 """Roles of the training operators and of Volcano that are ranks of one gang; master is rank 0."""
 LAUNCHER_ROLES = ("launcher", "mpimaster")

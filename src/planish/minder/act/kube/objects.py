@@ -73,7 +73,7 @@ class NodeInfo:
     annotations: dict[str, str] = field(default_factory=dict)
     taints: tuple[dict[str, str], ...] = ()
     allocatable: dict[str, str] = field(default_factory=dict)
-    """Resource to quantity, as Kubernetes writes it."""
+    """Map from resource to quantity, as Kubernetes writes it."""
 
     @property
     def is_ready(self) -> bool:
@@ -103,7 +103,7 @@ class JobInfo:
     namespace: str
     machines: tuple[str, ...]
     stages: Mapping[str, str] = field(default_factory=dict)
-    """Machine to pipeline-parallel stage, where a label gives it."""
+    """Map from machine to pipeline-parallel stage, where a label gives it."""
     started: int = 0
     """Unix seconds of the last (re)start of one of its pods."""
     run_id: str = ""
