@@ -42,7 +42,7 @@ class ClippedPolicyConfig(Section):
     """Bound of the loss of tokens with negative advantage, as a multiple of the advantage; None is
     off, as published."""
     aggregation: Aggregation = "token-mean"
-    """How the losses of tokens become one number."""
+    """Rule by which the losses of tokens become one number."""
     norm_tokens: int | None = Field(default=None, ge=1)
     """Maximum response length in tokens; only aggregation `seq-sum-norm` needs it."""
     correction: Correction = "off"
@@ -54,12 +54,13 @@ class ClippedPolicyConfig(Section):
     """Largest weight of the truncate modes, or upper bound of the weights that the mask modes
     keep."""
     kl_coefficient: float = Field(default=0.0, ge=0.0)
-    """Weight of the divergence from the reference policy, which is added to the loss with the same
-    aggregation; 0 is off and loads no reference. GRPO, arXiv 2402.03300, section 4.2: 0.04.
-    `train.reference_policy` says which policy is the reference."""
+    """Weight of the divergence from the reference policy. The weighted divergence is added to the
+    loss, with the aggregation of the loss. 0 switches it off and loads no reference policy. GRPO,
+    arXiv 2402.03300, section 4.2: 0.04. `train.reference_policy` says which policy is the
+    reference."""
     kl_estimator: KlEstimator = "k3"
-    """Estimator of the divergence of a token. `k3` is that of GRPO (arXiv 2402.03300, equation 4),
-    `k2` has the gradient of the divergence, `k1` has a gradient of 0 on average."""
+    """Estimator of the divergence of a token. `k3` is the estimator of GRPO (arXiv 2402.03300,
+    equation 4), `k2` has the gradient of the divergence, `k1` has a gradient of 0 on average."""
     clips_weights: ClassVar[bool] = False
     """True: both clips apply to advantages of either sign. False: each clip applies to one sign."""
 

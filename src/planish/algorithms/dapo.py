@@ -49,7 +49,7 @@ class DapoConfig(GroupPolicyConfig):
     clip_high: float = Field(default=0.28, ge=0.0)
     """The upper clip of the ratio is 1 + clip_high: unlikely tokens may gain more (section 3.1)."""
     aggregation: Aggregation = "token-mean"
-    """Every token of the mini-batch weighs the same (section 3.3)."""
+    """Every token of the mini-batch has the same weight (section 3.3)."""
 
 
 class Dapo(ClippedPolicy):

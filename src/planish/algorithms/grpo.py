@@ -21,7 +21,7 @@ class GrpoConfig(GroupPolicyConfig):
     name: Literal["grpo"] = "grpo"
     """Key in the table of algorithms."""
     aggregation: Aggregation = "seq-mean-token-mean"
-    """Every response weighs the same, whatever its length."""
+    """Every response has the same weight, whatever its length."""
 
 
 RECIPE = Recipe(GrpoConfig, Dapo)

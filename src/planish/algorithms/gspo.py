@@ -37,7 +37,7 @@ class GspoConfig(GroupPolicyConfig):
     clip_high: float = Field(default=4e-4, ge=0.0)
     """The upper clip of the ratio is 1 + clip_high; shorter responses need wider clips."""
     aggregation: Aggregation = "seq-mean-token-mean"
-    """Every response weighs the same (equation 5)."""
+    """Every response has the same weight (equation 5)."""
 
 
 def response_losses(

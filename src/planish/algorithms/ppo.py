@@ -22,7 +22,7 @@ class PpoFamilyConfig(ActorCriticConfig):
     clip_high: float = Field(default=0.2, ge=0.0)
     """The upper clip of the ratio is 1 + clip_high; here it equals the lower clip."""
     aggregation: Aggregation = "seq-mean-token-mean"
-    """Every response weighs the same, whatever its length."""
+    """Every response has the same weight, whatever its length."""
     positive_coefficient: float = Field(default=0.0, ge=0.0)
     """0: there is no language-model loss on correct responses."""
 

@@ -56,9 +56,9 @@ class TppoConfig(ActorCriticConfig):
     value_clip_high: float | None = Field(default=0.6, gt=0.0)
     """Largest distance of a value above its old value, as in the public code."""
     aggregation: Aggregation = "batch-token"
-    """Every token of the rollout batch weighs the same, as in the public code."""
+    """Every token of the rollout batch has the same weight, as in the public code."""
     value_aggregation: Aggregation = "seq-mean-token-mean"
-    """Every finished response weighs the same, as in the public code."""
+    """Every finished response has the same weight, as in the public code."""
 
     @model_validator(mode="after")
     def _leaves_tokens(self) -> TppoConfig:
@@ -72,7 +72,7 @@ class TppoConfig(ActorCriticConfig):
 
 
 class Tppo(ClippedPolicy):
-    """Advantages over a window; losses are those of VAPO, on other tokens."""
+    """Advantages over a window; the losses are VAPO's, but on other tokens."""
 
     config: TppoConfig
     needs_values: ClassVar[bool] = True

@@ -88,7 +88,7 @@ class ActorCriticConfig(ClippedPolicyConfig):
     value_clip_high: float | None = Field(default=None, gt=0.0)
     """Largest distance of a value above its old value; None is any distance."""
     value_aggregation: Aggregation = "token-mean"
-    """How the value losses of tokens become one number."""
+    """Rule by which the value losses of tokens become one number."""
 
     @model_validator(mode="after")
     def _has_norm(self) -> ActorCriticConfig:

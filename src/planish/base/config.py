@@ -46,7 +46,7 @@ SECTIONS: dict[str, str] = {
 table."""
 
 LENGTHS = ("evaluate", "reward")
-"""Sections whose `max_response_tokens` defaults to that of `rollout`."""
+"""Sections in which `max_response_tokens` defaults to the value in `rollout`."""
 
 CHECKS: tuple[str, ...] = ("planish.stages.prepare.checks:check_config",)
 """`module:function` of checks over several sections; each returns a list of faults."""

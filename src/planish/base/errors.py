@@ -141,7 +141,7 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class LayoutMismatch(CheckpointError):
-    """The tensors of a checkpoint do not cover what the new layout needs."""
+    """The tensors of a checkpoint do not cover the tensors of the new layout."""
 
 
 class MissingKeys(LayoutMismatch):

@@ -110,10 +110,10 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _advance(self) -> list[Output]:
-        """Make one step for the running requests; return the finished ones.
+        """Make one step for the running requests; return the outputs of finished requests.
 
         A step may give each request any number of tokens, or none. Tokens after the end of a
-                response, or beyond its budget, are in no output.
+        response, or beyond its budget, are in no output.
         """
 
     @abstractmethod

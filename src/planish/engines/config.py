@@ -105,7 +105,9 @@ class EngineConfig(Section):
 
     @property
     def guesses(self) -> bool:
-        """Whether vLLM speculates, and takes several tokens in a step."""
+        """True if vLLM guesses tokens (speculative decoding), so that a step may add several
+        tokens.
+        """
         return "speculative_config" in self.vllm
 
     @property

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MEASURING = 0
-"""Number in place of the iteration in seeds; no training iteration has it."""
+"""Value that replaces the iteration in seeds; no training iteration has this number."""
 
 MOST_REPEATS = 3
 """Most repetitions of a response that was lost with a part of the engine."""

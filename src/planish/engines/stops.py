@@ -1,8 +1,8 @@
 """Stop strings for an engine that knows only token ids: an automaton that reads tokens.
 
-The strings become an Aho-Corasick automaton over bytes, and that becomes a table over tokens. The
-state after a token is one lookup on the device of the tokens. A string that spans tokens or
-windows, or ends inside a token, is found at the token that completes it.
+The strings become an Aho-Corasick automaton over bytes, and the automaton becomes a table over
+tokens. The state after a token is one lookup on the device of the tokens. A string that spans
+tokens or windows, or ends inside a token, is found at the token that completes it.
 
 The text is not cut before a stop string, because training needs the sampled tokens; the last token
 may reach beyond the string.

@@ -114,7 +114,7 @@ HEAD = "lm_head.weight"
 """Name of the LM head in a policy folder."""
 
 _fetched: WeakValueDictionary[str, WeightSource] = WeakValueDictionary()
-"""Address to source, so that this process reads and verifies the same weights only once."""
+"""Sources by address, so that this process reads and verifies the same weights only once."""
 
 
 def offer(source: WeightSource) -> str:

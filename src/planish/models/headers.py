@@ -163,7 +163,7 @@ def vocabulary(config: Mapping[str, Any]) -> int:
 
 
 def dtype_name(config: Mapping[str, Any]) -> str:
-    """Return the type of the weights in a config.json, which has it under one of two keys."""
+    """Return the type of the weights in a config.json, from one of its two possible keys."""
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 

@@ -27,7 +27,7 @@ LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 
 
 def fits(body: Any) -> bool:
-    """Return whether this module computes the same as the decoder."""
+    """Return whether this module computes the same hidden states as the decoder."""
     layers = list(getattr(body, "layers", []))
     weight = getattr(getattr(body, "embed_tokens", None), "weight", None)
     if not layers or weight is None or weight.dtype != torch.float32 or weight.device.type != "cpu":

@@ -100,7 +100,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Number of parameters of the embedding, which is also that of a separate LM head."""
+        """Number of parameters of the embedding; a separate LM head has as many."""
         return self.vocab_size * self.hidden_size
 
     @property

@@ -108,7 +108,7 @@ class Kubeflow:
         namespace: str = "",
         service_account: str = "",
     ) -> str:
-        """Start one run and return its id; the namespace is that of a profile, or empty."""
+        """Start one run and return its id; the namespace is a profile's namespace, or empty."""
         facts = KubeflowRun(
             experiment_id=self.experiment(experiment, namespace),
             parameters=parameters,

@@ -35,7 +35,7 @@ class AttentionRank(ExchangingRank):
     """The micro-batches of one process."""
 
     def __init__(self, settings: RankSettings, inbox: Inbox) -> None:
-        """Build the model and read its tensors, without those of experts."""
+        """Build the model and read its tensors, except tensors of experts."""
         device = torch.device(settings.device)
         self._turns = Turns(settings.micro_batches)
         super().__init__(settings, inbox, self._turns)

@@ -64,7 +64,7 @@ class Traffic:
 
 
 class TurnTaking(Protocol):
-    """Turns of micro-batches, of which one computes at a time."""
+    """Turns of micro-batches; one micro-batch computes at a time."""
 
     current: int
 
@@ -242,7 +242,9 @@ class Rank:
         """Free resources that would outlive this rank in its process."""
 
     def load(self, message: Mapping[str, Any]) -> Message:
-        """Read new weights or another placement; the ones in use stay until `commit`."""
+        """Read new weights or another placement; the present weights and placement stay until
+        `commit`.
+        """
         layout = ExpertLayout.parse(message["layout"])
         weights = self._read(fetch_weights(message["weights"]), layout)
         self._next = int(message["version"]), layout, weights

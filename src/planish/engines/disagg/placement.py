@@ -140,7 +140,7 @@ class ExpertLayout:
     """Placements of all sparse layers; they change only between iterations."""
 
     version: int
-    """Number that grows with each change; every frame has it."""
+    """Number that grows with each change; every frame carries this number."""
     layers: tuple[Placement, ...]
 
     @classmethod

@@ -52,7 +52,7 @@ class PlannedSizes(_Stored):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStage(Measured):
-    """A measured stage that a plan was computed with."""
+    """A measured stage from which a plan was computed."""
 
     stage: str
     gpu: str

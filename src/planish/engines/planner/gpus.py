@@ -58,9 +58,9 @@ GPUS: dict[str, Gpu] = {
     )
 }
 """Price, memory and rates of L20, H800, A800, H20 and L40S, and watts of H20 and L40S, are figures
-of the paper; the others are the vendors'. Networks of A800 (8 cards of 200 Gb/s per node of 8), H20
-(4 of 400) and L40S (2 of 400) are those of the paper's testbeds. We assume that L20 has the network
-of L40S, A100 that of A800, and H800, H100 and H200 one card of 400 Gb/s each."""
+of the paper; all other figures are the vendors'. The paper's testbeds have these networks: A800 8
+cards of 200 Gb/s per node of 8, H20 4 of 400, L40S 2 of 400. We assume the network of L40S for L20,
+the network of A800 for A100, and one card of 400 Gb/s per GPU for H800, H100 and H200."""
 
 _LARGEST = 1e18
 _CHANGEABLE = tuple(field.name for field in dataclasses.fields(Gpu) if field.name != "name")

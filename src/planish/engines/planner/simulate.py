@@ -207,7 +207,7 @@ def work_of(
     others = (len(living) - busiest) / max(1, len(living) - 1)
     combine, cold, heat = [0.0] * one.n_e, [0.0] * one.n_e, one.experts.seconds(mean * busiest)
     for rank in living:
-        # If micro-batches are equal, the network time is that of one replica's rows.
+        # If micro-batches are equal, the network time is the time for one replica's rows.
         combine[rank] = one.network.seconds(total / len(busy))
         cold[rank] = one.experts.seconds(mean * others)
     experts = [list(cold) for _ in hot]

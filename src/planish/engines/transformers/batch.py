@@ -97,7 +97,7 @@ class DecodeBatch:
         self.renew()
 
     def renew(self) -> None:
-        """Drop rows and cache, and reset counters: a new batch over the same weights."""
+        """Drop rows and cache, and reset the counters; the weights stay."""
         limits, strings = self.limits, None
         if limits.strings is not None:
             strings = StopStates(limits.strings, limits.max_rows, self._device)
@@ -172,7 +172,9 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def advance(self, version: int) -> list[Output]:
-        """Generate one token for each running request, at least one; return the finished ones."""
+        """Generate one token for each running request (there is at least one); return the outputs
+        of finished requests.
+        """
         rows = self._rows
         if rows.longest + 1 > self.cache.width:
             self._make_room(rows.longest + 1, rows.longest + 1)

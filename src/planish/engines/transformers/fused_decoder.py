@@ -70,7 +70,7 @@ def rotation_table(rope: Mapping[str, Any], head_dim: int, length: int) -> Tenso
 
 
 def fits(architecture: str, config: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Return whether this decoder computes the same as transformers for a model."""
+    """Return whether this decoder computes the same logits as transformers for a model."""
     kinds = set(config.get("layer_types") or ["full_attention"])
     rope = config.get("rope_parameters") or {}
     windowed = "layer_types" not in config and config.get("sliding_window")

@@ -272,7 +272,7 @@ class VllmEngine(BaseEngine):
     def _new_llm(
         self, made: Any, ours: dict[str, Any], model_config: dict[str, Any], cache_bytes: int
     ) -> Any:
-        """Start vLLM with our options and those of `engine.vllm`."""
+        """Start vLLM with our options and the options in `engine.vllm`."""
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 

@@ -39,7 +39,8 @@ class Readings(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, tensor in tensors:
             begin = tensor.data_ptr()
             end = begin + tensor.nbytes
-            # A tensor that overlaps with earlier ones reuses their memory, so those are gone.
+            # A tensor that overlaps earlier tensors reuses their memory, so the earlier ones are
+            # gone.
             index = max(0, bisect_right(self._places, (begin,)) - 1)
             while index < len(self._places) and self._places[index][0] < end:
                 if self._places[index][1] > begin:

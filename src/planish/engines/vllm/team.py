@@ -20,7 +20,7 @@ from planish.base.parallel import Ranks, neighbours
 
 
 class Team:
-    """`size` neighbouring ranks, of which the first sends JSON messages to the others."""
+    """`size` neighbouring ranks; the first rank sends JSON messages to the others."""
 
     def __init__(self, ranks: Ranks, size: int, timeout_seconds: float) -> None:
         """Make the process groups of all teams; every rank must call this. `size` divides the

@@ -21,7 +21,7 @@ Profile = Literal["default", "paper"]
 
 
 class PreprocessConfig(Section):
-    """How raw samples become numbers between 0 and 1."""
+    """Conversion of raw samples into numbers between 0 and 1."""
 
     max_gap_seconds: int = Field(default=30, ge=0)
     """Longest gap in a series that is filled, in seconds. A longer gap ends a run; 0 fills every
@@ -45,11 +45,11 @@ class PreprocessConfig(Section):
     """Widen fitted limits for a job if most of its machines exceed them."""
     frozen_after_seconds: int = Field(default=60, ge=0)
     """Seconds after which an exporter is broken if all its values on one machine stand still while
-    those of the peers change; 0 switches this off, as in the paper."""
+    values on the peers change; 0 switches this off, as in the paper."""
 
 
 class DenoiseConfig(Section):
-    """How windows are smoothed before machines are compared."""
+    """Smoothing of windows before machines are compared."""
 
     denoiser: Literal["vae", "pca", "none"] = "vae"
     """LSTM-VAE as published, principal components, or no smoothing."""
@@ -114,8 +114,8 @@ class DetectConfig(Section):
     baseline_early_seconds: int = Field(default=120, ge=120)
     """Seconds of healthy history that a first baseline needs."""
     compare_within_stage: bool = True
-    """Compare machines with those of the same pipeline stage only, if every stage has at least
-    four."""
+    """Compare machines only within their pipeline stage, if every stage has at least four
+    machines."""
     continuity_seconds: int = Field(default=240, ge=1)
     """Seconds without a break after which a candidate is named. Windows are one second apart."""
     gap_tolerance: int = Field(default=3, ge=0)
@@ -168,7 +168,7 @@ class DetectConfig(Section):
 
 
 class ServiceConfig(Section):
-    """How often the monitor calls the detector, and how much history a call reads."""
+    """Interval of the detector's calls, and length of the history that a call reads."""
 
     interval_seconds: int = Field(default=60, ge=1)
     """Seconds from one call for a job to the next."""
@@ -183,7 +183,7 @@ Range = Annotated[tuple[float, float], Field(strict=False)]
 
 
 class MinderConfig(Section):
-    """The settings of the detector; `ServiceSettings` adds those of the service."""
+    """Settings of the detector; `ServiceSettings` adds the settings of the service."""
 
     profile: Profile = "default"
     preprocess: PreprocessConfig = PreprocessConfig()
@@ -283,7 +283,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables of `high` merged over those of `low`, key by key."""
+    """Return the tables of `high` merged over the tables of `low`, key by key."""
     both = {k for k in low if isinstance(low[k], Mapping) and isinstance(high.get(k), Mapping)}
     return {**low, **high, **{key: over(low[key], high[key]) for key in sorted(both)}}
 

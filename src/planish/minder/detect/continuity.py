@@ -75,7 +75,7 @@ any other machine must be less than a third of that total."""
 _SIDE_RISE = 0.15
 """Largest rise of a host's CPU, as a share, that is taken for other work, e.g. a backup."""
 _YOUNG_PARTS = 1.3
-"""Factor by which a part must lie apart for longer while turns are not known."""
+"""Factor by which a part must stay apart for longer while turns are not known."""
 
 
 @dataclass(frozen=True)

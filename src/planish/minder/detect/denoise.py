@@ -35,7 +35,7 @@ class Denoiser(Protocol):
     """`good`, or `degraded` if the model failed its quality gate."""
 
     def embed(self, windows: F32) -> F32:
-        """Return [M, d] for windows [M, 8] of values in 0 .. 1."""
+        """Return the vectors [M, d] to compare, for windows [M, 8] of values in 0 .. 1."""
 
 
 @dataclass(frozen=True)

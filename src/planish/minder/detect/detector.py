@@ -78,7 +78,7 @@ class Detector:
             self._seen = {}
         self._machines, self.groups = frame.machines, groups
         is_prepared = time.perf_counter()
-        # Machines of a small job can not be compared, but silent ones are found.
+        # Machines of a small job can not be compared, but silent machines are found.
         traces = self.traces(prepared, job) if not few else {}
         self._seen = {name: self._seen[name] for name in traces if name in self._seen}
         seconds = np.zeros(frame.num_seconds, bool)

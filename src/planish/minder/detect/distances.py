@@ -135,7 +135,7 @@ def shown_offsets(values: F32, masked: Mask, known: F32, is_sure: Mask) -> F32:
 
 
 def away_from_peers(values: F32, masked: Mask, groups: Sequence[I64]) -> F32:
-    """Return [T, N], how far each machine lies above the median of its group."""
+    """Return [T, N], the distance of each machine above the median of its group."""
     if len(groups) == 1:
         return values - fleet_median(values, masked)[:, None]
     away = values.copy()
@@ -308,7 +308,7 @@ def normal_scores(sums: F32, present: Mask | None = None) -> F32:
 
 
 def distances_above_median(sums: F32, here: Mask) -> F32:
-    """Return [W, N], how far each machine's sum lies above the median one, in normalised units.
+    """Return [W, N], the distance of each machine's sum above the median sum, in normalised units.
 
     The difference is divided by the number of peers and by the root of the window's length. Only
     machines in `here` count.

@@ -108,7 +108,8 @@ class Job:
     unknown: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Map from metric to the machines that have no baseline yet."""
     refused: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Map from metric to those of the unknown machines whose difference is too large for a role."""
+    """Machines whose difference is too large for a role, by metric; all of them are in
+    `unknown`."""
     board: str = ""
     """Model of the job's GPU boards; empty if not known."""
     scales: Mapping[str, float] = field(default_factory=dict)

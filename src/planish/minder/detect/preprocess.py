@@ -168,7 +168,7 @@ def transformed(values: F32, metric: Metric) -> F32:
 
 
 def fill(values: F32, real: Mask, max_gap_seconds: int) -> tuple[F32, Mask]:
-    """Fill each gap with the nearest sample of the same machine; among equally near ones, the
+    """Fill each gap with the nearest sample of the same machine; of equally near samples, the
     earlier.
 
     Gaps of more than `max_gap_seconds` stay; 0 fills every gap. A gap at the border of the frame is

@@ -23,7 +23,8 @@ same roles."""
 _APART = 2.0
 """Mean distance of two roles over blocks and metrics, in units of the metric's floor."""
 _OWN_SHARE = 0.6
-"""Largest distance of a machine from its own role, as a share of its distance from the other."""
+"""Largest distance of a machine from its own role, as a share of its distance from the other
+role."""
 _FARTHEST = 5.0
 """Largest difference that counts, in floors, so that one metric does not decide alone."""
 _FEWEST_METRICS = 3

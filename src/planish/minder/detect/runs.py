@@ -97,7 +97,7 @@ def growth(interval: Interval) -> Interval:
 
 @dataclass(frozen=True)
 class Rule:
-    """How long machines must be candidates in a metric."""
+    """Time for which machines must be candidates in a metric."""
 
     needed: F64
     """[N], windows that a run must exceed; slow samples make runs longer."""

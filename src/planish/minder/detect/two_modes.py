@@ -129,6 +129,6 @@ def _sides(medians: F32, gap: float, smallest: int) -> tuple[I64, Mask]:
 
 
 def _same(a: I64, b: I64) -> bool:
-    """Return whether the machines that are known in both rows lie on the same sides."""
+    """Return whether the machines that are known in both rows are on the same sides."""
     both = (a != 0) & (b != 0)
     return bool(both.any() and (a[both] == b[both]).mean() >= _SAME_SHARE)

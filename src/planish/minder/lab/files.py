@@ -27,7 +27,7 @@ ENDINGS = (".npz", ".csv", ".parquet")
 _MAX_SECONDS = 32 * 86_400
 """Longest trace in seconds; in a longer one a timestamp is broken."""
 _LAST_SECOND = 1e11
-"""Largest timestamp in seconds (year 5000); larger ones are in milliseconds or finer."""
+"""Largest timestamp in seconds (year 5000); a larger timestamp is in milliseconds or finer."""
 _log = logging.getLogger(__name__)
 
 

@@ -35,7 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 def models_of(settings: ServiceSettings) -> Models:
-    """Return the models of all metrics: those of the site, or those that come with the package."""
+    """Return the models of all metrics: the site's models, or the models that come with the
+    package.
+    """
     folder = Path(settings.models.folder) if settings.models.folder else default_models()
     return load_models(folder, settings.denoise, settings.detect.metrics)
 

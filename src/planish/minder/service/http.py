@@ -27,7 +27,7 @@ class AccessConfig(Section):
     bearer_token_file: str = ""
     """File with a token for the header `Authorization`; every request reads it again."""
     ca_file: str = ""
-    """File with the certificates of trusted authorities; empty: those of the system."""
+    """File with the certificates of trusted authorities; empty: the system's certificates."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Headers of every request, e.g. `X-Scope-OrgID` of the tenant."""
 

@@ -184,7 +184,7 @@ class Puller:
         span: tuple[int, int],
         deadline: Deadline,
     ) -> dict[str, F32]:
-        """Return [T, N] of a metric and of the columns that the same series give.
+        """Return [T, N] of a metric, and of further columns that its series give.
 
         A cell is NaN if its value can not be trusted.
         """
@@ -245,7 +245,7 @@ class Puller:
         names: tuple[str, ...],
         span: tuple[int, int],
     ) -> F32:
-        """Return [T, N] of the series of one column; NaN where they are not fresh."""
+        """Return [T, N] of the series of one column; NaN where the series are not fresh."""
         by_machine: dict[str, list[F64]] = {}
         for series in answer:
             values = _on_grid(series, span)

@@ -35,7 +35,7 @@ first call afterwards pulls a longer time. A change of alerts is saved with the 
 _RECONCILE_SECONDS = 60.0
 _CONTROL_THREADS = 3
 _GONE_AFTER = 2
-"""Number of searches in a row that must miss a job before it has ended."""
+"""Number of consecutive searches without a job after which the job has ended."""
 _HUNG_SECONDS = 120.0
 
 
@@ -100,7 +100,7 @@ class TaskSchedule:
             thread.start()
 
     def stop(self, seconds: float) -> None:
-        """Start no more tasks, and wait up to `seconds` for the running ones."""
+        """Start no more tasks, and wait up to `seconds` for running tasks."""
         end = time.monotonic() + seconds
         with self._changed:
             self._is_stopped = True
@@ -229,7 +229,7 @@ class Service:
         return "; ".join(f"{what}: {reason}" for what, reason in sorted(self._faults.items()))
 
     def _note(self, what: str, reason: str) -> None:
-        """Record that `what` fails (for a reason) or works; log it when that changes."""
+        """Record why `what` fails, or that it works if `reason` is empty; log changes."""
         before = self._faults.pop(what, "")
         if reason:
             self._faults[what] = reason
@@ -271,7 +271,7 @@ class Service:
         return LEASE_SECONDS / 3
 
     def _discover(self) -> float:
-        """Find the jobs; watch new ones, and end those that are missing."""
+        """Find the jobs; watch new jobs, and end missing jobs."""
         pause = float(self.shared.settings.server.discovery_seconds)
         self._last_tick = self.shared.clock()
         if not self._leads():

@@ -39,7 +39,7 @@ OWN_OPTIONS = ("command", "no_control", "track", "no_track")
 
 
 def pipelines_folder() -> Path:
-    """Return the folder with `pipelines` and `components`: that of the wheel, else the checkout."""
+    """Return the folder with `pipelines` and `components`, in the wheel or else in the checkout."""
     shipped = PACKAGE / "_pipelines"
     return shipped if shipped.is_dir() else PACKAGE.parents[1]
 

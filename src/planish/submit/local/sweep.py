@@ -35,7 +35,7 @@ class RunSettings(Section):
     preset: str | None = None
     """Preset to start from; None takes the default."""
     iterations: int | None = None
-    """Number of iterations of each run; None takes that of the profile."""
+    """Number of iterations of each run; None takes the number of the profile."""
     seed: int | None = None
     """Seed of every random choice; None takes the default."""
     overrides: dict[str, Any] = Field(default={})
@@ -43,7 +43,7 @@ class RunSettings(Section):
 
 
 class SweepRun(RunSettings):
-    """Settings of one run; missing settings are those of the sweep."""
+    """Settings of one run; a missing setting has the value of the sweep."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name of the run, which is also its folder below the root of the sweep."""

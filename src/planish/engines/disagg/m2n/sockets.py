@@ -246,7 +246,9 @@ class SocketTransport:
             ) from None
 
     def _accept(self, expected: set[int], ends: dict[int, socket.socket], deadline: float) -> None:
-        """Accept connections until all expected ranks have connected; close those of strangers."""
+        """Accept connections until all expected ranks have connected; close connections of
+        strangers.
+        """
         refused = "nobody"
         while missing := expected - ends.keys():
             self._listener.settimeout(max(deadline - time.monotonic(), 0.001))

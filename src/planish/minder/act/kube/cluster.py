@@ -32,7 +32,7 @@ class Cluster:
     """
 
     def __init__(self, kube: Kube, config: KubernetesConfig) -> None:
-        """Use a client whose namespace is that of lease and state."""
+        """Use a client; its namespace must be the namespace of lease and state."""
         self.kube, self.config = kube, config
         self.core, self.call = kube.core, kube.call
 

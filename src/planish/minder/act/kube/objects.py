@@ -65,7 +65,7 @@ class NodeInfo:
     name: str
     uid: str
     version: str
-    """resourceVersion; a patch succeeds only while the node still has it."""
+    """resourceVersion; a patch succeeds only if the node still has this version."""
     is_unschedulable: bool = False
     conditions: tuple[Raw, ...] = ()
     """Conditions as in the API server's JSON."""
@@ -103,7 +103,7 @@ class JobInfo:
     namespace: str
     machines: tuple[str, ...]
     stages: Mapping[str, str] = field(default_factory=dict)
-    """Map from machine to pipeline-parallel stage, where a label gives it."""
+    """Pipeline-parallel stage by machine, for machines with a label of the stage."""
     started: int = 0
     """Unix seconds of the last (re)start of one of its pods."""
     run_id: str = ""
