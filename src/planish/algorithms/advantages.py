@@ -110,19 +110,19 @@ def gae(
     lam: float | Tensor = 1.0,
     bootstrap: Tensor | None = None,
 ) -> Tensor:
-    """Generalised advantage estimation that steps over holes in the mask.
+    """Generalised advantage estimation that skips tokens outside the mask.
 
     Args:
         token_rewards: [B, S] float32.
-        values: [B, S] float32, of the state before each token.
-        mask: [B, S] bool; other tokens pass the recursion on unchanged.
+        values: [B, S] float32, value of the state before each token.
+        mask: [B, S] bool, tokens of the response; the recursion skips all other tokens.
         gamma: discount.
-        lam: decay of the estimator, one for all or [B].
+        lam: decay of the estimator, a number or [B].
         bootstrap: [B] float32, value after the last token; 0 for finished rows (the default).
 
     Returns:
-        [B, S] float32, 0 outside the mask. The return target of the same decay is advantage +
-        value.
+        [B, S] float32, 0 outside the mask. Advantage plus value is the return target of the same
+        decay.
 
     Source: arXiv 1506.02438, equations 11 and 16.
     """

@@ -25,8 +25,8 @@ def load_transformers() -> Any:
     """Import transformers with the base of all its models.
 
     If scikit-learn is installed, transformers imports it with scipy and pandas, for a decoding
-    method that no stage uses. It imports scipy for the loss of object detection. Both take a
-    quarter of the start of every stage, so this function hides them.
+    method that no stage uses. It imports scipy for the loss of object detection. These imports take
+    a quarter of the start of every stage, so this function hides the packages.
     """
     # If transformers is loaded already, it may have found the packages and import them later.
     is_first = "transformers" not in sys.modules

@@ -2,8 +2,8 @@
 
 A decoder computes everything except attention token by token, so it can take one long row.
 Attention is computed for each row alone: on accelerators by a kernel for rows of any length,
-elsewhere in groups of rows of similar length. Only `attend` chooses between the two. In `attend`,
-ranks that share the tokens also exchange tokens for heads.
+elsewhere in groups of rows of similar length. `attend` chooses the kernel or the groups. In
+`attend`, ranks that share the tokens also exchange tokens for heads.
 """
 
 from __future__ import annotations

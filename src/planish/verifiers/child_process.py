@@ -66,7 +66,7 @@ class ChildProcess:
         """Start the child unless it runs.
 
         Raises:
-            OSError: the child did not become ready and was ended; the text is the reason.
+            OSError: the child did not become ready and was ended; the message has the reason.
         """
         if self._process is not None and self._process.poll() is None:
             return

@@ -1,4 +1,4 @@
-"""Seconds of one decode iteration, by the formula of the ping-pong pipeline and event by event.
+"""Duration of a decode iteration, by the formula of the ping-pong pipeline or event by event.
 
 A micro-batch passes attention, link, experts, link, and then the attention of the next layer.
 Stages and links process one micro-batch at a time, in the order of readiness. Each rank has one

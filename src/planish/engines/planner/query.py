@@ -73,7 +73,7 @@ class Query:
 
 
 def read_query(options: argparse.Namespace) -> Query:
-    """Return the query of the options, or raise ConfigError."""
+    """Return the query that the options describe, or raise ConfigError."""
     if math.inf in (options.input, options.output):
         raise ConfigError("`--input` and `--output` must be finite; give numbers")
     model = find_model(options.model)

@@ -24,8 +24,8 @@ _SETTLED = 0.25
 """A new baseline replaces the old one only if the two differ by more than this share of the floor.
 Otherwise windows computed earlier stay valid."""
 _ALIKE_SHARE = 0.1
-"""Two machines are alike if their differences are at most this share of them plus the floor
-apart."""
+"""Two machines have similar differences if these are no further apart than the floor plus this
+share of them."""
 _SINGLE_SHARE = 0.145
 """Largest difference in power that a single machine may have as its role, as a share of the fleet's
 highest median minute (power caps of single boards)."""

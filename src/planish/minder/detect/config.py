@@ -133,9 +133,9 @@ class DetectConfig(Section):
     """Share of faulty machines above which, if they are more than two, the whole job has an
     event."""
     two_modes: bool = True
-    """Look for a part of the machines, larger than `job_wide_share` and at most half of them, that
-    lies apart from the rest. It is an event of the whole job too, since the machines of the part
-    are too similar to be found one by one."""
+    """Look for a group of machines, more than `job_wide_share` and at most half of them, whose
+    values differ from the rest. The group is an event of the whole job too, since its machines are
+    too similar to be found one by one."""
     warmup_seconds: int = Field(default=180, ge=0)
     """Seconds after a start of the job that are ignored; 0 as published."""
     idle_seconds: int = Field(default=60, ge=0)

@@ -57,8 +57,8 @@ _WORK_SHARE = 0.2
 """A machine may only be in another phase of its iteration if its tensor cores differ by more than
 this share of the difference in the other GPU metric."""
 _PAIR_SHARE = 0.5
-"""Largest share of the faulty machine's distance that the next machine may have, if another phase
-is no explanation."""
+"""Largest share of the faulty machine's distance that the next machine may have, if slow samples
+cannot explain the difference."""
 _THIRD_SHARE = 0.12
 """Largest share of the faulty machine's distance that the third machine may have."""
 _OTHER_SHARE = 0.5
@@ -75,7 +75,7 @@ any other machine must be less than a third of that total."""
 _SIDE_RISE = 0.15
 """Largest rise of a host's CPU, as a share, that is taken for other work, e.g. a backup."""
 _YOUNG_PARTS = 1.3
-"""Factor by which a part must stay apart for longer while turns are not known."""
+"""Factor by which a group must differ for longer while turns are not known."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,9 @@ class View:
 
 
 def may_be_aliased(name: str, view: View) -> bool:
-    """Return whether healthy machines may lie apart for minutes in a metric because of slow
-    sampling.
+    """Return whether slow sampling may make healthy machines differ in a metric for minutes.
 
-    If a GPU is sampled once in a whole number of its iterations, each sample meets the same phase
+    If a GPU is sampled once in a whole number of its iterations, each sample shows the same phase
     of the iteration, and each machine another phase.
     """
     held = np.median(view.prepared.intervals.get(name, 1.0)) > COARSE_SECONDS
@@ -438,8 +437,7 @@ def _round(view: View, named: Mapping[str, _Named], *, is_first: bool) -> list[F
     interval = view.config.service.interval_seconds
     aliased = {name for name in named if may_be_aliased(name, view)}
     busy = [named[name] for name in named if METRICS[name].name in BUSY]
-    # If a part of the machines has lain apart for this long, parts of the job differ in their
-    # work.
+    # If a group of machines has differed for this long, groups of the job have different work.
     is_split = any(turns.get("", 0) >= 2 * LONG_TURN for turns in view.job.turns.values())
     shown: dict[bool, set[int]] = {True: set(), False: set()}
     for name, metric in named.items():
@@ -522,9 +520,9 @@ def _ongoing(view: View, named: Mapping[str, _Named]) -> tuple[Candidate, ...]:
 
 
 def _part_findings(view: View, turns: dict[str, dict[str, int]]) -> list[Finding]:
-    """Return the machines of a part of the job that lies apart from the rest.
+    """Return the machines of a group that differs from the rest of the job.
 
-    The durations of parts that no longer lie apart go into `turns`.
+    Durations of groups that no longer differ go into `turns`.
     """
     rules, frame = view.config.detect, view.frame
     if not (rules.exhaustive and rules.two_modes) or rules.floors is None:

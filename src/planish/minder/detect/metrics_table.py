@@ -1,7 +1,7 @@
 """The 21 metrics of the monitor: units, limits, and queries to Prometheus.
 
 Source: Minder, arXiv 2411.01791, section 4.1 and appendix (names of the metrics, and the seven that
-detect). Queries, scales and limits are ours.
+the detector uses). Queries, scales and limits are ours.
 """
 
 from __future__ import annotations
@@ -227,4 +227,4 @@ PUBLISHED_ORDER: tuple[str, ...] = (
     "gpu_tensor_core_activity",
     "gpu_nvlink_bandwidth",
 )
-"""The seven metrics that detect, the most sensitive first (section 4.3 of the paper)."""
+"""The seven metrics that the detector uses, the most sensitive first (section 4.3 of the paper)."""

@@ -72,7 +72,7 @@ class Facts:
 
 
 def default_models() -> Path:
-    """Return the folder of the models that come with this package; simulated jobs trained them."""
+    """Return the folder of the models that come with this package, trained on simulated jobs."""
     return Path(__file__).resolve().parent / "models"
 
 

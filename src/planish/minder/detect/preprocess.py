@@ -127,8 +127,8 @@ def limits_of(
 ) -> tuple[float, float] | None:
     """Return the transformed values that scale to 0 and 1; None if they are not known.
 
-    The first that exists is used: limits of the board, of the site, of the metric, of the
-    models.
+    The limits are those of the board; without these, those of the site, of the metric, or of the
+    models, in this order.
     """
     site = config.site_limits(metric.name, board)
     if site is not None:

@@ -1,4 +1,4 @@
-"""Parts: machines that lie apart from the rest of a job together, e.g. one switch, rack or feed.
+"""Parts: groups of machines whose values differ from the rest of the job, e.g. behind one switch.
 
 The paper does not look for parts. If a fifth to a half of the machines have the same difference, no
 normal score is large, but the values have two modes.
@@ -24,18 +24,18 @@ _SAME_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Part:
-    """Machines that lay apart for long enough."""
+    """A group of machines that differed from the rest of the job for long enough."""
 
     columns: I64
     """Column numbers of the smaller side; of two equal sides the one without the first machine."""
     start: int
-    """Unix second at which the part began to lie apart."""
+    """Unix second at which the group began to differ."""
     stop: int
-    """Unix second after the last one in which it lay apart."""
+    """Unix second after the last second in which the group differed."""
 
     @property
     def seconds(self) -> int:
-        """Seconds for which it lay apart."""
+        """Seconds for which the group differed."""
         return self.stop - self.start
 
 
@@ -50,7 +50,7 @@ def find_parts(
     seconds: int,
     max_masked: float,
 ) -> list[Part]:
-    """Return the parts that lie apart for more than `seconds` without a break, in order of time.
+    """Return the groups that differ for more than `seconds` without a break, in order of time.
 
     Args:
         ts: [T] unix seconds.
@@ -104,7 +104,7 @@ def block_medians(values: F32, masked: Mask, first: int, blocks: int) -> F32:
 
 def _sides(medians: F32, gap: float, smallest: int) -> tuple[I64, Mask]:
     """Cut each row [N] at its widest gap. Return sides [B, N] (-1, 1, or 0 if unknown), and [B],
-    True where the sides lie apart.
+    True where the gap is wide enough.
     """
     ordered = np.sort(medians, axis=1)
     counts = np.isfinite(medians).sum(axis=1, keepdims=True)

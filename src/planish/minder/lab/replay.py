@@ -48,7 +48,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a replay at a unix second."""
+    """One call of the detector during a replay, at a unix second."""
 
     now: int
     result: Result

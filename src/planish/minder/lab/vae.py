@@ -82,7 +82,7 @@ class Training:
     """Number of initial models; the one with the smallest error after a tenth of the epochs goes
     on."""
     max_windows: int = 200_000
-    """Largest number of training windows; of more, a random subset is used."""
+    """Largest number of training windows; if there are more, a random subset is used."""
     max_seconds: float = math.inf
     """Longest CPU time in seconds; no epoch begins after it, and the learning rate reaches its
     minimum by then."""

@@ -150,7 +150,7 @@ def _failure_code(error: Exception) -> str:
     """Return the error code for an exception of the HTTP library."""
     from urllib3 import exceptions
 
-    # urllib3 has refused connections under its timeouts.
+    # The class for refused connections is a subclass of urllib3's time-outs.
     if isinstance(error, (exceptions.NewConnectionError, ConnectionError)):
         return "connection"
     if isinstance(error, (exceptions.TimeoutError, TimeoutError)):

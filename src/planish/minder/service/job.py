@@ -185,7 +185,7 @@ class JobWatch:
         try:
             down = actor.cluster.nodes_down()
         except ClusterError as error:
-            # Without an answer of Kubernetes, the detector judges silence alone.
+            # Without an answer of Kubernetes, the detector decides by its own rules for silence.
             if "nodes" not in self._said:
                 self._said.add("nodes")
                 logger.warning("nodes_not_known job=%s reason=%r", self.job, str(error)[:300])
