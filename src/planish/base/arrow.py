@@ -43,7 +43,7 @@ def lists(offsets: Array, values: pa.Array, kind: pa.DataType | None = None) -> 
 
     Args:
         offsets: [lists + 1], index in `values` at which each list begins, and the end of the last
-        list.
+            list.
         values: the items of all lists.
         kind: type of the lists; None: plain lists of the type of `values`.
     """

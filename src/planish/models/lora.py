@@ -45,8 +45,7 @@ def add_adapters(model: nn.Module, adapters: Adapters, *, seed: Sequence[int]) -
     )
     stream = np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)
     # peft initialises adapters on the device of their weight; for a weight on `meta` a tensor of
-    # one
-    # number replaces it meanwhile.
+    # one number replaces it meanwhile.
     blank = [
         (module, name, parameter)
         for module in model.modules()

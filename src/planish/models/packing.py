@@ -51,8 +51,7 @@ class Context:
 
         Args:
             own: [tokens of a rank, heads, head size]; if there are fewer heads than ranks, heads
-            are
-                repeated.
+                are repeated.
             num_tokens: T.
         """
         if own.shape[1] < self.size:

@@ -201,8 +201,7 @@ def load_model(
     seconds longer. `dtype` is as for `load_policy`, `heads` as for `model_class`.
 
     Raises:
-        ConfigError: config.json is unreadable, the architecture is unknown, or weights do not
-        fit.
+        ConfigError: config.json is unreadable, the architecture is unknown, or weights do not fit.
     """
     from transformers.utils.logging import disable_progress_bar
 

@@ -51,8 +51,7 @@ class RoutingReplay:
         Args:
             num_layers: number of layers with experts, on all ranks.
             num_experts: number of experts of one layer.
-            forces: recorded choices replace those of the routers; otherwise they are only
-            compared.
+            forces: recorded choices replace those of the routers; otherwise they are only compared.
         """
         self._sizes = (num_layers, num_experts)
         self._forces = forces

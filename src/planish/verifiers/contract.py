@@ -102,8 +102,7 @@ def read_cases(path: str | Path) -> list[VerifierCase]:
     `reward_model.ground_truth` (files of verl). A row may have `response` and `score`.
 
     Raises:
-        ConfigError: there is no such file, or rows are malformed; the message names the first
-        ones.
+        ConfigError: there is no such file, or rows are malformed; the message names the first ones.
     """
     cases, faults = [], []
     for place, row in _rows(Path(path)):

@@ -460,8 +460,7 @@ def verify_math(
     if ruled.accuracy == 1.0 or both_integers or not _is_comparable(seen, expected):
         return ruled
     # A late comparison counts against the response, unless the ground truth alone also takes far
-    # too
-    # long. Otherwise a busy machine would cause verifier errors.
+    # too long. Otherwise a busy machine would cause verifier errors.
     try:
         is_equal = _asked(seen, expected, options.timeout_seconds)
         if is_equal is not None:

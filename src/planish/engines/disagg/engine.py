@@ -274,8 +274,7 @@ class DisaggEngine(BaseEngine):
         end.
 
         Raises:
-            _Broken: a rank reports a fault, or an expert rank (or the last attention rank) is
-            lost.
+            _Broken: a rank reports a fault, or an expert rank (or the last attention rank) is lost.
         """
         assert self._processes is not None
         given: dict[int, Message] = {}

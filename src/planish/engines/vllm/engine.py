@@ -223,8 +223,7 @@ class VllmEngine(BaseEngine):
             refuse_on_cpu(settings, model_config, routing=self._routing)
             if settings.tensor_parallel > 1:
                 # vLLM would bind each rank to its own NUMA node, which few machines have. An
-                # earlier engine of
-                # this process has made vLLM cache the environment variables.
+                # earlier engine of this process has made vLLM cache the environment variables.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
                 disable_envs_cache()
         is_rank = self._shares_device and "RANK" in os.environ
@@ -254,16 +253,15 @@ class VllmEngine(BaseEngine):
             "kv_cache_memory_bytes": cache_bytes or None,
             "enforce_eager": is_cpu or not settings.compile,
             # vLLM's CPU kernel (`csrc/cpu/pos_encoding.cpp`) reads each head of a query [tokens,
-            # heads,
-            # width], as in latent attention, as a token; torch's implementation does not.
+            # heads, width], as in latent attention, as a token; torch's implementation does not.
             "compilation_config": CompilationConfig(custom_ops=["-rotary_embedding"] * is_cpu),
             "logprobs_mode": "processed_logprobs",
             "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER),
             "worker_extension_cls": "planish.engines.vllm.taken.TellsTaken",
             "disable_log_stats": True,
             # None turns it on wherever vLLM supports it, which excludes the CPU
-            # (`platforms/cpu.py`).
-            # Experts of a token are read between two steps, when no step may be in progress.
+            # (`platforms/cpu.py`). Experts of a token are read between two steps, when no step may
+            # be in progress.
             "async_scheduling": False if self._routing else None,
             "enable_return_routed_experts": self._routing,
         }
@@ -540,8 +538,7 @@ class VllmEngine(BaseEngine):
         with contextlib.ExitStack() as scratch:
             announced = {"address": offer(source) if is_here else address_of(source, scratch)}
             # With several ranks one may fail and another not; vLLM would then assign their answers
-            # to
-            # later calls wrongly.
+            # to later calls wrongly.
             with self._failing() if self._config.tensor_parallel > 1 else contextlib.nullcontext():
                 self._tell_workers("init_weight_transfer_engine", init_info=announced)
             # A failure from here on may leave a mixture of old and new weights.

@@ -131,8 +131,7 @@ def connect(model: torch.nn.Module, compute: Compute) -> int:
     """Set `compute` in every layer of a loaded model; return the number of layers.
 
     Raises:
-        EngineError: the model has no such layer, because it is dense or has its own experts
-        module.
+        EngineError: the model has no such layer, because it is dense or has its own experts module.
     """
     methods = [m.quant_method for m in model.modules() if isinstance(m, RemoteRoutedExperts)]
     if not methods:

@@ -267,7 +267,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: a file can not be read, or `site.toml` has tables that `calibrate` does not
-        write.
+            write.
     """
     raw, beside = read_toml(path), path.parent / SITE_FILE
     if path.name == SITE_FILE or not beside.is_file():
@@ -293,7 +293,7 @@ def minder_config(raw: Mapping[str, Any] | None = None) -> MinderConfig:
 
     Raises:
         ConfigError: sections or keys are unknown or values are wrong; the message names all of
-        them.
+            them.
     """
     return parsed(MinderConfig, raw or {})
 

@@ -83,8 +83,8 @@ class JobMonitor:
             waiting: stretches in which each machine only waits for others; it is not compared then.
             board: model of the job's GPU boards; empty if not known.
             suspects: machine to the unix second at which another job named it. A machine that was
-            named within a day can have no role. The monitor adds the machines of this job
-            itself.
+                named within a day can have no role. The monitor adds the machines of this job
+                itself.
         """
         begun = time.perf_counter()
         if not frame.num_seconds:

@@ -111,7 +111,7 @@ def read_case(path: Path) -> Case:
     Raises:
         ConfigError: there is no such trace.
         RecordError: trace or facts are damaged, or facts name a machine or second outside the
-        trace.
+            trace.
     """
     frame, place = read_frame(path), facts_path(path)
     try:

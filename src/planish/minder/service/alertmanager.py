@@ -38,8 +38,7 @@ class Alertmanager:
         rule.
 
         Raises:
-            BackendUnavailable: there is no valid answer, or Alertmanager does not have the
-            alert.
+            BackendUnavailable: there is no valid answer, or Alertmanager does not have the alert.
         """
         labels = {"alertname": alert.name, "job_name": alert.job, "node": alert.machine}
         if self.config.cluster:
