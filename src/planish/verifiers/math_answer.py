@@ -446,9 +446,7 @@ def _by_rule(seen: str, expected: str, options: VerifierOptions) -> Verdict:
 def verify_math(
     response: str, answer: str, options: VerifierOptions, form: str = "line"
 ) -> Verdict:
-    """Compare mathematically: by rule if a rule decides, else in a child process that can be
-    killed.
-    """
+    """Compare mathematically: by rule if a rule decides, else by math-verify in a child."""
     expected = normalise_answer(answer)
     if not expected or len(answer) > MAX_ANSWER_CHARS:
         return failed()
