@@ -54,7 +54,7 @@ class Traffic:
     reply_seconds: float = 0.0
     """Sum over layers of the seconds from the last sent rows to the last reply."""
     reply_counts: list[int] = field(default_factory=lambda: [0] * (len(REPLY_SECONDS) + 1))
-    """Number of layers in each bucket of `telemetry.REPLY_SECONDS`, by these seconds."""
+    """Number of layers whose time falls into each bucket of `telemetry.REPLY_SECONDS`."""
 
     def add(self, header: FrameHeader) -> None:
         """Count a frame."""

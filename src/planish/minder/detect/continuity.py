@@ -113,8 +113,8 @@ class View:
 def may_be_aliased(name: str, view: View) -> bool:
     """Return whether slow sampling may make healthy machines differ in a metric for minutes.
 
-    If a GPU is sampled once in a whole number of its iterations, each sample shows the same phase
-    of the iteration, and each machine another phase.
+    If a GPU is sampled once in a whole number of its iterations, all of its samples show the same
+    phase of an iteration. This phase differs between machines.
     """
     held = np.median(view.prepared.intervals.get(name, 1.0)) > COARSE_SECONDS
     return bool(held) and METRICS[name].is_gpu and view.config.detect.gap_tolerance > 0

@@ -86,7 +86,7 @@ def comparison_groups(machines: Sequence[str], config: DetectConfig, job: Job) -
 
 
 def fewest_of_group(config: DetectConfig) -> int:
-    """Return the fewest machines that a group of its own must have."""
+    """Return the smallest number of machines of a group."""
     return max(4, config.min_machines)
 
 

@@ -143,7 +143,7 @@ def needed_scale(
     """Return the factor by which the limits of a job must be widened: a power of 1.1, at least 1.
 
     Limits are widened if most machines exceed them clearly in more than one second of a hundred.
-    Such machines are other hardware, not faulty. `known` is the factor of the last call.
+    Such machines have other hardware and are not faulty. `known` is the factor of the last call.
     """
     low, high = limits
     values, real = frame.values[metric.name], frame.mask[metric.name]

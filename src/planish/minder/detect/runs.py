@@ -64,8 +64,8 @@ def runs(
     tolerated: at most `gap_tolerance` windows and at most 2 % of the run. `masked` windows, of
     which too little is known, neither count nor end a run. `sample` is the number of windows that a
     slow sample touches, else 0. One slow sample in a run may lack the candidate if the windows
-    before it and those after it last longer than a sample. A burst that a single sample caught
-    joins no run.
+    before it and those after it last longer than a sample. A short burst that only one sample shows
+    is joined to no run.
     """
     known = np.flatnonzero(~masked)
     joined: list[tuple[int, int]] = []

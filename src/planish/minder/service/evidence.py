@@ -38,7 +38,7 @@ def without(frame: Frame, machines: Collection[str]) -> Frame:
 
 
 def suspects(result: Result) -> set[str]:
-    """Return the machines that differ but are not named yet, whose GPU errors are to be queried."""
+    """Return the candidates that are not named yet; the caller queries GPU errors for them."""
     named = {finding.machine for finding in result.findings}
     found = {one.machine for one in result.candidates if one.seconds >= SUSPECT_SECONDS}
     return found - named if result.is_judged else set()
